@@ -1,0 +1,1050 @@
+"""Train GPT-2 from raw kernels.
+
+    pip install -r requirements.txt && python train_gpt2.py
+
+Read it from top to bottom: the model as tables, the files, the two devices, the forward pass, the backward pass, the
+update, the data, the loop. The kernels are in kernels.cu, each forward next to its backward. Sizes have the same
+letters everywhere:
+
+    B   sequences in a batch            L   layers
+    T   tokens in a sequence            NH  attention heads
+    C   channels of a token             HS  channels of a head, C/NH
+    V   words of the vocabulary         Vp  V padded, so that the matrix product over it is fast
+
+Devices: a GPU through CuPy, or the CPU through a C++ compiler; everything below the devices is the same for both.
+"""
+import argparse
+import bisect
+import ctypes
+import dataclasses
+import hashlib
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+from prepro_tinyshakespeare import (END_OF_TEXT, EOT, TINYSHAKESPEARE, UserError, byte_encoding,
+                                    download_tinyshakespeare, gpt2_encoding, prepare, replace_file)
+
+HERE = Path(__file__).resolve().parent
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model: its sizes, and what it keeps in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sizes of a GPT-2, in the order of a checkpoint's header."""
+    maxT: int = 1024
+    V: int = 50257
+    L: int = 12
+    NH: int = 12
+    C: int = 768
+    Vp: int = 50304
+
+    @staticmethod
+    def from_descriptor(descriptor):
+        """The config of depth N for "dN". d12, d24, d36 and d48 are GPT-2 small, medium, large and XL; the depths
+        between them follow the same line, those below d12 have a head for each layer. Raises UserError."""
+        if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
+            raise UserError(f"-e {descriptor}: neither a file nor a descriptor like d12 (GPT-2 of 12 layers)")
+        L = int(descriptor[1:])
+        NH = 25 if L == 48 else min(L, 12 + max(0, L - 12) // 3)
+        return Config(L=L, NH=NH, C=64 * NH)
+
+
+class Tensor(NamedTuple):
+    """A row of a table: a tensor of an arena. The last three are for parameters: they start as mean + std * normal,
+    and weight decay applies or does not."""
+    name: str
+    shape: tuple
+    dtype: type = np.float32
+    mean: float = 0.0
+    std: float = 0.0
+    decay: bool = False
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+
+def parameter_table(c):
+    """The parameters, in the order of a checkpoint. Initialised as in the GPT-2 paper (Radford et al. 2019, section
+    2.3): the layers that end in the residual stream, which 2L of them feed, are scaled down by sqrt(2L)."""
+    L, C, std, residual_std = c.L, c.C, 0.02, 0.02 / math.sqrt(2 * c.L)
+    weight, zeros, ones = dict(std=std, decay=True), dict(), dict(mean=1.0)
+    residual = dict(std=residual_std, decay=True)
+    return [
+        Tensor("wte", (c.Vp, C), **weight),  # token embeddings, and the head that turns channels into logits
+        Tensor("wpe", (c.maxT, C), **weight),  # position embeddings
+        Tensor("ln1w", (L, C), **ones),
+        Tensor("ln1b", (L, C), **zeros),
+        Tensor("qkvw", (L, 3 * C, C), **weight),
+        Tensor("qkvb", (L, 3 * C), **zeros),
+        Tensor("attprojw", (L, C, C), **residual),
+        Tensor("attprojb", (L, C), **zeros),
+        Tensor("ln2w", (L, C), **ones),
+        Tensor("ln2b", (L, C), **zeros),
+        Tensor("fcw", (L, 4 * C, C), **weight),
+        Tensor("fcb", (L, 4 * C), **zeros),
+        Tensor("fcprojw", (L, C, 4 * C), **residual),
+        Tensor("fcprojb", (L, C), **zeros),
+        Tensor("lnfw", (C,), **ones),
+        Tensor("lnfb", (C,), **zeros),
+    ]
+
+
+def activation_table(c, B, T):
+    """What the forward pass leaves behind for the backward pass, and the batch itself."""
+    L, C, NH, HS = c.L, c.C, c.NH, c.C // c.NH
+    return [
+        Tensor("tokens", (B, T), np.int32),
+        Tensor("targets", (B, T), np.int32),
+        Tensor("order", (B * T,), np.int32),  # positions sorted by token, and the lengths of the runs of equal
+        Tensor("run", (B * T,), np.int32),  # tokens in that order: see encoder_backward_wte
+        Tensor("encoded", (B, T, C)),
+        Tensor("ln1", (L, B, T, C)),
+        Tensor("ln1_mean", (L, B, T)),
+        Tensor("ln1_rstd", (L, B, T)),
+        Tensor("qkv", (B, T, 3 * C)),  # of the layer at work only
+        Tensor("qkvr", (L, 3, B * NH, T, HS)),  # the same, split into heads, with its bias
+        Tensor("att", (L, B * NH, T, T)),
+        Tensor("attyr", (B * NH, T, HS)),  # of the layer at work only
+        Tensor("atty", (L, B, T, C)),
+        Tensor("branch", (B, T, C)),  # what is about to be added to the residual stream
+        Tensor("residual2", (L, B, T, C)),
+        Tensor("ln2", (L, B, T, C)),
+        Tensor("ln2_mean", (L, B, T)),
+        Tensor("ln2_rstd", (L, B, T)),
+        Tensor("fch", (L, B, T, 4 * C)),  # without its bias, which GELU adds
+        Tensor("fch_gelu", (L, B, T, 4 * C)),
+        Tensor("residual3", (L, B, T, C)),
+        Tensor("lnf", (B, T, C)),
+        Tensor("lnf_mean", (B, T)),
+        Tensor("lnf_rstd", (B, T)),
+        Tensor("logits", (B, T, c.Vp)),  # become their own gradient
+        Tensor("losses", (B, T)),
+    ]
+
+
+PARTIAL_ROWS = 256  # how many sums of a part of the rows a bias or norm gradient is made from
+
+
+def backward_table(c, B, T):
+    """The gradients of the activations, each used by all layers in turn."""
+    C, NH, HS = c.C, c.NH, c.C // c.NH
+    return [
+        Tensor("dresidual", (B, T, C)),  # of the residual stream, all the way down
+        Tensor("dbranch", (B, T, C)),
+        Tensor("dfch", (B, T, 4 * C)),
+        Tensor("dattyr", (B * NH, T, HS)),
+        Tensor("datt", (B * NH, T, T)),
+        Tensor("dqkvr", (3, B * NH, T, HS)),
+        Tensor("dqkv", (B, T, 3 * C)),
+        Tensor("partials", (2, PARTIAL_ROWS, C)),
+    ]
+
+
+def arenas(c, B, T):
+    """All that a training run allocates: {arena: table}."""
+    parameters = parameter_table(c)
+    return {"parameters": parameters, "gradients": parameters, "adam m": parameters, "adam v": parameters,
+            "activations": activation_table(c, B, T), "backward": backward_table(c, B, T)}
+
+
+ALIGN = 128  # bytes, so that each tensor starts on a cache line; no parameter needs padding, since 32 divides C
+
+
+def layout(table):
+    """Where the tensors of an arena start, in bytes, and behind them where the arena ends."""
+    starts = [0]
+    for row in table:
+        size = row.size * np.dtype(row.dtype).itemsize
+        starts.append(starts[-1] + (size + ALIGN - 1) // ALIGN * ALIGN)
+    return starts
+
+
+def carve(arena, table):
+    """Views of an arena (bytes, on either device): one attribute for each row of its table."""
+    views = {}
+    for row, start in zip(table, layout(table)):
+        end = start + row.size * np.dtype(row.dtype).itemsize
+        views[row.name] = arena[start:end].view(row.dtype).reshape(row.shape)
+    return SimpleNamespace(**views)
+
+
+def gibibytes(n):
+    return f"{n / 2**30:.2f} GiB"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files: llm.c's formats, each behind a header of 256 int32
+
+HEADER_BYTES = 1024
+FILES = {  # kind: (magic, version, how to get a good one)
+    "checkpoint": (20240326, 3, "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
+    "debug state": (20240327, 2, "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
+    "token file": (20240520, 1, "prepro_tinyshakespeare.py writes one, also from a text of your own with --input"),
+    "tokenizer": (20240328, 2, "llm.c's train_gpt2.py writes one; without it tiktoken is used"),
+}
+
+
+def read_header(path, kind):
+    """The 256 ints of a file's header. Raises UserError if the file is not of this kind and version."""
+    magic, version, remedy = FILES[kind]
+    try:
+        with open(path, "rb") as file:
+            header = np.frombuffer(file.read(HEADER_BYTES), "<i4")
+    except ValueError:  # not a whole number of int32
+        header = np.zeros(0, "<i4")
+    except OSError as e:
+        raise UserError(f"{path}: could not be read ({e.strerror}); expected a {kind}: {remedy}") from None
+    if len(header) and header[0] != magic:
+        legacy = "; a file without a header is of an old format" if kind == "token file" else ""
+        raise UserError(f"{path}: begins with {header[0]}, and a {kind} with {magic}{legacy}: {remedy}")
+    if len(header) < 256:
+        raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; expected a {kind}: {remedy}")
+    if header[1] != version:
+        old = " (an old format)" if header[1] < version else ""
+        raise UserError(f"{path}: {kind} of version {header[1]}{old}; expected version {version}: {remedy}")
+    return [int(i) for i in header]
+
+
+def check_size(path, kind, expected):
+    """Raise UserError unless the file has exactly the expected number of bytes."""
+    size = os.path.getsize(path)
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
+        raise UserError(f"{path}: {what}: {size:,} bytes, and the header of this {kind} promises {expected:,}: "
+                        f"{FILES[kind][2]}")
+
+
+def check_config(path, c):
+    """Raise UserError unless a config read from path makes sense."""
+    for field, value in dataclasses.asdict(c).items():
+        if not 0 < value < 2**24:
+            raise UserError(f"{path}: {field} = {value} in its header; expected between 1 and {2**24 - 1}")
+    for ok, wish in ((c.C % c.NH == 0, f"C = {c.C} to be divisible by NH = {c.NH}"),
+                     (c.C % 32 == 0, f"C = {c.C} to be a multiple of 32"),
+                     (c.V <= c.Vp, f"V = {c.V} not to exceed Vp = {c.Vp}")):
+        if not ok:
+            raise UserError(f"{path}: expected {wish}")
+
+
+def read_config(path):
+    """The Config of a checkpoint, after checking all that can be checked without reading its tensors."""
+    c = Config(*read_header(path, "checkpoint")[2:8])
+    check_config(path, c)
+    check_size(path, "checkpoint", HEADER_BYTES + layout(parameter_table(c))[-1])
+    return c
+
+
+def read_debug_state(path, c):
+    """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients {name: array}."""
+    header = read_header(path, "debug state")
+    B, T = header[2:4]
+    if B < 1 or not 1 <= T <= c.maxT:
+        raise UserError(f"{path}: B = {B}, T = {T} in its header; expected 1 <= B and 1 <= T <= maxT = {c.maxT}")
+    rows = [Tensor("x", (B, T), np.int32), Tensor("y", (B, T), np.int32), Tensor("logits", (B, T, c.V)),
+            Tensor("loss", ())] + parameter_table(c)
+    check_size(path, "debug state", HEADER_BYTES + sum(4 * row.size for row in rows))
+    state = {}
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES)
+        for row in rows:
+            state[row.name] = np.fromfile(file, row.dtype, row.size).reshape(row.shape)
+    x, y, logits, loss = (state.pop(row.name) for row in rows[:4])
+    check_tokens(path, x, c.V)
+    check_tokens(path, y, c.V)
+    return SimpleNamespace(x=x, y=y, logits=logits, loss=float(loss), gradients=state)
+
+
+def check_tokens(path, tokens, V):
+    """Raise UserError unless all ids are in 0..V-1."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
+        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
+        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}, and the model has V = {V} words; "
+                        "expected a file made with the model's own vocabulary")
+
+
+class DataLoader:
+    """Hands out the batches of a token file in order, and begins again at its end."""
+
+    def __init__(self, path, B, T, V):
+        count = read_header(path, "token file")[2]
+        if count < 0:
+            raise UserError(f"{path}: its header promises {count} tokens; expected at least B*T+1 = {B * T + 1}")
+        check_size(path, "token file", HEADER_BYTES + 2 * count)
+        if count < B * T + 1:
+            raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
+                            "give a longer file, or a smaller -b or -t")
+        self.tokens = np.memmap(path, "<u2", "r", offset=HEADER_BYTES)
+        check_tokens(path, self.tokens, V)
+        self.B, self.T, self.batches, self.next = B, T, (count - 1) // (B * T), 0
+
+    def next_batch(self):
+        """x and y, both (B,T) int32: the tokens, and for each the token that follows."""
+        size = self.B * self.T
+        window = self.tokens[self.next * size : (self.next + 1) * size + 1].astype(np.int32)
+        self.next = (self.next + 1) % self.batches
+        return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two devices. Each has the same few verbs: allocate, put and get, zero, launch a kernel, multiply matrices, wait.
+
+# How each kernel is shared out: threads in a block, and how many of its items (a thread's, a warp's or a block's work,
+# as the comment over the kernel says) a block takes. Blocks of 256 leave the scheduler room to fill a multiprocessor;
+# the classifier's row is long enough for 1,024; layernorm_backward keeps 16 rows in a multiprocessor's L1.
+LAUNCH = {
+    "encoder_forward": (256, 256),
+    "encoder_backward_wte": (256, 1),
+    "encoder_backward_wpe": (256, 256),
+    "layernorm_forward": (256, 8),
+    "layernorm_backward": (512, 1),
+    "matmul_backward_bias": (256, 32),
+    "split_heads": (256, 1),
+    "merge_heads": (256, 1),
+    "softmax_forward": (256, 8),
+    "softmax_backward": (256, 8),
+    "relu_forward": (256, 8),
+    "relu_backward": (256, 8),
+    "residual_forward": (256, 256),
+    "gelu_forward": (256, 256),
+    "gelu_backward": (256, 256),
+    "fused_classifier": (1024, 1),
+    "adamw": (256, 256),
+}
+
+SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size_t}
+
+
+def read_kernels(source):
+    """{name: [parameter, ...]} of the kernels in a CUDA source; a parameter is a scalar's ctypes type, or c_void_p."""
+    kernels = {}
+    for name, parameters in re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)", source):
+        types = [p.strip() for p in parameters.split(",")]
+        kernels[name] = [ctypes.c_void_p if "*" in t else SCALARS[t.split()[0]] for t in types]
+    return kernels
+
+
+def pack_arguments(kernels, name, args, address):
+    """A kernel's arguments in the form of cuLaunchKernel: an array of pointers to the values. A wrong number of them
+    would be read from whatever lies behind, so it is an error here. Returns the array and what it points to."""
+    parameters = kernels[name]
+    if len(args) != len(parameters):
+        raise TypeError(f"kernel {name} takes {len(parameters)} arguments, and was given {len(args)}")
+    values = [t(address(a) if t is ctypes.c_void_p and a is not None else a) for t, a in zip(parameters, args)]
+    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values)), values
+
+
+def grid_of(name, items):
+    """The grid for a number of items, or for (items, rows of the grid), and the block: two triples."""
+    x, y = items if isinstance(items, tuple) else (items, 1)
+    threads, per_block = LAUNCH[name]
+    return (-(-x // per_block), y, 1), (threads, 1, 1)
+
+
+class Cpu:
+    """The CPU: kernels.cu compiled by g++ or clang++, matrix products by NumPy's BLAS, all on every core.
+
+    CXX names the compiler and CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines.
+    """
+    name, memory = "cpu", "memory"
+
+    def __init__(self, dtype="fp32"):
+        self.dtype = dtype
+        self.peak_flops = None  # depends on the machine in more ways than can be asked for
+        self.kernels = read_kernels((HERE / "kernels.cu").read_text(encoding="utf-8"))
+        self.library = ctypes.CDLL(str(self.build()))
+        for name in self.kernels:
+            function = getattr(self.library, f"launch_{name}")
+            function.restype = ctypes.c_char_p
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        self.scratch = np.empty(2**20, np.float32)  # 4 MiB: a matmul's result on its way to being added, still in cache
+
+    def __str__(self):
+        return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
+
+    def build(self):
+        """The path of the shared library, compiled if there is none for this source, compiler, flags and processor."""
+        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+        if not compiler or not shutil.which(compiler):
+            found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
+            raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
+                            "apt install g++; macOS: xcode-select --install), or train on a GPU")
+        flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall", "-fPIC",
+                 "-shared", "-fopenmp", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        header, kernels = HERE / "dev/cuda_on_cpu.h", HERE / "kernels.cu"
+        source = f'#include "{header}"\n#include "{kernels}"\n' + "".join(f"CPU_KERNEL({k})\n" for k in self.kernels)
+        # -### prints what the driver would run, and so what -march=native means on this processor.
+        target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
+        key = hashlib.sha256(b"\0".join([source.encode(), header.read_bytes(), kernels.read_bytes(), target]))
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
+        library = cache / f"kernels_{key.hexdigest()[:16]}.so"
+        if library.exists():
+            return library
+        print(f"compiling kernels.cu with {compiler}, once", flush=True)
+        temporary = cache / f"{library.name}.{os.getpid()}"
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            for _ in range(2):
+                done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", temporary], input=source, text=True,
+                                      capture_output=True)
+                if done.returncode == 0:
+                    os.replace(temporary, library)
+                    return library
+                if "openmp" not in done.stderr or "-fopenmp" not in flags:
+                    break
+                flags.remove("-fopenmp")
+                print(f"{compiler} has no OpenMP: the kernels run on one core")
+        except OSError as e:
+            raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); set XDG_CACHE_HOME to a "
+                            "folder that can be written") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"{compiler} could not compile kernels.cu:\n{done.stderr.strip()}")
+
+    def free_bytes(self):
+        """How much memory there is to allocate."""
+        try:
+            return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
+        except (OSError, TypeError):  # not Linux
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def empty(self, nbytes):
+        return np.empty(nbytes, np.uint8)
+
+    def put(self, array, values):
+        array[...] = values
+
+    def get(self, array):
+        return array.copy()
+
+    def zero(self, array):
+        array.fill(0)
+
+    def launch(self, name, items, *args, shared=0):
+        """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
+        pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.__array_interface__["data"][0])
+        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in grid_of(name, items))
+        error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
+        if error:
+            raise UserError(f"kernels.cu: {error.decode()}")
+
+    def matmul(self, out, a, b, accumulate=False):
+        """out (...,M,N) = or += a (...,M,K) @ b (...,K,N); rows or columns of each must be contiguous."""
+        if self.dtype == "tf32":
+            a, b = round_to_tf32(a), round_to_tf32(b)
+        if not accumulate:
+            np.matmul(a, b, out=out)
+            return
+        rows = max(1, self.scratch.size // out.shape[-1])
+        for i in range(0, out.shape[0], rows):
+            product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
+            out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
+
+    def synchronize(self):
+        pass
+
+
+def round_to_tf32(x):
+    """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their inputs."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+class Cuda:
+    """An NVIDIA GPU through CuPy: kernels.cu compiled by NVRTC, matrix products by cuBLAS, all on one stream."""
+    name, memory = "cuda", "device memory"
+
+    # Dense FLOPs of one multiprocessor in one clock, by compute capability, from NVIDIA's architecture white papers.
+    FLOPS_PER_CLOCK = {80: dict(fp32=128, tf32=1024), 86: dict(fp32=256, tf32=256), 89: dict(fp32=256, tf32=256),
+                       90: dict(fp32=256, tf32=2048), 100: dict(fp32=256, tf32=4096), 120: dict(fp32=256, tf32=256)}
+
+    def __init__(self, dtype=None):
+        try:
+            import cupy
+        except ImportError:
+            raise UserError("CuPy is not installed, and --device cuda needs it: pip install -r requirements.txt, "
+                            "or train with --device cpu") from None
+        try:
+            cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as e:
+            raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with --device cpu") from None
+        self.cupy, self.device = cupy, cupy.cuda.Device()
+        capability = int(self.device.compute_capability)
+        self.dtype = dtype = dtype or ("tf32" if capability >= 80 else "fp32")
+        self.cublas, self.handle = cupy.cuda.cublas, self.device.cublas_handle
+        self.compute_type = dict(fp32=self.cublas.CUBLAS_COMPUTE_32F, tf32=self.cublas.CUBLAS_COMPUTE_32F_FAST_TF32)[dtype]
+        self.one, self.nought = ctypes.c_float(1), ctypes.c_float(0)
+        self.stream = cupy.cuda.get_current_stream()
+        source = (HERE / "kernels.cu").read_text(encoding="utf-8")
+        self.kernels = read_kernels(source)
+        module = cupy.RawModule(code=source, options=("-std=c++17",))
+        try:
+            self.functions = {name: module.get_function(name) for name in self.kernels}
+        except cupy.cuda.compiler.CompileException as e:
+            raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
+        flops = self.FLOPS_PER_CLOCK.get(capability, {}).get(dtype)
+        attributes = self.device.attributes
+        self.peak_flops = flops and flops * attributes["MultiProcessorCount"] * attributes["ClockRate"] * 1e3
+
+    def __str__(self):
+        name = self.cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"].decode()
+        peak = f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else ""
+        return f"{name}, {self.dtype}{peak}"
+
+    def free_bytes(self):
+        """How much device memory there is to allocate."""
+        return self.device.mem_info[0]
+
+    def empty(self, nbytes):
+        return self.cupy.empty(nbytes, np.uint8)
+
+    def put(self, array, values):
+        array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape))
+
+    def get(self, array):
+        return array.get()
+
+    def zero(self, array):
+        array.data.memset_async(0, array.nbytes)
+
+    def launch(self, name, items, *args, shared=0):
+        """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
+        pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.data.ptr)
+        grid, block = grid_of(name, items)
+        function = self.functions[name]
+        if shared > 48 * 1024:  # more than that has to be asked for
+            function.max_dynamic_shared_size_bytes = shared
+        self.cupy.cuda.driver.launchKernel(function.kernel.ptr, *grid, *block, shared, self.stream.ptr,
+                                           ctypes.addressof(pointers), 0)
+
+    def matmul(self, out, a, b, accumulate=False):
+        """out (...,M,N) = or += a (...,M,K) @ b (...,K,N); rows or columns of each must be contiguous.
+
+        cuBLAS stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T.
+        """
+        (M, N), K = out.shape[-2:], a.shape[-1]
+        batch = 0 if out.ndim == 2 else out.shape[0]
+        operands = []
+        for x in (b, a, out):
+            rows, columns = (s // x.itemsize for s in x.strides[-2:])
+            transposed = columns != 1 and x.shape[-1] != 1  # its columns are contiguous, not its rows
+            operands.append((x.data.ptr, transposed, max(columns, x.shape[-2]) if transposed else max(rows, x.shape[-1]),
+                             x.strides[0] // x.itemsize))
+        (b, b_transposed, ldb, b_stride), (a, a_transposed, lda, a_stride), (out, _, ldout, out_stride) = operands
+        alpha, beta = ctypes.addressof(self.one), ctypes.addressof(self.one if accumulate else self.nought)
+        F32 = self.cupy.cuda.runtime.CUDA_R_32F
+        if batch:
+            self.cublas.gemmStridedBatchedEx(
+                self.handle, int(b_transposed), int(a_transposed), N, M, K, alpha, b, F32, ldb, b_stride,
+                a, F32, lda, a_stride, beta, out, F32, ldout, out_stride, batch, self.compute_type, -1)
+        else:
+            self.cublas.gemmEx(self.handle, int(b_transposed), int(a_transposed), N, M, K, alpha, b, F32, ldb,
+                               a, F32, lda, beta, out, F32, ldout, self.compute_type, -1)
+
+    def synchronize(self):
+        self.device.synchronize()
+
+
+def has_gpu():
+    """Whether NVIDIA's driver reports a GPU: asked of the driver itself, since CuPy takes a second to import."""
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+# The T x T matrices of attention are computed in strips of rows, each only as wide as its last row can see: for
+# T = 1024, four strips leave 10 of 16 squares, and with them that share of the operations and of the memory traffic.
+STRIP = 256
+
+
+class GPT2:
+    """GPT-2 on a device: forward, backward, and an AdamW update, each in the order in which it is computed.
+
+    config: its sizes; B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS)).
+    Everything is allocated here. Raises UserError if the device has too little memory.
+    """
+
+    def __init__(self, config, device, B, T, attention="softmax"):
+        if T > config.maxT:
+            raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
+        self.config, self.device, self.B, self.T, self.attention = config, device, B, T, attention
+
+        def asked(B):
+            return sum(layout(table)[-1] for table in arenas(config, B, T).values())
+
+        free = device.free_bytes()
+        if asked(B) > free:
+            fits = bisect.bisect_right(range(1, B), free, key=asked)
+            remedy = f"the largest -b that fits is {fits}" if fits else "not even -b 1 fits: choose a smaller -t or -e"
+            raise UserError(f"-b {B} -t {T}: the tables ask for {gibibytes(asked(B))} of {device.memory}, and "
+                            f"{gibibytes(free)} are free; {remedy}")
+
+        tables = arenas(config, B, T)
+        self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
+        self.params = carve(self.arenas["parameters"], tables["parameters"])
+        self.grads = carve(self.arenas["gradients"], tables["parameters"])
+        self.moments = [self.arenas[name].view(np.float32) for name in ("adam m", "adam v")]
+        for name in ("gradients", "adam m", "adam v"):
+            device.zero(self.arenas[name])
+        self.starts = device.empty(8 * len(layout(tables["parameters"])))  # of the parameters, in numbers
+        device.put(self.starts.view(np.uint64), [start // 4 for start in layout(tables["parameters"])])
+        self.decayed = device.empty(4 * len(tables["parameters"]))  # 1 where weight decay applies, else 0
+        device.put(self.decayed.view(np.float32), [row.decay for row in tables["parameters"]])
+        self.step = 0  # updates done
+        self.stage = "start"  # what is being computed, for a person who interrupts it
+
+    def initialize(self, seed):
+        """Random parameters. Each tensor has its own generator, so they can be drawn on all cores at once."""
+        table = parameter_table(self.config)
+
+        def draw(i):
+            row, values = table[i], np.full(table[i].shape, table[i].mean, np.float32)
+            if row.std:
+                np.random.default_rng([seed, i]).standard_normal(dtype=np.float32, out=values)
+                values *= row.std
+            if row.name == "wte":
+                values[self.config.V :] = 0
+            self.device.put(getattr(self.params, row.name), values)
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(draw, range(len(table))))
+
+    def load(self, path):
+        """The parameters of a checkpoint whose config is this model's (see read_config)."""
+        parameters = np.fromfile(path, "<f4", offset=HEADER_BYTES)
+        self.device.put(self.arenas["parameters"].view(np.float32), parameters)
+
+    def save(self, path):
+        """Write a checkpoint. Raises UserError; an older file of that name is then untouched."""
+        magic, version, _ = FILES["checkpoint"]
+        header = np.zeros(256, "<i4")
+        header[:8] = magic, version, *dataclasses.astuple(self.config)
+        replace_file(path, [header, self.device.get(self.arenas["parameters"])])
+
+    def bind(self, B, T):
+        """Lay the activations out for a batch (B,T); a smaller one than at the start uses a part of the arenas."""
+        if (B, T) != getattr(self, "bound", None):
+            self.acts = carve(self.arenas["activations"], activation_table(self.config, B, T))
+            self.back = carve(self.arenas["backward"], backward_table(self.config, B, T))
+            self.bound = B, T
+
+    def forward(self, tokens, targets=None, training=False):
+        """The logits of tokens (B,T) int32, left in self.acts.logits (B,T,Vp) on the device.
+
+        With targets (B,T) int32, returns the mean cross-entropy over the batch, in nats. With training, the logits
+        have become their own gradient, and backward() may follow.
+        """
+        self.stage = "forward pass"
+        c, p, device, run, matmul = self.config, self.params, self.device, self.device.launch, self.device.matmul
+        (B, T), C, L = tokens.shape, c.C, c.L
+        N = B * T
+        self.bind(B, T)
+        a = self.acts
+        device.put(a.tokens, tokens)
+
+        run("encoder_forward", N * C // 4, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
+        residual = a.encoded  # (B,T,C), the stream to which each layer adds twice
+        for l in range(L):
+            run("layernorm_forward", N, a.ln1[l], a.ln1_mean[l], a.ln1_rstd[l], residual, p.ln1w[l], p.ln1b[l], N, C)
+            matmul(a.qkv.reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T)
+            self.attention_forward(l)
+            matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T)
+            run("residual_forward", N * C // 4, a.residual2[l], residual, a.branch, p.attprojb[l], N, C)
+
+            run("layernorm_forward", N, a.ln2[l], a.ln2_mean[l], a.ln2_rstd[l], a.residual2[l], p.ln2w[l], p.ln2b[l], N, C)
+            matmul(a.fch[l].reshape(N, 4 * C), a.ln2[l].reshape(N, C), p.fcw[l].T)
+            run("gelu_forward", N * C, a.fch_gelu[l], a.fch[l], p.fcb[l], N, 4 * C)
+            matmul(a.branch.reshape(N, C), a.fch_gelu[l].reshape(N, 4 * C), p.fcprojw[l].T)
+            run("residual_forward", N * C // 4, a.residual3[l], a.residual2[l], a.branch, p.fcprojb[l], N, C)
+            residual = a.residual3[l]
+        run("layernorm_forward", N, a.lnf, a.lnf_mean, a.lnf_rstd, residual, p.lnfw, p.lnfb, N, C)
+        matmul(a.logits.reshape(N, c.Vp), a.lnf.reshape(N, C), p.wte.T)
+
+        if targets is None:
+            return None
+        device.put(a.targets, targets)
+        run("fused_classifier", N, a.logits, a.losses, a.targets, 1.0 / N, c.V, c.Vp, int(training))
+        if training:
+            order, lengths = runs_of_equal(tokens)
+            device.put(a.order, order)
+            device.put(a.run, lengths)
+        return float(device.get(a.losses).mean(dtype=np.float64))
+
+    def attention_forward(self, l):
+        """atty[l] (B,T,C) from qkv (B,T,3C): each head's weights (T,T), from its q and k, average its v."""
+        c, a, run, matmul = self.config, self.acts, self.device.launch, self.device.matmul
+        (B, T), NH, HS = self.bound, c.NH, c.C // c.NH
+        run("split_heads", B * T, a.qkvr[l], a.qkv, self.params.qkvb[l], B, T, 3, NH, HS)
+        q, k, v = a.qkvr[l]  # (B*NH,T,HS) each
+        att = a.att[l]  # (B*NH,T,T)
+        for t, end in strips(T):
+            matmul(att[:, t:end, :end], q[:, t:end], k[:, :end].transpose(0, 2, 1))
+        run(f"{self.attention}_forward", B * NH * T, att, HS**-0.5, B * NH * T, T, STRIP)
+        for t, end in strips(T):
+            matmul(a.attyr[:, t:end], att[:, t:end, :end], v[:, :end])
+        run("merge_heads", B * T, a.atty[l], a.attyr, B, T, 1, NH, HS)
+
+    def backward(self):
+        """Add the gradients of the last forward pass, which was for training, to those of the parameters.
+
+        Of a matrix product out = x @ w.T the gradients are dx = dout @ w and dw = dout.T @ x.
+        """
+        self.stage = "backward pass"
+        c, p, g, a, d = self.config, self.params, self.grads, self.acts, self.back
+        device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
+        (B, T), C, L = self.bound, c.C, c.L
+        N = B * T
+        dresidual, dbranch, dfch = d.dresidual.reshape(N, C), d.dbranch.reshape(N, C), d.dfch.reshape(N, 4 * C)
+        dqkv, dlogits = d.dqkv.reshape(N, 3 * C), a.logits.reshape(N, c.Vp)
+
+        matmul(dbranch, dlogits, p.wte)
+        matmul(g.wte, dlogits.T, a.lnf.reshape(N, C), accumulate=True)
+        device.zero(d.dresidual)
+        self.layernorm_backward(g.lnfw, g.lnfb, a.residual3[L - 1], p.lnfw, a.lnf_mean, a.lnf_rstd)
+        for l in reversed(range(L)):
+            bias(g.fcprojb[l], dresidual)
+            matmul(dfch, dresidual, p.fcprojw[l])
+            matmul(g.fcprojw[l], dresidual.T, a.fch_gelu[l].reshape(N, 4 * C), accumulate=True)
+            run("gelu_backward", N * C, dfch, a.fch[l], p.fcb[l], N, 4 * C)
+            bias(g.fcb[l], dfch)
+            matmul(dbranch, dfch, p.fcw[l])
+            matmul(g.fcw[l], dfch.T, a.ln2[l].reshape(N, C), accumulate=True)
+            self.layernorm_backward(g.ln2w[l], g.ln2b[l], a.residual2[l], p.ln2w[l], a.ln2_mean[l], a.ln2_rstd[l])
+
+            bias(g.attprojb[l], dresidual)
+            matmul(dbranch, dresidual, p.attprojw[l])
+            matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=True)
+            self.attention_backward(l)
+            bias(g.qkvb[l], dqkv)
+            matmul(dbranch, dqkv, p.qkvw[l])
+            matmul(g.qkvw[l], dqkv.T, a.ln1[l].reshape(N, C), accumulate=True)
+            residual = a.residual3[l - 1] if l else a.encoded
+            self.layernorm_backward(g.ln1w[l], g.ln1b[l], residual, p.ln1w[l], a.ln1_mean[l], a.ln1_rstd[l])
+        run("encoder_backward_wte", (N, -(-C // 128)), g.wte, dresidual, a.tokens, a.order, a.run, C)
+        run("encoder_backward_wpe", T * C // 4, g.wpe, dresidual, B, T, C)
+
+    def attention_backward(self, l):
+        """dqkv (B,T,3C) from dbranch (B,T,C), the gradient of atty[l]. Column s of the weights is seen by t >= s only,
+        so the strips of dk and dv begin where those of q and k end."""
+        c, a, d, run, matmul = self.config, self.acts, self.back, self.device.launch, self.device.matmul
+        (B, T), NH, HS = self.bound, c.NH, c.C // c.NH
+        q, k, v = a.qkvr[l]  # (B*NH,T,HS) each
+        dq, dk, dv = d.dqkvr
+        att, datt, dy = a.att[l], d.datt, d.dattyr  # (B*NH,T,T) twice, (B*NH,T,HS)
+        run("split_heads", B * T, dy, d.dbranch, None, B, T, 1, NH, HS)
+        for t, end in strips(T):
+            matmul(datt[:, t:end, :end], dy[:, t:end], v[:, :end].transpose(0, 2, 1))
+            matmul(dv[:, t:end], att[:, t:, t:end].transpose(0, 2, 1), dy[:, t:])
+        run(f"{self.attention}_backward", B * NH * T, datt, att, HS**-0.5, B * NH * T, T, STRIP)
+        for t, end in strips(T):
+            matmul(dq[:, t:end], datt[:, t:end, :end], k[:, :end])
+            matmul(dk[:, t:end], datt[:, t:, t:end].transpose(0, 2, 1), q[:, t:])
+        run("merge_heads", B * T, d.dqkv, d.dqkvr, B, T, 3, NH, HS)
+
+    def layernorm_backward(self, dweight, dbias, inp, weight, mean, rstd):
+        """Add a layernorm's gradients to dresidual, dweight and dbias; dbranch is the gradient of its output."""
+        (B, T), C = self.bound, self.config.C
+        partials = self.back.partials
+        self.device.launch("layernorm_backward", PARTIAL_ROWS, self.back.dresidual, partials, self.back.dbranch, inp,
+                           weight, mean, rstd, B * T, C, shared=2 * C * 4)
+        for out, sums in zip((dweight, dbias), partials):
+            self.device.launch("matmul_backward_bias", C, out, sums, PARTIAL_ROWS, C)
+
+    def bias_backward(self, dbias, dout):
+        """dbias (OC) += the sum over rows of dout (N,OC): in two stages if there are many rows."""
+        N, OC = dout.shape
+        shares = min(32, N // 64)
+        if shares > 1:
+            self.device.launch("matmul_backward_bias", (OC, shares), self.back.partials, dout, N, OC)
+            dout, N = self.back.partials, shares
+        self.device.launch("matmul_backward_bias", OC, dbias, dout, N, OC)
+
+    def update(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+        """One AdamW step with the gradients that were added up, which are then zero again."""
+        self.stage = "update"
+        step = self.step + 1
+        params, grads = (self.arenas[name] for name in ("parameters", "gradients"))
+        self.device.launch("adamw", (256 * 1024, self.decayed.size // 4), params, grads, *self.moments, self.starts, self.decayed,
+                           learning_rate, beta1, beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps, weight_decay)
+        self.device.zero(grads)
+        self.step = step
+
+
+def strips(T):
+    """The strips of rows (start, end) in which attention's matrices are computed."""
+    return [(t, min(t + STRIP, T)) for t in range(0, T, STRIP)]
+
+
+def runs_of_equal(tokens):
+    """The positions of tokens (B,T) sorted by token, and in that order the length of each run of equal tokens at its
+    head and 0 elsewhere: both (B*T,) int32, for encoder_backward_wte."""
+    flat = tokens.reshape(-1)
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    heads = np.flatnonzero(np.diff(flat[order], prepend=-1))
+    lengths = np.zeros_like(order)
+    lengths[heads] = np.diff(heads, append=flat.size)
+    return order, lengths
+
+
+def flops_per_token(c, T):
+    """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4 backward), and 12*L*C for
+    each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022, appendix B, halved as it is causal)."""
+    weights = sum(row.size for row in parameter_table(c) if row.decay and row.name != "wpe")
+    return 6 * weights + 6 * c.L * c.C * T
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Samples
+
+
+def read_tokenizer(path):
+    """The bytes of each token, from a gpt2_tokenizer.bin."""
+    count = read_header(path, "tokenizer")[2]
+    data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
+    while at < len(data) and len(words) < count:
+        words.append(data[at + 1 : at + 1 + data[at]])
+        at += 1 + data[at]
+    if len(words) < count or at != len(data):
+        raise UserError(f"{path}: its header promises {count} tokens, and its {len(data):,} bytes are not that many; "
+                        f"{FILES['tokenizer'][2]}")
+    return words
+
+
+def decode(tokens):
+    """The text of token ids: by gpt2_tokenizer.bin if it is here, else by tiktoken, else as far as bytes go."""
+    if Path("gpt2_tokenizer.bin").exists():
+        words = dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
+    else:
+        try:
+            encoding = gpt2_encoding()
+        except UserError as e:
+            print(f"WARNING: {e}. Tokens of more than one byte are shown as numbers.")
+            encoding = byte_encoding()
+        words = {encoding.encode_single_token(word): word for word in encoding.token_byte_values()}
+        words[EOT] = END_OF_TEXT.encode()
+    return b"".join(words.get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
+
+
+def sample(model, count, rng):
+    """Token ids (count), each drawn from the model's distribution after end-of-text and the tokens before it.
+
+    Nothing is kept from one token to the next: each is a forward pass over the last T tokens.
+    """
+    V = model.config.V
+    tokens = [min(EOT, V - 1)]
+    for _ in range(count):
+        model.forward(np.array([tokens[-model.T :]], np.int32))
+        logits = model.device.get(model.acts.logits[0, -1])[:V].astype(np.float64)
+        cumulative = np.cumsum(np.exp(logits - logits.max()))
+        tokens.append(int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")))
+    return tokens[1:]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+FLAGS = [  # letter, long name, type or choices, default (None: see choose), what it is
+    ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
+    ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
+    ("-e", "--model", str, None, "checkpoint, or d12, d24, d36, d48 and the like for GPT-2 of that depth from scratch "
+                                 "(default: gpt2_124M.bin if it is here, else d12 on a GPU and d3 on a CPU)"),
+    ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
+    ("-b", "--batch-size", int, 4, "B, sequences in a batch"),
+    ("-t", "--seq-len", int, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
+    ("-l", "--learning-rate", float, 3e-4, "learning rate"),
+    ("-x", "--steps", int, None, "steps to train (default: one epoch)"),
+    ("-v", "--val-every", int, 20, "steps between validations; 0 for none"),
+    ("-m", "--val-batches", int, 20, "batches of a validation, at most"),
+    ("-s", "--sample-every", int, 20, "steps between samples, of which the last step prints one too; 0 for none"),
+    ("-g", "--sample-tokens", int, 64, "tokens of a sample"),
+    ("-c", "--weight-decay", float, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
+    (None, "--beta1", float, 0.9, "AdamW's decay of the first moment"),
+    (None, "--beta2", float, 0.999, "AdamW's decay of the second moment"),
+    (None, "--eps", float, 1e-8, "AdamW's epsilon"),
+    (None, "--seed", int, 42, "of the initial parameters and of the samples"),
+    (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
+    (None, "--dtype", ("fp32", "tf32"), None, "how matrix products round (default: tf32 on a GPU that has it)"),
+    (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
+]
+
+# What a value of a flag must be, beyond its type.
+LIMITS = [(("batch_size", "seq_len", "val_batches"), lambda v: v >= 1, "at least 1"),
+          (("steps", "val_every", "sample_every", "sample_tokens", "seed"), lambda v: v >= 0, "at least 0"),
+          (("learning_rate", "weight_decay"), lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+          (("beta1", "beta2"), lambda v: 0 <= v < 1, "at least 0 and below 1"),
+          (("eps",), lambda v: 0 < v < math.inf, "a finite number above 0")]
+
+
+def parse_flags(arguments):
+    """The flags of a command line. Raises UserError."""
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message):
+            raise UserError(f"{message}; python train_gpt2.py --help lists the flags")
+
+    parser = Parser(description="Train GPT-2 from raw kernels.", allow_abbrev=False)
+    for letter, name, kind, default, text in FLAGS:
+        form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
+    flags = parser.parse_args(arguments)
+    for names, good, wish in LIMITS:
+        for name in names:
+            value = getattr(flags, name)
+            if value is not None and not good(value):
+                raise UserError(f"--{name.replace('_', '-')} {value}: expected {wish}")
+    return flags
+
+
+def make_device(flags):
+    """The device that the flags ask for, or the best that is here. Raises UserError."""
+    name = flags.device or ("cuda" if has_gpu() else "cpu")
+    if name == "cpu":
+        return Cpu(flags.dtype or "fp32")
+    return Cuda(flags.dtype)
+
+
+def default_data():
+    """The paths of tinyshakespeare's training and validation tokens, after preparing them if they are missing.
+
+    Without a network it is another real text, the language reference that Python carries, so that the program always
+    runs; each thing done without is a loud line.
+    """
+    def paths(pattern):
+        return [str(pattern).format(part) for part in ("train", "val")]
+
+    if all(Path(path).exists() for path in paths(TINYSHAKESPEARE)):
+        return paths(TINYSHAKESPEARE)
+    try:
+        prepare(download_tinyshakespeare(), gpt2_encoding(), TINYSHAKESPEARE)
+        return paths(TINYSHAKESPEARE)
+    except UserError as e:
+        print(f"WARNING: {e}. Training on Python's language reference instead.")
+    try:
+        encoding, name = gpt2_encoding(), "python_reference"
+    except UserError as e:
+        print(f"WARNING: {e}. Every byte of the text is a token of its own.")
+        encoding, name = byte_encoding(), "python_reference_bytes"
+    from pydoc_data.topics import topics
+    pattern = Path(f"data/{name}/{name}_{{}}.bin")
+    prepare("\n\n".join(topics[key] for key in sorted(topics)), encoding, pattern)
+    return paths(pattern)
+
+
+def report(c, B, T):
+    """The start-up table: what a run keeps in memory, from the tables that it allocates from."""
+    for name, table in arenas(c, B, T).items():
+        largest = max(table, key=lambda row: row.size)
+        print(f"{name:12} | {len(table):3} tensors | {gibibytes(layout(table)[-1]):>10} | "
+              f"the largest is {largest.name} {largest.shape}")
+    print(f"{'in all':12} | {'':11} | {gibibytes(sum(layout(t)[-1] for t in arenas(c, B, T).values())):>10} |")
+
+
+def show_progress(step, steps):
+    """A bar on a terminal's last line, which the next line of output replaces; nothing where stderr is a file."""
+    if sys.stderr.isatty():
+        width = 40
+        done = width * step // max(1, steps)
+        bar = f"[{'#' * done}{'.' * (width - done)}] {step}/{steps}" if step < steps else ""
+        print(f"\r\x1b[K{bar}", end="\r", file=sys.stderr, flush=True)
+
+
+def train(model, train_data, val_data, steps, flags, log):
+    """The training loop. log(line) writes to main.log. Raises UserError when the loss is no longer a number."""
+    device, c, T = model.device, model.config, model.T
+    tokens_a_step, rng = model.B * T, np.random.default_rng([flags.seed, 1])
+    times, losses = [], []
+    for step in range(steps + 1):
+        last = step == steps
+        if flags.val_every and (step % flags.val_every == 0 or last):
+            val_data.next = 0
+            batches = min(flags.val_batches, val_data.batches)
+            val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(batches)) / batches
+            print(f"val loss {val_loss:.6f}")
+            log(f"s:{step} tel:{val_loss:.6f}")
+        if flags.sample_every and flags.sample_tokens and (last or step and step % flags.sample_every == 0):
+            text = decode(sample(model, flags.sample_tokens, rng))
+            print(f"generating:\n---\n{text}\n---")
+        if last:
+            break
+        start = time.perf_counter()
+        loss = model.forward(*train_data.next_batch(), training=True)
+        if not math.isfinite(loss):
+            raise UserError(f"step {step + 1}: the loss is {loss}; try a smaller -l, or look at the data")
+        model.backward()
+        model.update(flags.learning_rate, flags.beta1, flags.beta2, flags.eps, flags.weight_decay)
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+        losses.append(loss)
+        rate = tokens_a_step / times[-1]
+        share = f" | {flops_per_token(c, T) * rate / device.peak_flops:6.1%} of peak" if device.peak_flops else ""
+        print(f"step {step + 1:4d}/{steps} | loss {loss:.6f} | {1e3 * times[-1]:8.2f} ms | {rate:9,.0f} tok/s{share}",
+              flush=True)
+        log(f"s:{step + 1} trl:{loss:.6f}")
+        show_progress(step + 1, steps)
+    if steps:
+        middle = float(np.median(times))
+        print(f"{steps} steps in {sum(times):.1f} s: median {1e3 * middle:.2f} ms a step, "
+              f"{tokens_a_step / middle:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+
+
+def main(arguments=None):
+    flags = parse_flags(arguments)
+    device = make_device(flags)
+    print(f"device       | {device}")
+
+    name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
+    small = device.name == "cpu" and name is None
+    name = name or ("d3" if small else "d12")
+    checkpoint = name if Path(name).is_file() or "." in name or os.sep in name else None
+    c = read_config(checkpoint) if checkpoint else Config.from_descriptor(name)
+    print(f"model        | {name}{'' if checkpoint else ' from scratch'}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
+          f"{sum(row.size for row in parameter_table(c)):,} parameters")
+    B, T = flags.batch_size, flags.seq_len or min(c.maxT, 1024 if device.name == "cuda" else 64)
+
+    if flags.train_data or flags.val_data:
+        train_path = flags.train_data or flags.val_data.replace("val", "train")
+        val_path = flags.val_data or flags.train_data.replace("train", "val")
+    else:
+        train_path, val_path = default_data()
+    if T > c.maxT:
+        raise UserError(f"-t {T}: this model has positions for at most maxT = {c.maxT} tokens")
+    train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
+    print(f"data         | {train_path}: {train_data.tokens.size:,} tokens, {train_data.batches} batches of {B} x {T}")
+    steps = flags.steps if flags.steps is not None else train_data.batches
+    if small:
+        steps = flags.steps if flags.steps is not None else 200
+    report(c, B, T)
+    model = GPT2(c, device, B, T, flags.attention)
+    if checkpoint:
+        model.load(checkpoint)
+    else:
+        model.initialize(flags.seed)
+
+    log = lambda line: None
+    train(model, train_data, val_data, steps, flags, log)
+    if flags.output:
+        path = Path(flags.output) / f"model_{model.step:08d}.bin"
+        model.save(path)
+
+
+if __name__ == "__main__":
+    main()
