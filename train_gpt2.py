@@ -609,7 +609,7 @@ class GPT2:
         self.decayed = device.empty(4 * len(tables["parameters"]))  # 1 where weight decay applies, else 0
         device.put(self.decayed.view(np.float32), [row.decay for row in tables["parameters"]])
         self.step = 0  # updates done
-        self.stage = "start"  # what is being computed, for a person who interrupts it
+        self.stage = "its start"  # what is being computed, for a person who interrupts it
 
     def initialize(self, seed):
         """Random parameters. Each tensor has its own generator, so they can be drawn on all cores at once."""
@@ -652,7 +652,6 @@ class GPT2:
         With targets (B,T) int32, returns the mean cross-entropy over the batch, in nats. With training, the logits
         have become their own gradient, and backward() may follow.
         """
-        self.stage = "forward pass"
         c, p, device, run, matmul = self.config, self.params, self.device, self.device.launch, self.device.matmul
         (B, T), C, L = tokens.shape, c.C, c.L
         N = B * T
@@ -707,7 +706,6 @@ class GPT2:
 
         Of a matrix product out = x @ w.T the gradients are dx = dout @ w and dw = dout.T @ x.
         """
-        self.stage = "backward pass"
         c, p, g, a, d = self.config, self.params, self.grads, self.acts, self.back
         device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
         (B, T), C, L = self.bound, c.C, c.L
@@ -779,7 +777,6 @@ class GPT2:
 
     def update(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         """One AdamW step with the gradients that were added up, which are then zero again."""
-        self.stage = "update"
         step = self.step + 1
         params, grads = (self.arenas[name] for name in ("parameters", "gradients"))
         self.device.launch("adamw", (256 * 1024, self.decayed.size // 4), params, grads, *self.moments, self.starts, self.decayed,
@@ -860,6 +857,9 @@ def sample(model, count, rng):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The program
+
+# What a CPU does unless told otherwise: a model that learns something visible in about a minute on two cores.
+CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200
 
 FLAGS = [  # letter, long name, type or choices, default (None: see choose), what it is
     ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
@@ -949,102 +949,138 @@ def default_data():
     return paths(pattern)
 
 
-def report(c, B, T):
-    """The start-up table: what a run keeps in memory, from the tables that it allocates from."""
-    for name, table in arenas(c, B, T).items():
-        largest = max(table, key=lambda row: row.size)
-        print(f"{name:12} | {len(table):3} tensors | {gibibytes(layout(table)[-1]):>10} | "
-              f"the largest is {largest.name} {largest.shape}")
-    print(f"{'in all':12} | {'':11} | {gibibytes(sum(layout(t)[-1] for t in arenas(c, B, T).values())):>10} |")
-
-
-def show_progress(step, steps):
-    """A bar on a terminal's last line, which the next line of output replaces; nothing where stderr is a file."""
+def show_progress(step=0, steps=0):
+    """A bar on a terminal's last line, or without arguments no bar; nothing where stderr is not a terminal."""
     if sys.stderr.isatty():
-        width = 40
-        done = width * step // max(1, steps)
-        bar = f"[{'#' * done}{'.' * (width - done)}] {step}/{steps}" if step < steps else ""
-        print(f"\r\x1b[K{bar}", end="\r", file=sys.stderr, flush=True)
+        bar = "#" * (40 * step // steps) if steps else ""
+        print(f"\r\x1b[K[{bar:.<40}] {step}/{steps}" if steps else "\r\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
 def train(model, train_data, val_data, steps, flags, log):
-    """The training loop. log(line) writes to main.log. Raises UserError when the loss is no longer a number."""
-    device, c, T = model.device, model.config, model.T
-    tokens_a_step, rng = model.B * T, np.random.default_rng([flags.seed, 1])
+    """The training loop; log(line) writes to main.log. Raises UserError when the loss is no longer a number."""
+    device, tokens_a_step, rng = model.device, model.B * model.T, np.random.default_rng([flags.seed, 1])
+    flops_a_step = tokens_a_step * flops_per_token(model.config, model.T)
     times, losses = [], []
-    for step in range(steps + 1):
-        last = step == steps
-        if flags.val_every and (step % flags.val_every == 0 or last):
+    for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
+        done, last = step - 1, step > steps
+        if flags.val_every and (done % flags.val_every == 0 or last):
+            model.stage = "the validation before it"
             val_data.next = 0
             batches = min(flags.val_batches, val_data.batches)
             val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(batches)) / batches
-            print(f"val loss {val_loss:.6f}")
-            log(f"s:{step} tel:{val_loss:.6f}")
-        if flags.sample_every and flags.sample_tokens and (last or step and step % flags.sample_every == 0):
+            show_progress()
+            print(f"val loss {val_loss:.6f}", flush=True)
+            log(f"s:{done} tel:{val_loss:.6f}")
+        if flags.sample_every and flags.sample_tokens and (done and done % flags.sample_every == 0 or last):
+            model.stage = "the sample before it"
             text = decode(sample(model, flags.sample_tokens, rng))
-            print(f"generating:\n---\n{text}\n---")
+            show_progress()
+            print(f"generating:\n---\n{text}\n---", flush=True)
         if last:
             break
+
         start = time.perf_counter()
+        model.stage = "its forward pass"
         loss = model.forward(*train_data.next_batch(), training=True)
         if not math.isfinite(loss):
-            raise UserError(f"step {step + 1}: the loss is {loss}; try a smaller -l, or look at the data")
+            raise UserError(f"step {step}/{steps}: the loss is {loss}; try a smaller -l, or look at the data")
+        model.stage = "its backward pass"
         model.backward()
+        model.stage = "its update"
         model.update(flags.learning_rate, flags.beta1, flags.beta2, flags.eps, flags.weight_decay)
         device.synchronize()
         times.append(time.perf_counter() - start)
         losses.append(loss)
-        rate = tokens_a_step / times[-1]
-        share = f" | {flops_per_token(c, T) * rate / device.peak_flops:6.1%} of peak" if device.peak_flops else ""
-        print(f"step {step + 1:4d}/{steps} | loss {loss:.6f} | {1e3 * times[-1]:8.2f} ms | {rate:9,.0f} tok/s{share}",
-              flush=True)
-        log(f"s:{step + 1} trl:{loss:.6f}")
-        show_progress(step + 1, steps)
+
+        share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
+        show_progress()
+        print(f"step {step:4d}/{steps} | loss {loss:.6f} | {1e3 * times[-1]:8.2f} ms | "
+              f"{tokens_a_step / times[-1]:9,.0f} tok/s{share}", flush=True)
+        log(f"s:{step} trl:{loss:.6f}")
+        show_progress(step, steps)
     if steps:
-        middle = float(np.median(times))
-        print(f"{steps} steps in {sum(times):.1f} s: median {1e3 * middle:.2f} ms a step, "
-              f"{tokens_a_step / middle:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+        median = float(np.median(times))
+        print(f"{steps} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, {tokens_a_step / median:,.0f} tok/s; "
+              f"training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+
+
+def open_log(folder):
+    """A function that adds a line to folder/main.log, or drops it if there is no folder. Raises UserError."""
+    if folder is None:
+        return lambda line: None
+    path = Path(folder) / "main.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "w", buffering=1)
+    except OSError as e:
+        raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); give a folder that can be") from None
+
+    def log(line):
+        try:
+            print(line, file=file)
+        except OSError as e:
+            raise UserError(f"{path}: could not be written ({e.strerror})") from None
+    return log
 
 
 def main(arguments=None):
+    """Everything from the flags to the last checkpoint. Raises UserError."""
     flags = parse_flags(arguments)
     device = make_device(flags)
-    print(f"device       | {device}")
+    on_gpu = device.name == "cuda"
+    print(f"device       | {device} (--device, --dtype)")
 
     name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
-    small = device.name == "cpu" and name is None
-    name = name or ("d3" if small else "d12")
-    checkpoint = name if Path(name).is_file() or "." in name or os.sep in name else None
+    small, name = not name and not on_gpu, name or ("d12" if on_gpu else CPU_MODEL)
+    checkpoint = None if re.fullmatch(r"d\d+", name) else name
     c = read_config(checkpoint) if checkpoint else Config.from_descriptor(name)
-    print(f"model        | {name}{'' if checkpoint else ' from scratch'}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
-          f"{sum(row.size for row in parameter_table(c)):,} parameters")
-    B, T = flags.batch_size, flags.seq_len or min(c.maxT, 1024 if device.name == "cuda" else 64)
+    origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
+    print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
+          f"{sum(row.size for row in parameter_table(c)):,} parameters (-e)")
+    B, T = flags.batch_size, flags.seq_len or min(c.maxT, 1024 if on_gpu else CPU_T)
 
     if flags.train_data or flags.val_data:
         train_path = flags.train_data or flags.val_data.replace("val", "train")
         val_path = flags.val_data or flags.train_data.replace("train", "val")
     else:
         train_path, val_path = default_data()
-    if T > c.maxT:
-        raise UserError(f"-t {T}: this model has positions for at most maxT = {c.maxT} tokens")
     train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
-    print(f"data         | {train_path}: {train_data.tokens.size:,} tokens, {train_data.batches} batches of {B} x {T}")
-    steps = flags.steps if flags.steps is not None else train_data.batches
+    print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
+    steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
+    print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}")
     if small:
-        steps = flags.steps if flags.steps is not None else 200
-    report(c, B, T)
+        print(f"             | {name}, T={T} and {steps} steps are for a minute on two cores; -e d12 is GPT-2 124M")
+
     model = GPT2(c, device, B, T, flags.attention)
+    for arena, table in arenas(c, B, T).items():
+        largest = max(table, key=lambda row: row.size)
+        print(f"{arena:12} | {gibibytes(layout(table)[-1]):>10} in {len(table)} tensors, "
+              f"of which {largest.name} {largest.shape} is the largest")
     if checkpoint:
         model.load(checkpoint)
     else:
         model.initialize(flags.seed)
 
-    log = lambda line: None
-    train(model, train_data, val_data, steps, flags, log)
+    log = open_log(flags.output)
+    interrupted = False
+    try:
+        train(model, train_data, val_data, steps, flags, log)
+    except KeyboardInterrupt:
+        interrupted = True
+        show_progress()
+        print(f"\ninterrupted in step {model.step + 1}/{steps}, during {model.stage}: the weights are those after "
+              f"{model.step} steps", flush=True)
     if flags.output:
         path = Path(flags.output) / f"model_{model.step:08d}.bin"
         model.save(path)
+        print(f"wrote {path}")
+    return 130 if interrupted else 0
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except UserError as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted before the first step")
