@@ -50,58 +50,74 @@ __device__ __forceinline__ float block_reduce(float x, float neutral) {
     return x;
 }
 
-// ---- sixteen bytes at a time: one transaction for each quarter of a warp ----
+// ---- several numbers at a time ----
 
-__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
-__device__ __forceinline__ void store4(float* p, float4 x) { *reinterpret_cast<float4*>(p) = x; }
-__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+// n neighbours in registers. With 16 bytes a lane, a load is one transaction for each quarter of a warp, the widest
+// there is; every row starts on such a boundary, since C is a multiple of 32.
+template <int n>
+struct alignas(4 * n) Pack {
+    float x[n];
+    __device__ float& operator[](int i) { return x[i]; }
+};
+
+template <int n>
+__device__ __forceinline__ Pack<n> load(const float* p) { return *reinterpret_cast<const Pack<n>*>(p); }
+template <int n>
+__device__ __forceinline__ void store(float* p, Pack<n> x) { *reinterpret_cast<Pack<n>*>(p) = x; }
+template <int n>
+__device__ __forceinline__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
+    for (int i = 0; i < n; i++) a[i] += b[i];
+    return a;
 }
+
+constexpr int W = 4;  // numbers in 16 bytes
+
+// Where an element-wise kernel's thread begins: each takes W numbers.
+__device__ __forceinline__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
 // ---- encoder: token and position embeddings ----
 
-// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]. A thread for each four channels.
+// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]. A thread for each W channels.
 extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* __restrict__ tokens,
                                            const float* __restrict__ wte, const float* __restrict__ wpe,
                                            int N, int T, int C) {
-    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    size_t i = first_number();
     if (i >= (size_t)N * C) return;
     int row = i / C, c = i % C;
-    store4(out + i, load4(wte + (size_t)tokens[row] * C + c) + load4(wpe + (size_t)(row % T) * C + c));
+    store(out + i, load<W>(wte + (size_t)tokens[row] * C + c) + load<W>(wpe + (size_t)(row % T) * C + c));
 }
 
 // dwte (Vp,C)[v] += the rows of dout (N,C) whose token is v.
 // A common word's gradient has many contributors. Atomics would add them in any order; instead the host sorts the
 // batch's positions by token: order (N) lists them, run (N) holds at the head of each run of equal tokens its length,
-// and 0 elsewhere. The blocks (i, y) of a head i own that word's channels 128y to 128y+127, the others leave at once.
+// and 0 elsewhere. The blocks (i, y) of a head i own 32 W of that word's channels, the others leave at once.
 // The 8 warps of a block share the run, so that a word that makes up a tenth of the batch is no bottleneck.
 extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const float* __restrict__ dout,
                                                 const int* __restrict__ tokens, const int* __restrict__ order,
                                                 const int* __restrict__ run, int C) {
     int head = blockIdx.x, length = run[head];
     if (length == 0) return;
-    __shared__ float4 of_warp[8][32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int c = 128 * blockIdx.y + 4 * lane;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    __shared__ Pack<W> of_warp[8][32];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = W * (32 * blockIdx.y + lane);
+    Pack<W> sum = {};
     if (c < C)
-        for (int j = warp; j < length; j += 8) sum = sum + load4(dout + (size_t)order[head + j] * C + c);
+        for (int j = warp; j < length; j += 8) sum = sum + load<W>(dout + (size_t)order[head + j] * C + c);
     of_warp[warp][lane] = sum;
     __syncthreads();
     if (warp > 0 || c >= C) return;
     for (int w = 1; w < 8; w++) sum = sum + of_warp[w][lane];
     float* d = dwte + (size_t)tokens[order[head]] * C + c;
-    store4(d, load4(d) + sum);
+    store(d, load<W>(d) + sum);
 }
 
-// dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. A thread for each four channels of a position.
+// dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. A thread for each W channels of a position.
 extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const float* __restrict__ dout,
                                                 int B, int T, int C) {
-    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x), TC = (size_t)T * C;
+    size_t i = first_number(), TC = (size_t)T * C;
     if (i >= TC) return;
-    float4 sum = load4(dwpe + i);
-    for (int b = 0; b < B; b++) sum = sum + load4(dout + b * TC + i);
-    store4(dwpe + i, sum);
+    Pack<W> sum = load<W>(dwpe + i);
+    for (int b = 0; b < B; b++) sum = sum + load<W>(dout + b * TC + i);
+    store(dwpe + i, sum);
 }
 
 // ---- layernorm (Ba, Kiros and Hinton 2016, section 3) ----
@@ -119,24 +135,23 @@ extern "C" __global__ void layernorm_forward(float* __restrict__ out, float* __r
     float* y = out + (size_t)row * C;
 
     float sum = 0.0f;
-    for (int c = 4 * lane; c < C; c += 128) {
-        float4 v = load4(x + c);
-        sum += (v.x + v.y) + (v.z + v.w);
+    for (int c = W * lane; c < C; c += 32 * W) {
+        Pack<W> v = load<W>(x + c);
+        for (int i = 0; i < W; i++) sum += v[i];
     }
     float m = warp_sum(sum) / C;
 
     sum = 0.0f;
-    for (int c = 4 * lane; c < C; c += 128) {
-        float4 v = load4(x + c);
-        v.x -= m, v.y -= m, v.z -= m, v.w -= m;
-        sum += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+    for (int c = W * lane; c < C; c += 32 * W) {
+        Pack<W> v = load<W>(x + c);
+        for (int i = 0; i < W; i++) sum += (v[i] - m) * (v[i] - m);
     }
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
 
-    for (int c = 4 * lane; c < C; c += 128) {
-        float4 v = load4(x + c), w = load4(weight + c), b = load4(bias + c);
-        store4(y + c, make_float4((v.x - m) * s * w.x + b.x, (v.y - m) * s * w.y + b.y,
-                                  (v.z - m) * s * w.z + b.z, (v.w - m) * s * w.w + b.w));
+    for (int c = W * lane; c < C; c += 32 * W) {
+        Pack<W> v = load<W>(x + c), w = load<W>(weight + c), b = load<W>(bias + c);
+        for (int i = 0; i < W; i++) v[i] = (v[i] - m) * s * w[i] + b[i];
+        store(y + c, v);
     }
     if (lane == 0) mean[row] = m, rstd[row] = s;
 }
@@ -164,15 +179,16 @@ extern "C" __global__ void layernorm_backward(float* __restrict__ dinp, float* _
             int row = first + warp;
             const float *x = inp + (size_t)row * C, *dy = dout + (size_t)row * C;
             float m = mean[row], s = rstd[row], sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f;
-            for (int c = 4 * lane; c < C; c += 128) {
-                float4 v = load4(x + c), d = load4(dy + c), w = load4(weight + c);
-                d.x *= w.x, d.y *= w.y, d.z *= w.z, d.w *= w.w;
-                sum_dnorm += (d.x + d.y) + (d.z + d.w);
-                sum_dnorm_norm += (d.x * (v.x - m) + d.y * (v.y - m)) + (d.z * (v.z - m) + d.w * (v.w - m));
+            for (int c = W * lane; c < C; c += 32 * W) {
+                Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
+                for (int i = 0; i < W; i++) {
+                    sum_dnorm += d[i] * w[i];
+                    sum_dnorm_norm += d[i] * w[i] * (v[i] - m) * s;
+                }
             }
             sum_dnorm = warp_sum(sum_dnorm);
             sum_dnorm_norm = warp_sum(sum_dnorm_norm);
-            if (lane == 0) average_dnorm[warp] = sum_dnorm / C, average_dnorm_norm[warp] = sum_dnorm_norm * s / C;
+            if (lane == 0) average_dnorm[warp] = sum_dnorm / C, average_dnorm_norm[warp] = sum_dnorm_norm / C;
         }
         __syncthreads();
         for (int c = threadIdx.x; c < C; c += blockDim.x) {
@@ -220,24 +236,45 @@ extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const
 // batched matrix products of attention want, for each tensor and head, T rows of HS.
 //   split_heads:  out (S,B,NH,T,HS) = inp (B,T,S,NH,HS) + bias (S,NH,HS), which may be null
 //   merge_heads:  out (B,T,S,NH,HS) = inp (S,B,NH,T,HS)
-// Each is the other's backward. A block a token: it reads or writes one whole row, and HS neighbours on the other side.
+// Each is the other's backward. A block a token: it reads or writes one whole row, and HS neighbours on the other side,
+// n channels a thread: W if they divide a head, as in every GPT-2.
 __device__ __forceinline__ size_t head_layout(int row, int j, int B, int T, int NH, int HS) {
-    int s = j / (NH * HS), h = j / HS % NH, b = row / T, t = row % T;
-    return ((((size_t)s * B + b) * NH + h) * T + t) * HS + j % HS;
+    int d = j % HS, head = j / HS, h = head % NH, s = head / NH, b = row / T, t = row % T;
+    return ((((size_t)s * B + b) * NH + h) * T + t) * HS + d;
+}
+
+template <int n>
+__device__ __forceinline__ void split_row(float* __restrict__ out, const float* __restrict__ inp,
+                                          const float* __restrict__ bias, int B, int T, int S, int NH, int HS) {
+    int row = blockIdx.x, SC = S * NH * HS;
+    for (int j = n * threadIdx.x; j < SC; j += n * blockDim.x) {
+        Pack<n> x = load<n>(inp + (size_t)row * SC + j);
+        if (bias) {
+            Pack<n> b = load<n>(bias + j);
+            for (int i = 0; i < n; i++) x[i] += b[i];
+        }
+        store(out + head_layout(row, j, B, T, NH, HS), x);
+    }
 }
 
 extern "C" __global__ void split_heads(float* __restrict__ out, const float* __restrict__ inp,
                                        const float* __restrict__ bias, int B, int T, int S, int NH, int HS) {
+    if (HS % W == 0) split_row<W>(out, inp, bias, B, T, S, NH, HS);
+    else split_row<1>(out, inp, bias, B, T, S, NH, HS);
+}
+
+template <int n>
+__device__ __forceinline__ void merge_row(float* __restrict__ out, const float* __restrict__ inp,
+                                          int B, int T, int S, int NH, int HS) {
     int row = blockIdx.x, SC = S * NH * HS;
-    for (int j = threadIdx.x; j < SC; j += blockDim.x)
-        out[head_layout(row, j, B, T, NH, HS)] = inp[(size_t)row * SC + j] + (bias ? bias[j] : 0.0f);
+    for (int j = n * threadIdx.x; j < SC; j += n * blockDim.x)
+        store(out + (size_t)row * SC + j, load<n>(inp + head_layout(row, j, B, T, NH, HS)));
 }
 
 extern "C" __global__ void merge_heads(float* __restrict__ out, const float* __restrict__ inp,
                                        int B, int T, int S, int NH, int HS) {
-    int row = blockIdx.x, SC = S * NH * HS;
-    for (int j = threadIdx.x; j < SC; j += blockDim.x)
-        out[(size_t)row * SC + j] = inp[head_layout(row, j, B, T, NH, HS)];
+    if (HS % W == 0) merge_row<W>(out, inp, B, T, S, NH, HS);
+    else merge_row<1>(out, inp, B, T, S, NH, HS);
 }
 
 // ---- attention: from scores to weights ----
@@ -311,8 +348,8 @@ extern "C" __global__ void relu_backward(float* __restrict__ datt, const float* 
 extern "C" __global__ void residual_forward(float* __restrict__ out, const float* __restrict__ inp1,
                                             const float* __restrict__ inp2, const float* __restrict__ bias,
                                             int N, int C) {
-    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
-    if (i < (size_t)N * C) store4(out + i, load4(inp1 + i) + (load4(inp2 + i) + load4(bias + i % C)));
+    size_t i = first_number();
+    if (i < (size_t)N * C) store(out + i, load<W>(inp1 + i) + (load<W>(inp2 + i) + load<W>(bias + i % C)));
 }
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
@@ -332,23 +369,24 @@ __device__ __forceinline__ float gelu_derivative(float x) {
     return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
 }
 
-// out (N,OC) = gelu(inp + bias). A thread for each four channels, here and below.
+// out (N,OC) = gelu(inp + bias).
 extern "C" __global__ void gelu_forward(float* __restrict__ out, const float* __restrict__ inp,
                                         const float* __restrict__ bias, int N, int OC) {
-    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    size_t i = first_number();
     if (i >= (size_t)N * OC) return;
-    float4 x = load4(inp + i) + load4(bias + i % OC);
-    store4(out + i, make_float4(gelu(x.x), gelu(x.y), gelu(x.z), gelu(x.w)));
+    Pack<W> x = load<W>(inp + i) + load<W>(bias + i % OC);
+    for (int j = 0; j < W; j++) x[j] = gelu(x[j]);
+    store(out + i, x);
 }
 
 // dinp (N,OC) holds the gradient of the output and becomes, in place, that of the input.
 extern "C" __global__ void gelu_backward(float* __restrict__ dinp, const float* __restrict__ inp,
                                          const float* __restrict__ bias, int N, int OC) {
-    size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
+    size_t i = first_number();
     if (i >= (size_t)N * OC) return;
-    float4 x = load4(inp + i) + load4(bias + i % OC), d = load4(dinp + i);
-    store4(dinp + i, make_float4(d.x * gelu_derivative(x.x), d.y * gelu_derivative(x.y),
-                                 d.z * gelu_derivative(x.z), d.w * gelu_derivative(x.w)));
+    Pack<W> x = load<W>(inp + i) + load<W>(bias + i % OC), d = load<W>(dinp + i);
+    for (int j = 0; j < W; j++) d[j] *= gelu_derivative(x[j]);
+    store(dinp + i, d);
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient ----
@@ -356,20 +394,24 @@ extern "C" __global__ void gelu_backward(float* __restrict__ dinp, const float* 
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). If with_gradient, the logits are overwritten with
 // dloss * (softmax - 1 at the target), zeros in the padding; else they are left as they are.
 // The probabilities are never stored. A block of 1,024 threads a row: 200 KB a row is far more than a warp could hold
-// in flight. The second pass runs backwards, over what the first one left in the caches.
-extern "C" __global__ void fused_classifier(float* __restrict__ logits, float* __restrict__ losses,
-                                            const int* __restrict__ targets, float dloss, int V, int Vp,
-                                            int with_gradient) {
+// in flight. The second pass runs backwards, over what the first one left in the caches. n logits at a time: W if the
+// padded rows allow it.
+template <int n>
+__device__ __forceinline__ void classify_row(float* __restrict__ logits, float* __restrict__ losses,
+                                             const int* __restrict__ targets, float dloss, int V, int Vp,
+                                             int with_gradient) {
     int row = blockIdx.x, target = targets[row];
     float* x = logits + (size_t)row * Vp;
     float largest = LOWEST, sum = 0.0f;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) {
-        float l = x[v];
-        if (l > largest) {
-            sum *= expf(largest - l);
-            largest = l;
+    for (int v = n * threadIdx.x; v < V; v += n * blockDim.x) {
+        Pack<n> l = load<n>(x + v);
+        float before = largest;
+        for (int i = 0; i < n; i++) {
+            if (v + i >= V) l[i] = LOWEST;
+            largest = fmaxf(largest, l[i]);
         }
-        sum += expf(l - largest);
+        if (largest > before) sum *= expf(before - largest);
+        for (int i = 0; i < n; i++) sum += expf(l[i] - largest);
     }
     float top = block_reduce<warp_max>(largest, LOWEST);
     sum = block_reduce<warp_sum>(sum * expf(largest - top), 0.0f);
@@ -377,8 +419,21 @@ extern "C" __global__ void fused_classifier(float* __restrict__ logits, float* _
     if (!with_gradient) return;
     __syncthreads();  // the logit of the target has been read
     float norm = dloss / sum;
-    for (int v = (Vp - 1) / blockDim.x * blockDim.x + threadIdx.x; v >= 0; v -= blockDim.x)
-        if (v < Vp) x[v] = v < V ? expf(x[v] - top) * norm - (v == target ? dloss : 0.0f) : 0.0f;
+    int step = n * blockDim.x;
+    for (int v = (Vp - 1) / step * step + n * threadIdx.x; v >= 0; v -= step) {
+        if (v >= Vp) continue;
+        Pack<n> l = load<n>(x + v);
+        for (int i = 0; i < n; i++)
+            l[i] = v + i < V ? expf(l[i] - top) * norm - (v + i == target ? dloss : 0.0f) : 0.0f;
+        store(x + v, l);
+    }
+}
+
+extern "C" __global__ void fused_classifier(float* __restrict__ logits, float* __restrict__ losses,
+                                            const int* __restrict__ targets, float dloss, int V, int Vp,
+                                            int with_gradient) {
+    if (Vp % W == 0) classify_row<W>(logits, losses, targets, dloss, V, Vp, with_gradient);
+    else classify_row<1>(logits, losses, targets, dloss, V, Vp, with_gradient);
 }
 
 // ---- AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----
@@ -391,20 +446,17 @@ extern "C" __global__ void adamw(float* __restrict__ params, const float* __rest
                                  const float* __restrict__ decayed, float learning_rate, float beta1, float beta2,
                                  float correction1, float correction2, float eps, float weight_decay) {
     float decay = weight_decay * decayed[blockIdx.y];
-    auto update = [&](float p, float g, float& m1, float& m2) {
-        m1 = beta1 * m1 + (1.0f - beta1) * g;
-        m2 = beta2 * m2 + (1.0f - beta2) * g * g;
-        return p - learning_rate * (m1 * correction1 / (sqrtf(m2 * correction2) + eps) + decay * p);
-    };
-    size_t end = starts[blockIdx.y + 1], stride = 4 * (size_t)gridDim.x * blockDim.x;
-    for (size_t i = starts[blockIdx.y] + 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); i < end; i += stride) {
-        float4 p = load4(params + i), g = load4(grads + i), m1 = load4(m + i), m2 = load4(v + i);
-        p.x = update(p.x, g.x, m1.x, m2.x);
-        p.y = update(p.y, g.y, m1.y, m2.y);
-        p.z = update(p.z, g.z, m1.z, m2.z);
-        p.w = update(p.w, g.w, m1.w, m2.w);
-        store4(params + i, p);
-        store4(m + i, m1);
-        store4(v + i, m2);
+    size_t end = starts[blockIdx.y + 1];
+    for (size_t i = starts[blockIdx.y] + first_number(); i < end; i += (size_t)W * gridDim.x * blockDim.x) {
+        Pack<W> p = load<W>(params + i), g = load<W>(grads + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
+        for (int j = 0; j < W; j++) {
+            m1[j] = beta1 * m1[j] + (1.0f - beta1) * g[j];
+            m2[j] = beta2 * m2[j] + (1.0f - beta2) * g[j] * g[j];
+            float change = m1[j] * correction1 / (sqrtf(m2[j] * correction2) + eps);
+            p[j] -= learning_rate * (change + decay * p[j]);
+        }
+        store(params + i, p);
+        store(m + i, m1);
+        store(v + i, m2);
     }
 }

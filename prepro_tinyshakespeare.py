@@ -101,7 +101,7 @@ def prepare(text, encoding, path):
     tokens = encoding.encode(document, allowed_special={END_OF_TEXT})
     val = min(VAL_TOKENS, len(tokens) // 10)
     if val < 2:
-        raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 to be split for training and validation")
+        raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 for training and validation")
     write_tokens(str(path).format("val"), tokens[:val])
     write_tokens(str(path).format("train"), tokens[val:])
 
@@ -109,7 +109,7 @@ def prepare(text, encoding, path):
 def main():
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--input", metavar="FILE", help="a UTF-8 text, instead of downloading tinyshakespeare")
-    flags.add_argument("--name", help="the set's name: writes data/NAME/NAME_{train,val}.bin (default: the input's name)")
+    flags.add_argument("--name", help="writes data/NAME/NAME_{train,val}.bin (default: the input's name)")
     flags = flags.parse_args()
     encoding = gpt2_encoding()
     if flags.input is None:

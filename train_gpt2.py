@@ -303,27 +303,31 @@ class DataLoader:
 # ---------------------------------------------------------------------------------------------------------------------
 # Two devices. Each has the same few verbs: allocate, put and get, zero, launch a kernel, multiply matrices, wait.
 
-# How each kernel is shared out: threads in a block, and how many of its items (a thread's, a warp's or a block's work,
-# as the comment over the kernel says) a block takes. Blocks of 256 leave the scheduler room to fill a multiprocessor;
-# the classifier's row is long enough for 1,024; layernorm_backward keeps 16 rows in a multiprocessor's L1.
+# How each kernel is shared out: the threads of a block, and what an item is: a NUMBER of which each thread takes W, a
+# row that takes a WARP, anything that takes a whole BLOCK, or COLUMNS of which a block takes 32. Blocks of 256 leave
+# room to fill a multiprocessor evenly; the classifier's row is long enough for 1,024; layernorm_backward keeps 16 rows
+# in a multiprocessor's L1.
+W = 4  # as in kernels.cu
+NUMBER, WARP = lambda threads: threads * W, lambda threads: threads // 32
+BLOCK, COLUMNS = lambda threads: 1, lambda threads: 32
 LAUNCH = {
-    "encoder_forward": (256, 256),
-    "encoder_backward_wte": (256, 1),
-    "encoder_backward_wpe": (256, 256),
-    "layernorm_forward": (256, 8),
-    "layernorm_backward": (512, 1),
-    "matmul_backward_bias": (256, 32),
-    "split_heads": (256, 1),
-    "merge_heads": (256, 1),
-    "softmax_forward": (256, 8),
-    "softmax_backward": (256, 8),
-    "relu_forward": (256, 8),
-    "relu_backward": (256, 8),
-    "residual_forward": (256, 256),
-    "gelu_forward": (256, 256),
-    "gelu_backward": (256, 256),
-    "fused_classifier": (1024, 1),
-    "adamw": (256, 256),
+    "encoder_forward": (256, NUMBER),
+    "encoder_backward_wte": (256, BLOCK),
+    "encoder_backward_wpe": (256, NUMBER),
+    "layernorm_forward": (256, WARP),
+    "layernorm_backward": (512, BLOCK),
+    "matmul_backward_bias": (256, COLUMNS),
+    "split_heads": (256, BLOCK),
+    "merge_heads": (256, BLOCK),
+    "softmax_forward": (256, WARP),
+    "softmax_backward": (256, WARP),
+    "relu_forward": (256, WARP),
+    "relu_backward": (256, WARP),
+    "residual_forward": (256, NUMBER),
+    "gelu_forward": (256, NUMBER),
+    "gelu_backward": (256, NUMBER),
+    "fused_classifier": (1024, BLOCK),
+    "adamw": (256, BLOCK),
 }
 
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size_t}
@@ -332,7 +336,8 @@ SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size
 def read_kernels(source):
     """{name: [parameter, ...]} of the kernels in a CUDA source; a parameter is a scalar's ctypes type, or c_void_p."""
     kernels = {}
-    for name, parameters in re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)", source):
+    declaration = r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)"
+    for name, parameters in re.findall(declaration, source):
         types = [p.strip() for p in parameters.split(",")]
         kernels[name] = [ctypes.c_void_p if "*" in t else SCALARS[t.split()[0]] for t in types]
     return kernels
@@ -351,8 +356,8 @@ def pack_arguments(kernels, name, args, address):
 def grid_of(name, items):
     """The grid for a number of items, or for (items, rows of the grid), and the block: two triples."""
     x, y = items if isinstance(items, tuple) else (items, 1)
-    threads, per_block = LAUNCH[name]
-    return (-(-x // per_block), y, 1), (threads, 1, 1)
+    threads, unit = LAUNCH[name]
+    return (-(-x // unit(threads)), y, 1), (threads, 1, 1)
 
 
 class Cpu:
@@ -409,8 +414,8 @@ class Cpu:
                 flags.remove("-fopenmp")
                 print(f"{compiler} has no OpenMP: the kernels run on one core")
         except OSError as e:
-            raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); set XDG_CACHE_HOME to a "
-                            "folder that can be written") from None
+            raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
+                            "set XDG_CACHE_HOME to a folder that can be written") from None
         finally:
             temporary.unlink(missing_ok=True)
         raise UserError(f"{compiler} could not compile kernels.cu:\n{done.stderr.strip()}")
@@ -463,6 +468,9 @@ def round_to_tf32(x):
     return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+NVRTC_OPTIONS = ("-std=c++17",)
+
+
 class Cuda:
     """An NVIDIA GPU through CuPy: kernels.cu compiled by NVRTC, matrix products by cuBLAS, all on one stream."""
     name, memory = "cuda", "device memory"
@@ -485,12 +493,13 @@ class Cuda:
         capability = int(self.device.compute_capability)
         self.dtype = dtype = dtype or ("tf32" if capability >= 80 else "fp32")
         self.cublas, self.handle = cupy.cuda.cublas, self.device.cublas_handle
-        self.compute_type = dict(fp32=self.cublas.CUBLAS_COMPUTE_32F, tf32=self.cublas.CUBLAS_COMPUTE_32F_FAST_TF32)[dtype]
+        self.compute_type = dict(fp32=self.cublas.CUBLAS_COMPUTE_32F,
+                                 tf32=self.cublas.CUBLAS_COMPUTE_32F_FAST_TF32)[dtype]
         self.one, self.nought = ctypes.c_float(1), ctypes.c_float(0)
         self.stream = cupy.cuda.get_current_stream()
         source = (HERE / "kernels.cu").read_text(encoding="utf-8")
         self.kernels = read_kernels(source)
-        module = cupy.RawModule(code=source, options=("-std=c++17",))
+        module = cupy.RawModule(code=source, options=NVRTC_OPTIONS)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
         except cupy.cuda.compiler.CompileException as e:
@@ -541,8 +550,8 @@ class Cuda:
         for x in (b, a, out):
             rows, columns = (s // x.itemsize for s in x.strides[-2:])
             transposed = columns != 1 and x.shape[-1] != 1  # its columns are contiguous, not its rows
-            operands.append((x.data.ptr, transposed, max(columns, x.shape[-2]) if transposed else max(rows, x.shape[-1]),
-                             x.strides[0] // x.itemsize))
+            leading = max(columns, x.shape[-2]) if transposed else max(rows, x.shape[-1])
+            operands.append((x.data.ptr, transposed, leading, x.strides[0] // x.itemsize))
         (b, b_transposed, ldb, b_stride), (a, a_transposed, lda, a_stride), (out, _, ldout, out_stride) = operands
         alpha, beta = ctypes.addressof(self.one), ctypes.addressof(self.one if accumulate else self.nought)
         F32 = self.cupy.cuda.runtime.CUDA_R_32F
@@ -571,8 +580,9 @@ def has_gpu():
 # The model
 
 # The T x T matrices of attention are computed in strips of rows, each only as wide as its last row can see: for
-# T = 1024, four strips leave 10 of 16 squares, and with them that share of the operations and of the memory traffic.
-STRIP = 256
+# T = 1024, two strips leave three quarters of the operations and of the memory traffic. Narrower strips would leave
+# less, but their products are too small to fill a GPU of 132 multiprocessors: with 256, an H200 was slower.
+STRIP = 512
 
 
 class GPT2:
@@ -601,7 +611,6 @@ class GPT2:
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["parameters"])
-        self.moments = [self.arenas[name].view(np.float32) for name in ("adam m", "adam v")]
         for name in ("gradients", "adam m", "adam v"):
             device.zero(self.arenas[name])
         self.starts = device.empty(8 * len(layout(tables["parameters"])))  # of the parameters, in numbers
@@ -659,20 +668,21 @@ class GPT2:
         a = self.acts
         device.put(a.tokens, tokens)
 
-        run("encoder_forward", N * C // 4, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
+        run("encoder_forward", N * C, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
         residual = a.encoded  # (B,T,C), the stream to which each layer adds twice
         for l in range(L):
             run("layernorm_forward", N, a.ln1[l], a.ln1_mean[l], a.ln1_rstd[l], residual, p.ln1w[l], p.ln1b[l], N, C)
             matmul(a.qkv.reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T)
             self.attention_forward(l)
             matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T)
-            run("residual_forward", N * C // 4, a.residual2[l], residual, a.branch, p.attprojb[l], N, C)
+            run("residual_forward", N * C, a.residual2[l], residual, a.branch, p.attprojb[l], N, C)
 
-            run("layernorm_forward", N, a.ln2[l], a.ln2_mean[l], a.ln2_rstd[l], a.residual2[l], p.ln2w[l], p.ln2b[l], N, C)
+            residual = a.residual2[l]
+            run("layernorm_forward", N, a.ln2[l], a.ln2_mean[l], a.ln2_rstd[l], residual, p.ln2w[l], p.ln2b[l], N, C)
             matmul(a.fch[l].reshape(N, 4 * C), a.ln2[l].reshape(N, C), p.fcw[l].T)
-            run("gelu_forward", N * C, a.fch_gelu[l], a.fch[l], p.fcb[l], N, 4 * C)
+            run("gelu_forward", N * 4 * C, a.fch_gelu[l], a.fch[l], p.fcb[l], N, 4 * C)
             matmul(a.branch.reshape(N, C), a.fch_gelu[l].reshape(N, 4 * C), p.fcprojw[l].T)
-            run("residual_forward", N * C // 4, a.residual3[l], a.residual2[l], a.branch, p.fcprojb[l], N, C)
+            run("residual_forward", N * C, a.residual3[l], residual, a.branch, p.fcprojb[l], N, C)
             residual = a.residual3[l]
         run("layernorm_forward", N, a.lnf, a.lnf_mean, a.lnf_rstd, residual, p.lnfw, p.lnfb, N, C)
         matmul(a.logits.reshape(N, c.Vp), a.lnf.reshape(N, C), p.wte.T)
@@ -721,7 +731,7 @@ class GPT2:
             bias(g.fcprojb[l], dresidual)
             matmul(dfch, dresidual, p.fcprojw[l])
             matmul(g.fcprojw[l], dresidual.T, a.fch_gelu[l].reshape(N, 4 * C), accumulate=True)
-            run("gelu_backward", N * C, dfch, a.fch[l], p.fcb[l], N, 4 * C)
+            run("gelu_backward", N * 4 * C, dfch, a.fch[l], p.fcb[l], N, 4 * C)
             bias(g.fcb[l], dfch)
             matmul(dbranch, dfch, p.fcw[l])
             matmul(g.fcw[l], dfch.T, a.ln2[l].reshape(N, C), accumulate=True)
@@ -736,8 +746,8 @@ class GPT2:
             matmul(g.qkvw[l], dqkv.T, a.ln1[l].reshape(N, C), accumulate=True)
             residual = a.residual3[l - 1] if l else a.encoded
             self.layernorm_backward(g.ln1w[l], g.ln1b[l], residual, p.ln1w[l], a.ln1_mean[l], a.ln1_rstd[l])
-        run("encoder_backward_wte", (N, -(-C // 128)), g.wte, dresidual, a.tokens, a.order, a.run, C)
-        run("encoder_backward_wpe", T * C // 4, g.wpe, dresidual, B, T, C)
+        run("encoder_backward_wte", (N, -(-C // (32 * W))), g.wte, dresidual, a.tokens, a.order, a.run, C)
+        run("encoder_backward_wpe", T * C, g.wpe, dresidual, B, T, C)
 
     def attention_backward(self, l):
         """dqkv (B,T,3C) from dbranch (B,T,C), the gradient of atty[l]. Column s of the weights is seen by t >= s only,
@@ -778,10 +788,11 @@ class GPT2:
     def update(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         """One AdamW step with the gradients that were added up, which are then zero again."""
         step = self.step + 1
-        params, grads = (self.arenas[name] for name in ("parameters", "gradients"))
-        self.device.launch("adamw", (256 * 1024, self.decayed.size // 4), params, grads, *self.moments, self.starts, self.decayed,
-                           learning_rate, beta1, beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps, weight_decay)
-        self.device.zero(grads)
+        tensors = self.decayed.size // 4
+        self.device.launch("adamw", (1024, tensors), self.arenas["parameters"], self.arenas["gradients"],
+                           self.arenas["adam m"], self.arenas["adam v"], self.starts, self.decayed, learning_rate,
+                           beta1, beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps, weight_decay)
+        self.device.zero(self.arenas["gradients"])
         self.step = step
 
 
@@ -803,7 +814,7 @@ def runs_of_equal(tokens):
 
 def flops_per_token(c, T):
     """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4 backward), and 12*L*C for
-    each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022, appendix B, halved as it is causal)."""
+    each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022, appendix B, halved: it is causal)."""
     weights = sum(row.size for row in parameter_table(c) if row.decay and row.name != "wpe")
     return 6 * weights + 6 * c.L * c.C * T
 
@@ -1000,8 +1011,8 @@ def train(model, train_data, val_data, steps, flags, log):
         show_progress(step, steps)
     if steps:
         median = float(np.median(times))
-        print(f"{steps} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, {tokens_a_step / median:,.0f} tok/s; "
-              f"training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+        print(f"{steps} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
+              f"{tokens_a_step / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
 
 
 def open_log(folder):

@@ -1,0 +1,60 @@
+"""Compile kernels.cu with NVRTC for several GPUs, without one, and print what ptxas made of each kernel.
+
+    python dev/compile_kernels.py            # sm_80 sm_90 sm_100 sm_120
+    python dev/compile_kernels.py sm_90
+
+A row a kernel: registers a thread and bytes of static shared memory, for each GPU. A kernel that spills registers to
+memory, or that needs so many that its block cannot be launched, is an error, with exit status 1.
+"""
+import re
+import sys
+from pathlib import Path
+
+import cupy  # noqa: F401  (finds and loads NVRTC)
+from cupy_backends.cuda.libs import nvrtc
+
+TOP = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TOP))
+from train_gpt2 import LAUNCH, NVRTC_OPTIONS, read_kernels  # noqa: E402
+
+ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+                   r"(?:.*?(\d+) bytes smem)?")
+REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
+
+
+def compile_for(gpu, source):
+    """{kernel: (registers, bytes of shared memory, bytes spilled)} of kernels.cu on a GPU such as sm_90."""
+    program = nvrtc.createProgram(source, "kernels.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *NVRTC_OPTIONS])
+    except nvrtc.NVRTCError:
+        sys.exit(f"{gpu}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")
+    report = {}
+    for entry in nvrtc.getProgramLog(program).split("Compiling ")[1:]:
+        name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
+        report[name] = int(registers), int(shared or 0), int(stores) + int(loads)
+    return report
+
+
+def main():
+    gpus = sys.argv[1:] or ["sm_80", "sm_90", "sm_100", "sm_120"]
+    source = (TOP / "kernels.cu").read_text(encoding="utf-8")
+    reports = {gpu: compile_for(gpu, source) for gpu in gpus}
+    print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers a thread, bytes of shared memory")
+    print(f"{'':24}" + "".join(f"{gpu:>14}" for gpu in gpus))
+    faults = []
+    for name in read_kernels(source):
+        row = [reports[gpu][name] for gpu in gpus]
+        print(f"{name:24}" + "".join(f"{registers:8}{shared:6}" for registers, shared, _ in row))
+        for gpu, (registers, _, spilled) in zip(gpus, row, strict=True):
+            if spilled:
+                faults.append(f"{gpu}: {name} spills {spilled} bytes")
+            if registers * LAUNCH[name][0] > REGISTERS:
+                faults.append(f"{gpu}: {name} needs {registers} registers for each of {LAUNCH[name][0]} threads")
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
