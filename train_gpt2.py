@@ -17,6 +17,7 @@ import argparse
 import bisect
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -30,6 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+
+# On a CPU two pools of threads take turns, NumPy's BLAS and the kernels' OpenMP. One that spins while it waits for work
+# keeps the cores from the other, so both are told to sleep; both read this when they are loaded.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 
@@ -57,7 +63,7 @@ class Config:
         """The config of depth N for "dN". d12, d24, d36 and d48 are GPT-2 small, medium, large and XL; the depths
         between them follow the same line, those below d12 have a head for each layer. Raises UserError."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
-            raise UserError(f"-e {descriptor}: neither a file nor a descriptor like d12 (GPT-2 of 12 layers)")
+            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to d999, such as d12")
         L = int(descriptor[1:])
         NH = 25 if L == 48 else min(L, 12 + max(0, L - 12) // 3)
         return Config(L=L, NH=NH, C=64 * NH)
@@ -370,6 +376,7 @@ class Cpu:
     def __init__(self, dtype="fp32"):
         self.dtype = dtype
         self.peak_flops = None  # depends on the machine in more ways than can be asked for
+        np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.kernels = read_kernels((HERE / "kernels.cu").read_text(encoding="utf-8"))
         self.library = ctypes.CDLL(str(self.build()))
         for name in self.kernels:
@@ -836,19 +843,23 @@ def read_tokenizer(path):
     return words
 
 
-def decode(tokens):
-    """The text of token ids: by gpt2_tokenizer.bin if it is here, else by tiktoken, else as far as bytes go."""
+@functools.cache
+def vocabulary():
+    """{token id: its bytes}: by gpt2_tokenizer.bin if it is here, else by tiktoken, else the single bytes only."""
     if Path("gpt2_tokenizer.bin").exists():
-        words = dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
-    else:
-        try:
-            encoding = gpt2_encoding()
-        except UserError as e:
-            print(f"WARNING: {e}. Tokens of more than one byte are shown as numbers.")
-            encoding = byte_encoding()
-        words = {encoding.encode_single_token(word): word for word in encoding.token_byte_values()}
-        words[EOT] = END_OF_TEXT.encode()
-    return b"".join(words.get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
+        return dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
+    try:
+        encoding = gpt2_encoding()
+    except UserError as e:
+        print(f"WARNING: {e}. In samples, tokens of more than one byte are shown as numbers.")
+        encoding = byte_encoding()
+    return {encoding.encode_single_token(word): word for word in encoding.token_byte_values()} | {
+        EOT: END_OF_TEXT.encode()}
+
+
+def decode(tokens):
+    """The text of token ids."""
+    return b"".join(vocabulary().get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
 
 
 def sample(model, count, rng):
@@ -1043,7 +1054,7 @@ def main(arguments=None):
 
     name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
     small, name = not name and not on_gpu, name or ("d12" if on_gpu else CPU_MODEL)
-    checkpoint = None if re.fullmatch(r"d\d+", name) else name
+    checkpoint = name if Path(name).exists() or name.endswith(".bin") else None
     c = read_config(checkpoint) if checkpoint else Config.from_descriptor(name)
     origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
     print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
