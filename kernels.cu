@@ -10,7 +10,6 @@ Rules that hold for all of them:
   - A gradient of a parameter is added to (+=), an activation and its gradient are set (=), except that
     layernorm_backward adds to the gradient of the residual stream, where two branches meet.
   - Every sum is taken in an order that depends on the shapes alone: no float atomics, the same bits on every run.
-  - The bias of a linear layer is added by the kernel that next reads the product, so no pass is spent on it.
 
 Nearly all of them are bound by memory: they do a few operations for each number they move, and a GPU does some fifty
 in the time that one float takes to arrive. What matters is that a warp's 32 lanes touch adjacent addresses, 16 bytes
@@ -19,6 +18,10 @@ a lane where the shapes allow, that many loads are in flight, and that nothing i
 
 #ifndef DYNAMIC_SHARED  // dev/cuda_on_cpu.h brings its own
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#endif
+
+#ifndef HS
+#define HS 64  // channels of a head: attention is compiled for the model's
 #endif
 
 constexpr unsigned FULL_WARP = 0xffffffff;
@@ -230,126 +233,378 @@ extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const
     else dbias[o] += sum;
 }
 
-// ---- attention: the two changes of layout around it ----
+// ---- tensor cores ----
 
-// Between layers a token's row holds S tensors (q, k, v: S = 3; the output: S = 1) of NH heads of HS channels; the
-// batched matrix products of attention want, for each tensor and head, T rows of HS.
-//   split_heads:  out (S,B,NH,T,HS) = inp (B,T,S,NH,HS) + bias (S,NH,HS), which may be null
-//   merge_heads:  out (B,T,S,NH,HS) = inp (S,B,NH,T,HS)
-// Each is the other's backward. A block a token: it reads or writes one whole row, and HS neighbours on the other side,
-// n channels a thread: W if they divide a head, as in every GPT-2.
-__device__ __forceinline__ size_t head_layout(int row, int j, int B, int T, int NH, int HS) {
-    int d = j % HS, head = j / HS, h = head % NH, s = head / NH, b = row / T, t = row % T;
-    return ((((size_t)s * B + b) * NH + h) * T + t) * HS + d;
+// A tensor core multiplies small matrices that a warp holds in its registers: D (16,8) += A (16,16) B (16,8). A Pair is
+// two neighbours along the summed index; with g = lane / 4 and q = lane % 4, a lane holds
+//   of A: a[0] row g and a[1] row g+8, columns 2q, 2q+1;  a[2] and a[3] the same rows, columns 2q+8, 2q+9
+//   of B: b[0] rows 2q, 2q+1 and b[1] rows 2q+8, 2q+9, of column g
+//   of D: d[0], d[1] row g and d[2], d[3] row g+8, columns 2q, 2q+1
+// So a D, taken in pairs, is the A of a next product: attention's weights never leave the registers.
+struct alignas(8) Pair { float x, y; };
+
+#ifdef __CUDACC__  // dev/cuda_on_cpu.h brings its own of what PTX stands behind
+__device__ __forceinline__ unsigned round_tf32(float x) {
+    unsigned bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+    return bits;
 }
 
-template <int n>
-__device__ __forceinline__ void split_row(float* __restrict__ out, const float* __restrict__ inp,
-                                          const float* __restrict__ bias, int B, int T, int S, int NH, int HS) {
-    int row = blockIdx.x, SC = S * NH * HS;
-    for (int j = n * threadIdx.x; j < SC; j += n * blockDim.x) {
-        Pack<n> x = load<n>(inp + (size_t)row * SC + j);
-        if (bias) {
-            Pack<n> b = load<n>(bias + j);
-            for (int i = 0; i < n; i++) x[i] += b[i];
-        }
-        store(out + head_layout(row, j, B, T, NH, HS), x);
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// 8 of the 16 summed columns at a time. The tensor core's lane holds there columns q and q+4, not 2q and 2q+1: A and B
+// are permuted alike, and the sum is the same. fp32 is three products of TF32 halves, x = big + small, without the one
+// of the small halves, which is beyond the last bit (Ootomo and Yokota 2022, section 3).
+__device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float x[6] = {a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b[i].x, b[i].y};
+        unsigned big[6];
+#pragma unroll
+        for (int j = 0; j < 6; j++) big[j] = round_tf32(x[j]);
+#ifndef TF32
+        unsigned small[6];
+#pragma unroll
+        for (int j = 0; j < 6; j++) small[j] = round_tf32(x[j] - __uint_as_float(big[j]));
+        mma_tf32(d, {small[0], small[1], small[2], small[3]}, {big[4], big[5]});
+        mma_tf32(d, {big[0], big[1], big[2], big[3]}, {small[4], small[5]});
+#endif
+        mma_tf32(d, {big[0], big[1], big[2], big[3]}, {big[4], big[5]});
     }
 }
 
-extern "C" __global__ void split_heads(float* __restrict__ out, const float* __restrict__ inp,
-                                       const float* __restrict__ bias, int B, int T, int S, int NH, int HS) {
-    if (HS % W == 0) split_row<W>(out, inp, bias, B, T, S, NH, HS);
-    else split_row<1>(out, inp, bias, B, T, S, NH, HS);
+// 16 bytes from device to shared memory that need no register and no waiting; or, if there is nothing to copy, zeros.
+__device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0));
 }
+__device__ __forceinline__ void copies_arrive() { asm volatile("cp.async.wait_all;"); }
+#endif
 
-template <int n>
-__device__ __forceinline__ void merge_row(float* __restrict__ out, const float* __restrict__ inp,
-                                          int B, int T, int S, int NH, int HS) {
-    int row = blockIdx.x, SC = S * NH * HS;
-    for (int j = n * threadIdx.x; j < SC; j += n * blockDim.x)
-        store(out + (size_t)row * SC + j, load<n>(inp + head_layout(row, j, B, T, NH, HS)));
-}
+// ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
 
-extern "C" __global__ void merge_heads(float* __restrict__ out, const float* __restrict__ inp,
-                                       int B, int T, int S, int NH, int HS) {
-    if (HS % W == 0) merge_row<W>(out, inp, B, T, S, NH, HS);
-    else merge_row<1>(out, inp, B, T, S, NH, HS);
-}
+// Of each head, with q, k, v (T,HS) in the rows of qkv (B,T,3,NH,HS):  score = q k', weight = softmax(score / sqrt(HS))
+// over s <= t, or max(0, score / sqrt(HS)) there for ReLU attention, and out (B,T,NH,HS) = weight v. The weights (T,T)
+// are never stored: a block takes ROWS rows of one head, 16 to a warp, and walks over the other side in tiles that pass
+// through shared memory; while it works on one tile, the next is on its way. A tile's scores live in registers, 16 rows
+// by a tile's columns in each warp. What bounds it is the tensor cores, and shared memory that feeds them.
+constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros to whole products
+constexpr int ROWS = 64;                 // of a block of 4 warps
+constexpr int LD = HP + 8;               // a tile's row in shared memory: neighbours in a column are in different banks
 
-// ---- attention: from scores to weights ----
-
-// The scores q.k of all heads are materialised in att (B,NH,T,T), `strip` rows at a time and no further to the right
-// than the strip's last token can see. These kernels turn scores into weights in place: row t keeps its columns
-// s <= t, gets zeros in the rest of its strip, and is not touched beyond, where nothing is read either.
-// A warp a row, rows = B*NH*T; bound by reading and writing the lower half of att once.
-__device__ __forceinline__ int strip_end(int t, int T, int strip) { return min(T, (t / strip + 1) * strip); }
-
-// att[t,s] = exp(scale * att[t,s]) / sum over s <= t. The maximum and the sum come out of a single pass, the sum
-// rescaled whenever a lane meets a new maximum (Milakov and Gimelshein 2018, algorithm 3); the second read hits L1.
-extern "C" __global__ void softmax_forward(float* att, float scale, int rows, int T, int strip) {
-    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    int t = row % T, end = strip_end(t, T, strip);
-    float* x = att + (size_t)row * T;
-    float largest = LOWEST, sum = 0.0f;
-    for (int s = lane; s <= t; s += 32) {
-        float v = x[s];
-        if (v > largest) {
-            sum *= expf(scale * (largest - v));
-            largest = v;
-        }
-        sum += expf(scale * (v - largest));
+// Rows first..first+rows-1 of a head, whose rows are stride numbers apart, into a tile; zeros beyond T and HS.
+template <int rows>
+__device__ __forceinline__ void load_tile(float* tile, const float* head, size_t stride, int first, int T) {
+    constexpr int n = HS % W == 0 ? W : 1, per_row = HP / n;
+    for (int i = threadIdx.x; i < rows * per_row; i += blockDim.x) {
+        int row = i / per_row, c = i % per_row * n;
+        bool there = first + row < T && c < HS;
+        float* to = tile + row * LD + c;
+        const float* from = there ? head + (first + row) * stride + c : head;
+        if (n == W) copy16(to, from, there);
+        else *to = there ? *from : 0.0f;
     }
-    float top = warp_max(largest);
-    sum = warp_sum(sum * expf(scale * (largest - top)));
-    float norm = 1.0f / sum;
-    for (int s = lane; s < end; s += 32) x[s] = s <= t ? expf(scale * (x[s] - top)) * norm : 0.0f;
 }
 
-// datt becomes the gradient of the scores: scale * att * (datt - sum over s of att * datt).
-extern "C" __global__ void softmax_backward(float* __restrict__ datt, const float* __restrict__ att, float scale,
-                                            int rows, int T, int strip) {
-    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    int t = row % T, end = strip_end(t, T, strip);
-    const float* p = att + (size_t)row * T;
-    float* d = datt + (size_t)row * T;
+// A from rows r..r+15 and channels c..c+15 of a tile.
+__device__ __forceinline__ void load_a(Pair (&a)[4], const float* tile, int r, int c) {
+    int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        a[i] = *reinterpret_cast<const Pair*>(tile + (r + g + i % 2 * 8) * LD + c + 2 * q + i / 2 * 8);
+}
+
+// Two B side by side whose 16 columns are rows r..r+15 of a tile, summed over channels c..c+15: for a product with the
+// tile's transpose.
+__device__ __forceinline__ void load_b_transposed(Pair (&b)[2][2], const float* tile, int r, int c) {
+    int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            b[n][i] = *reinterpret_cast<const Pair*>(tile + (r + 8 * n + g) * LD + c + 2 * q + 8 * i);
+}
+
+// Two B side by side whose 16 columns are channels c..c+15 of a tile, summed over its rows r..r+15.
+__device__ __forceinline__ void load_b(Pair (&b)[2][2], const float* tile, int r, int c) {
+    int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float* x = tile + (r + 2 * q + 8 * i) * LD + c + 8 * n + g;
+            b[n][i] = {x[0], x[LD]};
+        }
+}
+
+// d (16, columns) += rows r..r+15 of one tile times the transpose of the first `columns` rows of another.
+template <int columns>
+__device__ __forceinline__ void multiply_transposed(float (&d)[columns / 8][4], const float* left, int r,
+                                                    const float* right) {
+#pragma unroll
+    for (int c = 0; c < HP; c += 16) {
+        Pair a[4], b[2][2];
+        load_a(a, left, r, c);
+#pragma unroll
+        for (int n = 0; n < columns / 16; n++) {
+            load_b_transposed(b, right, 16 * n, c);
+            mma(d[2 * n], a, b[0]);
+            mma(d[2 * n + 1], a, b[1]);
+        }
+    }
+}
+
+// d (16,HP) += x (16, columns), a product's result in registers, times the first `columns` rows of a tile.
+template <int columns>
+__device__ __forceinline__ void multiply(float (&d)[HP / 8][4], const float (&x)[columns / 8][4], const float* tile) {
+#pragma unroll
+    for (int r = 0; r < columns / 16; r++) {
+        const float(&left)[4] = x[2 * r], (&right)[4] = x[2 * r + 1];
+        Pair a[4] = {{left[0], left[1]}, {left[2], left[3]}, {right[0], right[1]}, {right[2], right[3]}}, b[2][2];
+#pragma unroll
+        for (int n = 0; n < HP / 16; n++) {
+            load_b(b, tile, 16 * r, 16 * n);
+            mma(d[2 * n], a, b[0]);
+            mma(d[2 * n + 1], a, b[1]);
+        }
+    }
+}
+
+// Rows row+g and row+g+8 of a result (16,HP) to a head's rows, scaled each by its own factor.
+__device__ __forceinline__ void store_rows(float* head, size_t stride, int row, int T, const float (&d)[HP / 8][4],
+                                           float factor0, float factor1) {
+    int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int t = row + g + 8 * half;
+        float factor = half ? factor1 : factor0;
+        if (t < T)
+#pragma unroll
+            for (int n = 0; n < HP / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (8 * n + 2 * q + i < HS) head[t * stride + 8 * n + 2 * q + i] = factor * d[n][2 * half + i];
+    }
+}
+
+// The largest, or the sum, of a row of D, which four neighbouring lanes hold.
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+}
+__device__ __forceinline__ float row_sum(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+constexpr int KEYS = 64;  // of a tile of the forward pass
+constexpr float LOG2_E = 1.442695041f;
+
+// Also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) / sqrt(HS)), from which the backward pass
+// makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum of a row are those of the
+// tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018, algorithm 3). Blocks
+// (i, b NH + h); the last rows, which see the most keys, come first, so that the short blocks fill the end.
+extern "C" __global__ void __launch_bounds__(128) attention_forward(float* __restrict__ out, float* __restrict__ lse,
+                                                                    const float* __restrict__ qkv, float scale,
+                                                                    int relu, int T, int NH) {
+    DYNAMIC_SHARED(float, tiles);  // (2, 2, KEYS, LD): two stages of keys and values
+    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH;
+    int C = NH * HS, row = first + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    const float* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * KEYS * LD; };
+    auto load_stage = [&](int stage, int key) {
+        load_tile<KEYS>(tile(stage, 0), head + C, 3 * C, key, T);
+        load_tile<KEYS>(tile(stage, 1), head + 2 * C, 3 * C, key, T);
+    };
+    load_tile<ROWS>(tile(1, 0), head, 3 * C, first, T);
+    load_stage(0, 0);
+    copies_arrive();
+    __syncthreads();
+    Pair query[HP / 16][4];
+#pragma unroll
+    for (int c = 0; c < HP / 16; c++) load_a(query[c], tile(1, 0), row - first, 16 * c);
+
+    float o[HP / 8][4] = {}, top[2] = {LOWEST, LOWEST}, sum[2] = {};
+    int end = min(first + ROWS, T);
+    for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
+        copies_arrive();
+        __syncthreads();  // this stage is filled, and nobody reads the other any more
+        if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
+
+        float s[KEYS / 8][4] = {};
+#pragma unroll
+        for (int c = 0; c < HP / 16; c++)
+#pragma unroll
+            for (int n = 0; n < KEYS / 16; n++) {
+                Pair k[2][2];
+                load_b_transposed(k, tile(stage, 0), 16 * n, 16 * c);
+                mma(s[2 * n], query[c], k[0]);
+                mma(s[2 * n + 1], query[c], k[1]);
+            }
+        if (key + KEYS > row)  // the diagonal runs through this tile
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (key + 8 * n + column + i % 2 > row + g + i / 2 * 8) s[n][i] = LOWEST;
+        if (relu) {
+#pragma unroll
+            for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) s[n][i] = fmaxf(0.0f, scale * s[n][i]);
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float before = top[half];
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; n++)
+                    top[half] = fmaxf(top[half], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+                top[half] = row_max(top[half]);
+                float factor = exp2f(scale * LOG2_E * (before - top[half])), shift = scale * LOG2_E * top[half];
+                sum[half] *= factor;
+#pragma unroll
+                for (int n = 0; n < HP / 8; n++) o[n][2 * half] *= factor, o[n][2 * half + 1] *= factor;
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; n++)
+                    for (int i = 2 * half; i < 2 * half + 2; i++) {
+                        s[n][i] = exp2f(scale * LOG2_E * s[n][i] - shift);
+                        sum[half] += s[n][i];
+                    }
+            }
+        }
+        multiply<KEYS>(o, s, tile(stage, 1));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        sum[half] = relu ? 1.0f : row_sum(sum[half]);
+        if (column == 0 && row + g + 8 * half < T)
+            lse[(size_t)blockIdx.y * T + row + g + 8 * half] = scale * LOG2_E * top[half] + log2f(sum[half]);
+    }
+    store_rows(out + (size_t)b * T * C + h * HS, C, row, T, o, 1.0f / sum[0], 1.0f / sum[1]);
+}
+
+// delta (B,NH,T) = the sum over a head's channels of out * dout, both (B,T,NH,HS), which is the sum over s of
+// weight * dweight that softmax's gradient needs. A warp for each row and head.
+extern "C" __global__ void attention_backward_delta(float* __restrict__ delta, const float* __restrict__ out,
+                                                    const float* __restrict__ dout, int B, int T, int NH) {
+    int i = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (i >= B * T * NH) return;
     float sum = 0.0f;
-    for (int s = lane; s <= t; s += 32) sum += p[s] * d[s];
+    for (int c = lane; c < HS; c += 32) sum += out[(size_t)i * HS + c] * dout[(size_t)i * HS + c];
     sum = warp_sum(sum);
-    for (int s = lane; s < end; s += 32) d[s] = s <= t ? scale * p[s] * (d[s] - sum) : 0.0f;
+    int h = i % NH, t = i / NH % T, b = i / NH / T;
+    if (lane == 0) delta[((size_t)b * NH + h) * T + t] = sum;
 }
 
-// att[t,s] = max(0, scale * att[t,s]), not normalised.
-extern "C" __global__ void relu_forward(float* att, float scale, int rows, int T, int strip) {
-    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    int t = row % T, end = strip_end(t, T, strip);
-    float* x = att + (size_t)row * T;
-    for (int s = lane; s < end; s += 32) x[s] = s <= t ? fmaxf(0.0f, scale * x[s]) : 0.0f;
+constexpr int TILE = 32;  // rows of the other side in a tile of the backward passes, which keep two tiles of results
+
+// One element: from score and dweight = dout v' to weight and dscore, both zero above the diagonal.
+__device__ __forceinline__ void backward_element(float& score, float& dweight, bool seen, int relu, float scale,
+                                                 float lse, float delta) {
+    float weight = relu ? fmaxf(0.0f, scale * score) : exp2f(scale * LOG2_E * score - lse);
+    float dscore = relu ? (score > 0.0f ? scale * dweight : 0.0f) : scale * weight * (dweight - delta);
+    score = seen ? weight : 0.0f;
+    dweight = seen ? dscore : 0.0f;
 }
 
-// Where the weight is positive the score was, and its gradient passes; elsewhere it is zero.
-extern "C" __global__ void relu_backward(float* __restrict__ datt, const float* __restrict__ att, float scale,
-                                         int rows, int T, int strip) {
-    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    int t = row % T, end = strip_end(t, T, strip);
-    const float* p = att + (size_t)row * T;
-    float* d = datt + (size_t)row * T;
-    for (int s = lane; s < end; s += 32) d[s] = s <= t && p[s] > 0.0f ? scale * d[s] : 0.0f;
+// The backward pass is two kernels, so that each gradient is summed by one warp in one order: this one has ROWS keys and
+// walks over the queries that see them, for dv = weight' dout and dk = dscore' q. It works on the transposed weights,
+// whose rows are keys. dqkv is (B,T,3,NH,HS) as qkv.
+extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
+    float* __restrict__ dqkv, const float* __restrict__ dout, const float* __restrict__ qkv,
+    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
+    DYNAMIC_SHARED(float, shared);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
+    int first = blockIdx.x * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int r = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    const float *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
+    const float *row_lse = lse + (size_t)blockIdx.y * T, *row_delta = delta + (size_t)blockIdx.y * T;
+    float *keys = shared, *values = shared + ROWS * LD;
+    auto tile = [&](int stage, int which) { return shared + (2 * ROWS + (2 * stage + which) * TILE) * LD; };
+    auto load_stage = [&](int stage, int query) {
+        load_tile<TILE>(tile(stage, 0), head, 3 * C, query, T);
+        load_tile<TILE>(tile(stage, 1), dhead, C, query, T);
+    };
+    load_tile<ROWS>(keys, head + C, 3 * C, first, T);
+    load_tile<ROWS>(values, head + 2 * C, 3 * C, first, T);
+    load_stage(0, first);
+
+    float dk[HP / 8][4] = {}, dv[HP / 8][4] = {};
+    for (int query = first, stage = 0; query < T; query += TILE, stage ^= 1) {
+        copies_arrive();
+        __syncthreads();
+        if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
+        float s[TILE / 8][4] = {}, d[TILE / 8][4] = {};
+        multiply_transposed<TILE>(s, keys, r, tile(stage, 0));
+        multiply_transposed<TILE>(d, values, r, tile(stage, 1));
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int t = query + 8 * n + column + i % 2, key = first + r + g + i / 2 * 8, row = min(t, T - 1);
+                backward_element(s[n][i], d[n][i], key <= t && t < T, relu, scale, row_lse[row], row_delta[row]);
+            }
+        multiply<TILE>(dv, s, tile(stage, 1));
+        multiply<TILE>(dk, d, tile(stage, 0));
+    }
+    float* dqkv_head = dqkv + (size_t)b * T * 3 * C + h * HS;
+    store_rows(dqkv_head + C, 3 * C, first + r, T, dk, 1.0f, 1.0f);
+    store_rows(dqkv_head + 2 * C, 3 * C, first + r, T, dv, 1.0f, 1.0f);
+}
+
+// This one has ROWS queries and walks over the keys that they see, for dq = dscore k.
+extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
+    float* __restrict__ dqkv, const float* __restrict__ dout, const float* __restrict__ qkv,
+    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
+    DYNAMIC_SHARED(float, shared);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
+    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int r = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    const float *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
+    float *queries = shared, *douts = shared + ROWS * LD, row_lse[2], row_delta[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        size_t i = (size_t)blockIdx.y * T + min(first + r + g + 8 * half, T - 1);
+        row_lse[half] = lse[i], row_delta[half] = delta[i];
+    }
+    auto tile = [&](int stage, int which) { return shared + (2 * ROWS + (2 * stage + which) * TILE) * LD; };
+    auto load_stage = [&](int stage, int key) {
+        load_tile<TILE>(tile(stage, 0), head + C, 3 * C, key, T);
+        load_tile<TILE>(tile(stage, 1), head + 2 * C, 3 * C, key, T);
+    };
+    load_tile<ROWS>(queries, head, 3 * C, first, T);
+    load_tile<ROWS>(douts, dhead, C, first, T);
+    load_stage(0, 0);
+
+    float dq[HP / 8][4] = {};
+    int end = min(first + ROWS, T);
+    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
+        copies_arrive();
+        __syncthreads();
+        if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
+        float s[TILE / 8][4] = {}, d[TILE / 8][4] = {};
+        multiply_transposed<TILE>(s, queries, r, tile(stage, 0));
+        multiply_transposed<TILE>(d, douts, r, tile(stage, 1));
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                backward_element(s[n][i], d[n][i], key + 8 * n + column + i % 2 <= first + r + g + i / 2 * 8, relu,
+                                 scale, row_lse[i / 2], row_delta[i / 2]);
+        multiply<TILE>(dq, d, tile(stage, 0));
+    }
+    store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r, T, dq, 1.0f, 1.0f);
 }
 
 // ---- residual ----
 
-// out (N,C) = inp1 + (inp2 + bias): the stream, and a branch with the bias of its last linear layer.
-// Backward needs no kernel: the gradient of the stream is that of the branch, and the bias's is its column sum.
+// out (N,C) = inp1 + inp2: the stream and a branch. Backward needs no kernel: both have the gradient of out.
 extern "C" __global__ void residual_forward(float* __restrict__ out, const float* __restrict__ inp1,
-                                            const float* __restrict__ inp2, const float* __restrict__ bias,
-                                            int N, int C) {
+                                            const float* __restrict__ inp2, int N, int C) {
     size_t i = first_number();
-    if (i < (size_t)N * C) store(out + i, load<W>(inp1 + i) + (load<W>(inp2 + i) + load<W>(bias + i % C)));
+    if (i < (size_t)N * C) store(out + i, load<W>(inp1 + i) + load<W>(inp2 + i));
 }
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
@@ -369,22 +624,20 @@ __device__ __forceinline__ float gelu_derivative(float x) {
     return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
 }
 
-// out (N,OC) = gelu(inp + bias).
-extern "C" __global__ void gelu_forward(float* __restrict__ out, const float* __restrict__ inp,
-                                        const float* __restrict__ bias, int N, int OC) {
+// out (N,OC) = gelu(inp).
+extern "C" __global__ void gelu_forward(float* __restrict__ out, const float* __restrict__ inp, int N, int OC) {
     size_t i = first_number();
     if (i >= (size_t)N * OC) return;
-    Pack<W> x = load<W>(inp + i) + load<W>(bias + i % OC);
+    Pack<W> x = load<W>(inp + i);
     for (int j = 0; j < W; j++) x[j] = gelu(x[j]);
     store(out + i, x);
 }
 
 // dinp (N,OC) holds the gradient of the output and becomes, in place, that of the input.
-extern "C" __global__ void gelu_backward(float* __restrict__ dinp, const float* __restrict__ inp,
-                                         const float* __restrict__ bias, int N, int OC) {
+extern "C" __global__ void gelu_backward(float* __restrict__ dinp, const float* __restrict__ inp, int N, int OC) {
     size_t i = first_number();
     if (i >= (size_t)N * OC) return;
-    Pack<W> x = load<W>(inp + i) + load<W>(bias + i % OC), d = load<W>(dinp + i);
+    Pack<W> x = load<W>(inp + i), d = load<W>(dinp + i);
     for (int j = 0; j < W; j++) d[j] *= gelu_derivative(x[j]);
     store(dinp + i, d);
 }

@@ -112,7 +112,7 @@ def parameter_table(c):
 
 def activation_table(c, B, T):
     """What the forward pass leaves behind for the backward pass, and the batch itself."""
-    L, C, NH, HS = c.L, c.C, c.NH, c.C // c.NH
+    L, C, NH = c.L, c.C, c.NH
     return [
         Tensor("tokens", (B, T), np.int32),
         Tensor("targets", (B, T), np.int32),
@@ -122,17 +122,15 @@ def activation_table(c, B, T):
         Tensor("ln1", (L, B, T, C)),
         Tensor("ln1_mean", (L, B, T)),
         Tensor("ln1_rstd", (L, B, T)),
-        Tensor("qkv", (B, T, 3 * C)),  # of the layer at work only
-        Tensor("qkvr", (L, 3, B * NH, T, HS)),  # the same, split into heads, with its bias
-        Tensor("att", (L, B * NH, T, T)),
-        Tensor("attyr", (B * NH, T, HS)),  # of the layer at work only
+        Tensor("qkv", (L, B, T, 3 * C)),  # queries, keys and values, each of NH heads
+        Tensor("lse", (L, B, NH, T)),  # the logarithm of the sum that normalises a row of attention
         Tensor("atty", (L, B, T, C)),
         Tensor("branch", (B, T, C)),  # what is about to be added to the residual stream
         Tensor("residual2", (L, B, T, C)),
         Tensor("ln2", (L, B, T, C)),
         Tensor("ln2_mean", (L, B, T)),
         Tensor("ln2_rstd", (L, B, T)),
-        Tensor("fch", (L, B, T, 4 * C)),  # without its bias, which GELU adds
+        Tensor("fch", (L, B, T, 4 * C)),
         Tensor("fch_gelu", (L, B, T, 4 * C)),
         Tensor("residual3", (L, B, T, C)),
         Tensor("lnf", (B, T, C)),
@@ -148,15 +146,13 @@ PARTIAL_ROWS = 256  # how many sums of a part of the rows a bias or norm gradien
 
 def backward_table(c, B, T):
     """The gradients of the activations, each used by all layers in turn."""
-    C, NH, HS = c.C, c.NH, c.C // c.NH
+    C = c.C
     return [
         Tensor("dresidual", (B, T, C)),  # of the residual stream, all the way down
         Tensor("dbranch", (B, T, C)),
         Tensor("dfch", (B, T, 4 * C)),
-        Tensor("dattyr", (B * NH, T, HS)),
-        Tensor("datt", (B * NH, T, T)),
-        Tensor("dqkvr", (3, B * NH, T, HS)),
         Tensor("dqkv", (B, T, 3 * C)),
+        Tensor("delta", (B, c.NH, T)),  # of attention: the sum over s of weight * dweight
         Tensor("partials", (2, PARTIAL_ROWS, C)),
     ]
 
@@ -315,7 +311,7 @@ class DataLoader:
 # in a multiprocessor's L1.
 W = 4  # as in kernels.cu
 NUMBER, WARP = lambda threads: threads * W, lambda threads: threads // 32
-BLOCK, COLUMNS = lambda threads: 1, lambda threads: 32
+BLOCK, COLUMNS, ROWS = lambda threads: 1, lambda threads: 32, lambda threads: threads // 2
 LAUNCH = {
     "encoder_forward": (256, NUMBER),
     "encoder_backward_wte": (256, BLOCK),
@@ -323,12 +319,10 @@ LAUNCH = {
     "layernorm_forward": (256, WARP),
     "layernorm_backward": (512, BLOCK),
     "matmul_backward_bias": (256, COLUMNS),
-    "split_heads": (256, BLOCK),
-    "merge_heads": (256, BLOCK),
-    "softmax_forward": (256, WARP),
-    "softmax_backward": (256, WARP),
-    "relu_forward": (256, WARP),
-    "relu_backward": (256, WARP),
+    "attention_forward": (128, ROWS),
+    "attention_backward_delta": (256, WARP),
+    "attention_backward_kv": (128, ROWS),
+    "attention_backward_q": (128, ROWS),
     "residual_forward": (256, NUMBER),
     "gelu_forward": (256, NUMBER),
     "gelu_backward": (256, NUMBER),
@@ -366,6 +360,11 @@ def grid_of(name, items):
     return (-(-x // unit(threads)), y, 1), (threads, 1, 1)
 
 
+def switches(dtype, HS):
+    """What kernels.cu is compiled for: how attention's products round, and the channels of a head."""
+    return [f"-DHS={HS}", *(["-DTF32"] if dtype == "tf32" else [])]
+
+
 class Cpu:
     """The CPU: kernels.cu compiled by g++ or clang++, matrix products by NumPy's BLAS, all on every core.
 
@@ -373,8 +372,9 @@ class Cpu:
     """
     name, memory = "cpu", "memory"
 
-    def __init__(self, dtype="fp32"):
-        self.dtype = dtype
+    def __init__(self, dtype=None, HS=64):
+        self.dtype = dtype or "fp32"
+        self.switches = switches(self.dtype, HS)
         self.peak_flops = None  # depends on the machine in more ways than can be asked for
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.kernels = read_kernels((HERE / "kernels.cu").read_text(encoding="utf-8"))
@@ -395,8 +395,8 @@ class Cpu:
             found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
-        flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall", "-fPIC",
-                 "-shared", "-fopenmp", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+        flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches, *shlex.split(os.environ.get("CXXFLAGS", ""))]
         header, kernels = HERE / "dev/cuda_on_cpu.h", HERE / "kernels.cu"
         source = f'#include "{header}"\n#include "{kernels}"\n' + "".join(f"CPU_KERNEL({k})\n" for k in self.kernels)
         # -### prints what the driver would run, and so what -march=native means on this processor.
@@ -454,12 +454,14 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def matmul(self, out, a, b, accumulate=False):
-        """out (...,M,N) = or += a (...,M,K) @ b (...,K,N); rows or columns of each must be contiguous."""
+    def matmul(self, out, a, b, bias=None, accumulate=False):
+        """out (M,N) = a (M,K) @ b (K,N), with bias (N) added to each row, or out += a @ b."""
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
         if not accumulate:
             np.matmul(a, b, out=out)
+            if bias is not None:
+                out += bias
             return
         rows = max(1, self.scratch.size // out.shape[-1])
         for i in range(0, out.shape[0], rows):
@@ -478,6 +480,74 @@ def round_to_tf32(x):
 NVRTC_OPTIONS = ("-std=c++17",)
 
 
+class CublasLt:
+    """The few functions of cuBLASLt that a matrix product with a bias needs, called in the library that CuPy has loaded.
+
+    It stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T, in which the bias
+    goes down each column. The numbers are those of cublasLt.h.
+    """
+    COMPUTE = dict(fp32=68, tf32=77)  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
+    R_32F, TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_BIAS, MAX_WORKSPACE = 0, 3, 4, 7, 8, 4, 1
+
+    class Algorithm(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
+        _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
+                    ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+
+    def __init__(self, dtype):
+        maps = Path("/proc/self/maps").read_text()
+        self.library = ctypes.CDLL(re.search(r"\S*libcublasLt\.so\S*", maps)[0])
+        self.compute = self.COMPUTE[dtype]
+        self.handle = self.create("cublasLtCreate")
+        self.one, self.nought = ctypes.c_float(1), ctypes.c_float(0)
+
+    def call(self, name, *args):
+        status = getattr(self.library, name)(*args)
+        if status:
+            raise UserError(f"{name} failed with cuBLAS status {status}")
+
+    def create(self, name, *args):
+        made = ctypes.c_void_p()
+        self.call(name, ctypes.byref(made), *args)
+        return made
+
+    def set(self, function, thing, attribute, value):
+        self.call(function, thing, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def plan(self, out, a, b, with_bias, workspace):
+        """What cuBLASLt would do for arrays of these shapes and strides: (description, layouts, algorithm)."""
+        description = self.create("cublasLtMatmulDescCreate", self.compute, self.R_32F)
+        layouts = []
+        for x, transpose in ((b, self.TRANSA), (a, self.TRANSB), (out, None)):
+            rows, columns = (s // x.itemsize for s in x.strides)
+            transposed = columns != 1 and x.shape[1] != 1  # its columns are contiguous, not its rows
+            (m, n), leading = (x.shape[::-1], rows) if not transposed else (x.shape, columns)
+            layouts.append(self.create("cublasLtMatrixLayoutCreate", self.R_32F, ctypes.c_uint64(m), ctypes.c_uint64(n),
+                                       ctypes.c_int64(max(m, leading))))
+            if transpose:
+                self.set("cublasLtMatmulDescSetAttribute", description, transpose, ctypes.c_int(transposed))
+        if with_bias:
+            self.set("cublasLtMatmulDescSetAttribute", description, self.EPILOGUE, ctypes.c_int(self.EPILOGUE_BIAS))
+        preference = self.create("cublasLtMatmulPreferenceCreate")
+        self.set("cublasLtMatmulPreferenceSetAttribute", preference, self.MAX_WORKSPACE, ctypes.c_size_t(workspace))
+        best, found = self.Algorithm(), ctypes.c_int()
+        b, a, out = layouts
+        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, description, b, a, out, out, preference, 1,
+                  ctypes.byref(best), ctypes.byref(found))
+        if not found.value:
+            raise UserError(f"cuBLASLt has no algorithm for a product {a.shape} @ {b.shape}")
+        return description, layouts, best
+
+    def run(self, plan, out, a, b, bias, accumulate, workspace, workspace_bytes, stream):
+        description, (b_layout, a_layout, out_layout), best = plan
+        if bias:
+            self.set("cublasLtMatmulDescSetAttribute", description, self.BIAS_POINTER, ctypes.c_void_p(bias))
+        out = ctypes.c_void_p(out)
+        self.call("cublasLtMatmul", self.handle, description, ctypes.byref(self.one), ctypes.c_void_p(b), b_layout,
+                  ctypes.c_void_p(a), a_layout, ctypes.byref(self.one if accumulate else self.nought), out, out_layout,
+                  out, out_layout, ctypes.byref(best), ctypes.c_void_p(workspace), ctypes.c_size_t(workspace_bytes),
+                  ctypes.c_void_p(stream))
+
+
 class Cuda:
     """An NVIDIA GPU through CuPy: kernels.cu compiled by NVRTC, matrix products by cuBLAS, all on one stream."""
     name, memory = "cuda", "device memory"
@@ -486,7 +556,7 @@ class Cuda:
     FLOPS_PER_CLOCK = {80: dict(fp32=128, tf32=1024), 86: dict(fp32=256, tf32=256), 89: dict(fp32=256, tf32=256),
                        90: dict(fp32=256, tf32=2048), 100: dict(fp32=256, tf32=4096), 120: dict(fp32=256, tf32=256)}
 
-    def __init__(self, dtype=None):
+    def __init__(self, dtype=None, HS=64):
         try:
             import cupy
         except ImportError:
@@ -499,14 +569,12 @@ class Cuda:
         self.cupy, self.device = cupy, cupy.cuda.Device()
         capability = int(self.device.compute_capability)
         self.dtype = dtype = dtype or ("tf32" if capability >= 80 else "fp32")
-        self.cublas, self.handle = cupy.cuda.cublas, self.device.cublas_handle
-        self.compute_type = dict(fp32=self.cublas.CUBLAS_COMPUTE_32F,
-                                 tf32=self.cublas.CUBLAS_COMPUTE_32F_FAST_TF32)[dtype]
-        self.one, self.nought = ctypes.c_float(1), ctypes.c_float(0)
+        self.cublaslt, self.plans = CublasLt(dtype), {}
+        self.workspace = cupy.empty(32 * 2**20, np.uint8)  # what cuBLAS itself would take on Hopper
         self.stream = cupy.cuda.get_current_stream()
         source = (HERE / "kernels.cu").read_text(encoding="utf-8")
         self.kernels = read_kernels(source)
-        module = cupy.RawModule(code=source, options=NVRTC_OPTIONS)
+        module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *switches(dtype, HS)))
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
         except cupy.cuda.compiler.CompileException as e:
@@ -541,34 +609,18 @@ class Cuda:
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.data.ptr)
         grid, block = grid_of(name, items)
         function = self.functions[name]
-        if shared > 48 * 1024:  # more than that has to be asked for
+        if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
         self.cupy.cuda.driver.launchKernel(function.kernel.ptr, *grid, *block, shared, self.stream.ptr,
                                            ctypes.addressof(pointers), 0)
 
-    def matmul(self, out, a, b, accumulate=False):
-        """out (...,M,N) = or += a (...,M,K) @ b (...,K,N); rows or columns of each must be contiguous.
-
-        cuBLAS stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T.
-        """
-        (M, N), K = out.shape[-2:], a.shape[-1]
-        batch = 0 if out.ndim == 2 else out.shape[0]
-        operands = []
-        for x in (b, a, out):
-            rows, columns = (s // x.itemsize for s in x.strides[-2:])
-            transposed = columns != 1 and x.shape[-1] != 1  # its columns are contiguous, not its rows
-            leading = max(columns, x.shape[-2]) if transposed else max(rows, x.shape[-1])
-            operands.append((x.data.ptr, transposed, leading, x.strides[0] // x.itemsize))
-        (b, b_transposed, ldb, b_stride), (a, a_transposed, lda, a_stride), (out, _, ldout, out_stride) = operands
-        alpha, beta = ctypes.addressof(self.one), ctypes.addressof(self.one if accumulate else self.nought)
-        F32 = self.cupy.cuda.runtime.CUDA_R_32F
-        if batch:
-            self.cublas.gemmStridedBatchedEx(
-                self.handle, int(b_transposed), int(a_transposed), N, M, K, alpha, b, F32, ldb, b_stride,
-                a, F32, lda, a_stride, beta, out, F32, ldout, out_stride, batch, self.compute_type, -1)
-        else:
-            self.cublas.gemmEx(self.handle, int(b_transposed), int(a_transposed), N, M, K, alpha, b, F32, ldb,
-                               a, F32, lda, beta, out, F32, ldout, self.compute_type, -1)
+    def matmul(self, out, a, b, bias=None, accumulate=False):
+        """out (M,N) = a (M,K) @ b (K,N), with bias (N) added to each row, or out += a @ b."""
+        key = out.shape, a.shape, a.strides, b.strides, bias is None, accumulate
+        if key not in self.plans:
+            self.plans[key] = self.cublaslt.plan(out, a, b, bias is not None, self.workspace.nbytes)
+        self.cublaslt.run(self.plans[key], out.data.ptr, a.data.ptr, b.data.ptr, bias.data.ptr if bias is not None else 0,
+                          accumulate, self.workspace.data.ptr, self.workspace.nbytes, self.stream.ptr)
 
     def synchronize(self):
         self.device.synchronize()
@@ -586,12 +638,6 @@ def has_gpu():
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
-# The T x T matrices of attention are computed in strips of rows, each only as wide as its last row can see: for
-# T = 1024, two strips leave three quarters of the operations and of the memory traffic. Narrower strips would leave
-# less, but their products are too small to fill a GPU of 132 multiprocessors: with 256, an H200 was slower.
-STRIP = 512
-
-
 class GPT2:
     """GPT-2 on a device: forward, backward, and an AdamW update, each in the order in which it is computed.
 
@@ -603,6 +649,8 @@ class GPT2:
         if T > config.maxT:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         self.config, self.device, self.B, self.T, self.attention = config, device, B, T, attention
+        padded_HS = -(-config.C // config.NH // 16) * 16
+        self.attention_shared = 256 * (padded_HS + 8) * 4  # bytes: attention's kernels keep 256 rows, each padded by 8
 
         def asked(B):
             return sum(layout(table)[-1] for table in arenas(config, B, T).values())
@@ -672,24 +720,25 @@ class GPT2:
         (B, T), C, L = tokens.shape, c.C, c.L
         N = B * T
         self.bind(B, T)
-        a = self.acts
+        a, scale, relu = self.acts, (C // c.NH) ** -0.5, int(self.attention == "relu")
         device.put(a.tokens, tokens)
 
         run("encoder_forward", N * C, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
         residual = a.encoded  # (B,T,C), the stream to which each layer adds twice
         for l in range(L):
             run("layernorm_forward", N, a.ln1[l], a.ln1_mean[l], a.ln1_rstd[l], residual, p.ln1w[l], p.ln1b[l], N, C)
-            matmul(a.qkv.reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T)
-            self.attention_forward(l)
-            matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T)
-            run("residual_forward", N * C, a.residual2[l], residual, a.branch, p.attprojb[l], N, C)
+            matmul(a.qkv[l].reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T, bias=p.qkvb[l])
+            run("attention_forward", (T, B * c.NH), a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
+                shared=self.attention_shared)
+            matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T, bias=p.attprojb[l])
+            run("residual_forward", N * C, a.residual2[l], residual, a.branch, N, C)
 
             residual = a.residual2[l]
             run("layernorm_forward", N, a.ln2[l], a.ln2_mean[l], a.ln2_rstd[l], residual, p.ln2w[l], p.ln2b[l], N, C)
-            matmul(a.fch[l].reshape(N, 4 * C), a.ln2[l].reshape(N, C), p.fcw[l].T)
-            run("gelu_forward", N * 4 * C, a.fch_gelu[l], a.fch[l], p.fcb[l], N, 4 * C)
-            matmul(a.branch.reshape(N, C), a.fch_gelu[l].reshape(N, 4 * C), p.fcprojw[l].T)
-            run("residual_forward", N * C, a.residual3[l], residual, a.branch, p.fcprojb[l], N, C)
+            matmul(a.fch[l].reshape(N, 4 * C), a.ln2[l].reshape(N, C), p.fcw[l].T, bias=p.fcb[l])
+            run("gelu_forward", N * 4 * C, a.fch_gelu[l], a.fch[l], N, 4 * C)
+            matmul(a.branch.reshape(N, C), a.fch_gelu[l].reshape(N, 4 * C), p.fcprojw[l].T, bias=p.fcprojb[l])
+            run("residual_forward", N * C, a.residual3[l], residual, a.branch, N, C)
             residual = a.residual3[l]
         run("layernorm_forward", N, a.lnf, a.lnf_mean, a.lnf_rstd, residual, p.lnfw, p.lnfb, N, C)
         matmul(a.logits.reshape(N, c.Vp), a.lnf.reshape(N, C), p.wte.T)
@@ -704,20 +753,6 @@ class GPT2:
             device.put(a.run, lengths)
         return float(device.get(a.losses).mean(dtype=np.float64))
 
-    def attention_forward(self, l):
-        """atty[l] (B,T,C) from qkv (B,T,3C): each head's weights (T,T), from its q and k, average its v."""
-        c, a, run, matmul = self.config, self.acts, self.device.launch, self.device.matmul
-        (B, T), NH, HS = self.bound, c.NH, c.C // c.NH
-        run("split_heads", B * T, a.qkvr[l], a.qkv, self.params.qkvb[l], B, T, 3, NH, HS)
-        q, k, v = a.qkvr[l]  # (B*NH,T,HS) each
-        att = a.att[l]  # (B*NH,T,T)
-        for t, end in strips(T):
-            matmul(att[:, t:end, :end], q[:, t:end], k[:, :end].transpose(0, 2, 1))
-        run(f"{self.attention}_forward", B * NH * T, att, HS**-0.5, B * NH * T, T, STRIP)
-        for t, end in strips(T):
-            matmul(a.attyr[:, t:end], att[:, t:end, :end], v[:, :end])
-        run("merge_heads", B * T, a.atty[l], a.attyr, B, T, 1, NH, HS)
-
     def backward(self):
         """Add the gradients of the last forward pass, which was for training, to those of the parameters.
 
@@ -726,7 +761,7 @@ class GPT2:
         c, p, g, a, d = self.config, self.params, self.grads, self.acts, self.back
         device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
         (B, T), C, L = self.bound, c.C, c.L
-        N = B * T
+        N, scale, relu = B * T, (C // c.NH) ** -0.5, int(self.attention == "relu")
         dresidual, dbranch, dfch = d.dresidual.reshape(N, C), d.dbranch.reshape(N, C), d.dfch.reshape(N, 4 * C)
         dqkv, dlogits = d.dqkv.reshape(N, 3 * C), a.logits.reshape(N, c.Vp)
 
@@ -738,7 +773,7 @@ class GPT2:
             bias(g.fcprojb[l], dresidual)
             matmul(dfch, dresidual, p.fcprojw[l])
             matmul(g.fcprojw[l], dresidual.T, a.fch_gelu[l].reshape(N, 4 * C), accumulate=True)
-            run("gelu_backward", N * 4 * C, dfch, a.fch[l], p.fcb[l], N, 4 * C)
+            run("gelu_backward", N * 4 * C, dfch, a.fch[l], N, 4 * C)
             bias(g.fcb[l], dfch)
             matmul(dbranch, dfch, p.fcw[l])
             matmul(g.fcw[l], dfch.T, a.ln2[l].reshape(N, C), accumulate=True)
@@ -747,7 +782,10 @@ class GPT2:
             bias(g.attprojb[l], dresidual)
             matmul(dbranch, dresidual, p.attprojw[l])
             matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=True)
-            self.attention_backward(l)
+            run("attention_backward_delta", N * c.NH, d.delta, a.atty[l], d.dbranch, B, T, c.NH)
+            for side in ("kv", "q"):
+                run(f"attention_backward_{side}", (T, B * c.NH), d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
+                    T, c.NH, shared=self.attention_shared)
             bias(g.qkvb[l], dqkv)
             matmul(dbranch, dqkv, p.qkvw[l])
             matmul(g.qkvw[l], dqkv.T, a.ln1[l].reshape(N, C), accumulate=True)
@@ -755,24 +793,6 @@ class GPT2:
             self.layernorm_backward(g.ln1w[l], g.ln1b[l], residual, p.ln1w[l], a.ln1_mean[l], a.ln1_rstd[l])
         run("encoder_backward_wte", (N, -(-C // (32 * W))), g.wte, dresidual, a.tokens, a.order, a.run, C)
         run("encoder_backward_wpe", T * C, g.wpe, dresidual, B, T, C)
-
-    def attention_backward(self, l):
-        """dqkv (B,T,3C) from dbranch (B,T,C), the gradient of atty[l]. Column s of the weights is seen by t >= s only,
-        so the strips of dk and dv begin where those of q and k end."""
-        c, a, d, run, matmul = self.config, self.acts, self.back, self.device.launch, self.device.matmul
-        (B, T), NH, HS = self.bound, c.NH, c.C // c.NH
-        q, k, v = a.qkvr[l]  # (B*NH,T,HS) each
-        dq, dk, dv = d.dqkvr
-        att, datt, dy = a.att[l], d.datt, d.dattyr  # (B*NH,T,T) twice, (B*NH,T,HS)
-        run("split_heads", B * T, dy, d.dbranch, None, B, T, 1, NH, HS)
-        for t, end in strips(T):
-            matmul(datt[:, t:end, :end], dy[:, t:end], v[:, :end].transpose(0, 2, 1))
-            matmul(dv[:, t:end], att[:, t:, t:end].transpose(0, 2, 1), dy[:, t:])
-        run(f"{self.attention}_backward", B * NH * T, datt, att, HS**-0.5, B * NH * T, T, STRIP)
-        for t, end in strips(T):
-            matmul(dq[:, t:end], datt[:, t:end, :end], k[:, :end])
-            matmul(dk[:, t:end], datt[:, t:, t:end].transpose(0, 2, 1), q[:, t:])
-        run("merge_heads", B * T, d.dqkv, d.dqkvr, B, T, 3, NH, HS)
 
     def layernorm_backward(self, dweight, dbias, inp, weight, mean, rstd):
         """Add a layernorm's gradients to dresidual, dweight and dbias; dbranch is the gradient of its output."""
@@ -801,11 +821,6 @@ class GPT2:
                            beta1, beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps, weight_decay)
         self.device.zero(self.arenas["gradients"])
         self.step = step
-
-
-def strips(T):
-    """The strips of rows (start, end) in which attention's matrices are computed."""
-    return [(t, min(t + STRIP, T)) for t in range(0, T, STRIP)]
 
 
 def runs_of_equal(tokens):
@@ -936,14 +951,6 @@ def parse_flags(arguments):
     return flags
 
 
-def make_device(flags):
-    """The device that the flags ask for, or the best that is here. Raises UserError."""
-    name = flags.device or ("cuda" if has_gpu() else "cpu")
-    if name == "cpu":
-        return Cpu(flags.dtype or "fp32")
-    return Cuda(flags.dtype)
-
-
 def default_data():
     """The paths of tinyshakespeare's training and validation tokens, after preparing them if they are missing.
 
@@ -1048,14 +1055,13 @@ def open_log(folder):
 def main(arguments=None):
     """Everything from the flags to the last checkpoint. Raises UserError."""
     flags = parse_flags(arguments)
-    device = make_device(flags)
-    on_gpu = device.name == "cuda"
-    print(f"device       | {device} (--device, --dtype)")
-
+    on_gpu = (flags.device or ("cuda" if has_gpu() else "cpu")) == "cuda"
     name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
     small, name = not name and not on_gpu, name or ("d12" if on_gpu else CPU_MODEL)
     checkpoint = name if Path(name).exists() or name.endswith(".bin") else None
     c = read_config(checkpoint) if checkpoint else Config.from_descriptor(name)
+    device = (Cuda if on_gpu else Cpu)(flags.dtype, c.C // c.NH)
+    print(f"device       | {device} (--device, --dtype)")
     origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
     print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
           f"{sum(row.size for row in parameter_table(c)):,} parameters (-e)")

@@ -289,7 +289,8 @@ __attribute__((noinline)) void Block::park(const char* what, int line) {
 template <class T> struct Collective {
     const Warp& w;
     const char* slots;
-    Collective(T value, unsigned mask, const char* what, int line) : w(block->warps[linear(threadIdx) / 32]) {
+    template <class Work = void (*)(T*)>
+    Collective(T value, unsigned mask, const char* what, int line, Work together = [](T*) {}) : w(block->warps[linear(threadIdx) / 32]) {
         static_assert(sizeof(T) <= max_slot, "raise max_slot");
         Block& b = *block;
         const unsigned t = linear(threadIdx);
@@ -301,7 +302,7 @@ template <class T> struct Collective {
         memcpy(s + t % 32 * sizeof(T), &value, sizeof(T));
         if (w.arrived == 0) { w.what = what; w.line = line; }
         if (mask == ~0u && w.what == what && w.line == line) w.arrived |= 1u << t % 32;
-        if (w.arrived == w.lanes) { w.arrived = w.waiting = 0; ++w.rounds; }
+        if (w.arrived == w.lanes) { together(reinterpret_cast<T*>(s)); w.arrived = w.waiting = 0; ++w.rounds; }
         else b.park(what, line);
     }
     T get(unsigned lane) const {
@@ -430,6 +431,50 @@ template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, in
     cuda_on_cpu::Collective<T> warp(value, mask, "__shfl_down_sync", line);
     return lane + delta < 32 ? warp.get(lane + delta) : value;
 }
+
+// ---- kernels.cu's PTX wrappers ----------------------------------------------------------------------------------------
+
+// D (16,8) += A (16,16) B (16,8); kernels.cu says which lane holds what. The last lane to arrive computes for all.
+template <class Pair>
+void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2], int line = __builtin_LINE()) {
+    struct Lane { float* d; const Pair *a, *b; };
+    cuda_on_cpu::Collective<Lane>({d, a, b}, ~0u, "mma", line, [](Lane* lanes) {
+#ifdef TF32  // rounded half away from zero to ten bits of mantissa
+        auto value = [](float x) {
+            uint32_t bits;
+            memcpy(&bits, &x, 4);
+            bits = (bits + 0x1000) & 0xffffe000;
+            memcpy(&x, &bits, 4);
+            return x;
+        };
+#else
+        auto value = [](float x) { return x; };
+#endif
+        float A[16][16], B[16][8], D[16][8] = {};
+        for (int lane = 0; lane < 32; lane++) {
+            int g = lane / 4, q = lane % 4;
+            for (int i = 0; i < 4; i++) {
+                A[g + i % 2 * 8][2 * q + i / 2 * 8] = value(lanes[lane].a[i].x);
+                A[g + i % 2 * 8][2 * q + i / 2 * 8 + 1] = value(lanes[lane].a[i].y);
+            }
+            for (int i = 0; i < 2; i++) {
+                B[2 * q + 8 * i][g] = value(lanes[lane].b[i].x);
+                B[2 * q + 8 * i + 1][g] = value(lanes[lane].b[i].y);
+            }
+        }
+        for (int m = 0; m < 16; m++)
+            for (int k = 0; k < 16; k++)
+                for (int n = 0; n < 8; n++) D[m][n] += A[m][k] * B[k][n];
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) lanes[lane].d[i] += D[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+    });
+}
+
+inline void copy16(void* shared, const void* global, bool there) {
+    if (there) memcpy(shared, global, 16);
+    else memset(shared, 0, 16);
+}
+inline void copies_arrive() {}
 
 #define CPU_KERNEL(name)                                                                                             \
     extern "C" __attribute__((visibility("default"))) const char* launch_##name(                                     \
