@@ -53,27 +53,62 @@ __device__ __forceinline__ float block_reduce(float x, float neutral) {
     return x;
 }
 
-// ---- several numbers at a time ----
+// ---- numbers ----
 
-// n neighbours in registers. With 16 bytes a lane, a load is one transaction for each quarter of a warp, the widest
-// there is; every row starts on such a boundary, since C is a multiple of 32.
+// real is what parameters and activations are stored in, fp32 or bfloat16; all arithmetic is in fp32.
+#ifdef BF16
+struct real { unsigned short bits; };  // the upper half of an fp32
+#else
+using real = float;
+#endif
+
+#ifdef __CUDACC__  // dev/cuda_on_cpu.h brings its own of what PTX stands behind, here and below
+// Two fp32 rounded to nearest, ties to even, as two bf16; low in the lower half.
+__device__ __forceinline__ unsigned two_bf16(float low, float high) {
+    unsigned bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+#endif
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ void from_float(float& to, float x) { to = x; }
+#ifdef BF16
+__device__ __forceinline__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
+#endif
+
+// n neighbours in registers, as fp32. With 16 bytes a lane, a load is one transaction for each quarter of a warp, the
+// widest there is; every row starts on such a boundary, since C is a multiple of 32.
 template <int n>
-struct alignas(4 * n) Pack {
+struct Pack {
     float x[n];
     __device__ float& operator[](int i) { return x[i]; }
 };
 
-template <int n>
-__device__ __forceinline__ Pack<n> load(const float* p) { return *reinterpret_cast<const Pack<n>*>(p); }
-template <int n>
-__device__ __forceinline__ void store(float* p, Pack<n> x) { *reinterpret_cast<Pack<n>*>(p) = x; }
+template <int n, class T>
+struct alignas(n * sizeof(T) < 16 ? n * sizeof(T) : 16) Stored { T x[n]; };
+
+template <int n, class T>
+__device__ __forceinline__ Pack<n> load(const T* p) {
+    Stored<n, T> s = *reinterpret_cast<const Stored<n, T>*>(p);
+    Pack<n> x;
+    for (int i = 0; i < n; i++) x[i] = to_float(s.x[i]);
+    return x;
+}
+template <int n, class T>
+__device__ __forceinline__ void store(T* p, Pack<n> x) {
+    Stored<n, T> s;
+    for (int i = 0; i < n; i++) from_float(s.x[i], x[i]);
+    *reinterpret_cast<Stored<n, T>*>(p) = s;
+}
 template <int n>
 __device__ __forceinline__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
     for (int i = 0; i < n; i++) a[i] += b[i];
     return a;
 }
 
-constexpr int W = 4;  // numbers in 16 bytes
+constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 
 // Where an element-wise kernel's thread begins: each takes W numbers.
 __device__ __forceinline__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
@@ -81,8 +116,8 @@ __device__ __forceinline__ size_t first_number() { return W * ((size_t)blockIdx.
 // ---- encoder: token and position embeddings ----
 
 // out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]. A thread for each W channels.
-extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* __restrict__ tokens,
-                                           const float* __restrict__ wte, const float* __restrict__ wpe,
+extern "C" __global__ void encoder_forward(real* __restrict__ out, const int* __restrict__ tokens,
+                                           const real* __restrict__ wte, const real* __restrict__ wpe,
                                            int N, int T, int C) {
     size_t i = first_number();
     if (i >= (size_t)N * C) return;
@@ -95,7 +130,7 @@ extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* _
 // batch's positions by token: order (N) lists them, run (N) holds at the head of each run of equal tokens its length,
 // and 0 elsewhere. The blocks (i, y) of a head i own 32 W of that word's channels, the others leave at once.
 // The 8 warps of a block share the run, so that a word that makes up a tenth of the batch is no bottleneck.
-extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const float* __restrict__ dout,
+extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const real* __restrict__ dout,
                                                 const int* __restrict__ tokens, const int* __restrict__ order,
                                                 const int* __restrict__ run, int C) {
     int head = blockIdx.x, length = run[head];
@@ -114,7 +149,7 @@ extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const 
 }
 
 // dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. A thread for each W channels of a position.
-extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const float* __restrict__ dout,
+extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const real* __restrict__ dout,
                                                 int B, int T, int C) {
     size_t i = first_number(), TC = (size_t)T * C;
     if (i >= TC) return;
@@ -128,14 +163,14 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const 
 // out (N,C) = (inp - mean) * rstd * weight + bias, with mean and rstd = 1/sqrt(variance + 1e-5) of each row of inp
 // kept in (N) for the backward pass. A warp a row: its sums need no barrier. The row is read three times, but only the
 // first read leaves the multiprocessor; the variance is taken around the mean, since E[x^2] - E[x]^2 would cancel.
-extern "C" __global__ void layernorm_forward(float* __restrict__ out, float* __restrict__ mean,
-                                             float* __restrict__ rstd, const float* __restrict__ inp,
-                                             const float* __restrict__ weight, const float* __restrict__ bias,
+extern "C" __global__ void layernorm_forward(real* __restrict__ out, float* __restrict__ mean,
+                                             float* __restrict__ rstd, const real* __restrict__ inp,
+                                             const real* __restrict__ weight, const real* __restrict__ bias,
                                              int N, int C) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= N) return;
-    const float* x = inp + (size_t)row * C;
-    float* y = out + (size_t)row * C;
+    const real* x = inp + (size_t)row * C;
+    real* y = out + (size_t)row * C;
 
     float sum = 0.0f;
     for (int c = W * lane; c < C; c += 32 * W) {
@@ -162,75 +197,84 @@ extern "C" __global__ void layernorm_forward(float* __restrict__ out, float* __r
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, of each row:
 //   dinp (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 //   dweight (C) += the sum over rows of dout * norm,  dbias (C) += the sum over rows of dout
-// The first needs sums along a row, the others along a column. So a block works on as many rows at a time as it has
-// warps: first each warp reads its row for the two averages, then each thread walks down its columns, with dout and
-// inp now in L1. The columns' sums wait in shared memory, 2C floats, each touched by one thread only, and end in
-// partials (2, gridDim.x, C), which two launches of matmul_backward_bias add up.
-extern "C" __global__ void layernorm_backward(float* __restrict__ dinp, float* __restrict__ partials,
-                                              const float* __restrict__ dout, const float* __restrict__ inp,
-                                              const float* __restrict__ weight, const float* __restrict__ mean,
+// A warp a row again: once over it for the two averages, once more, out of L1, for the rest. The column sums of a warp's
+// rows wait in its own part of shared memory, where each lane always meets the same columns, so that no barrier is
+// needed until the end; then they are added up over the block's warps, and end as partials (2, gridDim.x, C), which two
+// launches of add_partials add up.
+extern "C" __global__ void layernorm_backward(real* __restrict__ dinp, float* __restrict__ partials,
+                                              const real* __restrict__ dout, const real* __restrict__ inp,
+                                              const real* __restrict__ weight, const float* __restrict__ mean,
                                               const float* __restrict__ rstd, int N, int C) {
-    DYNAMIC_SHARED(float, dweight_dbias);
-    __shared__ float average_dnorm[32], average_dnorm_norm[32];
-    float *dweight = dweight_dbias, *dbias = dweight_dbias + C;
+    DYNAMIC_SHARED(float, sums);  // (warps, 2, C)
     int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) dweight[c] = dbias[c] = 0.0f;
+    float *dweight = sums + 2 * warp * C, *dbias = dweight + C;
+    for (int c = W * lane; c < 2 * C; c += 32 * W) store(dweight + c, Pack<W>{});
 
-    for (int first = blockIdx.x * warps; first < N; first += gridDim.x * warps) {
-        int rows = min(warps, N - first);
-        if (warp < rows) {
-            int row = first + warp;
-            const float *x = inp + (size_t)row * C, *dy = dout + (size_t)row * C;
-            float m = mean[row], s = rstd[row], sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f;
-            for (int c = W * lane; c < C; c += 32 * W) {
-                Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
-                for (int i = 0; i < W; i++) {
-                    sum_dnorm += d[i] * w[i];
-                    sum_dnorm_norm += d[i] * w[i] * (v[i] - m) * s;
-                }
+    for (int row = blockIdx.x * warps + warp; row < N; row += gridDim.x * warps) {
+        const real *x = inp + (size_t)row * C, *dy = dout + (size_t)row * C;
+        real* dx = dinp + (size_t)row * C;
+        float m = mean[row], s = rstd[row], sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f;
+        for (int c = W * lane; c < C; c += 32 * W) {
+            Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
+            for (int i = 0; i < W; i++) {
+                sum_dnorm += d[i] * w[i];
+                sum_dnorm_norm += d[i] * w[i] * (v[i] - m) * s;
             }
-            sum_dnorm = warp_sum(sum_dnorm);
-            sum_dnorm_norm = warp_sum(sum_dnorm_norm);
-            if (lane == 0) average_dnorm[warp] = sum_dnorm / C, average_dnorm_norm[warp] = sum_dnorm_norm / C;
         }
-        __syncthreads();
-        for (int c = threadIdx.x; c < C; c += blockDim.x) {
-            float w = weight[c], dw = 0.0f, db = 0.0f;
-            for (int r = 0; r < rows; r++) {
-                size_t i = (size_t)(first + r) * C + c;
-                float s = rstd[first + r], norm = (inp[i] - mean[first + r]) * s, d = dout[i];
-                dw += d * norm;
-                db += d;
-                dinp[i] += s * (d * w - average_dnorm[r] - norm * average_dnorm_norm[r]);
+        float average_dnorm = warp_sum(sum_dnorm) / C, average_dnorm_norm = warp_sum(sum_dnorm_norm) / C;
+        for (int c = W * lane; c < C; c += 32 * W) {
+            Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c), g = load<W>(dx + c);
+            Pack<W> dw = load<W>(dweight + c), db = load<W>(dbias + c);
+            for (int i = 0; i < W; i++) {
+                float norm = (v[i] - m) * s;
+                dw[i] += d[i] * norm;
+                db[i] += d[i];
+                g[i] += s * (d[i] * w[i] - average_dnorm - norm * average_dnorm_norm);
             }
-            dweight[c] += dw;
-            dbias[c] += db;
+            store(dweight + c, dw);
+            store(dbias + c, db);
+            store(dx + c, g);
         }
-        __syncthreads();
     }
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        partials[(size_t)blockIdx.x * C + c] = dweight[c];
-        partials[(size_t)(gridDim.x + blockIdx.x) * C + c] = dbias[c];
+    __syncthreads();
+    for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) {
+        float sum = 0.0f;
+        for (int w = 0; w < warps; w++) sum += sums[2 * w * C + c];
+        partials[((size_t)(c / C) * gridDim.x + blockIdx.x) * C + c % C] = sum;
     }
 }
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// dbias (OC) += the sum over rows of dout (N,OC). A warp reads 32 neighbouring columns of a row; the 8 warps of a
-// block take every eighth row of the block's share. A tall matrix is shared out along gridDim.y: then the sums of the
-// shares are set in dbias (gridDim.y, OC), and a second launch with gridDim.y = 1 adds those to the true dbias.
-extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const float* __restrict__ dout,
-                                                int N, int OC) {
-    __shared__ float of_warp[8][32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, o = 32 * blockIdx.x + lane;
-    float sum = 0.0f;
-    for (int row = 8 * blockIdx.y + warp; row < N; row += 8 * gridDim.y) sum += dout[(size_t)row * OC + o];
-    of_warp[warp][lane] = sum;
+// out (OC) += the sum over rows of inp (N,OC). Eight lanes read 128 neighbouring bytes of a row, and the 32 such groups of
+// a block take every 32nd row of the block's share. A tall matrix is shared out along gridDim.y: then the sums of the
+// shares are set in out (gridDim.y, OC), partials that a launch of add_partials with gridDim.y = 1 adds to the true one.
+template <class T>
+__device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, int N, int OC) {
+    constexpr int n = 16 / sizeof(T), columns = 8 * n;
+    __shared__ float of_group[32][columns];
+    int group = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * n;
+    Pack<n> sum = {};
+#pragma unroll 4
+    for (int row = 32 * blockIdx.y + group; row < N; row += 32 * gridDim.y)
+        if (o < OC) sum = sum + load<n>(inp + (size_t)row * OC + o);
+    for (int i = 0; i < n; i++) of_group[group][threadIdx.x % 8 * n + i] = sum[i];
     __syncthreads();
-    if (warp > 0) return;
-    for (int w = 1; w < 8; w++) sum += of_warp[w][lane];
-    if (gridDim.y > 1) dbias[(size_t)blockIdx.y * OC + o] = sum;
-    else dbias[o] += sum;
+    int column = columns * blockIdx.x + threadIdx.x;
+    if (threadIdx.x >= columns || column >= OC) return;
+    float total = 0.0f;
+    for (int g = 0; g < 32; g++) total += of_group[g][threadIdx.x];
+    if (gridDim.y > 1) out[(size_t)blockIdx.y * OC + column] = total;
+    else out[column] += total;
+}
+
+extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const real* __restrict__ dout,
+                                                int N, int OC) {
+    add_columns(dbias, dout, N, OC);
+}
+
+extern "C" __global__ void add_partials(float* __restrict__ out, const float* __restrict__ partials, int N, int OC) {
+    add_columns(out, partials, N, OC);
 }
 
 // ---- tensor cores ----
@@ -241,9 +285,33 @@ extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const
 //   of B: b[0] rows 2q, 2q+1 and b[1] rows 2q+8, 2q+9, of column g
 //   of D: d[0], d[1] row g and d[2], d[3] row g+8, columns 2q, 2q+1
 // So a D, taken in pairs, is the A of a next product: attention's weights never leave the registers.
+#ifdef BF16
+using Pair = unsigned;
+__device__ __forceinline__ Pair pair(float x, float y) { return two_bf16(x, y); }
+#else
 struct alignas(8) Pair { float x, y; };
+__device__ __forceinline__ Pair pair(float x, float y) { return {x, y}; }
+#endif
 
-#ifdef __CUDACC__  // dev/cuda_on_cpu.h brings its own of what PTX stands behind
+#ifdef __CUDACC__
+#ifdef BF16
+__device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Four 8 x 8 matrices of bf16 from shared memory, row i % 8 of matrix i / 8 at lane i's address. A lane receives of each
+// the elements 2q and 2q+1 of row g, or, transposed, of column g.
+__device__ __forceinline__ void load_matrices(unsigned (&x)[4], const real* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"((unsigned)__cvta_generic_to_shared(row)));
+}
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&x)[4], const real* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"((unsigned)__cvta_generic_to_shared(row)));
+}
+#else
 __device__ __forceinline__ unsigned round_tf32(float x) {
     unsigned bits;
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
@@ -256,9 +324,9 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// 8 of the 16 summed columns at a time. The tensor core's lane holds there columns q and q+4, not 2q and 2q+1: A and B
-// are permuted alike, and the sum is the same. fp32 is three products of TF32 halves, x = big + small, without the one
-// of the small halves, which is beyond the last bit (Ootomo and Yokota 2022, section 3).
+// TF32 has products of 8 summed columns, of which a lane holds q and q+4, not 2q and 2q+1: A and B are permuted alike,
+// and the sum is the same. fp32 is three products of TF32 halves, x = big + small, without the one of the small halves,
+// which is beyond the last bit (Ootomo and Yokota 2022, section 3).
 __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -276,6 +344,7 @@ __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pai
         mma_tf32(d, {big[0], big[1], big[2], big[3]}, {big[4], big[5]});
     }
 }
+#endif
 
 // 16 bytes from device to shared memory that need no register and no waiting; or, if there is nothing to copy, zeros.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
@@ -298,84 +367,97 @@ constexpr int LD = HP + 8;               // a tile's row in shared memory: neigh
 
 // Rows first..first+rows-1 of a head, whose rows are stride numbers apart, into a tile; zeros beyond T and HS.
 template <int rows>
-__device__ __forceinline__ void load_tile(float* tile, const float* head, size_t stride, int first, int T) {
+__device__ __forceinline__ void load_tile(real* tile, const real* head, size_t stride, int first, int T) {
     constexpr int n = HS % W == 0 ? W : 1, per_row = HP / n;
     for (int i = threadIdx.x; i < rows * per_row; i += blockDim.x) {
         int row = i / per_row, c = i % per_row * n;
         bool there = first + row < T && c < HS;
-        float* to = tile + row * LD + c;
-        const float* from = there ? head + (first + row) * stride + c : head;
+        real* to = tile + row * LD + c;
+        const real* from = there ? head + (first + row) * stride + c : head;
         if (n == W) copy16(to, from, there);
-        else *to = there ? *from : 0.0f;
+        else if (there) *to = *from;
+        else from_float(*to, 0.0f);
     }
 }
 
 // A from rows r..r+15 and channels c..c+15 of a tile.
-__device__ __forceinline__ void load_a(Pair (&a)[4], const float* tile, int r, int c) {
-    int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+__device__ __forceinline__ void load_a(Pair (&a)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices(a, tile + (r + lane % 16) * LD + c + lane / 16 * 8);
+#else
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        a[i] = *reinterpret_cast<const Pair*>(tile + (r + g + i % 2 * 8) * LD + c + 2 * q + i / 2 * 8);
+        a[i] = *reinterpret_cast<const Pair*>(tile + (r + lane / 4 + i % 2 * 8) * LD + c + 2 * (lane % 4) + i / 2 * 8);
+#endif
 }
 
-// Two B side by side whose 16 columns are rows r..r+15 of a tile, summed over channels c..c+15: for a product with the
-// tile's transpose.
-__device__ __forceinline__ void load_b_transposed(Pair (&b)[2][2], const float* tile, int r, int c) {
-    int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+// Two B side by side, of which b[0], b[1] is the left one and b[2], b[3] the right. Their 16 columns are rows r..r+15 of
+// a tile, summed over channels c..c+15: for a product with the tile's transpose.
+__device__ __forceinline__ void load_b_transposed(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices(b, tile + (r + lane % 8 + lane / 16 * 8) * LD + c + lane / 8 % 2 * 8);
+#else
 #pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            b[n][i] = *reinterpret_cast<const Pair*>(tile + (r + 8 * n + g) * LD + c + 2 * q + 8 * i);
+    for (int i = 0; i < 4; i++)
+        b[i] = *reinterpret_cast<const Pair*>(tile + (r + lane / 4 + i / 2 * 8) * LD + c + 2 * (lane % 4) + i % 2 * 8);
+#endif
 }
 
-// Two B side by side whose 16 columns are channels c..c+15 of a tile, summed over its rows r..r+15.
-__device__ __forceinline__ void load_b(Pair (&b)[2][2], const float* tile, int r, int c) {
-    int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+// The same with channels c..c+15 of a tile as the 16 columns, summed over its rows r..r+15.
+__device__ __forceinline__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(b, tile + (r + lane % 16) * LD + c + lane / 16 * 8);
+#else
 #pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float* x = tile + (r + 2 * q + 8 * i) * LD + c + 8 * n + g;
-            b[n][i] = {x[0], x[LD]};
-        }
+    for (int i = 0; i < 4; i++) {
+        const real* x = tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD + c + lane / 4 + i / 2 * 8;
+        b[i] = {x[0], x[LD]};
+    }
+#endif
+}
+
+// d (16,16) += A times two B side by side, the two halves of d each a D.
+__device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4]) {
+    mma(left, a, {b[0], b[1]});
+    mma(right, a, {b[2], b[3]});
 }
 
 // d (16, columns) += rows r..r+15 of one tile times the transpose of the first `columns` rows of another.
 template <int columns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[columns / 8][4], const float* left, int r,
-                                                    const float* right) {
+__device__ __forceinline__ void multiply_transposed(float (&d)[columns / 8][4], const real* left, int r,
+                                                    const real* right) {
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
-        Pair a[4], b[2][2];
+        Pair a[4], b[4];
         load_a(a, left, r, c);
 #pragma unroll
         for (int n = 0; n < columns / 16; n++) {
             load_b_transposed(b, right, 16 * n, c);
-            mma(d[2 * n], a, b[0]);
-            mma(d[2 * n + 1], a, b[1]);
+            mma_pair(d[2 * n], d[2 * n + 1], a, b);
         }
     }
 }
 
 // d (16,HP) += x (16, columns), a product's result in registers, times the first `columns` rows of a tile.
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[HP / 8][4], const float (&x)[columns / 8][4], const float* tile) {
+__device__ __forceinline__ void multiply(float (&d)[HP / 8][4], const float (&x)[columns / 8][4], const real* tile) {
 #pragma unroll
     for (int r = 0; r < columns / 16; r++) {
         const float(&left)[4] = x[2 * r], (&right)[4] = x[2 * r + 1];
-        Pair a[4] = {{left[0], left[1]}, {left[2], left[3]}, {right[0], right[1]}, {right[2], right[3]}}, b[2][2];
+        Pair b[4], a[4] = {pair(left[0], left[1]), pair(left[2], left[3]), pair(right[0], right[1]), pair(right[2], right[3])};
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
             load_b(b, tile, 16 * r, 16 * n);
-            mma(d[2 * n], a, b[0]);
-            mma(d[2 * n + 1], a, b[1]);
+            mma_pair(d[2 * n], d[2 * n + 1], a, b);
         }
     }
 }
 
 // Rows row+g and row+g+8 of a result (16,HP) to a head's rows, scaled each by its own factor.
-__device__ __forceinline__ void store_rows(float* head, size_t stride, int row, int T, const float (&d)[HP / 8][4],
+__device__ __forceinline__ void store_rows(real* head, size_t stride, int row, int T, const float (&d)[HP / 8][4],
                                            float factor0, float factor1) {
     int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
@@ -387,7 +469,7 @@ __device__ __forceinline__ void store_rows(float* head, size_t stride, int row, 
             for (int n = 0; n < HP / 8; n++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if (8 * n + 2 * q + i < HS) head[t * stride + 8 * n + 2 * q + i] = factor * d[n][2 * half + i];
+                    if (8 * n + 2 * q + i < HS) from_float(head[t * stride + 8 * n + 2 * q + i], factor * d[n][2 * half + i]);
     }
 }
 
@@ -408,13 +490,13 @@ constexpr float LOG2_E = 1.442695041f;
 // makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum of a row are those of the
 // tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018, algorithm 3). Blocks
 // (i, b NH + h); the last rows, which see the most keys, come first, so that the short blocks fill the end.
-extern "C" __global__ void __launch_bounds__(128) attention_forward(float* __restrict__ out, float* __restrict__ lse,
-                                                                    const float* __restrict__ qkv, float scale,
+extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __restrict__ out, float* __restrict__ lse,
+                                                                    const real* __restrict__ qkv, float scale,
                                                                     int relu, int T, int NH) {
-    DYNAMIC_SHARED(float, tiles);  // (2, 2, KEYS, LD): two stages of keys and values
+    DYNAMIC_SHARED(real, tiles);  // (2, 2, KEYS, LD): two stages of keys and values
     int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH;
     int C = NH * HS, row = first + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-    const float* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * KEYS * LD; };
     auto load_stage = [&](int stage, int key) {
         load_tile<KEYS>(tile(stage, 0), head + C, 3 * C, key, T);
@@ -440,10 +522,9 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(float* __res
         for (int c = 0; c < HP / 16; c++)
 #pragma unroll
             for (int n = 0; n < KEYS / 16; n++) {
-                Pair k[2][2];
+                Pair k[4];
                 load_b_transposed(k, tile(stage, 0), 16 * n, 16 * c);
-                mma(s[2 * n], query[c], k[0]);
-                mma(s[2 * n + 1], query[c], k[1]);
+                mma_pair(s[2 * n], s[2 * n + 1], query[c], k);
             }
         if (key + KEYS > row)  // the diagonal runs through this tile
 #pragma unroll
@@ -487,20 +568,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(float* __res
     store_rows(out + (size_t)b * T * C + h * HS, C, row, T, o, 1.0f / sum[0], 1.0f / sum[1]);
 }
 
-// delta (B,NH,T) = the sum over a head's channels of out * dout, both (B,T,NH,HS), which is the sum over s of
-// weight * dweight that softmax's gradient needs. A warp for each row and head.
-extern "C" __global__ void attention_backward_delta(float* __restrict__ delta, const float* __restrict__ out,
-                                                    const float* __restrict__ dout, int B, int T, int NH) {
-    int i = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (i >= B * T * NH) return;
-    float sum = 0.0f;
-    for (int c = lane; c < HS; c += 32) sum += out[(size_t)i * HS + c] * dout[(size_t)i * HS + c];
-    sum = warp_sum(sum);
-    int h = i % NH, t = i / NH % T, b = i / NH / T;
-    if (lane == 0) delta[((size_t)b * NH + h) * T + t] = sum;
-}
-
-constexpr int TILE = 32;  // rows of the other side in a tile of the backward passes, which keep two tiles of results
+// Rows of the other side in a tile of the backward passes, as many as leave the registers room for two results.
+constexpr int TILE = sizeof(real) == 2 && HP <= 64 ? 64 : 32;
 
 // One element: from score and dweight = dout v' to weight and dscore, both zero above the diagonal.
 __device__ __forceinline__ void backward_element(float& score, float& dweight, bool seen, int relu, float scale,
@@ -511,18 +580,72 @@ __device__ __forceinline__ void backward_element(float& score, float& dweight, b
     dweight = seen ? dscore : 0.0f;
 }
 
-// The backward pass is two kernels, so that each gradient is summed by one warp in one order: this one has ROWS keys and
-// walks over the queries that see them, for dv = weight' dout and dk = dscore' q. It works on the transposed weights,
-// whose rows are keys. dqkv is (B,T,3,NH,HS) as qkv.
+// The backward pass is two kernels, so that each gradient is summed by one warp in one order; dqkv is (B,T,3,NH,HS), as
+// qkv. This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
+// delta (B,NH,T) = the sum over a head's channels of out * dout, which is the sum over s of weight * dweight that
+// softmax's gradient needs.
+extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
+    real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
+    const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T, int NH) {
+    DYNAMIC_SHARED(real, shared);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
+    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int r = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
+    real *queries = shared, *douts = shared + ROWS * LD;
+    auto tile = [&](int stage, int which) { return shared + (2 * ROWS + (2 * stage + which) * TILE) * LD; };
+    auto load_stage = [&](int stage, int key) {
+        load_tile<TILE>(tile(stage, 0), head + C, 3 * C, key, T);
+        load_tile<TILE>(tile(stage, 1), head + 2 * C, 3 * C, key, T);
+    };
+    load_tile<ROWS>(queries, head, 3 * C, first, T);
+    load_tile<ROWS>(douts, dhead, C, first, T);
+    load_stage(0, 0);
+    copies_arrive();
+    __syncthreads();
+    float row_lse[2], row_delta[2];  // of rows g and g+8
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        int t = first + r + i, lane = threadIdx.x % 32;
+        float sum = 0.0f;
+        for (int c = lane; c < HS && t < T; c += 32)
+            sum += to_float(out[((size_t)b * T + t) * C + h * HS + c]) * to_float(douts[(r + i) * LD + c]);
+        sum = warp_sum(sum);
+        size_t at = (size_t)blockIdx.y * T + min(t, T - 1);
+        if (i % 8 == g) row_lse[i / 8] = lse[at], row_delta[i / 8] = sum;
+        if (lane == 0 && t < T) delta[at] = sum;
+    }
+
+    float dq[HP / 8][4] = {};
+    int end = min(first + ROWS, T);
+    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
+        copies_arrive();
+        __syncthreads();
+        if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
+        float s[TILE / 8][4] = {}, d[TILE / 8][4] = {};
+        multiply_transposed<TILE>(s, queries, r, tile(stage, 0));
+        multiply_transposed<TILE>(d, douts, r, tile(stage, 1));
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                backward_element(s[n][i], d[n][i], key + 8 * n + column + i % 2 <= first + r + g + i / 2 * 8, relu,
+                                 scale, row_lse[i / 2], row_delta[i / 2]);
+        multiply<TILE>(dq, d, tile(stage, 0));
+    }
+    store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r, T, dq, 1.0f, 1.0f);
+}
+
+// This one, run after attention_backward_q, has ROWS keys and walks over the queries that see them, for dv = weight' dout
+// and dk = dscore' q. It works on the transposed weights, whose rows are keys.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
-    float* __restrict__ dqkv, const float* __restrict__ dout, const float* __restrict__ qkv,
+    real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
-    DYNAMIC_SHARED(float, shared);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
+    DYNAMIC_SHARED(real, shared);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     int first = blockIdx.x * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
     int r = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-    const float *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
+    const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
     const float *row_lse = lse + (size_t)blockIdx.y * T, *row_delta = delta + (size_t)blockIdx.y * T;
-    float *keys = shared, *values = shared + ROWS * LD;
+    real *keys = shared, *values = shared + ROWS * LD;
     auto tile = [&](int stage, int which) { return shared + (2 * ROWS + (2 * stage + which) * TILE) * LD; };
     auto load_stage = [&](int stage, int query) {
         load_tile<TILE>(tile(stage, 0), head, 3 * C, query, T);
@@ -550,59 +673,16 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
         multiply<TILE>(dv, s, tile(stage, 1));
         multiply<TILE>(dk, d, tile(stage, 0));
     }
-    float* dqkv_head = dqkv + (size_t)b * T * 3 * C + h * HS;
+    real* dqkv_head = dqkv + (size_t)b * T * 3 * C + h * HS;
     store_rows(dqkv_head + C, 3 * C, first + r, T, dk, 1.0f, 1.0f);
     store_rows(dqkv_head + 2 * C, 3 * C, first + r, T, dv, 1.0f, 1.0f);
-}
-
-// This one has ROWS queries and walks over the keys that they see, for dq = dscore k.
-extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
-    float* __restrict__ dqkv, const float* __restrict__ dout, const float* __restrict__ qkv,
-    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
-    DYNAMIC_SHARED(float, shared);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
-    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
-    int r = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-    const float *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
-    float *queries = shared, *douts = shared + ROWS * LD, row_lse[2], row_delta[2];
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        size_t i = (size_t)blockIdx.y * T + min(first + r + g + 8 * half, T - 1);
-        row_lse[half] = lse[i], row_delta[half] = delta[i];
-    }
-    auto tile = [&](int stage, int which) { return shared + (2 * ROWS + (2 * stage + which) * TILE) * LD; };
-    auto load_stage = [&](int stage, int key) {
-        load_tile<TILE>(tile(stage, 0), head + C, 3 * C, key, T);
-        load_tile<TILE>(tile(stage, 1), head + 2 * C, 3 * C, key, T);
-    };
-    load_tile<ROWS>(queries, head, 3 * C, first, T);
-    load_tile<ROWS>(douts, dhead, C, first, T);
-    load_stage(0, 0);
-
-    float dq[HP / 8][4] = {};
-    int end = min(first + ROWS, T);
-    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
-        copies_arrive();
-        __syncthreads();
-        if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
-        float s[TILE / 8][4] = {}, d[TILE / 8][4] = {};
-        multiply_transposed<TILE>(s, queries, r, tile(stage, 0));
-        multiply_transposed<TILE>(d, douts, r, tile(stage, 1));
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                backward_element(s[n][i], d[n][i], key + 8 * n + column + i % 2 <= first + r + g + i / 2 * 8, relu,
-                                 scale, row_lse[i / 2], row_delta[i / 2]);
-        multiply<TILE>(dq, d, tile(stage, 0));
-    }
-    store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r, T, dq, 1.0f, 1.0f);
 }
 
 // ---- residual ----
 
 // out (N,C) = inp1 + inp2: the stream and a branch. Backward needs no kernel: both have the gradient of out.
-extern "C" __global__ void residual_forward(float* __restrict__ out, const float* __restrict__ inp1,
-                                            const float* __restrict__ inp2, int N, int C) {
+extern "C" __global__ void residual_forward(real* __restrict__ out, const real* __restrict__ inp1,
+                                            const real* __restrict__ inp2, int N, int C) {
     size_t i = first_number();
     if (i < (size_t)N * C) store(out + i, load<W>(inp1 + i) + load<W>(inp2 + i));
 }
@@ -625,7 +705,7 @@ __device__ __forceinline__ float gelu_derivative(float x) {
 }
 
 // out (N,OC) = gelu(inp).
-extern "C" __global__ void gelu_forward(float* __restrict__ out, const float* __restrict__ inp, int N, int OC) {
+extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int OC) {
     size_t i = first_number();
     if (i >= (size_t)N * OC) return;
     Pack<W> x = load<W>(inp + i);
@@ -634,7 +714,7 @@ extern "C" __global__ void gelu_forward(float* __restrict__ out, const float* __
 }
 
 // dinp (N,OC) holds the gradient of the output and becomes, in place, that of the input.
-extern "C" __global__ void gelu_backward(float* __restrict__ dinp, const float* __restrict__ inp, int N, int OC) {
+extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC) {
     size_t i = first_number();
     if (i >= (size_t)N * OC) return;
     Pack<W> x = load<W>(inp + i), d = load<W>(dinp + i);
@@ -646,18 +726,20 @@ extern "C" __global__ void gelu_backward(float* __restrict__ dinp, const float* 
 
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). If with_gradient, the logits are overwritten with
 // dloss * (softmax - 1 at the target), zeros in the padding; else they are left as they are.
-// The probabilities are never stored. A block of 1,024 threads a row: 200 KB a row is far more than a warp could hold
-// in flight. The second pass runs backwards, over what the first one left in the caches. n logits at a time: W if the
-// padded rows allow it.
+// The probabilities are never stored, and a logit is read from device memory once: the row, 100 KB in bf16, waits in
+// shared memory for the second pass, or, if it is too long for that (cached = 0), in the caches. A block of 1,024 threads
+// a row, n logits at a time: W if the padded rows allow it.
 template <int n>
-__device__ __forceinline__ void classify_row(float* __restrict__ logits, float* __restrict__ losses,
-                                             const int* __restrict__ targets, float dloss, int V, int Vp,
-                                             int with_gradient) {
+__device__ __forceinline__ void classify_row(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
+                                             float dloss, int V, int Vp, int with_gradient, int cached) {
+    DYNAMIC_SHARED(real, shared);
     int row = blockIdx.x, target = targets[row];
-    float* x = logits + (size_t)row * Vp;
+    real *x = logits + (size_t)row * Vp, *kept = cached ? shared : x;
     float largest = LOWEST, sum = 0.0f;
+#pragma unroll 4
     for (int v = n * threadIdx.x; v < V; v += n * blockDim.x) {
         Pack<n> l = load<n>(x + v);
+        if (cached) store(kept + v, l);
         float before = largest;
         for (int i = 0; i < n; i++) {
             if (v + i >= V) l[i] = LOWEST;
@@ -668,47 +750,48 @@ __device__ __forceinline__ void classify_row(float* __restrict__ logits, float* 
     }
     float top = block_reduce<warp_max>(largest, LOWEST);
     sum = block_reduce<warp_sum>(sum * expf(largest - top), 0.0f);
-    if (threadIdx.x == 0) losses[row] = logf(sum) + top - x[target];
+    if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(kept[target]);
     if (!with_gradient) return;
     __syncthreads();  // the logit of the target has been read
     float norm = dloss / sum;
-    int step = n * blockDim.x;
-    for (int v = (Vp - 1) / step * step + n * threadIdx.x; v >= 0; v -= step) {
-        if (v >= Vp) continue;
-        Pack<n> l = load<n>(x + v);
+#pragma unroll 4
+    for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
+        Pack<n> l = {};
+        if (v < V) l = load<n>(kept + v);
         for (int i = 0; i < n; i++)
             l[i] = v + i < V ? expf(l[i] - top) * norm - (v + i == target ? dloss : 0.0f) : 0.0f;
         store(x + v, l);
     }
 }
 
-extern "C" __global__ void fused_classifier(float* __restrict__ logits, float* __restrict__ losses,
-                                            const int* __restrict__ targets, float dloss, int V, int Vp,
-                                            int with_gradient) {
-    if (Vp % W == 0) classify_row<W>(logits, losses, targets, dloss, V, Vp, with_gradient);
-    else classify_row<1>(logits, losses, targets, dloss, V, Vp, with_gradient);
+extern "C" __global__ void fused_classifier(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
+                                            float dloss, int V, int Vp, int with_gradient, int cached) {
+    if (Vp % W == 0) classify_row<W>(logits, losses, targets, dloss, V, Vp, with_gradient, cached);
+    else classify_row<1>(logits, losses, targets, dloss, V, Vp, with_gradient, cached);
 }
 
 // ---- AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----
 
 // All parameters in one launch: blockIdx.y names the tensor, which lies at [starts[y], starts[y+1]) of the four arenas
 // and is decayed (1) or not (0); the blocks (x, y) stride over it. correction = 1/(1 - beta^step), which undoes the
-// moments' start at zero. Bound by seven passes over the arena: four reads, three writes.
-extern "C" __global__ void adamw(float* __restrict__ params, const float* __restrict__ grads, float* __restrict__ m,
+// moments' start at zero. Bound by seven passes over the arena: four reads, three writes. The update is made to fp32
+// master parameters, of which params are the rounded copy that the other kernels read, or in fp32 themselves.
+extern "C" __global__ void adamw(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
                                  float* __restrict__ v, const size_t* __restrict__ starts,
                                  const float* __restrict__ decayed, float learning_rate, float beta1, float beta2,
                                  float correction1, float correction2, float eps, float weight_decay) {
     float decay = weight_decay * decayed[blockIdx.y];
     size_t end = starts[blockIdx.y + 1];
     for (size_t i = starts[blockIdx.y] + first_number(); i < end; i += (size_t)W * gridDim.x * blockDim.x) {
-        Pack<W> p = load<W>(params + i), g = load<W>(grads + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
+        Pack<W> p = load<W>(master + i), g = load<W>(grads + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
         for (int j = 0; j < W; j++) {
             m1[j] = beta1 * m1[j] + (1.0f - beta1) * g[j];
             m2[j] = beta2 * m2[j] + (1.0f - beta2) * g[j] * g[j];
             float change = m1[j] * correction1 / (sqrtf(m2[j] * correction2) + eps);
             p[j] -= learning_rate * (change + decay * p[j]);
         }
-        store(params + i, p);
+        store(master + i, p);
+        if (sizeof(real) < sizeof(float)) store(params + i, p);
         store(m + i, m1);
         store(v + i, m2);
     }

@@ -69,6 +69,20 @@ class Config:
         return Config(L=L, NH=NH, C=64 * NH)
 
 
+BF16 = np.uint16  # NumPy has no bfloat16: its bits, the upper half of an fp32's
+
+
+def to_bf16(x):
+    """fp32 numbers rounded to bfloat16, to nearest with ties to even, as its bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def to_float(x):
+    """An array as fp32, from bfloat16's bits or from fp32 as it is."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
+
+
 class Tensor(NamedTuple):
     """A row of a table: a tensor of an arena. The last three are for parameters: they start as mean + std * normal,
     and weight decay applies or does not."""
@@ -84,12 +98,12 @@ class Tensor(NamedTuple):
         return math.prod(self.shape)
 
 
-def parameter_table(c):
-    """The parameters, in the order of a checkpoint. Initialised as in the GPT-2 paper (Radford et al. 2019, section
+def parameter_table(c, real=np.float32):
+    """The parameters, stored as real, in the order of a checkpoint. Initialised as in the GPT-2 paper (Radford et al. 2019, section
     2.3): the layers that end in the residual stream, which 2L of them feed, are scaled down by sqrt(2L)."""
     L, C, std, residual_std = c.L, c.C, 0.02, 0.02 / math.sqrt(2 * c.L)
-    weight, zeros, ones = dict(std=std, decay=True), dict(), dict(mean=1.0)
-    residual = dict(std=residual_std, decay=True)
+    weight, residual = dict(dtype=real, std=std, decay=True), dict(dtype=real, std=residual_std, decay=True)
+    zeros, ones = dict(dtype=real), dict(dtype=real, mean=1.0)
     return [
         Tensor("wte", (c.Vp, C), **weight),  # token embeddings, and the head that turns channels into logits
         Tensor("wpe", (c.maxT, C), **weight),  # position embeddings
@@ -110,7 +124,7 @@ def parameter_table(c):
     ]
 
 
-def activation_table(c, B, T):
+def activation_table(c, B, T, real=np.float32):
     """What the forward pass leaves behind for the backward pass, and the batch itself."""
     L, C, NH = c.L, c.C, c.NH
     return [
@@ -118,25 +132,25 @@ def activation_table(c, B, T):
         Tensor("targets", (B, T), np.int32),
         Tensor("order", (B * T,), np.int32),  # positions sorted by token, and the lengths of the runs of equal
         Tensor("run", (B * T,), np.int32),  # tokens in that order: see encoder_backward_wte
-        Tensor("encoded", (B, T, C)),
-        Tensor("ln1", (L, B, T, C)),
+        Tensor("encoded", (B, T, C), real),
+        Tensor("ln1", (L, B, T, C), real),
         Tensor("ln1_mean", (L, B, T)),
         Tensor("ln1_rstd", (L, B, T)),
-        Tensor("qkv", (L, B, T, 3 * C)),  # queries, keys and values, each of NH heads
+        Tensor("qkv", (L, B, T, 3 * C), real),  # queries, keys and values, each of NH heads
         Tensor("lse", (L, B, NH, T)),  # the logarithm of the sum that normalises a row of attention
-        Tensor("atty", (L, B, T, C)),
-        Tensor("branch", (B, T, C)),  # what is about to be added to the residual stream
-        Tensor("residual2", (L, B, T, C)),
-        Tensor("ln2", (L, B, T, C)),
+        Tensor("atty", (L, B, T, C), real),
+        Tensor("branch", (B, T, C), real),  # what is about to be added to the residual stream
+        Tensor("residual2", (L, B, T, C), real),
+        Tensor("ln2", (L, B, T, C), real),
         Tensor("ln2_mean", (L, B, T)),
         Tensor("ln2_rstd", (L, B, T)),
-        Tensor("fch", (L, B, T, 4 * C)),
-        Tensor("fch_gelu", (L, B, T, 4 * C)),
-        Tensor("residual3", (L, B, T, C)),
-        Tensor("lnf", (B, T, C)),
+        Tensor("fch", (L, B, T, 4 * C), real),
+        Tensor("fch_gelu", (L, B, T, 4 * C), real),
+        Tensor("residual3", (L, B, T, C), real),
+        Tensor("lnf", (B, T, C), real),
         Tensor("lnf_mean", (B, T)),
         Tensor("lnf_rstd", (B, T)),
-        Tensor("logits", (B, T, c.Vp)),  # become their own gradient
+        Tensor("logits", (B, T, c.Vp), real),  # become their own gradient
         Tensor("losses", (B, T)),
     ]
 
@@ -144,27 +158,30 @@ def activation_table(c, B, T):
 PARTIAL_ROWS = 256  # how many sums of a part of the rows a bias or norm gradient is made from
 
 
-def backward_table(c, B, T):
+def backward_table(c, B, T, real=np.float32):
     """The gradients of the activations, each used by all layers in turn."""
     C = c.C
     return [
-        Tensor("dresidual", (B, T, C)),  # of the residual stream, all the way down
-        Tensor("dbranch", (B, T, C)),
-        Tensor("dfch", (B, T, 4 * C)),
-        Tensor("dqkv", (B, T, 3 * C)),
+        Tensor("dresidual", (B, T, C), real),  # of the residual stream, all the way down
+        Tensor("dbranch", (B, T, C), real),
+        Tensor("dfch", (B, T, 4 * C), real),
+        Tensor("dqkv", (B, T, 3 * C), real),
         Tensor("delta", (B, c.NH, T)),  # of attention: the sum over s of weight * dweight
         Tensor("partials", (2, PARTIAL_ROWS, C)),
     ]
 
 
-def arenas(c, B, T):
-    """All that a training run allocates: {arena: table}."""
-    parameters = parameter_table(c)
-    return {"parameters": parameters, "gradients": parameters, "adam m": parameters, "adam v": parameters,
-            "activations": activation_table(c, B, T), "backward": backward_table(c, B, T)}
+def arenas(c, B, T, real):
+    """All that a training run allocates: {arena: table}. In bf16, AdamW works on an fp32 master of the parameters."""
+    fp32 = parameter_table(c)
+    tables = {"parameters": parameter_table(c, real), "master": fp32, "gradients": fp32, "adam m": fp32, "adam v": fp32,
+              "activations": activation_table(c, B, T, real), "backward": backward_table(c, B, T, real)}
+    if real == np.float32:
+        del tables["master"]
+    return tables
 
 
-ALIGN = 128  # bytes, so that each tensor starts on a cache line; no parameter needs padding, since 32 divides C
+ALIGN = 64  # bytes, for loads of 16; no parameter needs padding, since 32 divides C
 
 
 def layout(table):
@@ -193,17 +210,18 @@ def gibibytes(n):
 # Files: llm.c's formats, each behind a header of 256 int32
 
 HEADER_BYTES = 1024
-FILES = {  # kind: (magic, version, how to get a good one)
-    "checkpoint": (20240326, 3, "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
-    "debug state": (20240327, 2, "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
-    "token file": (20240520, 1, "prepro_tinyshakespeare.py writes one, also from a text of your own with --input"),
-    "tokenizer": (20240328, 2, "llm.c's train_gpt2.py writes one; without it tiktoken is used"),
+STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
+FILES = {  # kind: (magic, versions, how to get a good one); of a checkpoint, 3 is fp32 and 5 bf16
+    "checkpoint": (20240326, (3, 5), "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
+    "debug state": (20240327, (2,), "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
+    "token file": (20240520, (1,), "prepro_tinyshakespeare.py writes one, also from a text of your own with --input"),
+    "tokenizer": (20240328, (2,), "llm.c's train_gpt2.py writes one; without it tiktoken is used"),
 }
 
 
 def read_header(path, kind):
     """The 256 ints of a file's header. Raises UserError if the file is not of this kind and version."""
-    magic, version, remedy = FILES[kind]
+    magic, versions, remedy = FILES[kind]
     try:
         with open(path, "rb") as file:
             header = np.frombuffer(file.read(HEADER_BYTES), "<i4")
@@ -216,9 +234,10 @@ def read_header(path, kind):
         raise UserError(f"{path}: begins with {header[0]}, and a {kind} with {magic}{legacy}: {remedy}")
     if len(header) < 256:
         raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; expected a {kind}: {remedy}")
-    if header[1] != version:
-        old = " (an old format)" if header[1] < version else ""
-        raise UserError(f"{path}: {kind} of version {header[1]}{old}; expected version {version}: {remedy}")
+    if header[1] not in versions:
+        old = " (an old format)" if header[1] < versions[0] else ""
+        expected = " or ".join(map(str, versions))
+        raise UserError(f"{path}: {kind} of version {header[1]}{old}; expected version {expected}: {remedy}")
     return [int(i) for i in header]
 
 
@@ -245,9 +264,10 @@ def check_config(path, c):
 
 def read_config(path):
     """The Config of a checkpoint, after checking all that can be checked without reading its tensors."""
-    c = Config(*read_header(path, "checkpoint")[2:8])
+    header = read_header(path, "checkpoint")
+    c = Config(*header[2:8])
     check_config(path, c)
-    check_size(path, "checkpoint", HEADER_BYTES + layout(parameter_table(c))[-1])
+    check_size(path, "checkpoint", HEADER_BYTES + layout(parameter_table(c, STORED[header[1]]))[-1])
     return c
 
 
@@ -305,31 +325,35 @@ class DataLoader:
 # ---------------------------------------------------------------------------------------------------------------------
 # Two devices. Each has the same few verbs: allocate, put and get, zero, launch a kernel, multiply matrices, wait.
 
-# How each kernel is shared out: the threads of a block, and what an item is: a NUMBER of which each thread takes W, a
-# row that takes a WARP, anything that takes a whole BLOCK, or COLUMNS of which a block takes 32. Blocks of 256 leave
-# room to fill a multiprocessor evenly; the classifier's row is long enough for 1,024; layernorm_backward keeps 16 rows
-# in a multiprocessor's L1.
-W = 4  # as in kernels.cu
-NUMBER, WARP = lambda threads: threads * W, lambda threads: threads // 32
-BLOCK, COLUMNS, ROWS = lambda threads: 1, lambda threads: 32, lambda threads: threads // 2
+# How each kernel is shared out: the threads of a block, and what an item is. A NUMBER, of which each thread takes W, as
+# many as 16 bytes hold; a row that takes a WARP; anything that takes a whole BLOCK; COLUMNS, of which a block takes 128
+# bytes; a row of attention, of which a warp takes 16. Blocks of 256 leave room to fill a multiprocessor evenly; the
+# classifier's row is long enough for 1,024.
+def NUMBER(threads, W): return threads * W
+def WARP(threads, W): return threads // 32
+def BLOCK(threads, W): return 1
+def COLUMNS(threads, W): return 8 * W
+def FP32_COLUMNS(threads, W): return 32
+def ATTENTION_ROWS(threads, W): return threads // 32 * 16
+
+
 LAUNCH = {
     "encoder_forward": (256, NUMBER),
     "encoder_backward_wte": (256, BLOCK),
     "encoder_backward_wpe": (256, NUMBER),
     "layernorm_forward": (256, WARP),
-    "layernorm_backward": (512, BLOCK),
+    "layernorm_backward": (256, BLOCK),
     "matmul_backward_bias": (256, COLUMNS),
-    "attention_forward": (128, ROWS),
-    "attention_backward_delta": (256, WARP),
-    "attention_backward_kv": (128, ROWS),
-    "attention_backward_q": (128, ROWS),
+    "add_partials": (256, FP32_COLUMNS),
+    "attention_forward": (128, ATTENTION_ROWS),
+    "attention_backward_q": (128, ATTENTION_ROWS),
+    "attention_backward_kv": (128, ATTENTION_ROWS),
     "residual_forward": (256, NUMBER),
     "gelu_forward": (256, NUMBER),
     "gelu_backward": (256, NUMBER),
     "fused_classifier": (1024, BLOCK),
     "adamw": (256, BLOCK),
 }
-
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size_t}
 
 
@@ -353,16 +377,16 @@ def pack_arguments(kernels, name, args, address):
     return (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values)), values
 
 
-def grid_of(name, items):
+def grid_of(name, items, W):
     """The grid for a number of items, or for (items, rows of the grid), and the block: two triples."""
     x, y = items if isinstance(items, tuple) else (items, 1)
     threads, unit = LAUNCH[name]
-    return (-(-x // unit(threads)), y, 1), (threads, 1, 1)
+    return (-(-x // unit(threads, W)), y, 1), (threads, 1, 1)
 
 
 def switches(dtype, HS):
-    """What kernels.cu is compiled for: how attention's products round, and the channels of a head."""
-    return [f"-DHS={HS}", *(["-DTF32"] if dtype == "tf32" else [])]
+    """What kernels.cu is compiled for: its numbers, and the channels of a head."""
+    return [f"-D{dtype.upper()}", f"-DHS={HS}"]
 
 
 class Cpu:
@@ -370,10 +394,12 @@ class Cpu:
 
     CXX names the compiler and CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines.
     """
-    name, memory = "cpu", "memory"
+    name, memory, max_shared = "cpu", "memory", 227 * 1024 - 512
 
     def __init__(self, dtype=None, HS=64):
         self.dtype = dtype or "fp32"
+        self.real = BF16 if self.dtype == "bf16" else np.float32
+        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.switches = switches(self.dtype, HS)
         self.peak_flops = None  # depends on the machine in more ways than can be asked for
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
@@ -449,7 +475,7 @@ class Cpu:
     def launch(self, name, items, *args, shared=0):
         """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.__array_interface__["data"][0])
-        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in grid_of(name, items))
+        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in grid_of(name, items, self.W))
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
@@ -458,10 +484,14 @@ class Cpu:
         """out (M,N) = a (M,K) @ b (K,N), with bias (N) added to each row, or out += a @ b."""
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
+        if self.dtype == "bf16":
+            a, b = to_float(a), to_float(b)
         if not accumulate:
-            np.matmul(a, b, out=out)
+            product = np.matmul(a, b, out=out if out.dtype == np.float32 else None)
             if bias is not None:
-                out += bias
+                product += to_float(bias)
+            if product is not out:
+                out[...] = to_bf16(product)
             return
         rows = max(1, self.scratch.size // out.shape[-1])
         for i in range(0, out.shape[0], rows):
@@ -486,7 +516,8 @@ class CublasLt:
     It stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T, in which the bias
     goes down each column. The numbers are those of cublasLt.h.
     """
-    COMPUTE = dict(fp32=68, tf32=77)  # CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32
+    COMPUTE = dict(fp32=68, tf32=77, bf16=68)  # CUBLAS_COMPUTE_32F, and CUBLAS_COMPUTE_32F_FAST_TF32
+    STORED = {np.dtype(np.float32): 0, np.dtype(BF16): 14}  # CUDA_R_32F, CUDA_R_16BF
     R_32F, TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_BIAS, MAX_WORKSPACE = 0, 3, 4, 7, 8, 4, 1
 
     class Algorithm(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
@@ -521,7 +552,7 @@ class CublasLt:
             rows, columns = (s // x.itemsize for s in x.strides)
             transposed = columns != 1 and x.shape[1] != 1  # its columns are contiguous, not its rows
             (m, n), leading = (x.shape[::-1], rows) if not transposed else (x.shape, columns)
-            layouts.append(self.create("cublasLtMatrixLayoutCreate", self.R_32F, ctypes.c_uint64(m), ctypes.c_uint64(n),
+            layouts.append(self.create("cublasLtMatrixLayoutCreate", self.STORED[x.dtype], ctypes.c_uint64(m), ctypes.c_uint64(n),
                                        ctypes.c_int64(max(m, leading))))
             if transpose:
                 self.set("cublasLtMatmulDescSetAttribute", description, transpose, ctypes.c_int(transposed))
@@ -553,8 +584,9 @@ class Cuda:
     name, memory = "cuda", "device memory"
 
     # Dense FLOPs of one multiprocessor in one clock, by compute capability, from NVIDIA's architecture white papers.
-    FLOPS_PER_CLOCK = {80: dict(fp32=128, tf32=1024), 86: dict(fp32=256, tf32=256), 89: dict(fp32=256, tf32=256),
-                       90: dict(fp32=256, tf32=2048), 100: dict(fp32=256, tf32=4096), 120: dict(fp32=256, tf32=256)}
+    FLOPS_PER_CLOCK = {80: dict(fp32=128, tf32=1024, bf16=2048), 86: dict(fp32=256, tf32=256, bf16=512),
+                       89: dict(fp32=256, tf32=256, bf16=512), 90: dict(fp32=256, tf32=2048, bf16=4096),
+                       100: dict(fp32=256, tf32=4096, bf16=8192), 120: dict(fp32=256, tf32=256, bf16=512)}
 
     def __init__(self, dtype=None, HS=64):
         try:
@@ -568,7 +600,9 @@ class Cuda:
             raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with --device cpu") from None
         self.cupy, self.device = cupy, cupy.cuda.Device()
         capability = int(self.device.compute_capability)
-        self.dtype = dtype = dtype or ("tf32" if capability >= 80 else "fp32")
+        self.dtype = dtype = dtype or ("bf16" if capability >= 80 else "fp32")
+        self.real = BF16 if dtype == "bf16" else np.float32
+        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.cublaslt, self.plans = CublasLt(dtype), {}
         self.workspace = cupy.empty(32 * 2**20, np.uint8)  # what cuBLAS itself would take on Hopper
         self.stream = cupy.cuda.get_current_stream()
@@ -581,6 +615,7 @@ class Cuda:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
         flops = self.FLOPS_PER_CLOCK.get(capability, {}).get(dtype)
         attributes = self.device.attributes
+        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 512  # the rest is for what kernels declare
         self.peak_flops = flops and flops * attributes["MultiProcessorCount"] * attributes["ClockRate"] * 1e3
 
     def __str__(self):
@@ -607,7 +642,7 @@ class Cuda:
     def launch(self, name, items, *args, shared=0):
         """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.data.ptr)
-        grid, block = grid_of(name, items)
+        grid, block = grid_of(name, items, self.W)
         function = self.functions[name]
         if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
@@ -650,10 +685,11 @@ class GPT2:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         self.config, self.device, self.B, self.T, self.attention = config, device, B, T, attention
         padded_HS = -(-config.C // config.NH // 16) * 16
-        self.attention_shared = 256 * (padded_HS + 8) * 4  # bytes: attention's kernels keep 256 rows, each padded by 8
+        rows = 384 if device.real == BF16 and padded_HS <= 64 else 256
+        self.attention_shared = rows * (padded_HS + 8) * (16 // device.W)  # bytes: what attention's kernels keep, at most
 
         def asked(B):
-            return sum(layout(table)[-1] for table in arenas(config, B, T).values())
+            return sum(layout(table)[-1] for table in arenas(config, B, T, device.real).values())
 
         free = device.free_bytes()
         if asked(B) > free:
@@ -662,52 +698,61 @@ class GPT2:
             raise UserError(f"-b {B} -t {T}: the tables ask for {gibibytes(asked(B))} of {device.memory}, and "
                             f"{gibibytes(free)} are free; {remedy}")
 
-        tables = arenas(config, B, T)
+        tables = arenas(config, B, T, device.real)
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
-        self.grads = carve(self.arenas["gradients"], tables["parameters"])
+        self.grads = carve(self.arenas["gradients"], tables["gradients"])
+        self.master = self.arenas["master" if device.real == BF16 else "parameters"].view(np.float32)
         for name in ("gradients", "adam m", "adam v"):
             device.zero(self.arenas[name])
-        self.starts = device.empty(8 * len(layout(tables["parameters"])))  # of the parameters, in numbers
-        device.put(self.starts.view(np.uint64), [start // 4 for start in layout(tables["parameters"])])
+        self.starts = device.empty(8 * len(layout(tables["gradients"])))  # of the parameters, in numbers
+        device.put(self.starts.view(np.uint64), [start // 4 for start in layout(tables["gradients"])])
         self.decayed = device.empty(4 * len(tables["parameters"]))  # 1 where weight decay applies, else 0
         device.put(self.decayed.view(np.float32), [row.decay for row in tables["parameters"]])
         self.step = 0  # updates done
         self.stage = "its start"  # what is being computed, for a person who interrupts it
 
+    def set_parameters(self, values):
+        """Set all parameters from one flat array, fp32 or bf16, in the order of the table."""
+        self.device.put(self.master, to_float(values))
+        if self.device.real == BF16:
+            self.device.put(self.arenas["parameters"].view(BF16), values if values.dtype == BF16 else to_bf16(values))
+
     def initialize(self, seed):
         """Random parameters. Each tensor has its own generator, so they can be drawn on all cores at once."""
         table = parameter_table(self.config)
+        arena = np.empty(layout(table)[-1], np.uint8)
+        params = carve(arena, table)
 
         def draw(i):
-            row, values = table[i], np.full(table[i].shape, table[i].mean, np.float32)
+            row, values = table[i], getattr(params, table[i].name)
+            values.fill(row.mean)
             if row.std:
                 np.random.default_rng([seed, i]).standard_normal(dtype=np.float32, out=values)
                 values *= row.std
             if row.name == "wte":
                 values[self.config.V :] = 0
-            self.device.put(getattr(self.params, row.name), values)
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(draw, range(len(table))))
+        self.set_parameters(arena.view(np.float32))
 
     def load(self, path):
         """The parameters of a checkpoint whose config is this model's (see read_config)."""
-        parameters = np.fromfile(path, "<f4", offset=HEADER_BYTES)
-        self.device.put(self.arenas["parameters"].view(np.float32), parameters)
+        self.set_parameters(np.fromfile(path, STORED[read_header(path, "checkpoint")[1]], offset=HEADER_BYTES))
 
     def save(self, path):
-        """Write a checkpoint. Raises UserError; an older file of that name is then untouched."""
-        magic, version, _ = FILES["checkpoint"]
+        """Write a checkpoint, in bf16 of version 5, else of 3. Raises UserError; an older file is then untouched."""
+        magic, versions, _ = FILES["checkpoint"]
         header = np.zeros(256, "<i4")
-        header[:8] = magic, version, *dataclasses.astuple(self.config)
+        header[:8] = magic, versions[self.device.real == BF16], *dataclasses.astuple(self.config)
         replace_file(path, [header, self.device.get(self.arenas["parameters"])])
 
     def bind(self, B, T):
         """Lay the activations out for a batch (B,T); a smaller one than at the start uses a part of the arenas."""
         if (B, T) != getattr(self, "bound", None):
-            self.acts = carve(self.arenas["activations"], activation_table(self.config, B, T))
-            self.back = carve(self.arenas["backward"], backward_table(self.config, B, T))
+            self.acts = carve(self.arenas["activations"], activation_table(self.config, B, T, self.device.real))
+            self.back = carve(self.arenas["backward"], backward_table(self.config, B, T, self.device.real))
             self.bound = B, T
 
     def forward(self, tokens, targets=None, training=False):
@@ -746,7 +791,10 @@ class GPT2:
         if targets is None:
             return None
         device.put(a.targets, targets)
-        run("fused_classifier", N, a.logits, a.losses, a.targets, 1.0 / N, c.V, c.Vp, int(training))
+        row_bytes = c.Vp * a.logits.itemsize
+        cached = row_bytes <= device.max_shared
+        run("fused_classifier", N, a.logits, a.losses, a.targets, 1.0 / N, c.V, c.Vp, int(training), int(cached),
+            shared=row_bytes if cached else 0)
         if training:
             order, lengths = runs_of_equal(tokens)
             device.put(a.order, order)
@@ -782,16 +830,16 @@ class GPT2:
             bias(g.attprojb[l], dresidual)
             matmul(dbranch, dresidual, p.attprojw[l])
             matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=True)
-            run("attention_backward_delta", N * c.NH, d.delta, a.atty[l], d.dbranch, B, T, c.NH)
-            for side in ("kv", "q"):
-                run(f"attention_backward_{side}", (T, B * c.NH), d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
-                    T, c.NH, shared=self.attention_shared)
+            run("attention_backward_q", (T, B * c.NH), d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
+                T, c.NH, shared=self.attention_shared)
+            run("attention_backward_kv", (T, B * c.NH), d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
+                T, c.NH, shared=self.attention_shared)
             bias(g.qkvb[l], dqkv)
             matmul(dbranch, dqkv, p.qkvw[l])
             matmul(g.qkvw[l], dqkv.T, a.ln1[l].reshape(N, C), accumulate=True)
             residual = a.residual3[l - 1] if l else a.encoded
             self.layernorm_backward(g.ln1w[l], g.ln1b[l], residual, p.ln1w[l], a.ln1_mean[l], a.ln1_rstd[l])
-        run("encoder_backward_wte", (N, -(-C // (32 * W))), g.wte, dresidual, a.tokens, a.order, a.run, C)
+        run("encoder_backward_wte", (N, -(-C // (32 * device.W))), g.wte, dresidual, a.tokens, a.order, a.run, C)
         run("encoder_backward_wpe", T * C, g.wpe, dresidual, B, T, C)
 
     def layernorm_backward(self, dweight, dbias, inp, weight, mean, rstd):
@@ -799,24 +847,25 @@ class GPT2:
         (B, T), C = self.bound, self.config.C
         partials = self.back.partials
         self.device.launch("layernorm_backward", PARTIAL_ROWS, self.back.dresidual, partials, self.back.dbranch, inp,
-                           weight, mean, rstd, B * T, C, shared=2 * C * 4)
+                           weight, mean, rstd, B * T, C, shared=8 * 2 * C * 4)
         for out, sums in zip((dweight, dbias), partials):
-            self.device.launch("matmul_backward_bias", C, out, sums, PARTIAL_ROWS, C)
+            self.device.launch("add_partials", C, out, sums, PARTIAL_ROWS, C)
 
     def bias_backward(self, dbias, dout):
         """dbias (OC) += the sum over rows of dout (N,OC): in two stages if there are many rows."""
         N, OC = dout.shape
-        shares = min(32, N // 64)
+        shares = min(64, N // 64)
         if shares > 1:
             self.device.launch("matmul_backward_bias", (OC, shares), self.back.partials, dout, N, OC)
-            dout, N = self.back.partials, shares
-        self.device.launch("matmul_backward_bias", OC, dbias, dout, N, OC)
+            self.device.launch("add_partials", OC, dbias, self.back.partials, shares, OC)
+        else:
+            self.device.launch("matmul_backward_bias", OC, dbias, dout, N, OC)
 
     def update(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         """One AdamW step with the gradients that were added up, which are then zero again."""
         step = self.step + 1
         tensors = self.decayed.size // 4
-        self.device.launch("adamw", (1024, tensors), self.arenas["parameters"], self.arenas["gradients"],
+        self.device.launch("adamw", (1024, tensors), self.arenas["parameters"], self.master, self.arenas["gradients"],
                            self.arenas["adam m"], self.arenas["adam v"], self.starts, self.decayed, learning_rate,
                            beta1, beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps, weight_decay)
         self.device.zero(self.arenas["gradients"])
@@ -886,7 +935,7 @@ def sample(model, count, rng):
     tokens = [min(EOT, V - 1)]
     for _ in range(count):
         model.forward(np.array([tokens[-model.T :]], np.int32))
-        logits = model.device.get(model.acts.logits[0, -1])[:V].astype(np.float64)
+        logits = to_float(model.device.get(model.acts.logits[0, -1]))[:V].astype(np.float64)
         cumulative = np.cumsum(np.exp(logits - logits.max()))
         tokens.append(int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")))
     return tokens[1:]
@@ -918,7 +967,8 @@ FLAGS = [  # letter, long name, type or choices, default (None: see choose), wha
     (None, "--eps", float, 1e-8, "AdamW's epsilon"),
     (None, "--seed", int, 42, "of the initial parameters and of the samples"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
-    (None, "--dtype", ("fp32", "tf32"), None, "how matrix products round (default: tf32 on a GPU that has it)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "fp32, with matrix products in tf32, or bf16 for parameters and "
+     "activations too (default: bf16 on a GPU of compute capability 8 or later, else fp32)"),
     (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
 ]
 
@@ -1080,7 +1130,7 @@ def main(arguments=None):
         print(f"             | {name}, T={T} and {steps} steps are for a minute on two cores; -e d12 is GPT-2 124M")
 
     model = GPT2(c, device, B, T, flags.attention)
-    for arena, table in arenas(c, B, T).items():
+    for arena, table in arenas(c, B, T, device.real).items():
         largest = max(table, key=lambda row: row.size)
         print(f"{arena:12} | {gibibytes(layout(table)[-1]):>10} in {len(table)} tensors, "
               f"of which {largest.name} {largest.shape} is the largest")

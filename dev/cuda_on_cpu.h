@@ -434,33 +434,50 @@ template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, in
 
 // ---- kernels.cu's PTX wrappers ----------------------------------------------------------------------------------------
 
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline unsigned two_bf16(float low, float high) {
+    auto round = [](float x) {  // to nearest, ties to even; a NaN stays one
+        unsigned bits = __float_as_uint(x);
+        return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    };
+    return round(low) | round(high) << 16;
+}
+
+// The element i = 0, 1 of a pair along the summed index, as the tensor cores see it.
+template <class Pair> float element(const Pair& pair, int i) {
+    if constexpr (sizeof(Pair) == 4) return __uint_as_float(i ? pair & 0xffff0000 : pair << 16);
+    else {
+        const float x = i ? pair.y : pair.x;
+#ifdef TF32  // rounded half away from zero to ten bits of mantissa
+        return __uint_as_float((__float_as_uint(x) + 0x1000) & 0xffffe000);
+#else
+        return x;
+#endif
+    }
+}
+
 // D (16,8) += A (16,16) B (16,8); kernels.cu says which lane holds what. The last lane to arrive computes for all.
 template <class Pair>
 void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2], int line = __builtin_LINE()) {
     struct Lane { float* d; const Pair *a, *b; };
     cuda_on_cpu::Collective<Lane>({d, a, b}, ~0u, "mma", line, [](Lane* lanes) {
-#ifdef TF32  // rounded half away from zero to ten bits of mantissa
-        auto value = [](float x) {
-            uint32_t bits;
-            memcpy(&bits, &x, 4);
-            bits = (bits + 0x1000) & 0xffffe000;
-            memcpy(&x, &bits, 4);
-            return x;
-        };
-#else
-        auto value = [](float x) { return x; };
-#endif
         float A[16][16], B[16][8], D[16][8] = {};
         for (int lane = 0; lane < 32; lane++) {
-            int g = lane / 4, q = lane % 4;
-            for (int i = 0; i < 4; i++) {
-                A[g + i % 2 * 8][2 * q + i / 2 * 8] = value(lanes[lane].a[i].x);
-                A[g + i % 2 * 8][2 * q + i / 2 * 8 + 1] = value(lanes[lane].a[i].y);
-            }
-            for (int i = 0; i < 2; i++) {
-                B[2 * q + 8 * i][g] = value(lanes[lane].b[i].x);
-                B[2 * q + 8 * i + 1][g] = value(lanes[lane].b[i].y);
-            }
+            const int g = lane / 4, q = lane % 4;
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 2; j++) A[g + i % 2 * 8][2 * q + i / 2 * 8 + j] = element(lanes[lane].a[i], j);
+            for (int i = 0; i < 2; i++)
+                for (int j = 0; j < 2; j++) B[2 * q + 8 * i + j][g] = element(lanes[lane].b[i], j);
         }
         for (int m = 0; m < 16; m++)
             for (int k = 0; k < 16; k++)
@@ -468,6 +485,23 @@ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2], int line = __bui
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++) lanes[lane].d[i] += D[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
     });
+}
+
+template <bool transposed>
+void load_8x8(unsigned (&x)[4], const void* row, int line) {
+    struct Lane { unsigned* x; const unsigned short* row; };
+    cuda_on_cpu::Collective<Lane>({x, static_cast<const unsigned short*>(row)}, ~0u, "ldmatrix", line, [](Lane* lanes) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                const int g = lane / 4, q = lane % 4;
+                auto at = [&](int r, int c) { return unsigned(lanes[8 * i + r].row[c]); };
+                lanes[lane].x[i] = transposed ? at(2 * q, g) | at(2 * q + 1, g) << 16 : at(g, 2 * q) | at(g, 2 * q + 1) << 16;
+            }
+    });
+}
+inline void load_matrices(unsigned (&x)[4], const void* row, int line = __builtin_LINE()) { load_8x8<false>(x, row, line); }
+inline void load_matrices_transposed(unsigned (&x)[4], const void* row, int line = __builtin_LINE()) {
+    load_8x8<true>(x, row, line);
 }
 
 inline void copy16(void* shared, const void* global, bool there) {
