@@ -1,0 +1,685 @@
+"""Compare kernels.cu and train_gpt2.py with independent truths: formulas in NumPy, and tensors dumped from PyTorch.
+
+    python test_gpt2.py                                  # everything, on the CPU, and on a GPU if there is one
+    python test_gpt2.py --checkpoint FILE --state FILE   # only this dump, of dev/torch_reference.py or of llm.c
+    python test_gpt2.py --kernels                        # only the kernels, for a sanitizer
+    python test_gpt2.py --only gelu_forward              # only one of them, for a debugger
+
+It prints a line a tensor, and then `N passed, N failed`. The exit status is 1 if any failed.
+"""
+import argparse
+import contextlib
+import dataclasses
+import functools
+import inspect
+import json
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import (FILES, GPT2, HERE, PARTIAL_ROWS, STRIP, Config, Cpu, Cuda, DataLoader, UserError, W, has_gpu,
+                        parameter_table, read_config, read_debug_state, read_header, read_kernels, read_tokenizer,
+                        runs_of_equal)
+
+# The largest relative errors of a tensor, by Frobenius norm. A kernel by itself errs by 1e-7 to 2e-6, and without one
+# of its terms by far more than its limit. TF32 keeps 10 bits of the mantissas that go into a matrix product.
+KERNEL_LIMIT = 1e-5
+LIMITS = {"fp32": 2e-5, "tf32": 3e-3}
+EXACT = 0  # the same bits
+counts = {True: 0, False: 0}
+
+
+def check(name, ok, detail=""):
+    counts[bool(ok)] += 1
+    print(f"{'OK  ' if ok else 'FAIL'} {name:64} {detail}", flush=True)
+
+
+def run(name, test, *args):
+    """Run a test, which checks by itself, or generates (tensor, found, expected, limit), without a limit a kernel's.
+    It draws the same random numbers whatever ran before. An exception is a failure like any other."""
+    global rng
+    rng = np.random.default_rng(1337)
+    try:
+        for tensor, found, expected, *limit in test(*args) or ():
+            found, [limit] = np.asarray(found), limit or [KERNEL_LIMIT]
+            if limit == EXACT:
+                differ = np.count_nonzero(found.view(np.uint32) != np.asarray(expected, found.dtype).view(np.uint32))
+                check(f"{name} {tensor}", differ == 0, f"{differ} of {found.size} differ" if differ else "same bits")
+            else:
+                assert found.shape == np.shape(expected), f"{tensor} {found.shape}, expected {np.shape(expected)}"
+                error = np.linalg.norm(found.astype(np.float64) - expected) / (np.linalg.norm(expected) or 1)
+                check(f"{name} {tensor}", error <= limit, f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.0e}")
+    except Exception as e:
+        check(name, False, f"{type(e).__name__}: {e}")
+
+
+def f32(x):
+    """x rounded to fp32, but in float64: what a kernel is given, ready for a formula."""
+    return np.float32(x).astype(np.float64)
+
+
+def normal(*shape):
+    return f32(rng.standard_normal(shape))
+
+
+def words(V, *shape):
+    return rng.integers(V, size=shape, dtype=np.int32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The formulas. df(dout, x) is the gradient of sum(dout * f(x)), and a list of them if there are several x.
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def gelu(x):
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def dgelu(dout, x):
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+    return dout * ((1 + tanh) / 2 + x / 2 * (1 - tanh**2) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2))
+
+
+def moments(x):  # (N,C) -> mean (N,1), rstd (N,1)
+    return x.mean(-1, keepdims=True), 1 / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def layernorm(x, weight, bias):  # (N,C), (C), (C) -> (N,C)
+    mean, rstd = moments(x)
+    return (x - mean) * rstd * weight + bias
+
+
+def dlayernorm(dout, x, weight, bias):
+    mean, rstd = moments(x)
+    norm, dnorm = (x - mean) * rstd, dout * weight
+    dx = rstd * (dnorm - dnorm.mean(-1, keepdims=True) - norm * (dnorm * norm).mean(-1, keepdims=True))
+    return [dx, (dout * norm).sum(0), dout.sum(0)]
+
+
+def transposed(x):
+    return x.swapaxes(-1, -2)
+
+
+def attention_weights(kind, score):  # (...,T,T) -> (...,T,T), whose row t sees the columns s <= t
+    past = np.tri(score.shape[-1], dtype=bool)
+    return softmax(np.where(past, score, -np.inf)) if kind == "softmax" else np.where(past, np.maximum(score, 0), 0)
+
+
+def dattention_weights(kind, datt, att):  # (...,T,T), (...,T,T) -> the gradient of the scores (...,T,T)
+    return att * (datt - (att * datt).sum(-1, keepdims=True)) if kind == "softmax" else np.where(att > 0, datt, 0)
+
+
+def attention(kind, q, k, v):  # (...,T,HS) three times -> (...,T,HS)
+    return attention_weights(kind, q @ transposed(k) / np.sqrt(q.shape[-1])) @ v
+
+
+def dattention(kind, dout, q, k, v):
+    att = attention_weights(kind, q @ transposed(k) / np.sqrt(q.shape[-1]))
+    dscore = dattention_weights(kind, dout @ transposed(v), att) / np.sqrt(q.shape[-1])
+    return [dscore @ k, transposed(dscore) @ q, transposed(att) @ dout]
+
+
+def cross_entropy(targets, logits):  # (N), (N,V) -> (N)
+    top = logits.max(-1)
+    return np.log(np.exp(logits - top[:, None]).sum(-1)) + top - logits[np.arange(len(targets)), targets]
+
+
+def dcross_entropy(targets, dout, logits):
+    return dout[:, None] * (softmax(logits) - (np.arange(logits.shape[-1]) == targets[:, None]))
+
+
+def split(x, S, NH):  # (B,T,S*NH*HS) -> (S,B,NH,T,HS)
+    return x.reshape(*x.shape[:2], S, NH, -1).transpose(2, 0, 3, 1, 4)
+
+
+def finite_differences():
+    """The gradients against central differences of the functions along a random direction."""
+    qkv, targets = [normal(2, 9, 6) for _ in range(3)], words(11, 5)
+    for name, f, df, inputs in (
+            ("gelu", gelu, lambda *x: [dgelu(*x)], [3 * normal(200)]),
+            ("layernorm", layernorm, dlayernorm, [normal(5, 32), normal(32), normal(32)]),
+            ("softmax attention", *(functools.partial(f, "softmax") for f in (attention, dattention)), qkv),
+            ("relu attention", *(functools.partial(f, "relu") for f in (attention, dattention)), qkv),
+            ("cross entropy", functools.partial(cross_entropy, targets),
+             lambda *x: [dcross_entropy(targets, *x)], [normal(5, 11)])):
+        dout, steps = normal(*f(*inputs).shape), [1e-6 * normal(*x.shape) for x in inputs]
+        ahead, behind = (f(*(x + sign * s for x, s in zip(inputs, steps))) for sign in (1, -1))
+        found = sum((gradient * s).sum() for gradient, s in zip(df(dout, *inputs), steps))
+        yield name, found, (dout * (ahead - behind)).sum() / 2, 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Each kernel against its formula. The sizes of each run stand over its test.
+
+KERNELS = {}  # name: (test, runs)
+BTC = (1, 1, 32), (2, 27, 96), (1, 40, 768), (3, 300, 1600)
+NC = (1, 32), (27, 96), (40, 768), (9, 1600)
+HEADS = (1, 1, 3, 1, 32), (2, 27, 3, 16, 6), (1, 40, 1, 12, 64), (2, 300, 3, 1, 32), (2, 9, 3, 25, 64)
+
+
+def kernel(*runs):
+    """Register a test of the kernel of its name, for each of these sizes."""
+    def register(test):
+        KERNELS[test.__name__] = test, runs
+    return register
+
+
+def launch(device, name, items, *args, shared=0):
+    """Launch a kernel, with float64 arrays for fp32, and a shape for an array of NaN. Returns a list of the arrays that
+    it may write: those that are not const. They lie between guards; any other ends where its allocation does, for a
+    sanitizer to see."""
+    source, guard = (HERE / "kernels.cu").read_text(encoding="utf-8"), 128  # bytes
+    parameters = re.search(rf"__global__[^(]*\b{name}\(([^)]*)\)", source)[1].split(",")
+    args, written = list(args), []
+    for i, (value, parameter) in enumerate(zip(args, parameters, strict=True)):
+        if isinstance(value, (np.ndarray, tuple)):
+            value = np.full(value, np.nan) if isinstance(value, tuple) else value
+            value = value.astype(np.float32) if value.dtype == np.float64 else value
+            margin = 0 if "const" in parameter else guard
+            buffer = device.empty(value.nbytes + 2 * margin)
+            args[i] = buffer[margin : margin + value.nbytes].view(value.dtype).reshape(value.shape)
+            device.put(buffer, np.full(buffer.nbytes, 255, np.uint8))
+            device.put(args[i], value)
+            written += [(buffer, args[i])] if margin else []
+    device.launch(name, items, *args, shared=shared)
+    for buffer, _ in written:
+        assert (np.delete(device.get(buffer), slice(guard, -guard)) == 255).all(), "wrote outside of an array"
+    return [device.get(array) for _, array in written]
+
+
+@kernel(*BTC)
+def encoder_forward(launch, B, T, C):
+    tokens, wte, wpe = words(257, B, T), normal(257, C), normal(T + 3, C)
+    yield "out", *launch(B * T * C, (B, T, C), tokens, wte, wpe, B * T, T, C), wte[tokens] + wpe[:T]
+
+
+@kernel(*BTC)
+def encoder_backward_wte(launch, B, T, C):
+    tokens = np.where(rng.random((B, T)) < 0.6, 256, words(257, B, T)).astype(np.int32)  # one word is most of the batch
+    dwte, dout = normal(257, C), normal(B, T, C)
+    found = launch((B * T, -(-C // (32 * W))), dwte, dout, tokens, *runs_of_equal(tokens), C)
+    np.add.at(dwte, tokens, dout)
+    yield "dwte", *found, dwte
+
+
+@kernel(*BTC)
+def encoder_backward_wpe(launch, B, T, C):
+    dwpe, dout = normal(T + 3, C), normal(B, T, C)
+    [found] = launch(T * C, dwpe, dout, B, T, C)
+    yield "dwpe", found[:T], dwpe[:T] + dout.sum(0)
+    yield "dwpe beyond T", found[T:], dwpe[T:], EXACT
+
+
+@kernel(*NC)
+def layernorm_forward(launch, N, C):
+    # Rows of deviation 10 to 0.001, where the 1e-5 under the root counts; every third has a mean of 50 deviations.
+    inp = f32(np.logspace(1, -3, N)[:, None] * (normal(N, C) + 50 * (np.arange(N)[:, None] % 3 == 0)))
+    weight, bias, (mean, rstd) = normal(C), normal(C), moments(inp)
+    out, found_mean, found_rstd = launch(N, (N, C), (N, 1), (N, 1), inp, weight, bias, N, C)
+    yield "out", out, layernorm(inp, weight, bias)
+    yield "mean", found_mean * rstd, mean * rstd
+    yield "rstd", found_rstd / rstd, np.ones((N, 1))
+
+
+@kernel((1, 32, PARTIAL_ROWS), (27, 96, PARTIAL_ROWS), (100, 768, 3), (70, 1600, 2))
+def layernorm_backward(launch, N, C, blocks):
+    inp, dout, dinp, weight = normal(N, C) + 3, normal(N, C), normal(N, C), normal(C)
+    mean, rstd = map(f32, moments(inp))
+    found, partials = launch(blocks, dinp, (2, blocks, C), dout, inp, weight, mean, rstd, N, C, shared=2 * C * 4)
+    dx, *dweight_dbias = dlayernorm(dout, inp, weight, 0)
+    yield "dinp", found, dinp + dx
+    yield "dweight, dbias", partials.sum(1), np.stack(dweight_dbias)
+
+
+@kernel((1, 32, 1), (27, 96, 1), (40, 2304, 1), (300, 768, 5), (130, 1600, 2))
+def matmul_backward_bias(launch, N, OC, shares):
+    dout, dbias = normal(N, OC), normal(1, OC)
+    [found] = launch((OC, shares), dbias if shares == 1 else (shares, OC), dout, N, OC)
+    yield "dbias", found.sum(0), dout.sum(0) + dbias[0] * (shares == 1)
+
+
+@kernel(*HEADS)
+def split_heads(launch, B, T, S, NH, HS):
+    inp, bias, shape = normal(B, T, S * NH * HS), normal(S * NH * HS), (S, B, NH, T, HS)
+    yield "out", *launch(B * T, shape, inp, bias, B, T, S, NH, HS), split(inp + bias, S, NH)
+    yield "out without bias", *launch(B * T, shape, inp, None, B, T, S, NH, HS), split(inp, S, NH), EXACT
+
+
+@kernel(*HEADS)
+def merge_heads(launch, B, T, S, NH, HS):
+    out = normal(B, T, S * NH * HS)
+    yield "out", *launch(B * T, out.shape, np.ascontiguousarray(split(out, S, NH)), B, T, S, NH, HS), out, EXACT
+
+
+def scores_and_weights(kind, direction, launch, heads, T, strip):
+    """The four kernels between scores and weights. What they must not read, the future, is NaN."""
+    past, scale, rows, shape = np.tri(T, dtype=bool), f32(0.3), heads * T, (heads, T, T)
+    strip_end = np.minimum(T, (np.arange(T) // strip + 1) * strip)[:, None]
+    inp = normal(*shape) * 10 ** rng.uniform(-1, 2, (heads, T, 1))  # some scores are some hundreds
+    att = f32(attention_weights(kind, normal(*shape)))
+    if direction == "forward":
+        arrays, expected = [inp], attention_weights(kind, scale * inp)
+    else:
+        arrays, expected = [inp, att], scale * dattention_weights(kind, np.where(past, inp, 0), att)
+    [found] = launch(rows, *(np.where(past, x, np.nan) for x in arrays), scale, rows, T, strip)
+    rest = np.where(np.arange(T) < strip_end, 0, np.full(shape, np.nan))  # zeros to the strip's end, untouched beyond
+    yield "seen", found[:, past], expected[:, past]
+    yield "not seen", found[:, ~past], rest[:, ~past], EXACT
+
+
+for name in ("softmax_forward", "softmax_backward", "relu_forward", "relu_backward"):
+    KERNELS[name] = (functools.partial(scores_and_weights, *name.split("_")),
+                     ((1, 1, STRIP), (5, 27, STRIP), (3, 40, 16), (2, 300, 256), (1, STRIP + 44, STRIP)))
+
+
+@kernel(*NC)
+def residual_forward(launch, N, C):
+    inp1, inp2, bias = normal(N, C), normal(N, C), normal(C)
+    yield "out", *launch(N * C, (N, C), inp1, inp2, bias, N, C), inp1 + inp2 + bias
+
+
+def gelu_kernels(direction, launch, N, C):
+    small, dout, bias = rng.random((N, 4 * C)) < 0.5, normal(N, 4 * C), normal(4 * C)
+    inp = np.where(small, normal(N, 4 * C), f32(rng.uniform(-100, 100, (N, 4 * C))))
+    if direction == "forward":
+        [found], expected = launch(inp.size, inp.shape, inp, bias, N, 4 * C), gelu(inp + bias)
+    else:
+        [found], expected = launch(inp.size, dout, inp, bias, N, 4 * C), dgelu(dout, inp + bias)
+    yield "of small numbers", found[small], expected[small]
+    yield "of any up to 100", found, expected
+
+
+for name in ("gelu_forward", "gelu_backward"):
+    KERNELS[name] = functools.partial(gelu_kernels, name.removeprefix("gelu_")), NC
+
+
+@kernel((1, 257, 257), (27, 257, 384), (3, 50257, 50304), (2, 4096, 4224))
+def fused_classifier(launch, N, V, Vp):
+    logits, targets, dloss = 3 * normal(N, V), words(V, N), f32(1 / N)
+    logits[-1] = rng.choice([-80, 80], V)
+    logits[0, targets[0]] = -200  # its probability is 0 in fp32, its loss is not
+    padded = np.pad(logits, ((0, 0), (0, Vp - V)), constant_values=np.nan)
+    for with_gradient in (0, 1):
+        found, losses = launch(N, padded, (N,), targets, dloss, V, Vp, with_gradient)
+        yield "losses", losses, cross_entropy(targets, logits)
+        if not with_gradient:
+            yield "logits left alone", found, padded, EXACT
+    yield "dlogits", found[:, :V], dcross_entropy(targets, np.full(N, dloss), logits)
+    yield "dlogits, padding", found[:, V:], np.zeros((N, Vp - V)), EXACT
+
+
+@kernel(((32,), 1), ((96, 5024, 32, 768), 2), ((1600 * 96, 1600), 1024))
+def adamw(launch, sizes, blocks):
+    starts, decayed = np.cumsum([0, *sizes]).astype(np.uint64), np.resize([1.0, 0.0], len(sizes))
+    lr, beta1, beta2, eps, weight_decay = f32([0.01, 0.9, 0.999, 1e-8, 0.1])
+    p = first = f32(0.02 * normal(sum(sizes)))
+    m = v = np.zeros_like(p)
+    state = [p, m, v]
+    for step in (1, 2, 3):
+        g = f32(normal(p.size) * 10 ** rng.uniform(-10, 0, p.size))  # the small ones bring out eps
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+        corrections = 1 / (1 - beta1**step), 1 / (1 - beta2**step)
+        change = m * corrections[0] / (np.sqrt(v * corrections[1]) + eps)
+        p = p - lr * (change + weight_decay * np.repeat(decayed, sizes) * p)
+        state = launch((blocks, len(sizes)), state[0], g, *state[1:], starts, decayed, lr, beta1, beta2, *corrections,
+                       eps, weight_decay)
+    yield from zip(("change", "m", "v"), (state[0] - first, *state[1:]), (p - first, m, v))
+
+
+def test_kernels(device, only):
+    # Without CuPy's pool, which a sanitizer would take for one large array.
+    with device.cupy.cuda.using_allocator(None) if device.name == "cuda" else contextlib.nullcontext():
+        for name, (test, runs) in KERNELS.items():
+            for sizes in runs if only in (None, name) else ():
+                shape = " ".join(f"{s}={size}" for s, size in zip([*inspect.signature(test).parameters][1:], sizes))
+                run(f"{name} {shape}", test, functools.partial(launch, device, name), *sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What else the model is made of: matrix products, and attention in strips
+
+
+def poisoned_model(device, B, T, kind="softmax", **sizes):
+    """A model whose activations and their gradients are NaN until they are computed."""
+    model = GPT2(Config(**{"maxT": T, "V": 257, "L": 2, "NH": 1, "C": 32, "Vp": 384} | sizes), device, B, T, kind)
+    for name in ("activations", "backward"):
+        device.put(model.arenas[name], np.full(model.arenas[name].nbytes, 255, np.uint8))
+    return model
+
+
+def matmul(device, M, K, N):
+    """The products of a linear layer x (M,K) @ w (N,K).T and of its gradients, and those of a strip of attention."""
+    x, w, dout, att, q, k = (normal(*shape) for shape in ((M, K), (N, K), (M, N), (3, M, M), (3, M, K), (3, M, K)))
+    begin, end = M // 3, M - M // 4  # the strip
+    for name, a, a_view, b, b_view in (
+            ("x @ w.T", x, lambda x: x, w, lambda w: w.T),
+            ("dout @ w", dout, lambda dout: dout, w, lambda w: w),
+            ("+= dout.T @ x", dout, lambda dout: dout.T, x, lambda x: x),
+            ("q @ k.T", q, lambda q: q[:, begin:end], k, lambda k: k[:, :end].transpose(0, 2, 1)),
+            ("att @ v", att, lambda att: att[:, begin:end, :end], k, lambda v: v[:, :end]),
+            ("att.T @ dy", att, lambda att: att[:, begin:, begin:end].transpose(0, 2, 1), q, lambda dy: dy[:, begin:])):
+        product, accumulate = a_view(a) @ b_view(b), "+=" in name
+        columns = product.shape[-1]
+        out = normal(*product.shape[:-1], columns + 5 * (product.ndim == 3))  # a strip has neighbours
+        arrays = [device.empty(4 * values.size).view(np.float32).reshape(values.shape) for values in (out, a, b)]
+        for array, values in zip(arrays, (out, a, b)):
+            device.put(array, values)
+        device.matmul(arrays[0][..., :columns], a_view(arrays[1]), b_view(arrays[2]), accumulate)
+        out[..., :columns] = product + (out if accumulate else 0)
+        yield name, device.get(arrays[0]), out, LIMITS[device.dtype]
+
+
+def attention_layer(device, kind, B, T, NH, C):
+    """The inputs are sixteenths, which TF32 holds exactly, or a score next to 0 might change its sign."""
+    qkv, bias, dout = (np.round(16 * normal(*shape)) / 16 for shape in ((B, T, 3 * C), (1, 3 * C), (B, T, C)))
+    model = poisoned_model(device, B, T, kind, L=1, NH=NH, C=C)
+    model.bind(B, T)
+    for array, values in ((model.params.qkvb, bias), (model.acts.qkv, qkv), (model.back.dbranch, dout)):
+        device.put(array, values)
+    model.attention_forward(0)
+    model.attention_backward(0)
+    q, k, v = split(qkv + bias, 3, NH)
+    out, dqkv = split(device.get(model.acts.atty[0]), 1, NH)[0], split(device.get(model.back.dqkv), 3, NH)
+    yield "out", out, attention(kind, q, k, v), LIMITS[device.dtype]
+    yield "dqkv", dqkv, np.stack(dattention(kind, split(dout, 1, NH)[0], q, k, v)), LIMITS[device.dtype]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole model against a dump
+
+HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
+LLM_C_LOSSES = [  # of the 124M model, in llm.c's fp32 tests, and in its mixed-precision test
+    ((1e-4, 0.9, 0.999, 1e-8, 0.01), (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147,
+                                      0.624080, 0.376511)),
+    ((1e-4, 0.9, 0.95, 1e-8, 0.0), (5.270009, 4.060681, 3.320085, 2.717550, 2.181066, 1.653923, 1.168050, 0.736873,
+                                    0.401021, 0.187493))]
+
+
+def sign_changes(model, limit):
+    """How far off gradients may be with ReLU attention: a rounding of `limit` turns scores next to 0 positive or
+    negative, and with that their gradients on or off. If a share s of them turn, the error is about sqrt(s)."""
+    q, k, _ = model.device.get(model.acts.qkvr).astype(np.float64).swapaxes(0, 1)  # (L,B*NH,T,HS) each
+    score = (q @ transposed(k))[..., np.tri(q.shape[-2], dtype=bool)]
+    return 2 * np.sqrt(np.mean(abs(score) < limit * np.sqrt(np.mean(score**2))))
+
+
+def dump(device, checkpoint, state, kind, losses=(None,), bound=0, hyperparameters=None):
+    """Logits, loss and gradients of a debug state, and the losses, if they are known, before each of ten updates on its
+    one batch; these must be within bound."""
+    c = read_config(checkpoint)
+    truth, limit = read_debug_state(state, c), LIMITS[device.dtype]
+    model = poisoned_model(device, *truth.x.shape, kind, **dataclasses.asdict(c))
+    model.load(checkpoint)
+    yield "loss", model.forward(truth.x, truth.y), truth.loss, limit
+    yield "logits", device.get(model.acts.logits)[..., : c.V], truth.logits, limit
+    for step, wish in enumerate(losses):
+        loss = model.forward(truth.x, truth.y, training=True)
+        model.backward()
+        if step == 0:
+            limit += sign_changes(model, limit) if kind == "relu" else 0
+            for name, gradient in truth.gradients.items():
+                yield f"d{name}", device.get(getattr(model.grads, name)), gradient, limit
+        if wish is not None:
+            yield f"loss {step}", loss - wish, 0, bound
+            model.update(**hyperparameters)
+
+
+def test_dump(device, checkpoint, state, kind=None, fp32_bound=1e-2):
+    """Compare with a debug state, and with ten losses if they are known: beside it, or because it is llm.c's."""
+    prefix = str(state).removesuffix(".bin").removesuffix("_debug_state")
+    report = json.loads(Path(f"{prefix}_losses.json").read_text()) if Path(f"{prefix}_losses.json").exists() else {}
+    kind, known = kind or report.get("attention", "softmax"), []
+    if kind == report.get("attention"):
+        bound = fp32_bound if device.dtype == "fp32" else 3e-2
+        known.append((report["losses"], bound, {name: report[name] for name in HYPERPARAMETERS}))
+    if kind == "softmax" and Path(prefix).name == "gpt2_124M":
+        known += [(losses, 1e-2, dict(zip(HYPERPARAMETERS, values))) for values, losses in LLM_C_LOSSES]
+    for ten in known or [()]:
+        run(f"{device.name} {device.dtype} {Path(prefix).name}", dump, device, checkpoint, state, kind, *ten)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What needs no truth: the same bits again, no more memory, batches below the largest
+
+
+def gradients(model, *batches):
+    """The sum of the gradients of some batches (x, y)."""
+    model.device.zero(model.arenas["gradients"])
+    for x, y in batches:
+        model.forward(x, y, training=True)
+        model.backward()
+    return {name: model.device.get(array) for name, array in vars(model.grads).items()}
+
+
+def repeated_steps(device):
+    """Two runs of one seed end in the same bits, and after its first step a run takes not a byte more of a GPU."""
+    (x, y), parameters, memory = words(257, 2, 2, 20), [], []
+    for _ in range(2):
+        model = poisoned_model(device, 2, 20)
+        model.initialize(42)
+        for _ in range(4):
+            again = gradients(model, (x, y)), gradients(model, (x, y))
+            model.update()
+            model.forward(x, y)
+            if device.name == "cuda":
+                device.synchronize()
+                memory.append((device.free_bytes(), device.cupy.get_default_memory_pool().total_bytes()))
+        parameters.append(device.get(model.arenas["parameters"]))
+    yield "parameters", *parameters, EXACT
+    for name, gradient in again[0].items():
+        yield f"d{name}", gradient, again[1][name], EXACT
+    if memory:
+        yield "memory, free and in CuPy's pool", np.array(memory[1:4]), np.array(memory[:1] * 3), EXACT
+
+
+def smaller_batches(device):
+    """A model for (2,maxT), given (B,t): no logit depends on later tokens, and the gradients of a batch are the average
+    of those of its two rows. A bias's gradient is taken in two stages from 200 tokens, and in one from 100."""
+    T, limit = STRIP + 44, LIMITS[device.dtype]
+    model = poisoned_model(device, 2, T)
+    model.initialize(42)
+    x, y = words(257, 2, 2, T)
+    model.forward(x)
+    logits = device.get(model.acts.logits)
+    for t in (1, 100, T):
+        model.forward(x[:1, :t])
+        yield f"logits of (1,{t})", device.get(model.acts.logits), logits[:1, :t], limit
+        rows = gradients(model, (x[:1, :t], y[:1, :t]), (x[1:, :t], y[1:, :t]))
+        for name, gradient in gradients(model, (x[:, :t], y[:, :t])).items():
+            yield f"d{name} of (2,{t})", 2 * gradient, rows[name], limit
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files and the command line
+
+SMALL = Config(maxT=40, V=257, L=1, NH=2, C=32, Vp=384)
+PARAMETERS = 4 * sum(row.size for row in parameter_table(SMALL))
+GOOD_FILES = {  # kind: (header after magic and version, bytes behind the header, which are zeros, and how it is read)
+    "checkpoint": (dataclasses.astuple(SMALL), PARAMETERS, read_config),
+    "debug state": ((2, 8), 4 * (2 * 16 + 16 * 257 + 1) + PARAMETERS, lambda path: read_debug_state(path, SMALL)),
+    "token file": ((100,), 200, lambda path: DataLoader(path, 2, 8, 257)),
+    "tokenizer": ((100, 99), 100, read_tokenizer),
+}
+BAD_FILES = [  # kind, what the message says, {index: int32} that makes it so, and the size from that of a good file
+    *((kind, *row) for kind in GOOD_FILES for row in (
+        ("could not be read", {}, lambda size: None),
+        ("truncated within its header", {}, lambda size: 0),
+        ("truncated within its header", {}, lambda size: 1023),
+        ("promises", {}, lambda size: size - 1),
+        ("promises", {}, lambda size: size + 1),
+        ("begins with 1", {0: 1}),
+        ("version 0 (an old format)", {1: 0}),
+        ("version 9; expected", {1: 9}))),
+    ("checkpoint", "version 5; expected version 3", {1: 5}),
+    ("checkpoint", "maxT = 0", {2: 0}),
+    ("checkpoint", "V = -1", {3: -1}),
+    ("checkpoint", "L = 1073741824", {4: 2**30}),
+    ("checkpoint", "C = 32 to be divisible by NH = 3", {5: 3}),
+    ("checkpoint", "C = 48 to be a multiple of 32", {6: 48}),
+    ("checkpoint", "V = 257 not to exceed Vp = 256", {7: 256}),
+    ("debug state", "B = 0", {2: 0}),
+    ("debug state", "truncated", {2: 2**30}),
+    ("debug state", "T = -1", {3: -1}),
+    ("debug state", "T <= maxT = 40", {3: 41}),
+    ("debug state", "token 1 is -1", {257: -1}),
+    ("debug state", "token 0 is 257", {256 + 16: 257}),
+    ("token file", "prepro_tinyshakespeare.py", {0: 50256 + (318 << 16)}),  # of an old format, without a header
+    ("token file", "promises -1 tokens", {2: -1}),
+    ("token file", "truncated", {2: 2**31 - 1}),
+    ("token file", "token 1 is 257", {256: 5 + (257 << 16)}),
+    ("token file", "needs B*T+1 = 17", {2: 16}, lambda size: 1024 + 32),
+]
+
+
+def refusal(function, *args):
+    """The message of the UserError that a call raises, or None."""
+    try:
+        function(*args)
+    except UserError as e:
+        return str(e)
+
+
+def bad_files(device, folder):
+    """Each is refused in one line that names it and says what is wrong."""
+    for kind, wish, change, *resize in [*((kind, None, {}) for kind in GOOD_FILES), *BAD_FILES]:
+        (sizes, body, read), path = GOOD_FILES[kind], folder / "file.bin"
+        content = np.zeros(256 + body // 4, "<i4")
+        content[: 2 + len(sizes)] = *FILES[kind][:2], *sizes
+        for index, number in change.items():
+            content[index] = number
+        size = resize[0](content.nbytes) if resize else content.nbytes
+        path.write_bytes(content.tobytes().ljust(size or 0, b"\0")[:size])
+        if size is None:
+            path.unlink()
+        found = refusal(read, path)
+        ok = found == wish or found and wish and re.fullmatch(f"{path}: .*{re.escape(wish)}.*", found)
+        check(f"{kind}: {wish or 'a good one'}", ok, "" if ok else repr(found))
+
+
+def good_files(device, folder):
+    """What is written is read again, and a full disk leaves the old file as it was."""
+    path, copy, model, other = folder / "model.bin", folder / "copy.bin", *(GPT2(SMALL, device, 1, 1) for _ in range(2))
+    model.initialize(42)
+    model.save(path)
+    other.load(path)
+    other.save(copy)
+    check("checkpoint: written, read, written", path.read_bytes() == copy.read_bytes() and read_config(path) == SMALL)
+    model.initialize(43)
+    room, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit))  # as if the disk were full from there on
+    message = refusal(model.save, path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit))
+    check("checkpoint: a full disk", message and re.fullmatch(f"{path}: .*", message), message)
+    check("checkpoint: the old one is intact", path.read_bytes() == copy.read_bytes())
+    check("checkpoint: no temporary file is left", {p.name for p in folder.iterdir()} == {"model.bin", "copy.bin"})
+
+    tokens = words(257, 41)
+    with contextlib.redirect_stdout(None):
+        write_tokens(path, tokens)
+    check("token file: its header", read_header(path, "token file") == [20240520, 1, 41] + 253 * [0])
+    data = DataLoader(path, 2, 8, 257)
+    for start in (0, 16, 0):
+        batch = [tokens[i : i + 16].reshape(2, 8) for i in (start, start + 1)]
+        check(f"token file: the batch from {start}", np.array_equal(data.next_batch(), batch))
+
+
+def command_line(device, folder):
+    """train_gpt2.py says in one line what it was given wrong, and trains twice to the same bits."""
+    with contextlib.redirect_stdout(None):
+        write_tokens(folder / "tokens.bin", words(257, 200))
+        write_tokens(folder / "short.bin", words(257, 16))
+    start = FIXTURES / "gpt2_tiny.bin"
+    tiny = ("-e", start, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
+    for wish, *flags in [("--batch-size 0", "-b", "0"), ("--nonsense", "--nonsense"), ("1.5", "-t", "1.5"),
+                         ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
+                         ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
+                         *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
+                         (None, *tiny, "-o", "one"), (None, *tiny, "-o", "two")]:
+        done = subprocess.run([sys.executable, HERE / "train_gpt2.py", "--device", device.name, *flags], cwd=folder,
+                              capture_output=True, text=True)
+        ok = done.returncode == (wish is not None) and re.fullmatch(
+            f"error: .*{re.escape(wish)}.*\n" if wish else "", done.stderr)
+        check(f"train_gpt2.py: {wish or 'three steps'}", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+    one, two = (next((folder / name).glob("model_*.bin")) for name in ("one", "two"))
+    check("train_gpt2.py: its checkpoint is one", read_config(one) == read_config(start))
+    check("train_gpt2.py: the same bits again", one.read_bytes() == two.read_bytes() != start.read_bytes())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The program
+
+FIXTURES = HERE / "dev/fixtures"
+FLAGS = [  # name, form, what it is
+    ("--device", {"choices": ("cpu", "cuda")}, "only on this one (default: the CPU, and a GPU if there is one)"),
+    ("--dtype", {"choices": tuple(LIMITS)}, "only with this one (default: both)"),
+    ("--checkpoint", {}, "the checkpoint of a dump; with --state, only this dump is compared"),
+    ("--state", {}, "the debug state of the dump"),
+    ("--attention", {"choices": ("softmax", "relu")}, "the dump's (default: what its losses' file says, else softmax)"),
+    ("--kernels", {"action": "store_true"}, "only the kernels"),
+    ("--only", {"choices": tuple(KERNELS)}, "only this kernel"),
+]
+
+
+def test_device(device):
+    title = f"{device.name} {device.dtype}"
+    for sizes in ((1, 1, 1), (27, 96, 288), (40, 768, 257), (300, 6, 32)):
+        run(f"{title} matmul {sizes}", matmul, device, *sizes)
+    for kind in ("softmax", "relu"):
+        for B, T, NH, C in ((1, 1, 1, 32), (2, 27, 16, 96), (2, STRIP, 2, 64), (1, 2 * STRIP + 1, 1, 32)):
+            run(f"{title} {kind} attention B={B} T={T} NH={NH} C={C}", attention_layer, device, kind, B, T, NH, C)
+    for state in ("gpt2_tiny", "gpt2_tiny_relu"):
+        # To decay one tensor wrongly moves a loss by 1.5e-5 or more, to leave out the bias correction by 0.4, and
+        # rounding by 1e-6.
+        test_dump(device, FIXTURES / "gpt2_tiny.bin", FIXTURES / f"{state}_debug_state.bin", fp32_bound=1e-5)
+    run(f"{title} again:", repeated_steps, device)
+    run(f"{title}", smaller_batches, device)
+    if Path("gpt2_124M.bin").exists() and Path("gpt2_124M_debug_state.bin").exists():
+        test_dump(device, "gpt2_124M.bin", "gpt2_124M_debug_state.bin")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Compare train_gpt2.py with independent truths.", allow_abbrev=False)
+    for name, form, text in FLAGS:
+        parser.add_argument(name, help=text, **form)
+    flags = parser.parse_args()
+    if bool(flags.checkpoint) != bool(flags.state) or flags.attention and not flags.state:
+        parser.error("--checkpoint and --state go together, and --attention with them")
+    kernels = flags.kernels or flags.only
+    everything = not (kernels or flags.state)
+    if everything:
+        run("gradient of", finite_differences)
+        untested = read_kernels((HERE / "kernels.cu").read_text(encoding="utf-8")).keys() ^ KERNELS.keys()
+        check("each kernel has a test, and each test a kernel", not untested, " ".join(sorted(untested)))
+    dtypes = [flags.dtype] if flags.dtype else list(LIMITS)[: 1 if kernels else None]  # no kernel multiplies matrices
+    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
+        for dtype in dtypes:
+            device = {"cpu": Cpu, "cuda": Cuda}[name](dtype)
+            print(f"--- {device}")
+            if flags.state:
+                test_dump(device, flags.checkpoint, flags.state, flags.attention)
+            elif dtype == dtypes[0]:
+                test_kernels(device, flags.only)
+            if everything:
+                test_device(device)
+    for test in (bad_files, good_files, command_line) if everything else ():
+        with tempfile.TemporaryDirectory() as folder:
+            run(test.__name__, test, device, Path(folder))
+    print(f"{counts[True]} passed, {counts[False]} failed")
+    return 1 if counts[False] else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as e:
+        sys.exit(f"error: {e}")
