@@ -69,6 +69,12 @@ __device__ __forceinline__ unsigned two_bf16(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
 }
+
+__device__ __forceinline__ float power_of_2(float x) {  // without exp2f's care for denormals: they become 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 #endif
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -77,6 +83,10 @@ __device__ __forceinline__ void from_float(float& to, float x) { to = x; }
 __device__ __forceinline__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ __forceinline__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
 #endif
+
+// e^x: where results are rounded to bf16, by the hardware's 2^x alone.
+constexpr float LOG2_E = 1.442695041f;
+__device__ __forceinline__ float exponential(float x) { return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x); }
 
 // n neighbours in registers, as fp32. With 16 bytes a lane, a load is one transaction for each quarter of a warp, the
 // widest there is; every row starts on such a boundary, since C is a multiple of 32.
@@ -362,9 +372,13 @@ __device__ __forceinline__ void copies_arrive() { asm volatile("cp.async.wait_al
 // through shared memory; while it works on one tile, the next is on its way. A tile's scores live in registers, 16 rows
 // by a tile's columns in each warp. What bounds it is the tensor cores, and shared memory that feeds them.
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros to whole products
-constexpr int ROWS = 64;                 // of a block of 4 warps
 constexpr int LD = HP + 8;               // a tile's row in shared memory: neighbours in a column are in different banks
-
+// Of a block of 4 warps, each with M times 16 rows. What a warp reads of a tile serves all its rows: 32 of them halve the
+// traffic of shared memory, where the registers can hold their results.
+constexpr int M = sizeof(real) == 2 && HP <= 64 ? 2 : 1;
+constexpr int ROWS = 4 * M * 16;
+constexpr int KEYS = 64;  // of a tile of the forward pass
+constexpr int TILE = 32;  // rows of the other side in a tile of the backward passes, which hold two results
 // Rows first..first+rows-1 of a head, whose rows are stride numbers apart, into a tile; zeros beyond T and HS.
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const real* head, size_t stride, int first, int T) {
@@ -425,51 +439,61 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
     mma(right, a, {b[2], b[3]});
 }
 
-// d (16, columns) += rows r..r+15 of one tile times the transpose of the first `columns` rows of another.
+// d (16 M, columns) += a warp's rows of one tile, from r on, times the transpose of the first `columns` rows of another.
 template <int columns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[columns / 8][4], const real* left, int r,
+__device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4], const real* left, int r,
                                                     const real* right) {
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
-        Pair a[4], b[4];
-        load_a(a, left, r, c);
+        Pair a[M][4], b[4];
+#pragma unroll
+        for (int m = 0; m < M; m++) load_a(a[m], left, r + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < columns / 16; n++) {
             load_b_transposed(b, right, 16 * n, c);
-            mma_pair(d[2 * n], d[2 * n + 1], a, b);
+#pragma unroll
+            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }
     }
 }
 
-// d (16,HP) += x (16, columns), a product's result in registers, times the first `columns` rows of a tile.
+// d (16 M, HP) += x (16 M, columns), a result in registers, times the first `columns` rows of a tile.
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[HP / 8][4], const float (&x)[columns / 8][4], const real* tile) {
+__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4], const real* tile) {
 #pragma unroll
     for (int r = 0; r < columns / 16; r++) {
-        const float(&left)[4] = x[2 * r], (&right)[4] = x[2 * r + 1];
-        Pair b[4], a[4] = {pair(left[0], left[1]), pair(left[2], left[3]), pair(right[0], right[1]), pair(right[2], right[3])};
+        Pair a[M][4], b[4];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[m][i] = pair(x[m][2 * r + i / 2][i % 2 * 2], x[m][2 * r + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
             load_b(b, tile, 16 * r, 16 * n);
-            mma_pair(d[2 * n], d[2 * n + 1], a, b);
+#pragma unroll
+            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }
     }
 }
 
 // Rows row+g and row+g+8 of a result (16,HP) to a head's rows, scaled each by its own factor.
 __device__ __forceinline__ void store_rows(real* head, size_t stride, int row, int T, const float (&d)[HP / 8][4],
-                                           float factor0, float factor1) {
+                                           float factor0 = 1.0f, float factor1 = 1.0f) {
     int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int t = row + g + 8 * half;
         float factor = half ? factor1 : factor0;
-        if (t < T)
+        if (t >= T) continue;
 #pragma unroll
-            for (int n = 0; n < HP / 8; n++)
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (8 * n + 2 * q + i < HS) from_float(head[t * stride + 8 * n + 2 * q + i], factor * d[n][2 * half + i]);
+        for (int n = 0; n < HP / 8; n++) {
+            int c = 8 * n + 2 * q;
+            real* to = head + t * stride + c;
+            Pack<2> x = {factor * d[n][2 * half], factor * d[n][2 * half + 1]};
+            if (HS % 2 == 0 && c < HS) store(to, x);
+            if (HS % 2 == 1 && c < HS) from_float(to[0], x[0]);
+            if (HS % 2 == 1 && c + 1 < HS) from_float(to[1], x[1]);
+        }
     }
 }
 
@@ -483,9 +507,6 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
 
-constexpr int KEYS = 64;  // of a tile of the forward pass
-constexpr float LOG2_E = 1.442695041f;
-
 // Also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) / sqrt(HS)), from which the backward pass
 // makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum of a row are those of the
 // tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018, algorithm 3). Blocks
@@ -494,9 +515,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __rest
                                                                     const real* __restrict__ qkv, float scale,
                                                                     int relu, int T, int NH) {
     DYNAMIC_SHARED(real, tiles);  // (2, 2, KEYS, LD): two stages of keys and values
-    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH;
-    int C = NH * HS, row = first + threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int row = first + threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    float scale2 = scale * LOG2_E;
     auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * KEYS * LD; };
     auto load_stage = [&](int stage, int key) {
         load_tile<KEYS>(tile(stage, 0), head + C, 3 * C, key, T);
@@ -506,78 +528,94 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __rest
     load_stage(0, 0);
     copies_arrive();
     __syncthreads();
-    Pair query[HP / 16][4];
+    Pair query[HP / 16][M][4];
 #pragma unroll
-    for (int c = 0; c < HP / 16; c++) load_a(query[c], tile(1, 0), row - first, 16 * c);
+    for (int c = 0; c < HP / 16; c++)
+#pragma unroll
+        for (int m = 0; m < M; m++) load_a(query[c][m], tile(1, 0), row - first + 16 * m, 16 * c);
 
-    float o[HP / 8][4] = {}, top[2] = {LOWEST, LOWEST}, sum[2] = {};
+    float o[M][HP / 8][4] = {}, top[M][2], sum[M][2] = {};
+#pragma unroll
+    for (int m = 0; m < M; m++) top[m][0] = top[m][1] = LOWEST;
     int end = min(first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
         copies_arrive();
         __syncthreads();  // this stage is filled, and nobody reads the other any more
         if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
+        if (key >= row + 16 * M) continue;  // all of it lies beyond this warp's rows
 
-        float s[KEYS / 8][4] = {};
+        float s[M][KEYS / 8][4] = {};
 #pragma unroll
         for (int c = 0; c < HP / 16; c++)
 #pragma unroll
             for (int n = 0; n < KEYS / 16; n++) {
                 Pair k[4];
                 load_b_transposed(k, tile(stage, 0), 16 * n, 16 * c);
-                mma_pair(s[2 * n], s[2 * n + 1], query[c], k);
+#pragma unroll
+                for (int m = 0; m < M; m++) mma_pair(s[m][2 * n], s[m][2 * n + 1], query[c][m], k);
             }
-        if (key + KEYS > row)  // the diagonal runs through this tile
+        if (key + KEYS > row)  // the diagonal runs through it
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
+            for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (key + 8 * n + column + i % 2 > row + g + i / 2 * 8) s[n][i] = LOWEST;
+                for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        if (key + 8 * n + column + i % 2 > row + 16 * m + g + i / 2 * 8) s[m][n][i] = LOWEST;
         if (relu) {
 #pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
+            for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) s[n][i] = fmaxf(0.0f, scale * s[n][i]);
+                for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) s[m][n][i] = fmaxf(0.0f, scale * s[m][n][i]);
         } else {
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float before = top[half];
+            for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-                    top[half] = fmaxf(top[half], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-                top[half] = row_max(top[half]);
-                float factor = exp2f(scale * LOG2_E * (before - top[half])), shift = scale * LOG2_E * top[half];
-                sum[half] *= factor;
+                for (int half = 0; half < 2; half++) {
+                    float before = top[m][half], now = before;
 #pragma unroll
-                for (int n = 0; n < HP / 8; n++) o[n][2 * half] *= factor, o[n][2 * half + 1] *= factor;
+                    for (int n = 0; n < KEYS / 8; n++) now = fmaxf(now, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                    now = row_max(now);
+                    float factor = power_of_2(scale2 * (before - now)), total = 0.0f;
 #pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-                    for (int i = 2 * half; i < 2 * half + 2; i++) {
-                        s[n][i] = exp2f(scale * LOG2_E * s[n][i] - shift);
-                        sum[half] += s[n][i];
-                    }
-            }
+                    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+                        for (int i = 2 * half; i < 2 * half + 2; i++) {
+                            s[m][n][i] = power_of_2(scale2 * s[m][n][i] - scale2 * now);
+                            total += s[m][n][i];
+                        }
+                    sum[m][half] = sum[m][half] * factor + total;
+                    top[m][half] = now;
+#pragma unroll
+                    for (int n = 0; n < HP / 8; n++) o[m][n][2 * half] *= factor, o[m][n][2 * half + 1] *= factor;
+                }
         }
         multiply<KEYS>(o, s, tile(stage, 1));
     }
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-        sum[half] = relu ? 1.0f : row_sum(sum[half]);
-        if (column == 0 && row + g + 8 * half < T)
-            lse[(size_t)blockIdx.y * T + row + g + 8 * half] = scale * LOG2_E * top[half] + log2f(sum[half]);
+    for (int m = 0; m < M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int t = row + 16 * m + g + 8 * half;
+            sum[m][half] = relu ? 1.0f : row_sum(sum[m][half]);
+            if (column == 0 && t < T) lse[(size_t)blockIdx.y * T + t] = scale2 * top[m][half] + log2f(sum[m][half]);
+        }
+        store_rows(out + (size_t)b * T * C + h * HS, C, row + 16 * m, T, o[m], 1.0f / sum[m][0], 1.0f / sum[m][1]);
     }
-    store_rows(out + (size_t)b * T * C + h * HS, C, row, T, o, 1.0f / sum[0], 1.0f / sum[1]);
 }
 
-// Rows of the other side in a tile of the backward passes, as many as leave the registers room for two results.
-constexpr int TILE = sizeof(real) == 2 && HP <= 64 ? 64 : 32;
-
-// One element: from score and dweight = dout v' to weight and dscore, both zero above the diagonal.
-__device__ __forceinline__ void backward_element(float& score, float& dweight, bool seen, int relu, float scale,
-                                                 float lse, float delta) {
-    float weight = relu ? fmaxf(0.0f, scale * score) : exp2f(scale * LOG2_E * score - lse);
-    float dscore = relu ? (score > 0.0f ? scale * dweight : 0.0f) : scale * weight * (dweight - delta);
-    score = seen ? weight : 0.0f;
-    dweight = seen ? dscore : 0.0f;
+// One element of the backward pass: from score and dweight = dout v' to weight and dscore.
+__device__ __forceinline__ void backward_element(float& score, float& dweight, int relu, float scale, float lse,
+                                                 float delta) {
+    if (relu) {
+        dweight = score > 0.0f ? scale * dweight : 0.0f;
+        score = fmaxf(0.0f, scale * score);
+    } else {
+        score = power_of_2(scale * LOG2_E * score - lse);
+        dweight = scale * score * (dweight - delta);
+    }
 }
 
 // The backward pass is two kernels, so that each gradient is summed by one warp in one order; dqkv is (B,T,3,NH,HS), as
@@ -589,50 +627,63 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
     const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T, int NH) {
     DYNAMIC_SHARED(real, shared);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
-    int r = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    int r = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32, g = lane / 4, column = 2 * (lane % 4);
     const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
-    real *queries = shared, *douts = shared + ROWS * LD;
-    auto tile = [&](int stage, int which) { return shared + (2 * ROWS + (2 * stage + which) * TILE) * LD; };
+    real *queries = shared, *douts = shared + ROWS * LD, *tiles = douts + ROWS * LD;
+    auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * TILE * LD; };
     auto load_stage = [&](int stage, int key) {
         load_tile<TILE>(tile(stage, 0), head + C, 3 * C, key, T);
         load_tile<TILE>(tile(stage, 1), head + 2 * C, 3 * C, key, T);
     };
     load_tile<ROWS>(queries, head, 3 * C, first, T);
     load_tile<ROWS>(douts, dhead, C, first, T);
-    load_stage(0, 0);
+    load_tile<ROWS>(tiles, out + (size_t)b * T * C + h * HS, C, first, T);  // out, where the two stages will be
     copies_arrive();
     __syncthreads();
-    float row_lse[2], row_delta[2];  // of rows g and g+8
+    float row_lse[M][2], row_delta[M][2];  // of rows g and g+8
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        int t = first + r + i, lane = threadIdx.x % 32;
-        float sum = 0.0f;
-        for (int c = lane; c < HS && t < T; c += 32)
-            sum += to_float(out[((size_t)b * T + t) * C + h * HS + c]) * to_float(douts[(r + i) * LD + c]);
-        sum = warp_sum(sum);
-        size_t at = (size_t)blockIdx.y * T + min(t, T - 1);
-        if (i % 8 == g) row_lse[i / 8] = lse[at], row_delta[i / 8] = sum;
-        if (lane == 0 && t < T) delta[at] = sum;
+    for (int m = 0; m < M; m++) {
+        float sum = 0.0f;  // lanes i and i+16 share row i
+        for (int c = lane / 16 * (HP / 2); c < (lane / 16 + 1) * (HP / 2); c++) {
+            int at = (r + 16 * m + lane % 16) * LD + c;
+            sum += to_float(tiles[at]) * to_float(douts[at]);
+        }
+        sum += __shfl_xor_sync(FULL_WARP, sum, 16);
+        int t = first + r + 16 * m + lane;
+        if (lane < 16 && t < T) delta[(size_t)blockIdx.y * T + t] = sum;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            row_delta[m][half] = __shfl_sync(FULL_WARP, sum, g + 8 * half);
+            row_lse[m][half] = lse[(size_t)blockIdx.y * T + min(first + r + 16 * m + g + 8 * half, T - 1)];
+        }
     }
+    __syncthreads();
+    load_stage(0, 0);
 
-    float dq[HP / 8][4] = {};
+    float dq[M][HP / 8][4] = {};
     int end = min(first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
         copies_arrive();
         __syncthreads();
         if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
-        float s[TILE / 8][4] = {}, d[TILE / 8][4] = {};
+        if (key >= first + r + 16 * M) continue;
+        float s[M][TILE / 8][4] = {}, d[M][TILE / 8][4] = {};
         multiply_transposed<TILE>(s, queries, r, tile(stage, 0));
         multiply_transposed<TILE>(d, douts, r, tile(stage, 1));
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
+        for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                backward_element(s[n][i], d[n][i], key + 8 * n + column + i % 2 <= first + r + g + i / 2 * 8, relu,
-                                 scale, row_lse[i / 2], row_delta[i / 2]);
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    backward_element(s[m][n][i], d[m][n][i], relu, scale, row_lse[m][i / 2], row_delta[m][i / 2]);
+                    if (key + 8 * n + column + i % 2 > first + r + 16 * m + g + i / 2 * 8) d[m][n][i] = 0.0f;
+                }
         multiply<TILE>(dq, d, tile(stage, 0));
     }
-    store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r, T, dq, 1.0f, 1.0f);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+        store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r + 16 * m, T, dq[m]);
 }
 
 // This one, run after attention_backward_q, has ROWS keys and walks over the queries that see them, for dv = weight' dout
@@ -641,41 +692,53 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
     DYNAMIC_SHARED(real, shared);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
+    __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     int first = blockIdx.x * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
-    int r = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    int r = threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
-    const float *row_lse = lse + (size_t)blockIdx.y * T, *row_delta = delta + (size_t)blockIdx.y * T;
-    real *keys = shared, *values = shared + ROWS * LD;
-    auto tile = [&](int stage, int which) { return shared + (2 * ROWS + (2 * stage + which) * TILE) * LD; };
+    real *keys = shared, *values = shared + ROWS * LD, *tiles = values + ROWS * LD;
+    auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * TILE * LD; };
     auto load_stage = [&](int stage, int query) {
         load_tile<TILE>(tile(stage, 0), head, 3 * C, query, T);
         load_tile<TILE>(tile(stage, 1), dhead, C, query, T);
+        if (threadIdx.x < TILE) {  // beyond T the weight is 2^LOWEST = 0
+            int t = query + threadIdx.x;
+            of_query[stage][0][threadIdx.x] = t < T ? lse[(size_t)blockIdx.y * T + t] : -LOWEST;
+            of_query[stage][1][threadIdx.x] = t < T ? delta[(size_t)blockIdx.y * T + t] : 0.0f;
+        }
     };
     load_tile<ROWS>(keys, head + C, 3 * C, first, T);
     load_tile<ROWS>(values, head + 2 * C, 3 * C, first, T);
     load_stage(0, first);
 
-    float dk[HP / 8][4] = {}, dv[HP / 8][4] = {};
+    float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
     for (int query = first, stage = 0; query < T; query += TILE, stage ^= 1) {
         copies_arrive();
         __syncthreads();
         if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
-        float s[TILE / 8][4] = {}, d[TILE / 8][4] = {};
+        if (query + TILE <= first + r) continue;  // before all of this warp's keys
+        float s[M][TILE / 8][4] = {}, d[M][TILE / 8][4] = {};
         multiply_transposed<TILE>(s, keys, r, tile(stage, 0));
         multiply_transposed<TILE>(d, values, r, tile(stage, 1));
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
+        for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int t = query + 8 * n + column + i % 2, key = first + r + g + i / 2 * 8, row = min(t, T - 1);
-                backward_element(s[n][i], d[n][i], key <= t && t < T, relu, scale, row_lse[row], row_delta[row]);
-            }
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    int t = 8 * n + column + i % 2;
+                    backward_element(s[m][n][i], d[m][n][i], relu, scale, of_query[stage][0][t], of_query[stage][1][t]);
+                    if (first + r + 16 * m + g + i / 2 * 8 > query + t) s[m][n][i] = d[m][n][i] = 0.0f;
+                }
         multiply<TILE>(dv, s, tile(stage, 1));
         multiply<TILE>(dk, d, tile(stage, 0));
     }
     real* dqkv_head = dqkv + (size_t)b * T * 3 * C + h * HS;
-    store_rows(dqkv_head + C, 3 * C, first + r, T, dk, 1.0f, 1.0f);
-    store_rows(dqkv_head + 2 * C, 3 * C, first + r, T, dv, 1.0f, 1.0f);
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+        store_rows(dqkv_head + C, 3 * C, first + r + 16 * m, T, dk[m]);
+        store_rows(dqkv_head + 2 * C, 3 * C, first + r + 16 * m, T, dv[m]);
+    }
 }
 
 // ---- residual ----
@@ -694,13 +757,13 @@ extern "C" __global__ void residual_forward(real* __restrict__ out, const real* 
 constexpr float SQRT_8_OVER_PI = 1.595769122f;
 
 __device__ __forceinline__ float gelu(float x) {
-    return x / (1.0f + expf(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
+    return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
 }
 
 // With g = 1/(1 + exp(-2u)):  d(x g)/dx = g + x g (1 - g) d(2u)/dx. Far to the left, exp overflows to infinity and g
 // to 0, the right limits.
 __device__ __forceinline__ float gelu_derivative(float x) {
-    float g = 1.0f / (1.0f + expf(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
+    float g = 1.0f / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
     return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
 }
 
@@ -741,15 +804,15 @@ __device__ __forceinline__ void classify_row(real* logits, float* __restrict__ l
         Pack<n> l = load<n>(x + v);
         if (cached) store(kept + v, l);
         float before = largest;
-        for (int i = 0; i < n; i++) {
-            if (v + i >= V) l[i] = LOWEST;
-            largest = fmaxf(largest, l[i]);
-        }
-        if (largest > before) sum *= expf(before - largest);
-        for (int i = 0; i < n; i++) sum += expf(l[i] - largest);
+        if (v + n > V)
+            for (int i = 0; i < n; i++)
+                if (v + i >= V) l[i] = LOWEST;
+        for (int i = 0; i < n; i++) largest = fmaxf(largest, l[i]);
+        if (largest > before) sum *= exponential(before - largest);
+        for (int i = 0; i < n; i++) sum += exponential(l[i] - largest);
     }
     float top = block_reduce<warp_max>(largest, LOWEST);
-    sum = block_reduce<warp_sum>(sum * expf(largest - top), 0.0f);
+    sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
     if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(kept[target]);
     if (!with_gradient) return;
     __syncthreads();  // the logit of the target has been read
@@ -758,8 +821,9 @@ __device__ __forceinline__ void classify_row(real* logits, float* __restrict__ l
     for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
         Pack<n> l = {};
         if (v < V) l = load<n>(kept + v);
-        for (int i = 0; i < n; i++)
-            l[i] = v + i < V ? expf(l[i] - top) * norm - (v + i == target ? dloss : 0.0f) : 0.0f;
+        for (int i = 0; i < n; i++) l[i] = exponential(l[i] - top) * norm;
+        if (v + n > V || target / n == v / n)
+            for (int i = 0; i < n; i++) l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
         store(x + v, l);
     }
 }

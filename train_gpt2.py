@@ -327,14 +327,12 @@ class DataLoader:
 
 # How each kernel is shared out: the threads of a block, and what an item is. A NUMBER, of which each thread takes W, as
 # many as 16 bytes hold; a row that takes a WARP; anything that takes a whole BLOCK; COLUMNS, of which a block takes 128
-# bytes; a row of attention, of which a warp takes 16. Blocks of 256 leave room to fill a multiprocessor evenly; the
-# classifier's row is long enough for 1,024.
+# bytes. Blocks of 256 leave room to fill a multiprocessor evenly; the classifier's row is long enough for 1,024.
 def NUMBER(threads, W): return threads * W
 def WARP(threads, W): return threads // 32
 def BLOCK(threads, W): return 1
 def COLUMNS(threads, W): return 8 * W
 def FP32_COLUMNS(threads, W): return 32
-def ATTENTION_ROWS(threads, W): return threads // 32 * 16
 
 
 LAUNCH = {
@@ -345,9 +343,9 @@ LAUNCH = {
     "layernorm_backward": (256, BLOCK),
     "matmul_backward_bias": (256, COLUMNS),
     "add_partials": (256, FP32_COLUMNS),
-    "attention_forward": (128, ATTENTION_ROWS),
-    "attention_backward_q": (128, ATTENTION_ROWS),
-    "attention_backward_kv": (128, ATTENTION_ROWS),
+    "attention_forward": (128, BLOCK),
+    "attention_backward_q": (128, BLOCK),
+    "attention_backward_kv": (128, BLOCK),
     "residual_forward": (256, NUMBER),
     "gelu_forward": (256, NUMBER),
     "gelu_backward": (256, NUMBER),
@@ -685,8 +683,8 @@ class GPT2:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         self.config, self.device, self.B, self.T, self.attention = config, device, B, T, attention
         padded_HS = -(-config.C // config.NH // 16) * 16
-        rows = 384 if device.real == BF16 and padded_HS <= 64 else 256
-        self.attention_shared = rows * (padded_HS + 8) * (16 // device.W)  # bytes: what attention's kernels keep, at most
+        self.attention_rows = 128 if device.real == BF16 and padded_HS <= 64 else 64  # of a block, as in kernels.cu
+        self.attention_shared = (2 * self.attention_rows + 128) * (padded_HS + 8) * (16 // device.W)  # bytes
 
         def asked(B):
             return sum(layout(table)[-1] for table in arenas(config, B, T, device.real).values())
@@ -763,7 +761,7 @@ class GPT2:
         """
         c, p, device, run, matmul = self.config, self.params, self.device, self.device.launch, self.device.matmul
         (B, T), C, L = tokens.shape, c.C, c.L
-        N = B * T
+        N, grid = B * T, (-(-T // self.attention_rows), B * c.NH)  # grid: of attention
         self.bind(B, T)
         a, scale, relu = self.acts, (C // c.NH) ** -0.5, int(self.attention == "relu")
         device.put(a.tokens, tokens)
@@ -773,7 +771,7 @@ class GPT2:
         for l in range(L):
             run("layernorm_forward", N, a.ln1[l], a.ln1_mean[l], a.ln1_rstd[l], residual, p.ln1w[l], p.ln1b[l], N, C)
             matmul(a.qkv[l].reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T, bias=p.qkvb[l])
-            run("attention_forward", (T, B * c.NH), a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
+            run("attention_forward", grid, a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
                 shared=self.attention_shared)
             matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T, bias=p.attprojb[l])
             run("residual_forward", N * C, a.residual2[l], residual, a.branch, N, C)
@@ -809,7 +807,8 @@ class GPT2:
         c, p, g, a, d = self.config, self.params, self.grads, self.acts, self.back
         device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
         (B, T), C, L = self.bound, c.C, c.L
-        N, scale, relu = B * T, (C // c.NH) ** -0.5, int(self.attention == "relu")
+        N, grid = B * T, (-(-T // self.attention_rows), B * c.NH)
+        scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
         dresidual, dbranch, dfch = d.dresidual.reshape(N, C), d.dbranch.reshape(N, C), d.dfch.reshape(N, 4 * C)
         dqkv, dlogits = d.dqkv.reshape(N, 3 * C), a.logits.reshape(N, c.Vp)
 
@@ -830,9 +829,9 @@ class GPT2:
             bias(g.attprojb[l], dresidual)
             matmul(dbranch, dresidual, p.attprojw[l])
             matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=True)
-            run("attention_backward_q", (T, B * c.NH), d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
+            run("attention_backward_q", grid, d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
                 T, c.NH, shared=self.attention_shared)
-            run("attention_backward_kv", (T, B * c.NH), d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
+            run("attention_backward_kv", grid, d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
                 T, c.NH, shared=self.attention_shared)
             bias(g.qkvb[l], dqkv)
             matmul(dbranch, dqkv, p.qkvw[l])

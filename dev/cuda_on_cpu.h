@@ -445,6 +445,8 @@ inline unsigned __float_as_uint(float x) {
     return bits;
 }
 
+inline float power_of_2(float x) { return exp2f(x); }
+
 inline unsigned two_bf16(float low, float high) {
     auto round = [](float x) {  // to nearest, ties to even; a NaN stays one
         unsigned bits = __float_as_uint(x);
