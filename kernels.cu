@@ -207,10 +207,10 @@ extern "C" __global__ void layernorm_forward(real* __restrict__ out, float* __re
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, of each row:
 //   dinp (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 //   dweight (C) += the sum over rows of dout * norm,  dbias (C) += the sum over rows of dout
-// A warp a row again: once over it for the two averages, once more, out of L1, for the rest. The column sums of a warp's
-// rows wait in its own part of shared memory, where each lane always meets the same columns, so that no barrier is
-// needed until the end; then they are added up over the block's warps, and end as partials (2, gridDim.x, C), which two
-// launches of add_partials add up.
+// A warp a row again: once over it for the two averages, once more, out of L1, for the rest. The column sums of a
+// warp's rows wait in its own part of shared memory, where each lane always meets the same columns, so that no barrier
+// is needed until the end; then they are added up over the block's warps, and end as partials (2, gridDim.x, C), which
+// two launches of add_partials add up.
 extern "C" __global__ void layernorm_backward(real* __restrict__ dinp, float* __restrict__ partials,
                                               const real* __restrict__ dout, const real* __restrict__ inp,
                                               const real* __restrict__ weight, const float* __restrict__ mean,
@@ -256,9 +256,9 @@ extern "C" __global__ void layernorm_backward(real* __restrict__ dinp, float* __
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// out (OC) += the sum over rows of inp (N,OC). Eight lanes read 128 neighbouring bytes of a row, and the 32 such groups of
-// a block take every 32nd row of the block's share. A tall matrix is shared out along gridDim.y: then the sums of the
-// shares are set in out (gridDim.y, OC), partials that a launch of add_partials with gridDim.y = 1 adds to the true one.
+// out (OC) += the sum over rows of inp (N,OC). Eight lanes read 128 neighbouring bytes of a row, and the 32 such groups
+// of a block take every 32nd row of the block's share. A tall matrix is shared out along gridDim.y: then the sums of
+// the shares are set in out (gridDim.y, OC), partials that a launch of add_partials with gridDim.y = 1 adds up.
 template <class T>
 __device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, int N, int OC) {
     constexpr int n = 16 / sizeof(T), columns = 8 * n;
@@ -306,13 +306,14 @@ __device__ __forceinline__ Pair pair(float x, float y) { return {x, y}; }
 #ifdef __CUDACC__
 #ifdef BF16
 __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8 x 8 matrices of bf16 from shared memory, row i % 8 of matrix i / 8 at lane i's address. A lane receives of each
-// the elements 2q and 2q+1 of row g, or, transposed, of column g.
+// Four 8 x 8 matrices of bf16 from shared memory, row i % 8 of matrix i / 8 at lane i's address. A lane receives of
+// each the elements 2q and 2q+1 of row g, or, transposed, of column g.
 __device__ __forceinline__ void load_matrices(unsigned (&x)[4], const real* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"((unsigned)__cvta_generic_to_shared(row)));
@@ -329,7 +330,8 @@ __device__ __forceinline__ unsigned round_tf32(float x) {
 }
 
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
@@ -373,10 +375,9 @@ __device__ __forceinline__ void copies_arrive() { asm volatile("cp.async.wait_al
 // by a tile's columns in each warp. What bounds it is the tensor cores, and shared memory that feeds them.
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros to whole products
 constexpr int LD = HP + 8;               // a tile's row in shared memory: neighbours in a column are in different banks
-// Of a block of 4 warps, each with M times 16 rows. What a warp reads of a tile serves all its rows: 32 of them halve the
+// A block's 4 warps have M times 16 rows each. What a warp reads of a tile serves all its rows: 32 of them halve the
 // traffic of shared memory, where the registers can hold their results.
-constexpr int M = sizeof(real) == 2 && HP <= 64 ? 2 : 1;
-constexpr int ROWS = 4 * M * 16;
+constexpr int M = sizeof(real) == 2 && HP <= 64 ? 2 : 1, ROWS = 4 * M * 16;
 constexpr int KEYS = 64;  // of a tile of the forward pass
 constexpr int TILE = 32;  // rows of the other side in a tile of the backward passes, which hold two results
 // Rows first..first+rows-1 of a head, whose rows are stride numbers apart, into a tile; zeros beyond T and HS.
@@ -406,8 +407,8 @@ __device__ __forceinline__ void load_a(Pair (&a)[4], const real* tile, int r, in
 #endif
 }
 
-// Two B side by side, of which b[0], b[1] is the left one and b[2], b[3] the right. Their 16 columns are rows r..r+15 of
-// a tile, summed over channels c..c+15: for a product with the tile's transpose.
+// Two B side by side, b[0], b[1] the left one and b[2], b[3] the right. Their 16 columns are rows r..r+15 of a tile,
+// summed over channels c..c+15: for a product with the tile's transpose.
 __device__ __forceinline__ void load_b_transposed(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
@@ -439,7 +440,7 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
     mma(right, a, {b[2], b[3]});
 }
 
-// d (16 M, columns) += a warp's rows of one tile, from r on, times the transpose of the first `columns` rows of another.
+// d (16 M, columns) += a warp's rows of one tile, from r on, times the transpose of another's first `columns` rows.
 template <int columns>
 __device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4], const real* left, int r,
                                                     const real* right) {
@@ -459,14 +460,18 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4
 
 // d (16 M, HP) += x (16 M, columns), a result in registers, times the first `columns` rows of a tile.
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4], const real* tile) {
+__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4],
+                                         const real* tile) {
 #pragma unroll
     for (int r = 0; r < columns / 16; r++) {
         Pair a[M][4], b[4];
 #pragma unroll
         for (int m = 0; m < M; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[m][i] = pair(x[m][2 * r + i / 2][i % 2 * 2], x[m][2 * r + i / 2][i % 2 * 2 + 1]);
+            for (int i = 0; i < 4; i++) {
+                const float(&left_right)[4] = x[m][2 * r + i / 2];
+                a[m][i] = pair(left_right[i % 2 * 2], left_right[i % 2 * 2 + 1]);
+            }
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
             load_b(b, tile, 16 * r, 16 * n);
@@ -508,8 +513,8 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // Also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) / sqrt(HS)), from which the backward pass
-// makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum of a row are those of the
-// tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018, algorithm 3). Blocks
+// makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum of a row are those of
+// the tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018, algorithm 3). Blocks
 // (i, b NH + h); the last rows, which see the most keys, come first, so that the short blocks fill the end.
 extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __restrict__ out, float* __restrict__ lse,
                                                                     const real* __restrict__ qkv, float scale,
@@ -576,7 +581,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __rest
                 for (int half = 0; half < 2; half++) {
                     float before = top[m][half], now = before;
 #pragma unroll
-                    for (int n = 0; n < KEYS / 8; n++) now = fmaxf(now, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+                    for (int n = 0; n < KEYS / 8; n++)
+                        now = fmaxf(now, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                     now = row_max(now);
                     float factor = power_of_2(scale2 * (before - now)), total = 0.0f;
 #pragma unroll
@@ -686,8 +692,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
         store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r + 16 * m, T, dq[m]);
 }
 
-// This one, run after attention_backward_q, has ROWS keys and walks over the queries that see them, for dv = weight' dout
-// and dk = dscore' q. It works on the transposed weights, whose rows are keys.
+// This one, run after attention_backward_q, has ROWS keys and walks over the queries that see them, for
+// dv = weight' dout and dk = dscore' q. It works on the transposed weights, whose rows are keys.
 extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
@@ -790,8 +796,8 @@ extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). If with_gradient, the logits are overwritten with
 // dloss * (softmax - 1 at the target), zeros in the padding; else they are left as they are.
 // The probabilities are never stored, and a logit is read from device memory once: the row, 100 KB in bf16, waits in
-// shared memory for the second pass, or, if it is too long for that (cached = 0), in the caches. A block of 1,024 threads
-// a row, n logits at a time: W if the padded rows allow it.
+// shared memory for the second pass, or, if it is too long for that (cached = 0), in the caches. A block of 1,024
+// threads a row, n logits at a time: W if the padded rows allow it.
 template <int n>
 __device__ __forceinline__ void classify_row(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int V, int Vp, int with_gradient, int cached) {

@@ -99,8 +99,8 @@ class Tensor(NamedTuple):
 
 
 def parameter_table(c, real=np.float32):
-    """The parameters, stored as real, in the order of a checkpoint. Initialised as in the GPT-2 paper (Radford et al. 2019, section
-    2.3): the layers that end in the residual stream, which 2L of them feed, are scaled down by sqrt(2L)."""
+    """The parameters, stored as real, in the order of a checkpoint. Initialised as in the GPT-2 paper (Radford et al.
+    2019, section 2.3): the layers that end in the residual stream, which 2L of them feed, are scaled down by sqrt(2L)."""
     L, C, std, residual_std = c.L, c.C, 0.02, 0.02 / math.sqrt(2 * c.L)
     weight, residual = dict(dtype=real, std=std, decay=True), dict(dtype=real, std=residual_std, decay=True)
     zeros, ones = dict(dtype=real), dict(dtype=real, mean=1.0)
@@ -394,7 +394,7 @@ class Cpu:
     """
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 512
 
-    def __init__(self, dtype=None, HS=64):
+    def __init__(self, dtype=None, HS=64, graph=True):
         self.dtype = dtype or "fp32"
         self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
@@ -420,7 +420,8 @@ class Cpu:
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
-                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches,
+                 *shlex.split(os.environ.get("CXXFLAGS", ""))]
         header, kernels = HERE / "dev/cuda_on_cpu.h", HERE / "kernels.cu"
         source = f'#include "{header}"\n#include "{kernels}"\n' + "".join(f"CPU_KERNEL({k})\n" for k in self.kernels)
         # -### prints what the driver would run, and so what -march=native means on this processor.
@@ -496,6 +497,9 @@ class Cpu:
             product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
             out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
 
+    def replay(self, key, work):
+        work()
+
     def synchronize(self):
         pass
 
@@ -509,10 +513,11 @@ NVRTC_OPTIONS = ("-std=c++17",)
 
 
 class CublasLt:
-    """The few functions of cuBLASLt that a matrix product with a bias needs, called in the library that CuPy has loaded.
+    """The few functions of cuBLASLt that a matrix product with a bias needs, called in the library that CuPy has
+    loaded: CuPy wraps neither these nor any product that a graph could capture.
 
-    It stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T, in which the bias
-    goes down each column. The numbers are those of cublasLt.h.
+    cuBLASLt stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T, in which
+    the bias goes down each column. The numbers are those of cublasLt.h.
     """
     COMPUTE = dict(fp32=68, tf32=77, bf16=68)  # CUBLAS_COMPUTE_32F, and CUBLAS_COMPUTE_32F_FAST_TF32
     STORED = {np.dtype(np.float32): 0, np.dtype(BF16): 14}  # CUDA_R_32F, CUDA_R_16BF
@@ -550,8 +555,8 @@ class CublasLt:
             rows, columns = (s // x.itemsize for s in x.strides)
             transposed = columns != 1 and x.shape[1] != 1  # its columns are contiguous, not its rows
             (m, n), leading = (x.shape[::-1], rows) if not transposed else (x.shape, columns)
-            layouts.append(self.create("cublasLtMatrixLayoutCreate", self.STORED[x.dtype], ctypes.c_uint64(m), ctypes.c_uint64(n),
-                                       ctypes.c_int64(max(m, leading))))
+            layouts.append(self.create("cublasLtMatrixLayoutCreate", self.STORED[x.dtype], ctypes.c_uint64(m),
+                                       ctypes.c_uint64(n), ctypes.c_int64(max(m, leading))))
             if transpose:
                 self.set("cublasLtMatmulDescSetAttribute", description, transpose, ctypes.c_int(transposed))
         if with_bias:
@@ -566,15 +571,15 @@ class CublasLt:
             raise UserError(f"cuBLASLt has no algorithm for a product {a.shape} @ {b.shape}")
         return description, layouts, best
 
-    def run(self, plan, out, a, b, bias, accumulate, workspace, workspace_bytes, stream):
+    def run(self, plan, out, a, b, bias, accumulate, workspace, stream):
         description, (b_layout, a_layout, out_layout), best = plan
         if bias:
             self.set("cublasLtMatmulDescSetAttribute", description, self.BIAS_POINTER, ctypes.c_void_p(bias))
         out = ctypes.c_void_p(out)
         self.call("cublasLtMatmul", self.handle, description, ctypes.byref(self.one), ctypes.c_void_p(b), b_layout,
                   ctypes.c_void_p(a), a_layout, ctypes.byref(self.one if accumulate else self.nought), out, out_layout,
-                  out, out_layout, ctypes.byref(best), ctypes.c_void_p(workspace), ctypes.c_size_t(workspace_bytes),
-                  ctypes.c_void_p(stream))
+                  out, out_layout, ctypes.byref(best), ctypes.c_void_p(workspace.data.ptr),
+                  ctypes.c_size_t(workspace.nbytes), ctypes.c_void_p(stream))
 
 
 class Cuda:
@@ -586,7 +591,7 @@ class Cuda:
                        89: dict(fp32=256, tf32=256, bf16=512), 90: dict(fp32=256, tf32=2048, bf16=4096),
                        100: dict(fp32=256, tf32=4096, bf16=8192), 120: dict(fp32=256, tf32=256, bf16=512)}
 
-    def __init__(self, dtype=None, HS=64):
+    def __init__(self, dtype=None, HS=64, graph=True):
         try:
             import cupy
         except ImportError:
@@ -603,7 +608,9 @@ class Cuda:
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.cublaslt, self.plans = CublasLt(dtype), {}
         self.workspace = cupy.empty(32 * 2**20, np.uint8)  # what cuBLAS itself would take on Hopper
-        self.stream = cupy.cuda.get_current_stream()
+        self.stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
+        self.stream.use()
+        self.graphs = {} if graph else None
         source = (HERE / "kernels.cu").read_text(encoding="utf-8")
         self.kernels = read_kernels(source)
         module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *switches(dtype, HS)))
@@ -652,11 +659,25 @@ class Cuda:
         key = out.shape, a.shape, a.strides, b.strides, bias is None, accumulate
         if key not in self.plans:
             self.plans[key] = self.cublaslt.plan(out, a, b, bias is not None, self.workspace.nbytes)
-        self.cublaslt.run(self.plans[key], out.data.ptr, a.data.ptr, b.data.ptr, bias.data.ptr if bias is not None else 0,
-                          accumulate, self.workspace.data.ptr, self.workspace.nbytes, self.stream.ptr)
+        self.cublaslt.run(self.plans[key], out.data.ptr, a.data.ptr, b.data.ptr,
+                          bias.data.ptr if bias is not None else None, accumulate, self.workspace, self.stream.ptr)
+
+    def replay(self, key, work):
+        """Do work(), whose launches are the same each time for one key: the second time they are captured in a graph,
+        which from then on takes one launch for all. The first time prepares what may not happen during a capture."""
+        if self.graphs is None or key not in self.graphs:
+            work()
+            if self.graphs is not None:
+                self.graphs[key] = None
+            return
+        if self.graphs[key] is None:
+            self.stream.begin_capture()
+            work()
+            self.graphs[key] = self.stream.end_capture()
+        self.graphs[key].launch(self.stream)
 
     def synchronize(self):
-        self.device.synchronize()
+        self.stream.synchronize()
 
 
 def has_gpu():
@@ -753,18 +774,44 @@ class GPT2:
             self.back = carve(self.arenas["backward"], backward_table(self.config, B, T, self.device.real))
             self.bound = B, T
 
+    def set_batch(self, **batch):
+        """Copy a batch to the device: tokens (B,T) int32 and, as the work on it needs them, targets (B,T), order and
+        run (B*T) (see runs_of_equal)."""
+        self.bind(*batch["tokens"].shape)
+        for name, values in batch.items():
+            self.device.put(getattr(self.acts, name), values)
+
+    def loss(self):
+        """The mean cross-entropy over the batch, in nats, once a forward pass with targets is done."""
+        return float(self.device.get(self.acts.losses).mean(dtype=np.float64))
+
     def forward(self, tokens, targets=None, training=False):
         """The logits of tokens (B,T) int32, left in self.acts.logits (B,T,Vp) on the device.
 
-        With targets (B,T) int32, returns the mean cross-entropy over the batch, in nats. With training, the logits
-        have become their own gradient, and backward() may follow.
+        With targets (B,T) int32, returns the loss. With training, the logits have become their own gradient, and
+        backward() may follow.
         """
-        c, p, device, run, matmul = self.config, self.params, self.device, self.device.launch, self.device.matmul
-        (B, T), C, L = tokens.shape, c.C, c.L
+        batch = {"tokens": tokens} if targets is None else {"tokens": tokens, "targets": targets}
+        self.set_batch(**batch, **(runs_of_equal(tokens) if training else {}))
+        self.forward_pass(targets is not None, training)
+        return None if targets is None else self.loss()
+
+    def forward_backward(self, batch):
+        """Add the gradients of a batch (see set_batch) to those of the parameters. It returns before a GPU is done;
+        loss() waits for it."""
+        def work():
+            self.forward_pass(True, True)
+            self.backward()
+
+        self.set_batch(**batch)
+        self.device.replay(self.bound, work)
+
+    def forward_pass(self, with_targets, training):
+        """What forward() computes, from a batch that is on the device."""
+        c, p, a, run, matmul = self.config, self.params, self.acts, self.device.launch, self.device.matmul
+        (B, T), C, L = self.bound, c.C, c.L
         N, grid = B * T, (-(-T // self.attention_rows), B * c.NH)  # grid: of attention
-        self.bind(B, T)
-        a, scale, relu = self.acts, (C // c.NH) ** -0.5, int(self.attention == "relu")
-        device.put(a.tokens, tokens)
+        scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
 
         run("encoder_forward", N * C, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
         residual = a.encoded  # (B,T,C), the stream to which each layer adds twice
@@ -786,18 +833,11 @@ class GPT2:
         run("layernorm_forward", N, a.lnf, a.lnf_mean, a.lnf_rstd, residual, p.lnfw, p.lnfb, N, C)
         matmul(a.logits.reshape(N, c.Vp), a.lnf.reshape(N, C), p.wte.T)
 
-        if targets is None:
-            return None
-        device.put(a.targets, targets)
-        row_bytes = c.Vp * a.logits.itemsize
-        cached = row_bytes <= device.max_shared
-        run("fused_classifier", N, a.logits, a.losses, a.targets, 1.0 / N, c.V, c.Vp, int(training), int(cached),
-            shared=row_bytes if cached else 0)
-        if training:
-            order, lengths = runs_of_equal(tokens)
-            device.put(a.order, order)
-            device.put(a.run, lengths)
-        return float(device.get(a.losses).mean(dtype=np.float64))
+        if with_targets:
+            row_bytes = c.Vp * a.logits.itemsize
+            cached = row_bytes <= self.device.max_shared
+            run("fused_classifier", N, a.logits, a.losses, a.targets, 1.0 / N, c.V, c.Vp, int(training), int(cached),
+                shared=row_bytes if cached else 0)
 
     def backward(self):
         """Add the gradients of the last forward pass, which was for training, to those of the parameters.
@@ -872,14 +912,14 @@ class GPT2:
 
 
 def runs_of_equal(tokens):
-    """The positions of tokens (B,T) sorted by token, and in that order the length of each run of equal tokens at its
-    head and 0 elsewhere: both (B*T,) int32, for encoder_backward_wte."""
-    flat = tokens.reshape(-1)
+    """For encoder_backward_wte: order, the positions of tokens (B,T) sorted by token, and run, the length of each run
+    of equal tokens in that order, at its head, and 0 elsewhere; both (B*T,) int32."""
+    flat = tokens.reshape(-1).astype(np.uint32 if tokens.max() > 65535 else np.uint16)  # 16 bits are sorted by radix
     order = np.argsort(flat, kind="stable").astype(np.int32)
-    heads = np.flatnonzero(np.diff(flat[order], prepend=-1))
-    lengths = np.zeros_like(order)
-    lengths[heads] = np.diff(heads, append=flat.size)
-    return order, lengths
+    heads = np.flatnonzero(np.r_[True, np.diff(flat[order].astype(np.int32)) != 0])
+    run = np.zeros_like(order)
+    run[heads] = np.diff(heads, append=flat.size)
+    return {"order": order, "run": run}
 
 
 def flops_per_token(c, T):
@@ -968,6 +1008,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see choose), wha
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "fp32, with matrix products in tf32, or bf16 for parameters and "
      "activations too (default: bf16 on a GPU of compute capability 8 or later, else fp32)"),
+    (None, "--graph", int, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
     (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
 ]
 
@@ -1038,7 +1079,12 @@ def train(model, train_data, val_data, steps, flags, log):
     """The training loop; log(line) writes to main.log. Raises UserError when the loss is no longer a number."""
     device, tokens_a_step, rng = model.device, model.B * model.T, np.random.default_rng([flags.seed, 1])
     flops_a_step = tokens_a_step * flops_per_token(model.config, model.T)
-    times, losses = [], []
+    times, losses, batch = [], [], None
+
+    def next_batch():
+        tokens, targets = train_data.next_batch()
+        return {"tokens": tokens, "targets": targets, **runs_of_equal(tokens)}
+
     for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
         done, last = step - 1, step > steps
         if flags.val_every and (done % flags.val_every == 0 or last):
@@ -1058,12 +1104,12 @@ def train(model, train_data, val_data, steps, flags, log):
             break
 
         start = time.perf_counter()
-        model.stage = "its forward pass"
-        loss = model.forward(*train_data.next_batch(), training=True)
+        model.stage = "its forward and backward pass"
+        model.forward_backward(batch or next_batch())
+        batch = next_batch()  # while a GPU is at work on this one
+        loss = model.loss()
         if not math.isfinite(loss):
             raise UserError(f"step {step}/{steps}: the loss is {loss}; try a smaller -l, or look at the data")
-        model.stage = "its backward pass"
-        model.backward()
         model.stage = "its update"
         model.update(flags.learning_rate, flags.beta1, flags.beta2, flags.eps, flags.weight_decay)
         device.synchronize()
@@ -1109,7 +1155,7 @@ def main(arguments=None):
     small, name = not name and not on_gpu, name or ("d12" if on_gpu else CPU_MODEL)
     checkpoint = name if Path(name).exists() or name.endswith(".bin") else None
     c = read_config(checkpoint) if checkpoint else Config.from_descriptor(name)
-    device = (Cuda if on_gpu else Cpu)(flags.dtype, c.C // c.NH)
+    device = (Cuda if on_gpu else Cpu)(flags.dtype, c.C // c.NH, flags.graph)
     print(f"device       | {device} (--device, --dtype)")
     origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
     print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
