@@ -3,8 +3,9 @@
     python dev/compile_kernels.py            # sm_80 sm_90 sm_100 sm_120
     python dev/compile_kernels.py sm_90
 
-A row a kernel: registers a thread and bytes of static shared memory, for each GPU. A kernel that spills registers to
-memory, or that needs so many that its block cannot be launched, is an error, with exit status 1.
+A table for each dtype, a row a kernel: registers a thread and bytes of static shared memory, for each GPU, at a head
+size of 64. A kernel that spills registers to memory, or that needs so many that its block cannot be launched, is an
+error, with exit status 1; so it is at a head size of 128, which is compiled for the last GPU named.
 """
 import re
 import sys
@@ -15,18 +16,18 @@ from cupy_backends.cuda.libs import nvrtc
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from train_gpt2 import LAUNCH, NVRTC_OPTIONS, read_kernels  # noqa: E402
+from train_gpt2 import LAUNCH, NVRTC_OPTIONS, read_kernels, switches  # noqa: E402
 
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 
 
-def compile_for(gpu, source):
+def compile_for(gpu, dtype, HS, source):
     """{kernel: (registers, bytes of shared memory, bytes spilled)} of kernels.cu on a GPU such as sm_90."""
     program = nvrtc.createProgram(source, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *NVRTC_OPTIONS])
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *NVRTC_OPTIONS, *switches(dtype, HS)])
     except nvrtc.NVRTCError:
         sys.exit(f"{gpu}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")
     report = {}
@@ -36,21 +37,28 @@ def compile_for(gpu, source):
     return report
 
 
+def faults_of(report, where):
+    """What is wrong with the kernels of a report, a line each."""
+    for name, (registers, _, spilled) in report.items():
+        if spilled:
+            yield f"{where}: {name} spills {spilled} bytes"
+        if registers * LAUNCH[name][0] > REGISTERS:
+            yield f"{where}: {name} needs {registers} registers for each of {LAUNCH[name][0]} threads"
+
+
 def main():
     gpus = sys.argv[1:] or ["sm_80", "sm_90", "sm_100", "sm_120"]
     source = (TOP / "kernels.cu").read_text(encoding="utf-8")
-    reports = {gpu: compile_for(gpu, source) for gpu in gpus}
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers a thread, bytes of shared memory")
-    print(f"{'':24}" + "".join(f"{gpu:>14}" for gpu in gpus))
     faults = []
-    for name in read_kernels(source):
-        row = [reports[gpu][name] for gpu in gpus]
-        print(f"{name:24}" + "".join(f"{registers:8}{shared:6}" for registers, shared, _ in row))
-        for gpu, (registers, _, spilled) in zip(gpus, row, strict=True):
-            if spilled:
-                faults.append(f"{gpu}: {name} spills {spilled} bytes")
-            if registers * LAUNCH[name][0] > REGISTERS:
-                faults.append(f"{gpu}: {name} needs {registers} registers for each of {LAUNCH[name][0]} threads")
+    for dtype in ("fp32", "tf32", "bf16"):
+        reports = {gpu: compile_for(gpu, dtype, 64, source) for gpu in gpus}
+        print(f"\n{dtype:24}" + "".join(f"{gpu:>14}" for gpu in gpus))
+        for name in read_kernels(source):
+            print(f"{name:24}" + "".join("{:8}{:6}".format(*reports[gpu][name]) for gpu in gpus))
+        for gpu, report in reports.items():
+            faults += faults_of(report, f"{gpu} {dtype}")
+        faults += faults_of(compile_for(gpus[-1], dtype, 128, source), f"{gpus[-1]} {dtype} HS=128")
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     return 1 if faults else 0
