@@ -100,7 +100,7 @@ class Tensor(NamedTuple):
 
 def parameter_table(c, real=np.float32):
     """The parameters, stored as real, in the order of a checkpoint. Initialised as in the GPT-2 paper (Radford et al.
-    2019, section 2.3): the layers that end in the residual stream, which 2L of them feed, are scaled down by sqrt(2L)."""
+    2019, section 2.3): the layers that end in the residual stream, fed by 2L of them, are scaled down by sqrt(2L)."""
     L, C, std, residual_std = c.L, c.C, 0.02, 0.02 / math.sqrt(2 * c.L)
     weight, residual = dict(dtype=real, std=std, decay=True), dict(dtype=real, std=residual_std, decay=True)
     zeros, ones = dict(dtype=real), dict(dtype=real, mean=1.0)
