@@ -155,7 +155,7 @@ def activation_table(c, B, T, real=np.float32):
     ]
 
 
-PARTIAL_ROWS = 256  # how many sums of a part of the rows a bias or norm gradient is made from
+PARTIAL_ROWS = 512  # how many sums of a part of the rows a bias or norm gradient is made from
 
 
 def backward_table(c, B, T, real=np.float32):
@@ -340,7 +340,7 @@ LAUNCH = {
     "encoder_backward_wte": (256, BLOCK),
     "encoder_backward_wpe": (256, NUMBER),
     "layernorm_forward": (256, WARP),
-    "layernorm_backward": (256, BLOCK),
+    "layernorm_backward": (128, BLOCK),
     "matmul_backward_bias": (256, COLUMNS),
     "add_partials": (256, FP32_COLUMNS),
     "attention_forward": (128, BLOCK),
@@ -603,7 +603,10 @@ class Cuda:
             raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with --device cpu") from None
         self.cupy, self.device = cupy, cupy.cuda.Device()
         capability = int(self.device.compute_capability)
-        self.dtype = dtype = dtype or ("bf16" if capability >= 80 else "fp32")
+        if capability < 80:
+            raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
+                            "later: train with --device cpu")
+        self.dtype = dtype = dtype or "bf16"
         self.real = BF16 if dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.cublaslt, self.plans = CublasLt(dtype), {}
@@ -649,6 +652,9 @@ class Cuda:
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.data.ptr)
         grid, block = grid_of(name, items, self.W)
         function = self.functions[name]
+        if shared > self.max_shared:
+            raise UserError(f"{name} needs {shared} bytes of shared memory a block at this model's sizes, and this GPU has "
+                            f"{self.max_shared}: choose a smaller -e, or --dtype bf16")
         if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
         self.cupy.cuda.driver.launchKernel(function.kernel.ptr, *grid, *block, shared, self.stream.ptr,
@@ -886,7 +892,7 @@ class GPT2:
         (B, T), C = self.bound, self.config.C
         partials = self.back.partials
         self.device.launch("layernorm_backward", PARTIAL_ROWS, self.back.dresidual, partials, self.back.dbranch, inp,
-                           weight, mean, rstd, B * T, C, shared=8 * 2 * C * 4)
+                           weight, mean, rstd, B * T, C, shared=4 * 2 * C * 4)
         for out, sums in zip((dweight, dbias), partials):
             self.device.launch("add_partials", C, out, sums, PARTIAL_ROWS, C)
 
