@@ -23,14 +23,16 @@ from pathlib import Path
 import numpy as np
 
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import (FILES, GPT2, HERE, PARTIAL_ROWS, STRIP, Config, Cpu, Cuda, DataLoader, UserError, W, has_gpu,
+from train_gpt2 import (BF16, FILES, GPT2, HERE, PARTIAL_ROWS, Config, Cpu, Cuda, DataLoader, UserError, has_gpu,
                         parameter_table, read_config, read_debug_state, read_header, read_kernels, read_tokenizer,
-                        runs_of_equal)
+                        runs_of_equal, to_bf16, to_float)
 
 # The largest relative errors of a tensor, by Frobenius norm. A kernel by itself errs by 1e-7 to 2e-6, and without one
-# of its terms by far more than its limit. TF32 keeps 10 bits of the mantissas that go into a matrix product.
-KERNEL_LIMIT = 1e-5
-LIMITS = {"fp32": 2e-5, "tf32": 3e-3}
+# of its terms by far more than its limit; stored in bf16, whose 8 bits are off by 1.5e-3 when they are rounded and by
+# 3e-3 when they are cut off, it may err by BF16_LIMIT. Inside of attention, weights are rounded to TF32 or bf16 too.
+KERNEL_LIMIT, BF16_LIMIT = 1e-5, 2.2e-3
+ATTENTION_LIMITS = {"fp32": KERNEL_LIMIT, "tf32": 5e-4, "bf16": 3e-3}
+LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 2e-2}  # of the whole model
 EXACT = 0  # the same bits
 counts = {True: 0, False: 0}
 
@@ -47,16 +49,35 @@ def run(name, test, *args):
     rng = np.random.default_rng(1337)
     try:
         for tensor, found, expected, *limit in test(*args) or ():
-            found, [limit] = np.asarray(found), limit or [KERNEL_LIMIT]
+            found = np.asarray(found)
+            [limit] = limit or [BF16_LIMIT if found.dtype == BF16 else KERNEL_LIMIT]
             if limit == EXACT:
-                differ = np.count_nonzero(found.view(np.uint32) != np.asarray(expected, found.dtype).view(np.uint32))
+                bits = f"u{found.itemsize}"
+                differ = np.count_nonzero(found.view(bits) != stored(np.asarray(expected), found.dtype).view(bits))
                 check(f"{name} {tensor}", differ == 0, f"{differ} of {found.size} differ" if differ else "same bits")
             else:
                 assert found.shape == np.shape(expected), f"{tensor} {found.shape}, expected {np.shape(expected)}"
-                error = np.linalg.norm(found.astype(np.float64) - expected) / (np.linalg.norm(expected) or 1)
-                check(f"{name} {tensor}", error <= limit, f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.0e}")
+                error = np.linalg.norm(to_float(found) - np.float64(expected)) / (np.linalg.norm(expected) or 1)
+                check(f"{name} {tensor}", error <= limit, f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.1e}")
     except Exception as e:
         check(name, False, f"{type(e).__name__}: {e}")
+
+
+@functools.cache
+def device_of(name, dtype, HS):
+    """A device, compiled once for each head size."""
+    return {"cpu": Cpu, "cuda": Cuda}[name](dtype, HS)
+
+
+def stored(values, dtype):
+    """An array rounded to a dtype of the devices."""
+    return to_bf16(values) if dtype == BF16 != values.dtype else values.astype(dtype)
+
+
+def bf16(x):
+    """x rounded to the 8 bits of a bfloat16's mantissa, to nearest with ties to even, but in float64."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.rint(256 * mantissa), exponent - 8)
 
 
 def f32(x):
@@ -64,8 +85,8 @@ def f32(x):
     return np.float32(x).astype(np.float64)
 
 
-def normal(*shape):
-    return f32(rng.standard_normal(shape))
+def normal(*shape, rounded=f32):
+    return rounded(rng.standard_normal(shape))
 
 
 def words(V, *shape):
@@ -115,17 +136,19 @@ def attention_weights(kind, score):  # (...,T,T) -> (...,T,T), whose row t sees 
     return softmax(np.where(past, score, -np.inf)) if kind == "softmax" else np.where(past, np.maximum(score, 0), 0)
 
 
-def dattention_weights(kind, datt, att):  # (...,T,T), (...,T,T) -> the gradient of the scores (...,T,T)
-    return att * (datt - (att * datt).sum(-1, keepdims=True)) if kind == "softmax" else np.where(att > 0, datt, 0)
+def dattention_weights(kind, datt, att, delta):  # (...,T,T) twice, (...,T,1) -> the gradient of the scores (...,T,T)
+    return att * (datt - delta) if kind == "softmax" else np.where(att > 0, datt, 0)
 
 
 def attention(kind, q, k, v):  # (...,T,HS) three times -> (...,T,HS)
     return attention_weights(kind, q @ transposed(k) / np.sqrt(q.shape[-1])) @ v
 
 
-def dattention(kind, dout, q, k, v):
+def dattention(kind, dout, q, k, v, delta=None):
+    """delta (...,T,1), which softmax's gradient needs, is the average over a row of att of dout @ v.T."""
     att = attention_weights(kind, q @ transposed(k) / np.sqrt(q.shape[-1]))
-    dscore = dattention_weights(kind, dout @ transposed(v), att) / np.sqrt(q.shape[-1])
+    delta = (dout * (att @ v)).sum(-1, keepdims=True) if delta is None else delta
+    dscore = dattention_weights(kind, dout @ transposed(v), att, delta) / np.sqrt(q.shape[-1])
     return [dscore @ k, transposed(dscore) @ q, transposed(att) @ dout]
 
 
@@ -138,7 +161,7 @@ def dcross_entropy(targets, dout, logits):
     return dout[:, None] * (softmax(logits) - (np.arange(logits.shape[-1]) == targets[:, None]))
 
 
-def split(x, S, NH):  # (B,T,S*NH*HS) -> (S,B,NH,T,HS)
+def heads(x, S, NH):  # (B,T,S*NH*HS) -> (S,B,NH,T,HS)
     return x.reshape(*x.shape[:2], S, NH, -1).transpose(2, 0, 3, 1, 4)
 
 
@@ -158,13 +181,19 @@ def finite_differences():
         yield name, found, (dout * (ahead - behind)).sum() / 2, 1e-6
 
 
+def rounding():
+    """What the devices store is the nearest bfloat16, and a number half way between two goes to the even one."""
+    x = normal(10**5) * 10 ** rng.uniform(-30, 30, 10**5)
+    x = np.r_[x, 1 + np.arange(512) / 256, np.nextafter(np.float32(1 + np.arange(512) / 256), np.float32(0)), 0, np.nan]
+    yield "an fp32", to_float(to_bf16(x)), bf16(x), EXACT
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Each kernel against its formula. The sizes of each run stand over its test.
 
 KERNELS = {}  # name: (test, runs)
 BTC = (1, 1, 32), (2, 27, 96), (1, 40, 768), (3, 300, 1600)
 NC = (1, 32), (27, 96), (40, 768), (9, 1600)
-HEADS = (1, 1, 3, 1, 32), (2, 27, 3, 16, 6), (1, 40, 1, 12, 64), (2, 300, 3, 1, 32), (2, 9, 3, 25, 64)
 
 
 def kernel(*runs):
@@ -175,16 +204,17 @@ def kernel(*runs):
 
 
 def launch(device, name, items, *args, shared=0):
-    """Launch a kernel, with float64 arrays for fp32, and a shape for an array of NaN. Returns a list of the arrays that
-    it may write: those that are not const. They lie between guards; any other ends where its allocation does, for a
-    sanitizer to see."""
+    """Launch a kernel, with float64 arrays for fp32 and real, and a shape for an array of NaN. Returns a list of the
+    arrays that it may write: those that are not const. They lie between guards; any other ends where its allocation
+    does, for a sanitizer to see."""
     source, guard = (HERE / "kernels.cu").read_text(encoding="utf-8"), 128  # bytes
-    parameters = re.search(rf"__global__[^(]*\b{name}\(([^)]*)\)", source)[1].split(",")
+    parameters = re.search(rf"__global__\s[^;{{]*?\b{name}\(([^)]*)\)", source)[1].split(",")
     args, written = list(args), []
     for i, (value, parameter) in enumerate(zip(args, parameters, strict=True)):
         if isinstance(value, (np.ndarray, tuple)):
             value = np.full(value, np.nan) if isinstance(value, tuple) else value
-            value = value.astype(np.float32) if value.dtype == np.float64 else value
+            if value.dtype == np.float64:
+                value = stored(value, device.real if "real" in parameter else np.float32)
             margin = 0 if "const" in parameter else guard
             buffer = device.empty(value.nbytes + 2 * margin)
             args[i] = buffer[margin : margin + value.nbytes].view(value.dtype).reshape(value.shape)

@@ -1,26 +1,30 @@
-// Runs kernels.cu without a GPU: an ordinary C++17 compiler, given this header in front of it, makes a shared library
-// in which every kernel is a function that runs the whole grid.
+// Runs kernels.cu without a GPU. Given
 //
 //     #include "cuda_on_cpu.h"
 //     #include "kernels.cu"
-//     CPU_KERNEL(gelu_forward)      // const char* launch_gelu_forward(grid, block, shared_bytes, args)
+//     CPU_KERNEL(gelu_forward)  // const char* launch_gelu_forward(grid, block, shared_bytes, args): see its definition
 //
-// Blocks are independent, so OpenMP shares them out over OS threads; a block stays on one of them, and __shared__ is
-// thread_local. The threads of a block run one after another, each a plain call in a loop, for as long as none has to
-// wait for another. So an element-wise kernel costs no more than the loop, and nobody has to say which kernels
-// synchronise. A thread that does wait, at a barrier or in a warp shuffle, leaves its stack as it is, and the loop goes
-// on with the next thread on another stack: a fiber. A wait that can never end is found when no thread is left to run,
-// and is reported by kernel, block, threads and source lines.
+// a C++17 compiler makes a shared library with one function a kernel. OpenMP shares the blocks of a grid out over OS
+// threads; a block stays on one, so __shared__ is thread_local. The threads of a block run one after another, as plain
+// calls in a loop, for as long as none has to wait for another: an element-wise kernel costs no more than that loop,
+// which is even vectorised, and nobody has to say which kernels synchronise. A thread that does wait, in a barrier or a
+// shuffle, leaves its frames where they are, and another runs on another stack. The switch takes some 25 ns, so that is
+// what a shuffle costs each lane.
 //
-// Compile with -fopenmp (or without: one OS thread), -fno-math-errno, and -U_FORTIFY_SOURCE, whose longjmp forbids
-// changing stacks.
+// A wait that nothing can end is found when no thread is left to run, and is reported. Threads run in a fixed order and
+// never two of a block at a time, so no bit of a result depends on the number of cores; but for the same reason a
+// forgotten barrier, which on a GPU is a race, may go unnoticed here.
+//
+// Flags: -fopenmp (else all runs on one core), -fno-math-errno (makes sqrtf an instruction), and -U_FORTIFY_SOURCE
+// (fortified, longjmp refuses to change stacks). With -fsanitize=address,undefined, an index is checked by
+// AddressSanitizer in global memory and in DYNAMIC_SHARED; in a __shared__ array by UBSan where it is indexed by name,
+// and by AddressSanitizer through a pointer too, but by g++ not if the array is in an inline function or a template.
 #pragma once
-#if defined(__APPLE__) && !defined(_XOPEN_SOURCE)
-#define _XOPEN_SOURCE 600  // or <ucontext.h> refuses
-#define _DARWIN_C_SOURCE
+#ifdef __APPLE__
+#define _XOPEN_SOURCE 600  // or there is no <ucontext.h>
+#define _DARWIN_C_SOURCE   // or there is no MAP_ANON
 #endif
 #include <setjmp.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -34,34 +38,41 @@
 #include <string>
 #include <utility>
 #include <vector>
+
 #ifdef _OPENMP
 #include <omp.h>
+#define OPENMP(...) _Pragma(#__VA_ARGS__)
+#else
+#define OPENMP(...)
 #endif
 
-#ifdef __has_feature
+#if defined(__has_feature) && !defined(__SANITIZE_ADDRESS__)
 #if __has_feature(address_sanitizer)
-#define __SANITIZE_ADDRESS__ 1
+#define __SANITIZE_ADDRESS__  // as g++ says it
 #endif
 #endif
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
+#else
+inline void __asan_unpoison_memory_region(const volatile void*, size_t) {}
+inline void __sanitizer_start_switch_fiber(void**, const void*, size_t) {}
+inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #endif
 
-// ---- The language -------------------------------------------------------------------------------------------------
+// To the end of kernels.cu: two builds of it in one process must not share their static variables.
+#pragma GCC visibility push(hidden)
 
-// Hidden, so that two builds of kernels.cu in one process never share a symbol.
-#define CPU_HIDDEN __attribute__((visibility("hidden")))
+// ---- the language ----
 
 #define __host__
-#define __device__ CPU_HIDDEN
+#define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #ifdef __SANITIZE_ADDRESS__
-// AddressSanitizer puts redzones around plain statics of plain functions only, so it gets one OS thread and those.
-#define __global__ CPU_HIDDEN
-#define __shared__ static
+#define __global__
+#define __shared__ static  // there are no redzones around thread_locals or in inline functions: one OS thread it is
 #else
-#define __global__ CPU_HIDDEN inline __attribute__((always_inline))
+#define __global__ inline __attribute__((always_inline))  // into the loop over threads
 #define __shared__ static thread_local
 #endif
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(cuda_on_cpu::dynamic_shared)
@@ -72,8 +83,11 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// Nobody takes the address of these, so the compiler keeps them in registers across a kernel's own stores.
+// Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
+// and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
+// are, and that includes the __shared__ arrays.
 static thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 constexpr int warpSize = 32;
 
 using std::max;
@@ -85,354 +99,357 @@ template <class T> void __stcs(T* p, T value) { *p = value; }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* p, unsigned value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 
-// ---- Fibers and the scheduler -------------------------------------------------------------------------------------
+// ---- stacks, and whose turn it is ----
 
 namespace cuda_on_cpu {
 
-constexpr size_t max_slot = 64;  // bytes a lane may deposit in a warp collective
-
+// No powers of two, or the tops of all stacks would compete for a few sets of the caches.
 #ifdef __SANITIZE_ADDRESS__
-constexpr size_t stack_bytes = 256 << 10;
+constexpr size_t stack_bytes = 260 << 10;
 #else
-constexpr size_t stack_bytes = 64 << 10;
+constexpr size_t stack_bytes = 68 << 10;
 #endif
+constexpr size_t guard_bytes = 64 << 10;  // below each stack; a whole number of pages, whatever the page size
+constexpr size_t slot_bytes = 64;         // the most that a lane can show to its warp at a time
 
+void fiber_main();
+
+// A stack and, while nobody runs on it, where to go on.
 struct Fiber {
     jmp_buf context;
-    dim3 thread;       // of the waiting thread whose stack this is
-    const char* what;  // it waits in
-    int line;
-    Fiber* next_free;
-    char* stack = nullptr;  // null: the stack of the OS thread
-    const void* bottom = nullptr;
+    bool started = true;
+    const char* what;              // the function in which its thread waits, if it does,
+    int line;                      // and the line of that call
+    char* mapping = nullptr;       // guard and stack; null for an OS thread's own stack
+    const void* bottom = nullptr;  // AddressSanitizer wants to know a stack's bounds, and keeps a second stack for each
     size_t size = 0;
-    void* fake_stack = nullptr;  // AddressSanitizer's
+    void* fake_stack = nullptr;
+
+    Fiber() = default;
+    explicit Fiber(size_t number) : started(false) {
+        void* memory = mmap(nullptr, guard_bytes + stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
+        if (memory == MAP_FAILED) throw std::bad_alloc();
+        // Frames that do not fit must crash, not write on into the next stack. All threads of a kernel need about the
+        // same, so it will do to guard the stacks that a launch uses first; a guard on each of 1,024 stacks for each of
+        // many cores would exceed the 65,530 mappings that Linux allows a process.
+        if (number < 32) mprotect(memory, guard_bytes, PROT_NONE);
+        mapping = static_cast<char*>(memory);
+        bottom = mapping + guard_bytes;
+        size = stack_bytes - number % 16 * 256;  // nor are tops a whole number of pages apart
+    }
     ~Fiber() {
-        if (!stack) return;
-#ifdef __SANITIZE_ADDRESS__
-        __asan_unpoison_memory_region(stack, stack_bytes);
-#endif
-        munmap(stack, stack_bytes);
+        if (!mapping) return;
+        __asan_unpoison_memory_region(mapping, guard_bytes + stack_bytes);
+        munmap(mapping, guard_bytes + stack_bytes);
+    }
+    __attribute__((noinline, no_sanitize("address"))) void start() {
+        started = true;
+        ucontext_t fresh;
+        getcontext(&fresh);
+        fresh.uc_stack.ss_sp = mapping + guard_bytes;
+        fresh.uc_stack.ss_size = size;
+        fresh.uc_link = nullptr;
+        makecontext(&fresh, fiber_main, 0);
+        setcontext(&fresh);
     }
 };
 
-struct Warp {
-    unsigned lanes;        // bit mask of the lanes that exist
-    unsigned parked = 0;   // lanes that have waited, and whose stack is in fiber[]
-    unsigned waiting = 0;  // those of them that must wait on; the others can be resumed
-    unsigned arrived = 0;  // lanes in the collective that this warp is in
-    const char* what;      // which collective that is
+// Threads that must all make the same call before any of them goes on.
+struct Meeting {
+    const char* what;
     int line;
-    unsigned rounds = 0;   // collectives completed
-    Fiber* fiber[32];
-    alignas(16) char slots[2][32 * max_slot];  // by parity of rounds: a lane may write the next while others read
+    unsigned arrived = 0;
+
+    // Called on each arrival: was it the last of `all`? Who comes to another call than the first one waits forever.
+    bool complete(const char* its_what, int its_line, unsigned all) {
+        if (arrived == 0) what = its_what, line = its_line;
+        if (what == its_what && line == its_line) arrived++;
+        if (arrived < all) return false;
+        arrived = 0;
+        return true;
+    }
 };
 
-static thread_local void* dynamic_shared;
-static thread_local bool waited;  // since the running fiber started its last thread
+// 32 consecutive threads, fewer in the last warp of some blocks. Bit i of a mask is lane i.
+struct Warp {
+    unsigned size;
+    unsigned parked = 0;   // lanes that have waited and not yet gone on; fiber[i] is where lane i will
+    unsigned waiting = 0;  // the parked lanes that must wait on; the others are ready
+    Fiber* fiber[32];
+    Meeting meeting;
+    unsigned meetings = 0;           // completed
+    char slots[2][32 * slot_bytes];  // what lanes show, by turns: one may enter a meeting while others read the last
 
-// What one OS thread needs to run a block.
+    unsigned ready() const { return parked & ~waiting; }
+};
+
+// An OS thread and the block that it runs.
 struct Block {
     Warp warps[32];
-    unsigned count, next;      // threads of the block, and the first of them not yet started
-    unsigned parked = 0;       // threads that have a stack to return to
-    unsigned arrived = 0;      // threads in __syncthreads
-    int line;                  // of that __syncthreads
-    void (*run)(void**);       // runs threads for as long as it makes sense on one stack
+    Meeting barrier;
+    unsigned count, next;   // the number of threads; the first thread not yet started
+    unsigned parked = 0;    // lanes parked, in all warps
+    void (*run)(void**);    // Kernel<...>::run
     void** args;
-    Fiber home;                // the OS thread's own stack
-    Fiber* running = &home;
-    Fiber* left;               // the fiber that ran before
-    Fiber* free = nullptr;
-    std::vector<std::unique_ptr<Fiber>> fibers;
-    jmp_buf abandon;           // where to go when the block cannot be finished
+    Fiber home;             // the OS thread's own stack, on which a block begins and ends
+    Fiber *running, *left;  // the current fiber, and the one before it
+    std::vector<std::unique_ptr<Fiber>> fibers;  // the others, kept from launch to launch,
+    std::vector<Fiber*> idle;                    // and those of them that no thread is on
+    jmp_buf abandon;
     std::string error;
 
-    Fiber* spare();
-    Fiber* choose();
-    [[noreturn]] void fail();
-    void leave(Fiber* to);
-    void park(const char* what, int line);
+    // False, with a message in `error`, if the block got stuck.
+    bool run_all() {
+        next = 0;
+        running = &home;
+        if (_setjmp(abandon) == 0) {
+            run(args);
+            if (parked) switch_to(choose(thread_number()));
+            return true;
+        }
+        if (left != &home) __sanitizer_finish_switch_fiber(home.fake_stack, nullptr, nullptr);
+        const char* bottom = static_cast<const char*>(home.bottom);
+        if (bottom) __asan_unpoison_memory_region(bottom, static_cast<char*>(__builtin_frame_address(0)) - bottom);
+        idle.clear();
+        fibers.clear();  // with the frames of threads that will never return
+        parked = barrier.arrived = 0;
+        for (Warp& w : warps) w.parked = w.waiting = w.meeting.arrived = 0;
+        return false;
+    }
+
+    // Puts the running thread, number t, aside until its warp no longer has it in `waiting`. This and its callers are
+    // inlined: after a switch the processor guesses wrong where a return goes to, and each return costs 10 ns.
+    __forceinline__ void wait(unsigned t, const char* what, int line) {
+        const dim3 index = threadIdx;
+        const unsigned bit = 1u << t % 32;
+        Warp& w = warps[t / 32];
+        w.fiber[t % 32] = running;
+        w.parked |= bit;
+        w.waiting |= bit;
+        running->what = what;
+        running->line = line;
+        parked++;
+        switch_to(choose(t));
+        parked--;
+        w.parked &= ~bit;
+        threadIdx = index;
+    }
+
+    // Whom to run when thread t has returned or must wait. Lanes of its own warp come first, the next one if it is
+    // ready, so warps are done with one by one and, without barriers, 32 stacks suffice. Then threads not yet started;
+    // then the next warp that has ready lanes; and home in the end.
+    __attribute__((noinline)) Fiber* choose(unsigned t) {
+        const unsigned mine = warps[t / 32].ready(), above = mine & ~1u << t % 32, warp_count = (count + 31) / 32;
+        if (mine) return warps[t / 32].fiber[__builtin_ctz(above ? above : mine)];
+        if (next < count) {
+            if (idle.empty()) idle.push_back(fibers.emplace_back(new Fiber(fibers.size())).get());
+            Fiber* f = idle.back();
+            idle.pop_back();
+            return f;
+        }
+        if (parked == 0) return &home;
+        for (unsigned i = 1; i < warp_count; i++) {
+            const Warp& w = warps[(t / 32 + i) % warp_count];
+            if (w.ready()) return w.fiber[__builtin_ctz(w.ready())];
+        }
+        fail();
+    }
+
+    // Returns when another fiber switches back. _setjmp and _longjmp do it without a system call, where swapcontext
+    // makes one to exchange signal masks; so ucontext only starts a stack.
+    __attribute__((noinline, no_sanitize("address"))) void switch_to(Fiber* to) {
+        Fiber* self = left = running;
+        running = to;
+        if (_setjmp(self->context) == 0) {
+            __sanitizer_start_switch_fiber(&self->fake_stack, to->bottom, to->size);
+            if (to->started) _longjmp(to->context, 1);
+            to->start();
+        }
+        __sanitizer_finish_switch_fiber(self->fake_stack, &left->bottom, &left->size);
+    }
+
+    [[noreturn]] void fail() {
+        error = state();
+        left = running;
+        if (left != &home) __sanitizer_start_switch_fiber(nullptr, home.bottom, home.size);
+        _longjmp(abandon, 1);
+    }
+
+    // "threads 0-6, 8-63 wait in __syncthreads at line 89; threads 7 have returned", by their numbers in the block.
+    std::string state() const {
+        auto state_of = [this](unsigned t) {
+            const Warp& w = warps[t / 32];
+            const Fiber* f = w.fiber[t % 32];
+            if (!(w.parked >> t % 32 & 1)) return std::string(" have returned");
+            return std::string(" wait in ") + f->what + " at line " + std::to_string(f->line);
+        };
+        std::map<std::string, std::string> groups;
+        for (unsigned t = 0, end; t < count; t = end) {
+            const std::string s = state_of(t);
+            for (end = t + 1; end < count && state_of(end) == s; end++) {}
+            const std::string range = std::to_string(t) + (end > t + 1 ? "-" + std::to_string(end - 1) : "");
+            std::string& who = groups[s];
+            if (who.size() < 60) who += (who.empty() ? "threads " : ", ") + range;
+            else if (who.back() != '.') who += ", ...";
+        }
+        std::string all;
+        for (const auto& [s, who] : groups) all += (all.empty() ? "" : "; ") + who + s;
+        return all;
+    }
 };
 
 static thread_local Block* block;
+static thread_local void* dynamic_shared;
+static thread_local bool waited;  // some thread has, since the running fiber last looked
 
-static unsigned linear(dim3 t) { return t.x + blockDim.x * (t.y + blockDim.y * t.z); }
-
-static void arrived_on_stack(Fiber* self) {
-    Block& b = *block;
-    b.running = self;
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_finish_switch_fiber(self->fake_stack, &b.left->bottom, &b.left->size);
-#endif
-}
-
-// Switches to another stack; returns when someone switches back.
-__attribute__((noinline)) void Block::leave(Fiber* to) {
-    Fiber* self = left = running;
-    if (to == self) return;
-    if (_setjmp(self->context) == 0) {
-#ifdef __SANITIZE_ADDRESS__
-        __sanitizer_start_switch_fiber(&self->fake_stack, to->bottom, to->size);
-#endif
-        _longjmp(to->context, 1);
-    }
-    arrived_on_stack(self);
-}
-
-static thread_local ucontext_t* creator;
-
-static void fiber_main() {
-    Block& b = *block;
-    Fiber* self = b.fibers.back().get();
-    if (_setjmp(self->context) == 0) setcontext(creator);
-    arrived_on_stack(self);
-    for (;;) {
-        b.run(b.args);
-        self->next_free = b.free;
-        b.free = self;
-        b.leave(b.choose());
-    }
-}
-
-Fiber* Block::spare() {
-    if (Fiber* f = free) {
-        free = f->next_free;
-        return f;
-    }
-    fibers.emplace_back(new Fiber);
-    Fiber* f = fibers.back().get();
-    f->stack = static_cast<char*>(mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0));
-    if (f->stack == MAP_FAILED) abort();
-    f->bottom = f->stack;
-    // Stacks a power of two apart would all use the same few sets of the cache.
-    f->size = stack_bytes - fibers.size() % 16 * 256;
-    ucontext_t here, fresh;
-    getcontext(&fresh);
-    fresh.uc_stack.ss_sp = f->stack;
-    fresh.uc_stack.ss_size = f->size;
-    fresh.uc_link = nullptr;
-    makecontext(&fresh, fiber_main, 0);
-    creator = &here;
-    swapcontext(&here, &fresh);
-    return f;
-}
-
-// Whom to run when the running thread has returned or must wait. Its own warp first: then few stacks are in use at a
-// time, and they stay in the cache.
-Fiber* Block::choose() {
-    const unsigned t = linear(threadIdx), self = t / 32;
-    Warp& w = warps[self];
-    if (unsigned ready = w.parked & ~w.waiting) {
-        unsigned later = ready & ~((2u << t % 32) - 1);
-        return w.fiber[__builtin_ctz(later ? later : ready)];
-    }
-    if (next < count) return spare();
-    if (parked == 0) return &home;
-    const unsigned n = (count + 31) / 32;
-    for (unsigned i = 1; i < n; ++i) {
-        Warp& other = warps[(self + i) % n];
-        if (unsigned ready = other.parked & ~other.waiting) return other.fiber[__builtin_ctz(ready)];
-    }
-    fail();
-}
-
-void Block::fail() {
-    std::map<std::pair<int, std::string>, std::string> groups;
-    for (unsigned t = 0, end; t < count; t = end) {
-        auto state = [&](unsigned i) {
-            Warp& w = warps[i / 32];
-            if (!(w.parked >> i % 32 & 1)) return std::make_pair(0, std::string());
-            return std::make_pair(w.fiber[i % 32]->line, std::string(w.fiber[i % 32]->what));
-        };
-        auto s = state(t);
-        for (end = t + 1; end < count && state(end) == s; ++end) {}
-        std::string& list = groups[s];
-        if (list.size() > 60) { if (list.back() != '.') list += ", ..."; continue; }
-        list += (list.empty() ? "" : ", ") + std::to_string(t) + (end - t > 1 ? "-" + std::to_string(end - 1) : "");
-    }
-    error = "block (" + std::to_string(blockIdx.x) + ", " + std::to_string(blockIdx.y) + ", " +
-            std::to_string(blockIdx.z) + ") cannot go on";
-    const char* separator = ": ";
-    for (auto& g : groups) {
-        error += separator + ("threads " + g.second) +
-                 (g.first.first ? " wait in " + g.first.second + " at line " + std::to_string(g.first.first) : " have returned");
-        separator = "; ";
-    }
-    left = running;
-#ifdef __SANITIZE_ADDRESS__
-    if (running != &home) __sanitizer_start_switch_fiber(nullptr, home.bottom, home.size);
-#endif
-    _longjmp(abandon, 1);
-}
-
-__attribute__((noinline)) void Block::park(const char* what, int line) {
-    const unsigned t = linear(threadIdx), bit = 1u << t % 32;
-    Warp& w = warps[t / 32];
-    Fiber* self = running;
-    self->thread = threadIdx;
-    self->what = what;
-    self->line = line;
-    w.fiber[t % 32] = self;
-    w.parked |= bit;
-    w.waiting |= bit;
-    ++parked;
-    leave(choose());
-    --parked;
-    w.parked &= ~bit;
-    threadIdx = self->thread;
-    waited = true;
-}
-
-// Called by every lane of a warp, each with a value; returns when all have. Then lane i's value can be read with get(i),
-// until this lane enters the next collective. All of CUDA's warp-wide functions are made of this one.
-template <class T> struct Collective {
-    const Warp& w;
-    const char* slots;
-    template <class Work = void (*)(T*)>
-    Collective(T value, unsigned mask, const char* what, int line, Work together = [](T*) {}) : w(block->warps[linear(threadIdx) / 32]) {
-        static_assert(sizeof(T) <= max_slot, "raise max_slot");
-        Block& b = *block;
-        const unsigned t = linear(threadIdx);
-        Warp& w = b.warps[t / 32];
-        waited = true;
-        b.next = max(b.next, t + 1);
-        char* s = w.slots[w.rounds % 2];
-        slots = s;
-        memcpy(s + t % 32 * sizeof(T), &value, sizeof(T));
-        if (w.arrived == 0) { w.what = what; w.line = line; }
-        if (mask == ~0u && w.what == what && w.line == line) w.arrived |= 1u << t % 32;
-        if (w.arrived == w.lanes) { together(reinterpret_cast<T*>(s)); w.arrived = w.waiting = 0; ++w.rounds; }
-        else b.park(what, line);
-    }
-    T get(unsigned lane) const {
-        T value;
-        if (w.lanes >> lane & 1) memcpy(&value, slots + lane * sizeof(T), sizeof(T));
-        else memset(&value, 0xff, sizeof(T));
-        return value;
-    }
-};
-
-template <auto kernel> struct Launch;
-template <class... A, void (*kernel)(A...)> struct Launch<kernel> {
-    static void threads(A... args) {
+template <auto kernel> struct Kernel;
+template <class... A, void (*kernel)(A...)> struct Kernel<kernel> {
+    // Runs threads not yet started, one after another, on the current stack: all of them if none waits. If one did,
+    // other stacks have taken over before its call returns, and this one goes on with what they have left.
+    static void run_threads(A... args) {
         Block& b = *block;
         const unsigned nx = blockDim.x, ny = blockDim.y;
         do {
             const unsigned first = b.next % nx;
             threadIdx = {first, b.next / nx % ny, b.next / nx / ny};
             waited = false;
-            for (unsigned x = first; x < nx && !waited; ++x) {
+            for (unsigned x = first; x < nx && !waited; x++) {
                 threadIdx.x = x;
                 kernel(args...);
             }
             if (!waited) b.next += nx - first;
-            const Warp& w = b.warps[linear(threadIdx) / 32];
-            if (w.parked & ~w.waiting) return;
-        } while (b.next < b.count);
+        } while (b.next < b.count && !b.warps[thread_number() / 32].ready());
     }
-    template <size_t... I> static void unpack(void** args, std::index_sequence<I...>) {
-        threads(*static_cast<std::remove_cv_t<A>*>(args[I])...);
+    template <size_t... i> static void unpack(void** args, std::index_sequence<i...>) {
+        run_threads(*static_cast<std::remove_cv_t<A>*>(args[i])...);
     }
     static void run(void** args) { unpack(args, std::index_sequence_for<A...>()); }
 };
 
-static void run_block(Block& b) {
-    b.next = 0;
-    b.running = &b.home;
-    if (_setjmp(b.abandon)) {
-#ifdef __SANITIZE_ADDRESS__
-        if (b.left != &b.home) __sanitizer_finish_switch_fiber(b.home.fake_stack, nullptr, nullptr);
-#endif
-        b.fibers.clear();
-        b.free = nullptr;
-        b.parked = b.arrived = 0;
-        for (Warp& w : b.warps) w.parked = w.waiting = w.arrived = 0;
-        return;
+void fiber_main() {
+    Block& b = *block;
+    Fiber* self = b.running;
+    __sanitizer_finish_switch_fiber(nullptr, &b.left->bottom, &b.left->size);
+    for (;;) {
+        b.run(b.args);
+        b.idle.push_back(self);
+        b.switch_to(b.choose(thread_number()));
     }
-    b.run(b.args);
-    if (b.parked) b.leave(b.choose());
 }
 
-static const char* launch(const char* name, void (*run)(void**), const unsigned* grid, const unsigned* dims,
-                          size_t shared_bytes, void** args) {
-    static thread_local std::string message;
-    const size_t blocks = size_t(grid[0]) * grid[1] * grid[2], count = size_t(dims[0]) * dims[1] * dims[2];
-    if (blocks == 0 || count == 0 || count > 1024 || shared_bytes > 227 << 10) {
-        message = std::string(name) + ": a launch needs at least one block of 1 to 1024 threads, and at most 227 KiB of shared memory";
-        return message.c_str();
+// What all functions of a warp are made of: every lane enters with a value, and once all have, each can read the values
+// of the others, until it enters the next.
+template <class T> struct Exchange {
+    unsigned lane, size;
+    const char* slots;
+
+    // The last lane to enter may do something for all of them, with the values of all.
+    template <class Work = void (*)(T*)>
+    __forceinline__ Exchange(unsigned mask, T value, const char* what, int line, Work work = [](T*) {}) {
+        static_assert(sizeof(T) <= slot_bytes, "raise slot_bytes");
+        Block& b = *block;
+        const unsigned t = thread_number();
+        Warp& w = b.warps[t / 32];
+        char* s = w.slots[w.meetings % 2];
+        lane = t % 32, size = w.size, slots = s;
+        memcpy(s + lane * sizeof(T), &value, sizeof(T));
+        b.next = max(b.next, t + 1);
+        if (mask != ~0u) b.wait(t, "a warp function whose mask is not 0xffffffff, which is not supported,", line);
+        else if (!w.meeting.complete(what, line, size)) b.wait(t, what, line);
+        else work(reinterpret_cast<T*>(s)), w.waiting = 0, w.meetings++;
+        waited = true;
     }
-    int workers = 1;
+    T of(unsigned i) const {
+        T value;
+        memset(&value, 0xff, sizeof(T));  // NaN, where there is no such lane
+        if (i % 32 < size) memcpy(&value, slots + i % 32 * sizeof(T), sizeof(T));
+        return value;
+    }
+};
+
+const char* launch(const char* name, void (*run)(void**), const unsigned* grid, const unsigned* threads,
+                   size_t shared_bytes, void** args) {
+    static thread_local std::string message;
+    std::string& error = message;  // this OS thread's, whoever sets it
+    const size_t blocks = size_t(grid[0]) * grid[1] * grid[2];
+    const size_t count = size_t(threads[0]) * threads[1] * threads[2];
+    if (blocks == 0 || count == 0 || count > 1024 || shared_bytes > 227 << 10) {
+        error = std::string(name) + ": no GPU runs " + std::to_string(blocks) + " blocks of " + std::to_string(count) +
+                " threads with " + std::to_string(shared_bytes) + " bytes of shared memory each";
+        return error.c_str();
+    }
+    [[maybe_unused]] size_t workers = 1;
 #if defined(_OPENMP) && !defined(__SANITIZE_ADDRESS__)
-    workers = int(std::min(blocks, size_t(omp_get_max_threads())));
+    workers = min(blocks, size_t(omp_get_max_threads()));
 #endif
-    const size_t chunk = blocks / (workers * 32) + 1;
-    std::atomic<size_t> failed{SIZE_MAX};
-    message.clear();
-    std::string& out = message;
-#pragma omp parallel num_threads(workers)
-    {
+    std::atomic<size_t> stuck{blocks};  // the first block that is
+    OPENMP(omp parallel num_threads(int(workers))) {
         static thread_local std::unique_ptr<Block> owner;
         if (!owner) owner.reset(block = new Block);
         Block& b = *block;
         gridDim = {grid[0], grid[1], grid[2]};
-        blockDim = {dims[0], dims[1], dims[2]};
-        b.count = unsigned(count);
-        b.run = run;
-        b.args = args;
-        for (unsigned i = 0; i * 32 < count; ++i) b.warps[i].lanes = count - i * 32 >= 32 ? ~0u : (1u << count % 32) - 1;
-        dynamic_shared = malloc(shared_bytes);
-#pragma omp for schedule(dynamic, chunk)
-        for (size_t i = 0; i < blocks; ++i) {
-            if (i > failed.load(std::memory_order_relaxed)) continue;
+        blockDim = {threads[0], threads[1], threads[2]};
+        b.run = run, b.args = args, b.count = unsigned(count);
+        for (unsigned t = 0; t < count; t += 32) b.warps[t / 32].size = min(b.count - t, 32u);
+        b.idle.clear();
+        for (size_t n = b.fibers.size(); n-- > 0;) b.idle.push_back(b.fibers[n].get());  // to use the first ones first
+        dynamic_shared = malloc(shared_bytes);  // 16-byte aligned, and AddressSanitizer knows where it ends
+        // By the handful, since to fetch a block costs as much as to run a small one.
+        OPENMP(omp for schedule(dynamic, int(blocks / (32 * workers) + 1)))
+        for (size_t i = 0; i < blocks; i++) {
+            if (i > stuck) continue;  // but those before it still run, so the report does not depend on timing
             blockIdx = {unsigned(i % grid[0]), unsigned(i / grid[0] % grid[1]), unsigned(i / grid[0] / grid[1])};
-            if (shared_bytes) memset(dynamic_shared, 0xff, shared_bytes);
-            b.error.clear();
-            run_block(b);
-            if (!b.error.empty()) {
-#pragma omp critical
-                if (i < failed) { failed = i; out = std::string(name) + ": " + b.error; }
+            memset(dynamic_shared, 0xff, shared_bytes);  // NaN, until written
+            if (b.run_all()) continue;
+            OPENMP(omp critical)
+            if (i < stuck) {
+                stuck = i;
+                error = std::string(name) + ": block (" + std::to_string(blockIdx.x) + ", " +
+                        std::to_string(blockIdx.y) + ", " + std::to_string(blockIdx.z) + ") is stuck: " + b.error;
             }
         }
         free(dynamic_shared);
     }
-    return failed == SIZE_MAX ? nullptr : message.c_str();
+    return stuck < blocks ? error.c_str() : nullptr;
 }
 
 }  // namespace cuda_on_cpu
 
-// ---- What a kernel calls to meet other threads -----------------------------------------------------------------------
-
-inline void __syncthreads(int line = __builtin_LINE()) {
-    using namespace cuda_on_cpu;
-    Block& b = *block;
-    waited = true;
-    b.next = max(b.next, linear(threadIdx) + 1);
-    if (b.arrived == 0) b.line = line;
-    if (line == b.line && ++b.arrived == b.count) {
-        b.arrived = 0;
-        for (Warp& w : b.warps) w.waiting = 0;
-    } else {
-        b.park("__syncthreads", line);
+// Runs a whole grid and returns when it is done: null, or a message that is good until this OS thread's next launch.
+// args is as for cuLaunchKernel: args[i] points at the kernel's i-th argument.
+#define CPU_KERNEL(name)                                                                                         \
+    extern "C" __attribute__((visibility("default"))) const char* launch_##name(                                 \
+        const unsigned grid[3], const unsigned block[3], size_t shared_bytes, void** args) {                     \
+        return cuda_on_cpu::launch(#name, cuda_on_cpu::Kernel<name>::run, grid, block, shared_bytes, args);      \
     }
+
+// ---- meeting other threads ----
+
+__forceinline__ void __syncthreads(int line = __builtin_LINE()) {
+    cuda_on_cpu::Block& b = *cuda_on_cpu::block;
+    const unsigned t = thread_number();
+    b.next = max(b.next, t + 1);
+    if (!b.barrier.complete("__syncthreads", line, b.count)) b.wait(t, "__syncthreads", line);
+    else for (auto& w : b.warps) w.waiting = 0;
+    cuda_on_cpu::waited = true;
+}
+__forceinline__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
+    cuda_on_cpu::Exchange<char>(mask, 0, "__syncwarp", line);
+}
+template <class T> __forceinline__ T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
+    return cuda_on_cpu::Exchange<T>(mask, value, "__shfl_sync", line).of(lane);
+}
+template <class T> __forceinline__ T __shfl_xor_sync(unsigned mask, T value, int bits, int line = __builtin_LINE()) {
+    cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_xor_sync", line);
+    return warp.of(warp.lane ^ bits);
+}
+template <class T>
+__forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned by, int line = __builtin_LINE()) {
+    cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_down_sync", line);
+    return warp.lane + by < 32 ? warp.of(warp.lane + by) : value;
 }
 
-inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
-    cuda_on_cpu::Collective<char>(0, mask, "__syncwarp", line);
-}
-template <class T> T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
-    return cuda_on_cpu::Collective<T>(value, mask, "__shfl_sync", line).get(lane % 32);
-}
-template <class T> T __shfl_xor_sync(unsigned mask, T value, int lanes, int line = __builtin_LINE()) {
-    return cuda_on_cpu::Collective<T>(value, mask, "__shfl_xor_sync", line).get((threadIdx.x ^ lanes) % 32);
-}
-template <class T> T __shfl_down_sync(unsigned mask, T value, unsigned delta, int line = __builtin_LINE()) {
-    const unsigned lane = cuda_on_cpu::linear(threadIdx) % 32;
-    cuda_on_cpu::Collective<T> warp(value, mask, "__shfl_down_sync", line);
-    return lane + delta < 32 ? warp.get(lane + delta) : value;
-}
-
-// ---- kernels.cu's PTX wrappers ----------------------------------------------------------------------------------------
+// ---- the functions that stand for PTX in kernels.cu ----
 
 inline float __uint_as_float(unsigned bits) {
     float x;
@@ -472,7 +489,7 @@ template <class Pair> float element(const Pair& pair, int i) {
 template <class Pair>
 void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2], int line = __builtin_LINE()) {
     struct Lane { float* d; const Pair *a, *b; };
-    cuda_on_cpu::Collective<Lane>({d, a, b}, ~0u, "mma", line, [](Lane* lanes) {
+    cuda_on_cpu::Exchange<Lane>(~0u, {d, a, b}, "mma", line, [](Lane* lanes) {
         float A[16][16], B[16][8], D[16][8] = {};
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, q = lane % 4;
@@ -492,16 +509,19 @@ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2], int line = __bui
 template <bool transposed>
 void load_8x8(unsigned (&x)[4], const void* row, int line) {
     struct Lane { unsigned* x; const unsigned short* row; };
-    cuda_on_cpu::Collective<Lane>({x, static_cast<const unsigned short*>(row)}, ~0u, "ldmatrix", line, [](Lane* lanes) {
+    cuda_on_cpu::Exchange<Lane>(~0u, {x, static_cast<const unsigned short*>(row)}, "ldmatrix", line, [](Lane* lanes) {
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++) {
                 const int g = lane / 4, q = lane % 4;
                 auto at = [&](int r, int c) { return unsigned(lanes[8 * i + r].row[c]); };
-                lanes[lane].x[i] = transposed ? at(2 * q, g) | at(2 * q + 1, g) << 16 : at(g, 2 * q) | at(g, 2 * q + 1) << 16;
+                lanes[lane].x[i] = transposed ? at(2 * q, g) | at(2 * q + 1, g) << 16
+                                              : at(g, 2 * q) | at(g, 2 * q + 1) << 16;
             }
     });
 }
-inline void load_matrices(unsigned (&x)[4], const void* row, int line = __builtin_LINE()) { load_8x8<false>(x, row, line); }
+inline void load_matrices(unsigned (&x)[4], const void* row, int line = __builtin_LINE()) {
+    load_8x8<false>(x, row, line);
+}
 inline void load_matrices_transposed(unsigned (&x)[4], const void* row, int line = __builtin_LINE()) {
     load_8x8<true>(x, row, line);
 }
@@ -511,9 +531,3 @@ inline void copy16(void* shared, const void* global, bool there) {
     else memset(shared, 0, 16);
 }
 inline void copies_arrive() {}
-
-#define CPU_KERNEL(name)                                                                                             \
-    extern "C" __attribute__((visibility("default"))) const char* launch_##name(                                     \
-        const unsigned* grid, const unsigned* block, size_t shared_bytes, void** args) {                             \
-        return cuda_on_cpu::launch(#name, cuda_on_cpu::Launch<name>::run, grid, block, shared_bytes, args);          \
-    }
