@@ -358,6 +358,12 @@ __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pai
 }
 #endif
 
+// The same with two B side by side, b[0], b[1] and b[2], b[3], and with two D.
+__device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4]) {
+    mma(left, a, {b[0], b[1]});
+    mma(right, a, {b[2], b[3]});
+}
+
 // 16 bytes from device to shared memory that need no register and no waiting; or, if there is nothing to copy, zeros.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -407,8 +413,8 @@ __device__ __forceinline__ void load_a(Pair (&a)[4], const real* tile, int r, in
 #endif
 }
 
-// Two B side by side, b[0], b[1] the left one and b[2], b[3] the right. Their 16 columns are rows r..r+15 of a tile,
-// summed over channels c..c+15: for a product with the tile's transpose.
+// Two B side by side whose 16 columns are rows r..r+15 of a tile, summed over channels c..c+15: for a product with the
+// tile's transpose.
 __device__ __forceinline__ void load_b_transposed(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
@@ -432,12 +438,6 @@ __device__ __forceinline__ void load_b(Pair (&b)[4], const real* tile, int r, in
         b[i] = {x[0], x[LD]};
     }
 #endif
-}
-
-// d (16,16) += A times two B side by side, the two halves of d each a D.
-__device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4]) {
-    mma(left, a, {b[0], b[1]});
-    mma(right, a, {b[2], b[3]});
 }
 
 // d (16 M, columns) += a warp's rows of one tile, from r on, times the transpose of another's first `columns` rows.
@@ -842,27 +842,31 @@ extern "C" __global__ void fused_classifier(real* logits, float* __restrict__ lo
 
 // ---- AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----
 
-// All parameters in one launch: blockIdx.y names the tensor, which lies at [starts[y], starts[y+1]) of the four arenas
-// and is decayed (1) or not (0); the blocks (x, y) stride over it. correction = 1/(1 - beta^step), which undoes the
-// moments' start at zero. Bound by seven passes over the arena: four reads, three writes. The update is made to fp32
-// master parameters, of which params are the rounded copy that the other kernels read, or in fp32 themselves.
+// All n parameters in one launch: tensor i of `tensors` lies at [starts[i], starts[i+1]) of the arenas, and decayed[i] is
+// 1 or 0. A thread for each W numbers, which are of one tensor; it finds which by bisection. rate = 1 - beta comes as
+// such, since 1 - 0.999 would lose five digits in fp32, and correction = 1/(1 - beta^step) undoes the moments' start at
+// zero. Bound by seven passes over the arena: four reads, three writes. The update is made to fp32 master parameters, of
+// which params are the rounded copy that the other kernels read, or in fp32 themselves.
 extern "C" __global__ void adamw(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
                                  float* __restrict__ v, const size_t* __restrict__ starts,
-                                 const float* __restrict__ decayed, float learning_rate, float beta1, float beta2,
-                                 float correction1, float correction2, float eps, float weight_decay) {
-    float decay = weight_decay * decayed[blockIdx.y];
-    size_t end = starts[blockIdx.y + 1];
-    for (size_t i = starts[blockIdx.y] + first_number(); i < end; i += (size_t)W * gridDim.x * blockDim.x) {
-        Pack<W> p = load<W>(master + i), g = load<W>(grads + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
-        for (int j = 0; j < W; j++) {
-            m1[j] = beta1 * m1[j] + (1.0f - beta1) * g[j];
-            m2[j] = beta2 * m2[j] + (1.0f - beta2) * g[j] * g[j];
-            float change = m1[j] * correction1 / (sqrtf(m2[j] * correction2) + eps);
-            p[j] -= learning_rate * (change + decay * p[j]);
-        }
-        store(master + i, p);
-        if (sizeof(real) < sizeof(float)) store(params + i, p);
-        store(m + i, m1);
-        store(v + i, m2);
+                                 const float* __restrict__ decayed, int tensors, size_t n, float learning_rate,
+                                 float rate1, float rate2, float correction1, float correction2, float eps,
+                                 float weight_decay) {
+    size_t i = first_number();
+    if (i >= n) return;
+    int tensor = 0;
+    for (int step = 16; step > 0; step /= 2)
+        if (tensor + step < tensors && starts[tensor + step] <= i) tensor += step;
+    float decay = weight_decay * decayed[tensor];
+    Pack<W> p = load<W>(master + i), g = load<W>(grads + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
+    for (int j = 0; j < W; j++) {
+        m1[j] += rate1 * (g[j] - m1[j]);
+        m2[j] += rate2 * (g[j] * g[j] - m2[j]);
+        float change = m1[j] * correction1 / (sqrtf(m2[j] * correction2) + eps);
+        p[j] -= learning_rate * (change + decay * p[j]);
     }
+    store(master + i, p);
+    if (sizeof(real) < sizeof(float)) store(params + i, p);
+    store(m + i, m1);
+    store(v + i, m2);
 }

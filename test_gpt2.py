@@ -207,7 +207,7 @@ def launch(device, name, items, *args, shared=0):
     """Launch a kernel, with float64 arrays for fp32 and real, and a shape for an array of NaN. Returns a list of the
     arrays that it may write: those that are not const. They lie between guards; any other ends where its allocation
     does, for a sanitizer to see."""
-    source, guard = (HERE / "kernels.cu").read_text(encoding="utf-8"), 128  # bytes
+    source, guard = (HERE / "kernels.cu").read_text(encoding="utf-8"), 8192  # bytes, more than a row
     parameters = re.search(rf"__global__\s[^;{{]*?\b{name}\(([^)]*)\)", source)[1].split(",")
     args, written = list(args), []
     for i, (value, parameter) in enumerate(zip(args, parameters, strict=True)):

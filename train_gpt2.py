@@ -350,7 +350,7 @@ LAUNCH = {
     "gelu_forward": (256, NUMBER),
     "gelu_backward": (256, NUMBER),
     "fused_classifier": (1024, BLOCK),
-    "adamw": (256, BLOCK),
+    "adamw": (256, NUMBER),
 }
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size_t}
 
@@ -653,8 +653,8 @@ class Cuda:
         grid, block = grid_of(name, items, self.W)
         function = self.functions[name]
         if shared > self.max_shared:
-            raise UserError(f"{name} needs {shared} bytes of shared memory a block at this model's sizes, and this GPU has "
-                            f"{self.max_shared}: choose a smaller -e, or --dtype bf16")
+            raise UserError(f"{name} needs {shared} bytes of shared memory a block at this model's sizes, and this GPU "
+                            f"has {self.max_shared}: choose a smaller -e, or --dtype bf16")
         if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
         self.cupy.cuda.driver.launchKernel(function.kernel.ptr, *grid, *block, shared, self.stream.ptr,
@@ -890,16 +890,17 @@ class GPT2:
     def layernorm_backward(self, dweight, dbias, inp, weight, mean, rstd):
         """Add a layernorm's gradients to dresidual, dweight and dbias; dbranch is the gradient of its output."""
         (B, T), C = self.bound, self.config.C
-        partials = self.back.partials
-        self.device.launch("layernorm_backward", PARTIAL_ROWS, self.back.dresidual, partials, self.back.dbranch, inp,
+        blocks = min(PARTIAL_ROWS, -(-B * T // 4))  # of 4 rows at a time
+        partials = self.back.partials.reshape(-1)[: 2 * blocks * C].reshape(2, blocks, C)
+        self.device.launch("layernorm_backward", blocks, self.back.dresidual, partials, self.back.dbranch, inp,
                            weight, mean, rstd, B * T, C, shared=4 * 2 * C * 4)
         for out, sums in zip((dweight, dbias), partials):
-            self.device.launch("add_partials", C, out, sums, PARTIAL_ROWS, C)
+            self.device.launch("add_partials", C, out, sums, blocks, C)
 
     def bias_backward(self, dbias, dout):
         """dbias (OC) += the sum over rows of dout (N,OC): in two stages if there are many rows."""
         N, OC = dout.shape
-        shares = min(64, N // 64)
+        shares = min(64, N // 256)
         if shares > 1:
             self.device.launch("matmul_backward_bias", (OC, shares), self.back.partials, dout, N, OC)
             self.device.launch("add_partials", OC, dbias, self.back.partials, shares, OC)
@@ -908,11 +909,11 @@ class GPT2:
 
     def update(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         """One AdamW step with the gradients that were added up, which are then zero again."""
-        step = self.step + 1
-        tensors = self.decayed.size // 4
-        self.device.launch("adamw", (1024, tensors), self.arenas["parameters"], self.master, self.arenas["gradients"],
-                           self.arenas["adam m"], self.arenas["adam v"], self.starts, self.decayed, learning_rate,
-                           beta1, beta2, 1 / (1 - beta1**step), 1 / (1 - beta2**step), eps, weight_decay)
+        step, n = self.step + 1, self.master.size
+        self.device.launch("adamw", n, self.arenas["parameters"], self.master, self.arenas["gradients"],
+                           self.arenas["adam m"], self.arenas["adam v"], self.starts, self.decayed,
+                           self.decayed.size // 4, n, learning_rate, 1 - beta1, 1 - beta2, 1 / (1 - beta1**step),
+                           1 / (1 - beta2**step), eps, weight_decay)
         self.device.zero(self.arenas["gradients"])
         self.step = step
 

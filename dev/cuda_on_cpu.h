@@ -485,24 +485,28 @@ template <class Pair> float element(const Pair& pair, int i) {
     }
 }
 
-// D (16,8) += A (16,16) B (16,8); kernels.cu says which lane holds what. The last lane to arrive computes for all.
+// Two D (16,8) side by side += A (16,16) times two B (16,8); kernels.cu says which lane holds what. The last lane to
+// arrive computes for all.
 template <class Pair>
-void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2], int line = __builtin_LINE()) {
-    struct Lane { float* d; const Pair *a, *b; };
-    cuda_on_cpu::Exchange<Lane>(~0u, {d, a, b}, "mma", line, [](Lane* lanes) {
-        float A[16][16], B[16][8], D[16][8] = {};
+void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4], int line = __builtin_LINE()) {
+    struct Lane { float* d[2]; const Pair *a, *b; };
+    cuda_on_cpu::Exchange<Lane>(~0u, {{left, right}, a, b}, "mma", line, [](Lane* lanes) {
+        float A[16][16], B[16][16], D[16][16] = {};
         for (int lane = 0; lane < 32; lane++) {
             const int g = lane / 4, q = lane % 4;
             for (int i = 0; i < 4; i++)
-                for (int j = 0; j < 2; j++) A[g + i % 2 * 8][2 * q + i / 2 * 8 + j] = element(lanes[lane].a[i], j);
-            for (int i = 0; i < 2; i++)
-                for (int j = 0; j < 2; j++) B[2 * q + 8 * i + j][g] = element(lanes[lane].b[i], j);
+                for (int j = 0; j < 2; j++) {
+                    A[g + i % 2 * 8][2 * q + i / 2 * 8 + j] = element(lanes[lane].a[i], j);
+                    B[2 * q + i % 2 * 8 + j][g + i / 2 * 8] = element(lanes[lane].b[i], j);
+                }
         }
         for (int m = 0; m < 16; m++)
             for (int k = 0; k < 16; k++)
-                for (int n = 0; n < 8; n++) D[m][n] += A[m][k] * B[k][n];
+                for (int n = 0; n < 16; n++) D[m][n] += A[m][k] * B[k][n];
         for (int lane = 0; lane < 32; lane++)
-            for (int i = 0; i < 4; i++) lanes[lane].d[i] += D[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+            for (int half = 0; half < 2; half++)
+                for (int i = 0; i < 4; i++)
+                    lanes[lane].d[half][i] += D[lane / 4 + i / 2 * 8][8 * half + 2 * (lane % 4) + i % 2];
     });
 }
 
