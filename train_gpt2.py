@@ -375,11 +375,12 @@ def pack_arguments(kernels, name, args, address):
     return (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values)), values
 
 
-def grid_of(name, items, W):
+def grid_of(name, items, device):
     """The grid for a number of items, or for (items, rows of the grid), and the block: two triples."""
     x, y = items if isinstance(items, tuple) else (items, 1)
     threads, unit = LAUNCH[name]
-    return (-(-x // unit(threads, W)), y, 1), (threads, 1, 1)
+    threads = min(threads, device.max_threads)
+    return (-(-x // unit(threads, device.W)), y, 1), (threads, 1, 1)
 
 
 def switches(dtype, HS):
@@ -393,6 +394,7 @@ class Cpu:
     CXX names the compiler and CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines.
     """
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 512
+    max_threads = 256  # of a block: at a barrier each costs 25 ns
 
     def __init__(self, dtype=None, HS=64, graph=True):
         self.dtype = dtype or "fp32"
@@ -474,7 +476,7 @@ class Cpu:
     def launch(self, name, items, *args, shared=0):
         """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.__array_interface__["data"][0])
-        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in grid_of(name, items, self.W))
+        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in grid_of(name, items, self))
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
@@ -584,7 +586,7 @@ class CublasLt:
 
 class Cuda:
     """An NVIDIA GPU through CuPy: kernels.cu compiled by NVRTC, matrix products by cuBLAS, all on one stream."""
-    name, memory = "cuda", "device memory"
+    name, memory, max_threads = "cuda", "device memory", 1024
 
     # Dense FLOPs of one multiprocessor in one clock, by compute capability, from NVIDIA's architecture white papers.
     FLOPS_PER_CLOCK = {80: dict(fp32=128, tf32=1024, bf16=2048), 86: dict(fp32=256, tf32=256, bf16=512),
@@ -650,7 +652,7 @@ class Cuda:
     def launch(self, name, items, *args, shared=0):
         """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.data.ptr)
-        grid, block = grid_of(name, items, self.W)
+        grid, block = grid_of(name, items, self)
         function = self.functions[name]
         if shared > self.max_shared:
             raise UserError(f"{name} needs {shared} bytes of shared memory a block at this model's sizes, and this GPU "
