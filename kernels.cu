@@ -1,10 +1,12 @@
 /*
 Every hand-written kernel of a GPT-2 training step, each forward next to its backward, in the order in which a step
 meets them. train_gpt2.py compiles this file with NVRTC for a GPU, or with a C++ compiler and dev/cuda_on_cpu.h for a
-CPU, and reads the kernels' names and argument types from it. Matrix products are not here: they go to a BLAS library.
+CPU, and reads the kernels' names and argument types from it. The linear layers' matrix products are not here: they go
+to a BLAS library.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp; NH heads of
-HS = C/NH channels. Arrays are fp32, C-contiguous, the last index named is the fastest.
+HS = C/NH channels. Arrays are C-contiguous, the last index named is the fastest; parameters, activations and their
+gradients are real (fp32 or bf16), gradients of parameters and statistics fp32.
 
 Rules that hold for all of them:
   - A gradient of a parameter is added to (+=), an activation and its gradient are set (=), except that
@@ -17,7 +19,7 @@ a lane where the shapes allow, that many loads are in flight, and that nothing i
 */
 
 #ifndef DYNAMIC_SHARED  // dev/cuda_on_cpu.h brings its own
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
 #endif
 
 #ifndef HS
@@ -218,7 +220,7 @@ extern "C" __global__ void layernorm_backward(real* __restrict__ dinp, float* __
     DYNAMIC_SHARED(float, sums);  // (warps, 2, C)
     int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float *dweight = sums + 2 * warp * C, *dbias = dweight + C;
-    for (int c = W * lane; c < 2 * C; c += 32 * W) store(dweight + c, Pack<W>{});
+    for (int c = W * lane; c < C; c += 32 * W) store(dweight + c, Pack<W>{}), store(dbias + c, Pack<W>{});
 
     for (int row = blockIdx.x * warps + warp; row < N; row += gridDim.x * warps) {
         const real *x = inp + (size_t)row * C, *dy = dout + (size_t)row * C;
@@ -278,11 +280,13 @@ __device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __
     else out[column] += total;
 }
 
+// dbias (OC) += the sum over rows of dout (N,OC).
 extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const real* __restrict__ dout,
                                                 int N, int OC) {
     add_columns(dbias, dout, N, OC);
 }
 
+// out (OC) += the sum over rows of partials (N,OC).
 extern "C" __global__ void add_partials(float* __restrict__ out, const float* __restrict__ partials, int N, int OC) {
     add_columns(out, partials, N, OC);
 }
@@ -376,9 +380,10 @@ __device__ __forceinline__ void copies_arrive() { asm volatile("cp.async.wait_al
 
 // Of each head, with q, k, v (T,HS) in the rows of qkv (B,T,3,NH,HS):  score = q k', weight = softmax(score / sqrt(HS))
 // over s <= t, or max(0, score / sqrt(HS)) there for ReLU attention, and out (B,T,NH,HS) = weight v. The weights (T,T)
-// are never stored: a block takes ROWS rows of one head, 16 to a warp, and walks over the other side in tiles that pass
-// through shared memory; while it works on one tile, the next is on its way. A tile's scores live in registers, 16 rows
-// by a tile's columns in each warp. What bounds it is the tensor cores, and shared memory that feeds them.
+// are never stored: a block takes ROWS rows of one head and walks over the other side in tiles that pass through shared
+// memory; while it works on one tile, the next is on its way. A tile's scores live in the registers of the warps that
+// have their rows. What bounds it is the tensor cores, and shared memory that feeds them. (A prime is a transpose, t
+// the position of a query, s that of a key, scale = 1 / sqrt(HS).)
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros to whole products
 constexpr int LD = HP + 8;               // a tile's row in shared memory: neighbours in a column are in different banks
 // A block's 4 warps have M times 16 rows each. What a warp reads of a tile serves all its rows: 32 of them halve the
@@ -386,6 +391,11 @@ constexpr int LD = HP + 8;               // a tile's row in shared memory: neigh
 constexpr int M = sizeof(real) == 2 && HP <= 64 ? 2 : 1, ROWS = 4 * M * 16;
 constexpr int KEYS = 64;  // of a tile of the forward pass
 constexpr int TILE = 32;  // rows of the other side in a tile of the backward passes, which hold two results
+// GPT2.__init__ repeats ROWS, and asks for shared memory of 2 * ROWS + 128 rows of LD numbers.
+static_assert(KEYS % 16 == 0 && TILE % 16 == 0, "tiles of whole products");
+static_assert(4 * KEYS <= 2 * ROWS + 128 && 4 * TILE <= 128, "tiles that fit the shared memory that is asked for");
+static_assert(2 * KEYS >= ROWS && 4 * TILE >= ROWS, "tiles whose place holds the rows that are loaded first");
+
 // Rows first..first+rows-1 of a head, whose rows are stride numbers apart, into a tile; zeros beyond T and HS.
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const real* head, size_t stride, int first, int T) {
@@ -512,15 +522,17 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
 
-// Also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) / sqrt(HS)), from which the backward pass
-// makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum of a row are those of
-// the tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018, algorithm 3). Blocks
-// (i, b NH + h); the last rows, which see the most keys, come first, so that the short blocks fill the end.
+// Computes out as above, and for softmax keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), from
+// which the backward pass makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum
+// of a row are those of the tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018,
+// algorithm 3). The blocks of a head, which share its keys in L2, are neighbours; the last rows, which see the most
+// keys, come first.
 extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __restrict__ out, float* __restrict__ lse,
                                                                     const real* __restrict__ qkv, float scale,
                                                                     int relu, int T, int NH) {
     DYNAMIC_SHARED(real, tiles);  // (2, 2, KEYS, LD): two stages of keys and values
-    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int blocks = (T + ROWS - 1) / ROWS, head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
+    int first = (blocks - 1 - blockIdx.x % blocks) * ROWS, C = NH * HS;
     int row = first + threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float scale2 = scale * LOG2_E;
@@ -606,7 +618,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __rest
         for (int half = 0; half < 2; half++) {
             int t = row + 16 * m + g + 8 * half;
             sum[m][half] = relu ? 1.0f : row_sum(sum[m][half]);
-            if (column == 0 && t < T) lse[(size_t)blockIdx.y * T + t] = scale2 * top[m][half] + log2f(sum[m][half]);
+            if (column == 0 && t < T) lse[(size_t)head_number * T + t] = scale2 * top[m][half] + log2f(sum[m][half]);
         }
         store_rows(out + (size_t)b * T * C + h * HS, C, row + 16 * m, T, o[m], 1.0f / sum[m][0], 1.0f / sum[m][1]);
     }
@@ -632,7 +644,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
     const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T, int NH) {
     DYNAMIC_SHARED(real, shared);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
-    int first = (gridDim.x - 1 - blockIdx.x) * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int blocks = (T + ROWS - 1) / ROWS, head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
+    int first = (blocks - 1 - blockIdx.x % blocks) * ROWS, C = NH * HS;
     int r = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32, g = lane / 4, column = 2 * (lane % 4);
     const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
     real *queries = shared, *douts = shared + ROWS * LD, *tiles = douts + ROWS * LD;
@@ -656,11 +669,11 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = first + r + 16 * m + lane;
-        if (lane < 16 && t < T) delta[(size_t)blockIdx.y * T + t] = sum;
+        if (lane < 16 && t < T) delta[(size_t)head_number * T + t] = sum;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             row_delta[m][half] = __shfl_sync(FULL_WARP, sum, g + 8 * half);
-            row_lse[m][half] = lse[(size_t)blockIdx.y * T + min(first + r + 16 * m + g + 8 * half, T - 1)];
+            row_lse[m][half] = lse[(size_t)head_number * T + min(first + r + 16 * m + g + 8 * half, T - 1)];
         }
     }
     __syncthreads();
@@ -699,18 +712,20 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
     DYNAMIC_SHARED(real, shared);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
-    int first = blockIdx.x * ROWS, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int blocks = (T + ROWS - 1) / ROWS, head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
+    int first = blockIdx.x % blocks * ROWS, C = NH * HS;
     int r = threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
     real *keys = shared, *values = shared + ROWS * LD, *tiles = values + ROWS * LD;
+    lse += (size_t)head_number * T, delta += (size_t)head_number * T;
     auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * TILE * LD; };
     auto load_stage = [&](int stage, int query) {
         load_tile<TILE>(tile(stage, 0), head, 3 * C, query, T);
         load_tile<TILE>(tile(stage, 1), dhead, C, query, T);
         if (threadIdx.x < TILE) {  // beyond T the weight is 2^LOWEST = 0
             int t = query + threadIdx.x;
-            of_query[stage][0][threadIdx.x] = t < T ? lse[(size_t)blockIdx.y * T + t] : -LOWEST;
-            of_query[stage][1][threadIdx.x] = t < T ? delta[(size_t)blockIdx.y * T + t] : 0.0f;
+            of_query[stage][0][threadIdx.x] = t < T ? lse[t] : -LOWEST;
+            of_query[stage][1][threadIdx.x] = t < T ? delta[t] : 0.0f;
         }
     };
     load_tile<ROWS>(keys, head + C, 3 * C, first, T);
@@ -739,7 +754,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
         multiply<TILE>(dv, s, tile(stage, 1));
         multiply<TILE>(dk, d, tile(stage, 0));
     }
-    real* dqkv_head = dqkv + (size_t)b * T * 3 * C + h * HS;
+    real* dqkv_head = dqkv + (head - qkv);
 #pragma unroll
     for (int m = 0; m < M; m++) {
         store_rows(dqkv_head + C, 3 * C, first + r + 16 * m, T, dk[m]);
@@ -842,11 +857,12 @@ extern "C" __global__ void fused_classifier(real* logits, float* __restrict__ lo
 
 // ---- AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----
 
-// All n parameters in one launch: tensor i of `tensors` lies at [starts[i], starts[i+1]) of the arenas, and decayed[i] is
-// 1 or 0. A thread for each W numbers, which are of one tensor; it finds which by bisection. rate = 1 - beta comes as
-// such, since 1 - 0.999 would lose five digits in fp32, and correction = 1/(1 - beta^step) undoes the moments' start at
-// zero. Bound by seven passes over the arena: four reads, three writes. The update is made to fp32 master parameters, of
-// which params are the rounded copy that the other kernels read, or in fp32 themselves.
+// All n parameters in one launch: tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas, and
+// decayed[i] is 1 or 0. A thread for each W numbers, which are of one tensor; it finds which by bisection. rate is
+// 1 - beta, computed by the host, since 1 - 0.999 in fp32 would lose five digits; correction = 1/(1 - beta^step) undoes
+// the moments' start at zero. The update is made to fp32 master parameters, of which params are the rounded copy that
+// the other kernels read, or, in fp32, themselves. Bound by four reads and three writes of the arena, in bf16 a half
+// write more.
 extern "C" __global__ void adamw(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
                                  float* __restrict__ v, const size_t* __restrict__ starts,
                                  const float* __restrict__ decayed, int tensors, size_t n, float learning_rate,
@@ -855,8 +871,8 @@ extern "C" __global__ void adamw(real* params, float* master, const float* __res
     size_t i = first_number();
     if (i >= n) return;
     int tensor = 0;
-    for (int step = 16; step > 0; step /= 2)
-        if (tensor + step < tensors && starts[tensor + step] <= i) tensor += step;
+    for (int half = 16; half > 0; half /= 2)
+        if (tensor + half < tensors && starts[tensor + half] <= i) tensor += half;
     float decay = weight_decay * decayed[tensor];
     Pack<W> p = load<W>(master + i), g = load<W>(grads + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
     for (int j = 0; j < W; j++) {

@@ -55,9 +55,8 @@ def gpt2_encoding():
 
     Raises UserError if it is neither cached nor to be had from the network.
     """
-    import tiktoken
-
     try:
+        import tiktoken
         return tiktoken.get_encoding("gpt2")
     except Exception as e:  # whatever its HTTP library raises
         raise UserError(f"tiktoken could not get GPT-2's vocabulary ({type(e).__name__}): connect to the network once, "
@@ -132,3 +131,5 @@ if __name__ == "__main__":
         main()
     except UserError as e:
         sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

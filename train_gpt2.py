@@ -2,9 +2,9 @@
 
     pip install -r requirements.txt && python train_gpt2.py
 
-Read it from top to bottom: the model as tables, the files, the two devices, the forward pass, the backward pass, the
-update, the data, the loop. The kernels are in kernels.cu, each forward next to its backward. Sizes have the same
-letters everywhere:
+It reads from top to bottom: the model as tables, the files, the two devices, the forward pass, the backward pass, the
+update, samples, the program. At a first reading skip the devices. The kernels are in kernels.cu, each forward next to
+its backward. Sizes have the same letters everywhere:
 
     B   sequences in a batch            L   layers
     T   tokens in a sequence            NH  attention heads
@@ -22,7 +22,6 @@ import hashlib
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -75,7 +74,7 @@ BF16 = np.uint16  # NumPy has no bfloat16: its bits, the upper half of an fp32's
 def to_bf16(x):
     """fp32 numbers rounded to bfloat16, to nearest with ties to even, as its bits."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def to_float(x):
@@ -323,11 +322,13 @@ class DataLoader:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Two devices. Each has the same few verbs: allocate, put and get, zero, launch a kernel, multiply matrices, wait.
+# Two devices. Each has the same few verbs: empty allocates bytes, put copies an array to the device and get from it,
+# zero clears one, launch runs a kernel, matmul multiplies matrices, replay does the same work again, synchronize waits.
 
 # How each kernel is shared out: the threads of a block, and what an item is. A NUMBER, of which each thread takes W, as
 # many as 16 bytes hold; a row that takes a WARP; anything that takes a whole BLOCK; COLUMNS, of which a block takes 128
-# bytes. Blocks of 256 leave room to fill a multiprocessor evenly; the classifier's row is long enough for 1,024.
+# bytes, whether of real or of FP32. Blocks of 256 leave room to fill a multiprocessor evenly; the classifier's row is
+# long enough for 1,024.
 def NUMBER(threads, W): return threads * W
 def WARP(threads, W): return threads // 32
 def BLOCK(threads, W): return 1
@@ -360,17 +361,22 @@ def read_kernels(source):
     kernels = {}
     declaration = r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)"
     for name, parameters in re.findall(declaration, source):
-        types = [p.strip() for p in parameters.split(",")]
-        kernels[name] = [ctypes.c_void_p if "*" in t else SCALARS[t.split()[0]] for t in types]
+        kernels[name] = []
+        for parameter in map(str.strip, parameters.split(",")):
+            kind = ctypes.c_void_p if "*" in parameter else SCALARS.get(parameter.split()[0])
+            if kind is None:
+                raise UserError(f"kernels.cu: {name}: parameter {parameter}: expected a pointer, {', '.join(SCALARS)}")
+            kernels[name].append(kind)
     return kernels
 
 
 def pack_arguments(kernels, name, args, address):
     """A kernel's arguments in the form of cuLaunchKernel: an array of pointers to the values. A wrong number of them
     would be read from whatever lies behind, so it is an error here. Returns the array and what it points to."""
-    parameters = kernels[name]
-    if len(args) != len(parameters):
-        raise TypeError(f"kernel {name} takes {len(parameters)} arguments, and was given {len(args)}")
+    parameters = kernels.get(name)
+    if parameters is None or len(args) != len(parameters):
+        found = "no such kernel" if parameters is None else f"{len(parameters)} parameters"
+        raise UserError(f"kernels.cu: {name}: {found}, and train_gpt2.py calls it with {len(args)} arguments")
     values = [t(address(a) if t is ctypes.c_void_p and a is not None else a) for t, a in zip(parameters, args)]
     return (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values)), values
 
@@ -423,7 +429,7 @@ class Cpu:
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
                  "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches,
-                 *shlex.split(os.environ.get("CXXFLAGS", ""))]
+                 *os.environ.get("CXXFLAGS", "").split()]
         header, kernels = HERE / "dev/cuda_on_cpu.h", HERE / "kernels.cu"
         source = f'#include "{header}"\n#include "{kernels}"\n' + "".join(f"CPU_KERNEL({k})\n" for k in self.kernels)
         # -### prints what the driver would run, and so what -march=native means on this processor.
@@ -462,7 +468,10 @@ class Cpu:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def empty(self, nbytes):
-        return np.empty(nbytes, np.uint8)
+        try:
+            return np.empty(nbytes, np.uint8)
+        except MemoryError:
+            raise UserError(f"no memory for {gibibytes(nbytes)} more; choose a smaller -b, -t or -e") from None
 
     def put(self, array, values):
         array[...] = values
@@ -499,7 +508,8 @@ class Cpu:
             product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
             out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
 
-    def replay(self, key, work):
+    def replay(self, graphs, key, work):
+        """Do work(). On a GPU the same work is recorded and replayed as a graph."""
         work()
 
     def synchronize(self):
@@ -508,7 +518,7 @@ class Cpu:
 
 def round_to_tf32(x):
     """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their inputs."""
-    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+    return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
 
 
 NVRTC_OPTIONS = ("-std=c++17",)
@@ -524,14 +534,17 @@ class CublasLt:
     COMPUTE = dict(fp32=68, tf32=77, bf16=68)  # CUBLAS_COMPUTE_32F, and CUBLAS_COMPUTE_32F_FAST_TF32
     STORED = {np.dtype(np.float32): 0, np.dtype(BF16): 14}  # CUDA_R_32F, CUDA_R_16BF
     R_32F, TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_BIAS, MAX_WORKSPACE = 0, 3, 4, 7, 8, 4, 1
+    MIN_ALIGNMENTS = 5, 6, 7, 8  # of A, B, C and D: the addresses' alignment, which would be taken to be 256 bytes
 
     class Algorithm(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
         _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
                     ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 
     def __init__(self, dtype):
-        maps = Path("/proc/self/maps").read_text()
-        self.library = ctypes.CDLL(re.search(r"\S*libcublasLt\.so\S*", maps)[0])
+        loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
+        if not loaded:
+            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt brings NVIDIA's libraries")
+        self.library = ctypes.CDLL(loaded[0])
         self.compute = self.COMPUTE[dtype]
         self.handle = self.create("cublasLtCreate")
         self.one, self.nought = ctypes.c_float(1), ctypes.c_float(0)
@@ -565,10 +578,12 @@ class CublasLt:
             self.set("cublasLtMatmulDescSetAttribute", description, self.EPILOGUE, ctypes.c_int(self.EPILOGUE_BIAS))
         preference = self.create("cublasLtMatmulPreferenceCreate")
         self.set("cublasLtMatmulPreferenceSetAttribute", preference, self.MAX_WORKSPACE, ctypes.c_size_t(workspace))
+        for matrix in self.MIN_ALIGNMENTS:
+            self.set("cublasLtMatmulPreferenceSetAttribute", preference, matrix, ctypes.c_uint32(ALIGN))
         best, found = self.Algorithm(), ctypes.c_int()
-        b, a, out = layouts
-        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, description, b, a, out, out, preference, 1,
+        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, description, *layouts, layouts[2], preference, 1,
                   ctypes.byref(best), ctypes.byref(found))
+        self.call("cublasLtMatmulPreferenceDestroy", preference)
         if not found.value:
             raise UserError(f"cuBLASLt has no algorithm for a product {a.shape} @ {b.shape}")
         return description, layouts, best
@@ -614,8 +629,7 @@ class Cuda:
         self.cublaslt, self.plans = CublasLt(dtype), {}
         self.workspace = cupy.empty(32 * 2**20, np.uint8)  # what cuBLAS itself would take on Hopper
         self.stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
-        self.stream.use()
-        self.graphs = {} if graph else None
+        self.graph = graph
         source = (HERE / "kernels.cu").read_text(encoding="utf-8")
         self.kernels = read_kernels(source)
         module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *switches(dtype, HS)))
@@ -641,13 +655,13 @@ class Cuda:
         return self.cupy.empty(nbytes, np.uint8)
 
     def put(self, array, values):
-        array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape))
+        array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape), stream=self.stream)
 
     def get(self, array):
-        return array.get()
+        return array.get(stream=self.stream)
 
     def zero(self, array):
-        array.data.memset_async(0, array.nbytes)
+        array.data.memset_async(0, array.nbytes, self.stream)
 
     def launch(self, name, items, *args, shared=0):
         """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
@@ -656,7 +670,7 @@ class Cuda:
         function = self.functions[name]
         if shared > self.max_shared:
             raise UserError(f"{name} needs {shared} bytes of shared memory a block at this model's sizes, and this GPU "
-                            f"has {self.max_shared}: choose a smaller -e, or --dtype bf16")
+                            f"has {self.max_shared}: choose a smaller -e")
         if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
         self.cupy.cuda.driver.launchKernel(function.kernel.ptr, *grid, *block, shared, self.stream.ptr,
@@ -670,19 +684,21 @@ class Cuda:
         self.cublaslt.run(self.plans[key], out.data.ptr, a.data.ptr, b.data.ptr,
                           bias.data.ptr if bias is not None else None, accumulate, self.workspace, self.stream.ptr)
 
-    def replay(self, key, work):
-        """Do work(), whose launches are the same each time for one key: the second time they are captured in a graph,
-        which from then on takes one launch for all. The first time prepares what may not happen during a capture."""
-        if self.graphs is None or key not in self.graphs:
+    def replay(self, graphs, key, work):
+        """Do work(), whose launches are the same each time for one key: the second time they are captured in
+        graphs[key], which from then on takes one launch for all. The first time prepares what a capture forbids."""
+        if key not in graphs or not self.graph:
+            graphs[key] = None
             work()
-            if self.graphs is not None:
-                self.graphs[key] = None
             return
-        if self.graphs[key] is None:
+        if graphs[key] is None:
             self.stream.begin_capture()
-            work()
-            self.graphs[key] = self.stream.end_capture()
-        self.graphs[key].launch(self.stream)
+            try:
+                work()
+            finally:
+                graph = self.stream.end_capture()
+            graphs[key] = graph
+        graphs[key].launch(self.stream)
 
     def synchronize(self):
         self.stream.synchronize()
@@ -737,7 +753,8 @@ class GPT2:
         self.decayed = device.empty(4 * len(tables["parameters"]))  # 1 where weight decay applies, else 0
         device.put(self.decayed.view(np.float32), [row.decay for row in tables["parameters"]])
         self.step = 0  # updates done
-        self.stage = "its start"  # what is being computed, for a person who interrupts it
+        self.graphs = {}  # of a GPU, by batch: they hold this model's addresses
+        self.stage = "the start"  # what is being computed, for a person who interrupts it
 
     def set_parameters(self, values):
         """Set all parameters from one flat array, fp32 or bf16, in the order of the table."""
@@ -812,13 +829,13 @@ class GPT2:
             self.backward()
 
         self.set_batch(**batch)
-        self.device.replay(self.bound, work)
+        self.device.replay(self.graphs, self.bound, work)
 
     def forward_pass(self, with_targets, training):
         """What forward() computes, from a batch that is on the device."""
         c, p, a, run, matmul = self.config, self.params, self.acts, self.device.launch, self.device.matmul
         (B, T), C, L = self.bound, c.C, c.L
-        N, grid = B * T, (-(-T // self.attention_rows), B * c.NH)  # grid: of attention
+        N, blocks = B * T, -(-T // self.attention_rows) * B * c.NH  # blocks: of attention
         scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
 
         run("encoder_forward", N * C, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
@@ -826,7 +843,7 @@ class GPT2:
         for l in range(L):
             run("layernorm_forward", N, a.ln1[l], a.ln1_mean[l], a.ln1_rstd[l], residual, p.ln1w[l], p.ln1b[l], N, C)
             matmul(a.qkv[l].reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T, bias=p.qkvb[l])
-            run("attention_forward", grid, a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
+            run("attention_forward", blocks, a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
                 shared=self.attention_shared)
             matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T, bias=p.attprojb[l])
             run("residual_forward", N * C, a.residual2[l], residual, a.branch, N, C)
@@ -855,7 +872,7 @@ class GPT2:
         c, p, g, a, d = self.config, self.params, self.grads, self.acts, self.back
         device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
         (B, T), C, L = self.bound, c.C, c.L
-        N, grid = B * T, (-(-T // self.attention_rows), B * c.NH)
+        N, blocks = B * T, -(-T // self.attention_rows) * B * c.NH
         scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
         dresidual, dbranch, dfch = d.dresidual.reshape(N, C), d.dbranch.reshape(N, C), d.dfch.reshape(N, 4 * C)
         dqkv, dlogits = d.dqkv.reshape(N, 3 * C), a.logits.reshape(N, c.Vp)
@@ -877,9 +894,9 @@ class GPT2:
             bias(g.attprojb[l], dresidual)
             matmul(dbranch, dresidual, p.attprojw[l])
             matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=True)
-            run("attention_backward_q", grid, d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
+            run("attention_backward_q", blocks, d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
                 T, c.NH, shared=self.attention_shared)
-            run("attention_backward_kv", grid, d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
+            run("attention_backward_kv", blocks, d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
                 T, c.NH, shared=self.attention_shared)
             bias(g.qkvb[l], dqkv)
             matmul(dbranch, dqkv, p.qkvw[l])
@@ -911,13 +928,13 @@ class GPT2:
 
     def update(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         """One AdamW step with the gradients that were added up, which are then zero again."""
-        step, n = self.step + 1, self.master.size
+        self.step += 1  # first: a Ctrl-C during the launch is only seen when it is done
+        step, n = self.step, self.master.size
         self.device.launch("adamw", n, self.arenas["parameters"], self.master, self.arenas["gradients"],
                            self.arenas["adam m"], self.arenas["adam v"], self.starts, self.decayed,
                            self.decayed.size // 4, n, learning_rate, 1 - beta1, 1 - beta2, 1 / (1 - beta1**step),
                            1 / (1 - beta2**step), eps, weight_decay)
         self.device.zero(self.arenas["gradients"])
-        self.step = step
 
 
 def runs_of_equal(tokens):
@@ -995,7 +1012,7 @@ def sample(model, count, rng):
 # What a CPU does unless told otherwise: a model that learns something visible in about a minute on two cores.
 CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200
 
-FLAGS = [  # letter, long name, type or choices, default (None: see choose), what it is
+FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
     ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
     ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
     ("-e", "--model", str, None, "checkpoint, or d12, d24, d36, d48 and the like for GPT-2 of that depth from scratch "
@@ -1004,7 +1021,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see choose), wha
     ("-b", "--batch-size", int, 4, "B, sequences in a batch"),
     ("-t", "--seq-len", int, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
     ("-l", "--learning-rate", float, 3e-4, "learning rate"),
-    ("-x", "--steps", int, None, "steps to train (default: one epoch)"),
+    ("-x", "--steps", int, None, "steps to train (default: one epoch; 200 where a CPU trains from scratch)"),
     ("-v", "--val-every", int, 20, "steps between validations; 0 for none"),
     ("-m", "--val-batches", int, 20, "batches of a validation, at most"),
     ("-s", "--sample-every", int, 20, "steps between samples, of which the last step prints one too; 0 for none"),
@@ -1016,7 +1033,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see choose), wha
     (None, "--seed", int, 42, "of the initial parameters and of the samples"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "fp32, with matrix products in tf32, or bf16 for parameters and "
-     "activations too (default: bf16 on a GPU of compute capability 8 or later, else fp32)"),
+     "activations too (default: bf16 on a GPU, fp32 on a CPU)"),
     (None, "--graph", int, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
     (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
 ]
@@ -1024,6 +1041,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see choose), wha
 # What a value of a flag must be, beyond its type.
 LIMITS = [(("batch_size", "seq_len", "val_batches"), lambda v: v >= 1, "at least 1"),
           (("steps", "val_every", "sample_every", "sample_tokens", "seed"), lambda v: v >= 0, "at least 0"),
+          (("graph",), lambda v: v in (0, 1), "0 or 1"),
           (("learning_rate", "weight_decay"), lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
           (("beta1", "beta2"), lambda v: 0 <= v < 1, "at least 0 and below 1"),
           (("eps",), lambda v: 0 < v < math.inf, "a finite number above 0")]
@@ -1050,6 +1068,13 @@ def parse_flags(arguments):
     return flags
 
 
+def counterpart(path, part, other, flag):
+    """path with `other` for `part` (train, val) in its file's name. Raises UserError if the name has no such part."""
+    if part not in Path(path).name:
+        raise UserError(f"{path} has no '{part}' in its name: give {flag} too")
+    return str(Path(path).with_name(Path(path).name.replace(part, other)))
+
+
 def default_data():
     """The paths of tinyshakespeare's training and validation tokens, after preparing them if they are missing.
 
@@ -1071,9 +1096,10 @@ def default_data():
     except UserError as e:
         print(f"WARNING: {e}. Every byte of the text is a token of its own.")
         encoding, name = byte_encoding(), "python_reference_bytes"
-    from pydoc_data.topics import topics
     pattern = Path(f"data/{name}/{name}_{{}}.bin")
-    prepare("\n\n".join(topics[key] for key in sorted(topics)), encoding, pattern)
+    if not all(Path(path).exists() for path in paths(pattern)):
+        from pydoc_data.topics import topics
+        prepare("\n\n".join(topics[key] for key in sorted(topics)), encoding, pattern)
     return paths(pattern)
 
 
@@ -1097,7 +1123,7 @@ def train(model, train_data, val_data, steps, flags, log):
     for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
         done, last = step - 1, step > steps
         if flags.val_every and (done % flags.val_every == 0 or last):
-            model.stage = "the validation before it"
+            model.stage = f"the validation after step {done}"
             val_data.next = 0
             batches = min(flags.val_batches, val_data.batches)
             val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(batches)) / batches
@@ -1105,7 +1131,7 @@ def train(model, train_data, val_data, steps, flags, log):
             print(f"val loss {val_loss:.6f}", flush=True)
             log(f"s:{done} tel:{val_loss:.6f}")
         if flags.sample_every and flags.sample_tokens and (done and done % flags.sample_every == 0 or last):
-            model.stage = "the sample before it"
+            model.stage = f"the sample after step {done}"
             text = decode(sample(model, flags.sample_tokens, rng))
             show_progress()
             print(f"generating:\n---\n{text}\n---", flush=True)
@@ -1113,13 +1139,13 @@ def train(model, train_data, val_data, steps, flags, log):
             break
 
         start = time.perf_counter()
-        model.stage = "its forward and backward pass"
+        model.stage = f"the forward and backward pass of step {step}"
         model.forward_backward(batch or next_batch())
         batch = next_batch()  # while a GPU is at work on this one
         loss = model.loss()
         if not math.isfinite(loss):
             raise UserError(f"step {step}/{steps}: the loss is {loss}; try a smaller -l, or look at the data")
-        model.stage = "its update"
+        model.stage = f"the update of step {step}"
         model.update(flags.learning_rate, flags.beta1, flags.beta2, flags.eps, flags.weight_decay)
         device.synchronize()
         times.append(time.perf_counter() - start)
@@ -1138,15 +1164,19 @@ def train(model, train_data, val_data, steps, flags, log):
 
 
 def open_log(folder):
-    """A function that adds a line to folder/main.log, or drops it if there is no folder. Raises UserError."""
+    """A function that adds a line to folder/main.log, or drops it if there is no folder. Raises UserError.
+
+    The lines are llm.c's: s is the step, tel a validation loss, trl a training loss.
+    """
     if folder is None:
         return lambda line: None
     path = Path(folder) / "main.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w", buffering=1)
+        file = open(path, "a", buffering=1)
     except OSError as e:
-        raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); give a folder that can be") from None
+        raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
+                        "give -o a folder that can be") from None
 
     def log(line):
         try:
@@ -1171,17 +1201,21 @@ def main(arguments=None):
           f"{sum(row.size for row in parameter_table(c)):,} parameters (-e)")
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, 1024 if on_gpu else CPU_T)
 
+    if T > c.maxT:
+        raise UserError(f"-t {T}: this model has positions for at most maxT = {c.maxT} tokens")
+    log = open_log(flags.output)
+
     if flags.train_data or flags.val_data:
-        train_path = flags.train_data or flags.val_data.replace("val", "train")
-        val_path = flags.val_data or flags.train_data.replace("train", "val")
+        train_path = flags.train_data or counterpart(flags.val_data, "val", "train", "-i")
+        val_path = flags.val_data or counterpart(flags.train_data, "train", "val", "-j")
     else:
         train_path, val_path = default_data()
     train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
     print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
     steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
     print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}")
-    if small:
-        print(f"             | {name}, T={T} and {steps} steps are for a minute on two cores; -e d12 is GPT-2 124M")
+    if small and not flags.seq_len and flags.steps is None:
+        print("             | sizes for about a minute on two cores, since there is no GPU; -e d12 is GPT-2 124M")
 
     model = GPT2(c, device, B, T, flags.attention)
     for arena, table in arenas(c, B, T, device.real).items():
@@ -1193,15 +1227,14 @@ def main(arguments=None):
     else:
         model.initialize(flags.seed)
 
-    log = open_log(flags.output)
     interrupted = False
     try:
         train(model, train_data, val_data, steps, flags, log)
     except KeyboardInterrupt:
         interrupted = True
         show_progress()
-        print(f"\ninterrupted in step {model.step + 1}/{steps}, during {model.stage}: the weights are those after "
-              f"{model.step} steps", flush=True)
+        print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps",
+              flush=True)
     if flags.output:
         path = Path(flags.output) / f"model_{model.step:08d}.bin"
         model.save(path)
@@ -1215,4 +1248,4 @@ if __name__ == "__main__":
     except UserError as e:
         sys.exit(f"error: {e}")
     except KeyboardInterrupt:
-        sys.exit("interrupted before the first step")
+        sys.exit("interrupted")

@@ -178,7 +178,7 @@ struct Warp {
     Fiber* fiber[32];
     Meeting meeting;
     unsigned meetings = 0;           // completed
-    char slots[2][32 * slot_bytes];  // what lanes show, by turns: one may enter a meeting while others read the last
+    alignas(16) char slots[2][32 * slot_bytes];  // what lanes show, by turns: one may meet while others still read
 
     unsigned ready() const { return parked & ~waiting; }
 };
@@ -478,7 +478,7 @@ template <class Pair> float element(const Pair& pair, int i) {
     else {
         const float x = i ? pair.y : pair.x;
 #ifdef TF32  // rounded half away from zero to ten bits of mantissa
-        return __uint_as_float((__float_as_uint(x) + 0x1000) & 0xffffe000);
+        return x != x ? x : __uint_as_float((__float_as_uint(x) + 0x1000) & 0xffffe000);
 #else
         return x;
 #endif
@@ -488,7 +488,8 @@ template <class Pair> float element(const Pair& pair, int i) {
 // Two D (16,8) side by side += A (16,16) times two B (16,8); kernels.cu says which lane holds what. The last lane to
 // arrive computes for all.
 template <class Pair>
-void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4], int line = __builtin_LINE()) {
+void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4],
+              int line = __builtin_LINE()) {
     struct Lane { float* d[2]; const Pair *a, *b; };
     cuda_on_cpu::Exchange<Lane>(~0u, {{left, right}, a, b}, "mma", line, [](Lane* lanes) {
         float A[16][16], B[16][16], D[16][16] = {};
