@@ -442,7 +442,8 @@ def matmul(device, M, K, N):
             ("dout @ w", array(nan(M, K)), dout @ w, array(dout), array(w)),
             ("+= dout.T @ x", array(dw, fp32), dw + dout.T @ x, array(dout).T, array(x))):
         device.matmul(out, *factors, accumulate="+=" in name)
-        yield name, device.get(out), expected, *([LIMITS["tf32"]] if device.dtype == "tf32" else [])
+        # In bf16, cuBLAS may round the product before it adds the bias, and then again.
+        yield name, device.get(out), expected, *([] if device.dtype == "fp32" else [3e-3])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
