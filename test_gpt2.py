@@ -36,6 +36,7 @@ ATTENTION_LIMITS = {"fp32": 2 * KERNEL_LIMIT, "tf32": 5e-4, "bf16": 3e-3}
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 2e-2}  # of the whole model
 EXACT = 0  # the same bits
 counts = {True: 0, False: 0}
+under_test = None  # the device whose kernel is being tested
 
 
 def check(name, ok, detail=""):
@@ -66,7 +67,7 @@ def run(name, test, *args):
 
 @functools.cache
 def device_of(name, dtype, HS):
-    """A device, compiled once for each head size."""
+    """A device, compiled once."""
     return {"cpu": Cpu, "cuda": Cuda}[name](dtype, HS)
 
 
@@ -86,7 +87,9 @@ def f32(x):
     return np.float32(x).astype(np.float64)
 
 
-as_real = f32  # or bf16: x rounded to what the device under test stores, but in float64
+def as_real(x):
+    """x rounded to what the device under test stores, but in float64."""
+    return bf16(x) if under_test and under_test.real == BF16 else f32(x)
 
 
 def normal(*shape):
@@ -211,7 +214,7 @@ def kernel(*runs):
     return register
 
 
-def launch(device, name, items, *args, shared=0):
+def launch(name, items, *args, shared=0):
     """Launch a kernel, with float64 arrays for fp32 and real, and a shape for an array of NaN. Returns a list of the
     arrays that it may write: those that are not const. They lie between guards; any other ends where its allocation
     does, for a sanitizer to see."""
@@ -222,17 +225,17 @@ def launch(device, name, items, *args, shared=0):
         if isinstance(value, (np.ndarray, tuple)):
             value = np.full(value, np.nan) if isinstance(value, tuple) else value
             if value.dtype == np.float64:
-                value = stored(value, device.real if "real" in parameter else np.float32)
+                value = stored(value, under_test.real if "real" in parameter else np.float32)
             margin = 0 if "const" in parameter else guard
-            buffer = device.empty(value.nbytes + 2 * margin)
+            buffer = under_test.empty(value.nbytes + 2 * margin)
             args[i] = buffer[margin : margin + value.nbytes].view(value.dtype).reshape(value.shape)
-            device.put(buffer, np.full(buffer.nbytes, 255, np.uint8))
-            device.put(args[i], value)
+            under_test.put(buffer, np.full(buffer.nbytes, 255, np.uint8))
+            under_test.put(args[i], value)
             written += [(buffer, args[i])] if margin else []
-    device.launch(name, items, *args, shared=shared)
+    under_test.launch(name, items, *args, shared=shared)
     for buffer, _ in written:
-        assert (np.delete(device.get(buffer), slice(guard, -guard)) == 255).all(), "wrote outside of an array"
-    return [device.get(array) for _, array in written]
+        assert (np.delete(under_test.get(buffer), slice(guard, -guard)) == 255).all(), "wrote outside of an array"
+    return [under_test.get(array) for _, array in written]
 
 
 @kernel(*BTC)
@@ -244,7 +247,7 @@ def encoder_forward(launch, B, T, C):
 @kernel(*BTC)
 def encoder_backward_wte(launch, B, T, C):
     tokens = np.where(rng.random((B, T)) < 0.6, 256, words(257, B, T)).astype(np.int32)  # one word is most of the batch
-    dwte, dout, groups = normal32(257, C), normal(B, T, C), -(-C // (32 * launch.args[0].W))
+    dwte, dout, groups = normal32(257, C), normal(B, T, C), -(-C // (32 * under_test.W))
     found = launch((B * T, groups), dwte, dout, tokens, *runs_of_equal(tokens).values(), C)
     np.add.at(dwte, tokens, dout)
     yield "dwte", *found, dwte
@@ -287,16 +290,17 @@ def column_sums(numbers, launch, N, OC, shares):
 
 for name, numbers in (("matmul_backward_bias", normal), ("add_partials", normal32)):
     KERNELS[name] = (functools.partial(column_sums, numbers),
-                     ((1, 32, 1), (27, 96, 1), (40, 2304, 1), (PARTIAL_ROWS, 768, 1), (300, 768, 5), (130, 1600, 2)))
+                     ((1, 32, 1), (27, 96, 1), (40, 2304, 1), (PARTIAL_ROWS, 768, 1), (300, 96, 5), (130, 1600, 2)))
 
 
 def attention_kernels(direction, launch, kind, B, T, NH, HS):
     """One of the three kernels, given what the others leave for it; delta is that of an out that is not quite right, or
     softmax's dscore would be 0 where T is 1."""
-    device, shape = launch.args[0], (B, T, NH * HS)
-    model = GPT2(Config(1, 1, 1, NH, NH * HS, 1), device, 1, 1)
+    shape, limit = (B, T, NH * HS), ATTENTION_LIMITS[under_test.dtype]
+    model = GPT2(Config(1, 1, 1, NH, NH * HS, 1), under_test, 1, 1)
+    launch_it = functools.partial(launch, -(-T // model.attention_rows) * B * NH, shared=model.attention_shared)
     q, k, v, dout, noise = (normal(*shape) for _ in range(5))
-    if kind == "relu" or device.dtype == "tf32":  # sixteenths make scores exact, or one next to 0 might change its sign
+    if kind == "relu" or under_test.dtype == "tf32":  # in sixteenths scores are exact, and one next to 0 keeps its sign
         q, k, v, dout = (np.round(16 * x) / 16 for x in (q, k, v, dout))
     q *= 2.0 ** rng.integers(-3, 4, (B, T, 1))  # some scores are some tens
     qkv, scale, relu = np.concatenate([q, k, v], -1), 1 / np.sqrt(HS), int(kind == "relu")
@@ -308,22 +312,20 @@ def attention_kernels(direction, launch, kind, B, T, NH, HS):
     delta = f32((dout_heads * heads(given, 1, NH)[0]).sum(-1, keepdims=True))
     dq, dk, dv = (x.swapaxes(1, 2).reshape(shape) for x in dattention(kind, dout_heads, q, k, v, delta))
 
-    run, limit = functools.partial(launch, -(-T // model.attention_rows) * B * NH, shared=model.attention_shared), \
-        ATTENTION_LIMITS[device.dtype]
     untouched, sizes = np.full(shape, np.nan), (scale, relu, T, NH)
     if direction == "forward":
-        found, found_lse = run(shape, lse.shape, qkv, *sizes)
+        found, found_lse = launch_it(shape, lse.shape, qkv, *sizes)
         yield "out", found, out, limit
         if kind == "softmax":
             yield "lse", np.exp2(found_lse - lse), np.ones(lse.shape)
     elif direction == "backward_q":
-        dqkv, found_delta = run((B, T, 3 * NH * HS), lse.shape, dout, given, qkv, lse, *sizes)
+        dqkv, found_delta = launch_it((B, T, 3 * NH * HS), lse.shape, dout, given, qkv, lse, *sizes)
         found, *others = np.split(dqkv, 3, -1)
         yield "delta", found_delta, delta
         yield "dq", found, dq, limit
         yield "dk, dv untouched", np.stack(others), np.stack([untouched, untouched]), EXACT
     else:
-        [dqkv] = run((B, T, 3 * NH * HS), dout, qkv, lse, delta, *sizes)
+        [dqkv] = launch_it((B, T, 3 * NH * HS), dout, qkv, lse, delta, *sizes)
         other, found_dk, found_dv = np.split(dqkv, 3, -1)
         yield "dq untouched", other, untouched, EXACT
         yield "dk", found_dk, dk, limit
@@ -365,7 +367,7 @@ def fused_classifier(launch, N, V, Vp, cached):
     logits[-1] = rng.choice([-80, 80], V)
     logits[0, targets[0]] = -200  # its probability is 0 in fp32, its loss is not
     padded = np.pad(logits, ((0, 0), (0, Vp - V)), constant_values=np.nan)
-    shared = cached * Vp * np.dtype(launch.args[0].real).itemsize
+    shared = cached * Vp * np.dtype(under_test.real).itemsize
     for with_gradient in (0, 1):
         found, losses = launch(N, padded, (N,), targets, dloss, V, Vp, with_gradient, cached, shared=shared)
         yield "losses", losses, cross_entropy(targets, logits)
@@ -375,9 +377,10 @@ def fused_classifier(launch, N, V, Vp, cached):
     yield "dlogits, padding", found[:, V:], np.zeros((N, Vp - V)), EXACT
 
 
-@kernel(((32,),), ((96, 5024, 32, 768, 32, 32, 64) * 2,), (4 * (1600,) + 12 * (320,) + (1600 * 96,),))
-def adamw(launch, sizes):
-    starts, decayed, n = np.cumsum([0, *sizes]).astype(np.uint64), np.resize([1.0, 0.0, 0.0], len(sizes)), sum(sizes)
+@kernel((1,), (14,), (32,))
+def adamw(launch, tensors):
+    sizes, decayed = 32 * rng.integers(1, 200, tensors), np.resize([1.0, 0.0, 0.0], tensors)
+    starts, n = np.cumsum([0, *sizes]).astype(np.uint64), sum(sizes)
     lr, rate1, rate2, eps, weight_decay = f32([0.01, 0.1, 0.001, 1e-8, 0.1])
     first = p = f32(0.02 * normal32(n))
     m = v = np.zeros(n)
@@ -388,7 +391,7 @@ def adamw(launch, sizes):
         corrections = 1 / (1 - (1 - rate1) ** step), 1 / (1 - (1 - rate2) ** step)
         change = m * corrections[0] / (np.sqrt(v * corrections[1]) + eps)
         p = p - lr * (change + weight_decay * np.repeat(decayed, sizes) * p)
-        params, *state = launch(n, p.shape, state[0], g, *state[1:], starts, decayed, len(sizes), n, lr, rate1, rate2,
+        params, *state = launch(n, p.shape, state[0], g, *state[1:], starts, decayed, tensors, n, lr, rate1, rate2,
                                 *corrections, eps, weight_decay)
     yield from zip(("change", "m", "v"), (state[0] - first, *state[1:]), (p - first, m, v))
     # In fp32, params are the master, and nothing else is written.
@@ -397,17 +400,16 @@ def adamw(launch, sizes):
 
 def test_kernels(device_name, dtype, only):
     """All kernels; in tf32 only those that multiply matrices, which are attention's."""
-    global as_real
-    as_real = bf16 if dtype == "bf16" else f32
+    global under_test
     for name, (test, runs) in KERNELS.items():
         for sizes in runs if only in (None, name) and (dtype != "tf32" or "attention" in name) else ():
             named = dict(zip([*inspect.signature(test).parameters][1:], sizes, strict=True))
-            device = device_of(device_name, dtype, named.get("HS", 64))
-            title = f"{dtype} {name} " + " ".join(f"{size}={value}" for size, value in named.items())
+            title = " ".join((dtype, name, *(f"{size}={value}" for size, value in named.items())))
+            under_test = device_of(device_name, dtype, named.get("HS", 64))
             # Without CuPy's pool, which a sanitizer would take for one large array.
-            with device.cupy.cuda.using_allocator(None) if device.name == "cuda" else contextlib.nullcontext():
-                run(title, test, functools.partial(launch, device, name), *sizes)
-    as_real = f32
+            with under_test.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext():
+                run(title, test, functools.partial(launch, name), *sizes)
+    under_test = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -625,15 +627,15 @@ def bad_files(device_name, folder):
 
 def good_files(device_name, folder):
     """What is written is read again, in fp32 and in bf16, and a full disk leaves the old file as it was."""
-    models, path, copy = {}, folder / "model.bin", folder / "copy.bin"
-    for dtype, version in (("fp32", 3), ("bf16", 5)):
-        models[dtype] = model = GPT2(SMALL, device_of(device_name, dtype, 32), 1, 1)
+    path, copy = folder / "model.bin", folder / "copy.bin"
+    models = [GPT2(SMALL, device_of(device_name, dtype, 32), 1, 1) for dtype in ("fp32", "bf16")]
+    for model, version in zip(models, (3, 5)):
         model.initialize(42)
         model.save(path)
-        numbers = np.fromfile(path, model.device.real, offset=1024)
+        dtype, numbers = model.device.dtype, np.fromfile(path, model.device.real, offset=1024)
         found = read_header(path, "checkpoint")[1], read_config(path)
         check(f"checkpoint: version {version} for {dtype}", found == (version, SMALL), f"{found}")
-        for other in models.values():
+        for other in models:
             other.load(path)
             other.save(copy)
             master, again = other.device.get(other.master), np.fromfile(copy, other.device.real, offset=1024)
@@ -698,8 +700,8 @@ FLAGS = [  # name, form, what it is
 ]
 
 
-# The fixtures exaggerate: weights of deviation 0.2 enlarge what bf16 rounds. PyTorch's own bf16 autocast errs by up to
-# 2.0e-2 on this one, and by 2.3e-2 on average over eight like it, of which this program's error is 1.25 times as much.
+# The fixtures exaggerate: weights of deviation 0.2 enlarge what bf16 rounds. There PyTorch's bf16 autocast errs by up
+# to 2.0e-2, or 3.2e-2 if its residual stream is in bf16, as this program's is, which errs by 2.6e-2.
 FIXTURE_LIMITS = LIMITS | {"bf16": 3e-2}
 
 
