@@ -443,21 +443,22 @@ class Cpu:
         temporary = cache / f"{library.name}.{os.getpid()}"
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            for _ in range(2):
-                done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", temporary], input=source, text=True,
-                                      capture_output=True)
-                if done.returncode == 0:
-                    os.replace(temporary, library)
-                    return library
-                if "openmp" not in done.stderr or "-fopenmp" not in flags:
-                    break
-                flags.remove("-fopenmp")
-                print(f"{compiler} has no OpenMP: the kernels run on one core")
+            try:
+                for _ in range(2):
+                    done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", temporary], input=source,
+                                          text=True, capture_output=True)
+                    if done.returncode == 0:
+                        os.replace(temporary, library)
+                        return library
+                    if "openmp" not in done.stderr or "-fopenmp" not in flags:
+                        break
+                    flags.remove("-fopenmp")
+                    print(f"{compiler} has no OpenMP: the kernels run on one core")
+            finally:
+                temporary.unlink(missing_ok=True)
         except OSError as e:
             raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
                             "set XDG_CACHE_HOME to a folder that can be written") from None
-        finally:
-            temporary.unlink(missing_ok=True)
         raise UserError(f"{compiler} could not compile kernels.cu:\n{done.stderr.strip()}")
 
     def free_bytes(self):

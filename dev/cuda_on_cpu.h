@@ -78,9 +78,7 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(cuda_on_cpu::dynamic_shared)
 
 struct dim3 { unsigned x, y, z; };
-struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(16) int4 { int x, y, z, w; };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
@@ -88,12 +86,9 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 // are, and that includes the __shared__ arrays.
 static thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
-constexpr int warpSize = 32;
 
 using std::max;
 using std::min;
-inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T value) { *p = value; }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
@@ -433,20 +428,12 @@ __forceinline__ void __syncthreads(int line = __builtin_LINE()) {
     else for (auto& w : b.warps) w.waiting = 0;
     cuda_on_cpu::waited = true;
 }
-__forceinline__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
-    cuda_on_cpu::Exchange<char>(mask, 0, "__syncwarp", line);
-}
 template <class T> __forceinline__ T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
     return cuda_on_cpu::Exchange<T>(mask, value, "__shfl_sync", line).of(lane);
 }
 template <class T> __forceinline__ T __shfl_xor_sync(unsigned mask, T value, int bits, int line = __builtin_LINE()) {
     cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_xor_sync", line);
     return warp.of(warp.lane ^ bits);
-}
-template <class T>
-__forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned by, int line = __builtin_LINE()) {
-    cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_down_sync", line);
-    return warp.lane + by < 32 ? warp.of(warp.lane + by) : value;
 }
 
 // ---- the functions that stand for PTX in kernels.cu ----
