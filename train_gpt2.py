@@ -398,18 +398,20 @@ class Cpu:
     """The CPU: kernels.cu compiled by g++ or clang++, matrix products by NumPy's BLAS, all on every core.
 
     CXX names the compiler and CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines.
+    beside is another CUDA file to compile after kernels.cu, whose helpers it may use: the kernel lab's.
     """
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 512
     max_threads = 256  # of a block: at a barrier each costs 25 ns
 
-    def __init__(self, dtype=None, HS=64, graph=True):
+    def __init__(self, dtype=None, HS=64, graph=True, beside=None):
         self.dtype = dtype or "fp32"
+        self.sources = [HERE / "kernels.cu", *([beside] if beside else [])]
         self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.switches = switches(self.dtype, HS)
         self.peak_flops = None  # depends on the machine in more ways than can be asked for
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
-        self.kernels = read_kernels((HERE / "kernels.cu").read_text(encoding="utf-8"))
+        self.kernels = read_kernels("".join(path.read_text(encoding="utf-8") for path in self.sources))
         self.library = ctypes.CDLL(str(self.build()))
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
@@ -430,11 +432,12 @@ class Cpu:
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
                  "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches,
                  *os.environ.get("CXXFLAGS", "").split()]
-        header, kernels = HERE / "dev/cuda_on_cpu.h", HERE / "kernels.cu"
-        source = f'#include "{header}"\n#include "{kernels}"\n' + "".join(f"CPU_KERNEL({k})\n" for k in self.kernels)
+        included = [HERE / "dev/cuda_on_cpu.h", *self.sources]
+        source = "".join(f'#include "{path}"\n' for path in included)
+        source += "".join(f"CPU_KERNEL({name})\n" for name in self.kernels)
         # -### prints what the driver would run, and so what -march=native means on this processor.
         target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
-        key = hashlib.sha256(b"\0".join([source.encode(), header.read_bytes(), kernels.read_bytes(), target]))
+        key = hashlib.sha256(b"\0".join([source.encode(), *(path.read_bytes() for path in included), target]))
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
         library = cache / f"kernels_{key.hexdigest()[:16]}.so"
         if library.exists():
@@ -485,8 +488,12 @@ class Cpu:
 
     def launch(self, name, items, *args, shared=0):
         """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
+        self.launch_grid(name, *grid_of(name, items, self), *args, shared=shared)
+
+    def launch_grid(self, name, grid, block, *args, shared=0):
+        """The same with a grid of blocks and a block of threads, two triples, of the caller's own."""
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.__array_interface__["data"][0])
-        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in grid_of(name, items, self))
+        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in (grid, block))
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
@@ -609,7 +616,7 @@ class Cuda:
                        89: dict(fp32=256, tf32=256, bf16=512), 90: dict(fp32=256, tf32=2048, bf16=4096),
                        100: dict(fp32=256, tf32=4096, bf16=8192), 120: dict(fp32=256, tf32=256, bf16=512)}
 
-    def __init__(self, dtype=None, HS=64, graph=True):
+    def __init__(self, dtype=None, HS=64, graph=True, beside=None):
         try:
             import cupy
         except ImportError:
@@ -631,7 +638,8 @@ class Cuda:
         self.workspace = cupy.empty(32 * 2**20, np.uint8)  # what cuBLAS itself would take on Hopper
         self.stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
         self.graph = graph
-        source = (HERE / "kernels.cu").read_text(encoding="utf-8")
+        sources = [HERE / "kernels.cu", *([beside] if beside else [])]
+        source = "".join(path.read_text(encoding="utf-8") for path in sources)
         self.kernels = read_kernels(source)
         module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *switches(dtype, HS)))
         try:
@@ -666,8 +674,11 @@ class Cuda:
 
     def launch(self, name, items, *args, shared=0):
         """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
+        self.launch_grid(name, *grid_of(name, items, self), *args, shared=shared)
+
+    def launch_grid(self, name, grid, block, *args, shared=0):
+        """The same with a grid of blocks and a block of threads, two triples, of the caller's own."""
         pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.data.ptr)
-        grid, block = grid_of(name, items, self)
         function = self.functions[name]
         if shared > self.max_shared:
             raise UserError(f"{name} needs {shared} bytes of shared memory a block at this model's sizes, and this GPU "
