@@ -398,14 +398,14 @@ class Cpu:
     """The CPU: kernels.cu compiled by g++ or clang++, matrix products by NumPy's BLAS, all on every core.
 
     CXX names the compiler and CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines.
-    beside is another CUDA file to compile after kernels.cu, whose helpers it may use: the kernel lab's.
+    beside are other CUDA files to compile after kernels.cu, whose helpers they may use: the kernel lab's.
     """
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 512
     max_threads = 256  # of a block: at a barrier each costs 25 ns
 
-    def __init__(self, dtype=None, HS=64, graph=True, beside=None):
+    def __init__(self, dtype=None, HS=64, graph=True, beside=()):
         self.dtype = dtype or "fp32"
-        self.sources = [HERE / "kernels.cu", *([beside] if beside else [])]
+        self.sources = [HERE / "kernels.cu", *beside]
         self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.switches = switches(self.dtype, HS)
@@ -616,7 +616,7 @@ class Cuda:
                        89: dict(fp32=256, tf32=256, bf16=512), 90: dict(fp32=256, tf32=2048, bf16=4096),
                        100: dict(fp32=256, tf32=4096, bf16=8192), 120: dict(fp32=256, tf32=256, bf16=512)}
 
-    def __init__(self, dtype=None, HS=64, graph=True, beside=None):
+    def __init__(self, dtype=None, HS=64, graph=True, beside=()):
         try:
             import cupy
         except ImportError:
@@ -638,7 +638,7 @@ class Cuda:
         self.workspace = cupy.empty(32 * 2**20, np.uint8)  # what cuBLAS itself would take on Hopper
         self.stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
         self.graph = graph
-        sources = [HERE / "kernels.cu", *([beside] if beside else [])]
+        sources = [HERE / "kernels.cu", *beside]
         source = "".join(path.read_text(encoding="utf-8") for path in sources)
         self.kernels = read_kernels(source)
         module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *switches(dtype, HS)))

@@ -68,6 +68,7 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 #ifdef __SANITIZE_ADDRESS__
 #define __global__
 #define __shared__ static  // there are no redzones around thread_locals or in inline functions: one OS thread it is
@@ -93,6 +94,13 @@ template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T value) { *p = value; }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* p, unsigned value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+inline float atomicAdd(float* p, float value) {
+    float before, after;
+    __atomic_load(p, &before, __ATOMIC_RELAXED);
+    do after = before + value;
+    while (!__atomic_compare_exchange(p, &before, &after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return before;
+}
 
 // ---- stacks, and whose turn it is ----
 

@@ -1,0 +1,509 @@
+"""The kernel lab: each kernel in several versions, from the most naive to the best, checked and timed.
+
+    python dev/cuda/lab.py                            # lists the kernels
+    python dev/cuda/lab.py layernorm_forward          # lists its versions
+    python dev/cuda/lab.py layernorm_forward 2        # checks version 2 against NumPy, and times it over block sizes
+    python dev/cuda/lab.py layernorm_forward --all    # does so with all its versions, and prints the ladder
+    python dev/cuda/lab.py --all                      # does so with all kernels, and writes RESULTS.md and ladders.svg
+    python dev/cuda/lab.py --check                    # only checks, all versions of all kernels at small odd shapes
+
+The versions of a kernel are in the .cu file of its name, which is compiled after kernels.cu; what they are given, what
+NumPy says to it, and how they are launched, is in ladders.py. Without a GPU everything is checked on the CPU device,
+and nothing is timed. The exit status is 1 if a result is wrong.
+"""
+import argparse
+import contextlib
+import functools
+import itertools
+import math
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+LAB = Path(__file__).resolve().parent
+sys.path.insert(0, str(LAB.parent.parent))
+from ladders import LADDERS, Draw  # noqa: E402
+
+from test_gpt2 import BF16_LIMIT, KERNEL_LIMIT, stored  # noqa: E402
+from train_gpt2 import BF16, Cpu, Cuda, UserError, has_gpu, replace_file, to_float  # noqa: E402
+
+DTYPES = ("fp32", "tf32", "bf16")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A problem: a kernel's inputs at one shape and in one dtype, and what should come out
+
+
+def parse_shape(text, default=None):
+    """The sizes of "B=8,T=1024,C=768", in place of those of a default. Raises UserError."""
+    sizes = dict(default or {})
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if not value.isdecimal() or int(value) == 0 or default and name not in default:
+            wish = ", ".join(f"{key}={size}" for key, size in (default or {"T": 1024}).items())
+            raise UserError(f"--shape {text}: {part!r} is no size here; expected some of {wish}")
+        sizes[name] = int(value)
+    return sizes
+
+
+@functools.lru_cache(1)  # the dtypes of one kernel follow each other, and tf32 is given what fp32 is
+def problem_of(problem, sizes, bf16):
+    """The namespace of sizes, scalars and host arrays that a version is launched from, in float64 or integers, and
+    {name: what should come out}. Raises UserError if the sizes do not fit the kernel."""
+    a = SimpleNamespace(**dict(sizes))
+    try:
+        expected = problem(a, Draw(bf16))
+    except AssertionError as e:
+        raise UserError(f"{problem.__name__}: expected {e}") from None
+    return a, expected
+
+
+def type_of(ladder, name, values, real):
+    """What an array is stored in on a device: integers as they are, the rest as real, unless the table says fp32."""
+    if values is not None and values.dtype.kind in "iu":
+        return values.dtype
+    return np.dtype(np.float32 if name in ladder.fp32.split() else real)
+
+
+def allocate(device, shape, dtype):
+    return device.empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+class Bench:
+    """A kernel's problem on a device: sets of arrays to launch its versions on, of which the first is checked.
+
+    Cold inputs: a timing goes round the sets, which together are more than twice the L2, so that none of a set is left
+    in it when its turn comes again.
+    """
+
+    def __init__(self, ladder, device, sizes):
+        self.ladder, self.device = ladder, device
+        self.given, self.expected = problem_of(ladder.problem, tuple(sizes.items()), device.real == BF16)
+        arrays = {name: values for name, values in vars(self.given).items() if isinstance(values, np.ndarray)}
+        types = {name: type_of(ladder, name, values, device.real) for name, values in {**self.expected, **arrays}.items()}
+        self.host = {name: stored(values, types[name]) for name, values in arrays.items()}
+        self.traffic = sum(types[name].itemsize * values.size for table in (arrays, self.expected)
+                           for name, values in table.items())  # each input is read once, and each output written once
+        every = {**{name: values.shape for name, values in self.expected.items()},
+                 **{name: values.shape for name, values in arrays.items()}}
+        size = sum(types[name].itemsize * math.prod(shape) for name, shape in every.items())
+        count = 1 if device.name == "cpu" else math.ceil(2 * device.device.attributes["L2CacheSize"] / size) + 1
+        self.sets = []
+        for _ in range(count):
+            a = SimpleNamespace(**vars(self.given), W=device.W, itemsize=np.dtype(device.real).itemsize)
+            for name, shape in every.items():
+                setattr(a, name, allocate(device, shape, types[name]))
+            self.fill(a, every)
+            self.sets.append(a)
+        if ladder.traffic:
+            self.traffic = ladder.traffic(self.sets[0])
+        self.flops = ladder.flops(self.sets[0]) if ladder.flops else 0
+        self.truth = {name: device.cupy.asarray(values) if device.name == "cuda" else values
+                      for name, values in self.expected.items()}
+
+    def fill(self, a, names):
+        """Give arrays of a set their inputs, or NaN to those that have none."""
+        for name in names:
+            array = getattr(a, name)
+            if name in self.host:
+                self.device.put(array, self.host[name])
+            else:
+                self.device.put(array.reshape(-1).view(np.uint8), np.full(array.nbytes, 255, np.uint8))
+
+    def launches(self, version, choice):
+        """A function for each set that launches a version with one choice of what can be chosen, such as threads.
+        Scratch memory is NaN until it is written."""
+        shared = SimpleNamespace(**vars(self.sets[0]), **choice)
+        scratch = {}
+        for name, shape in (version.scratch(shared) if version.scratch else {}).items():
+            scratch[name] = allocate(self.device, shape, type_of(self.ladder, name, None, self.device.real))
+            self.fill(SimpleNamespace(**scratch), [name])
+        for a in self.sets:
+            every = SimpleNamespace(**{**vars(a), **scratch, **choice})
+            yield functools.partial(version.launch, Launch(self.device, every), every, self.ladder)
+
+    def error(self, version, number, choice, work):
+        """Launch a version on the first set, fresh; None, or a line that says what is wrong with its results."""
+        self.fill(self.sets[0], self.expected)
+        work()
+        self.device.synchronize()
+        limits = {**{dtype: KERNEL_LIMIT for dtype in DTYPES}, **(version.limits or self.ladder.limits or {})}
+        for name, truth in self.truth.items():
+            array = getattr(self.sets[0], name)
+            limit = max(limits[self.device.dtype], BF16_LIMIT if array.dtype == BF16 else 0)
+            wrong = compare(self.device, array, truth, limit)
+            if wrong:
+                return f"{self.ladder.name} {number} ({self.device.dtype}, {words(choice)}): {name}{wrong}"
+
+
+def words(choice):
+    """What was chosen, for a person: "threads=256"."""
+    return ", ".join(f"{key}={value}" for key, value in choice.items())
+
+
+class Launch:
+    """launch(kernel, unit, items, *args): a kernel over its items, of which a block of so many threads takes
+    unit(threads, W); items may be a pair, for a grid of two dimensions."""
+
+    def __init__(self, device, a):
+        self.device, self.threads = device, a.threads
+
+    def __call__(self, kernel, unit, items, *args, threads=None, shared=0):
+        x, y = items if isinstance(items, tuple) else (items, 1)
+        threads = threads or self.threads
+        grid = (math.ceil(x / unit(threads, self.device.W)), y, 1)
+        self.device.launch_grid(kernel, grid, (threads, 1, 1), *args, shared=shared)
+
+
+def compare(device, array, truth, limit):
+    """None if an array is what it should be: its relative error, by Frobenius norm, is within the limit, and no element
+    is off by ten times as much. Else where the first bad element is, and both values. NaN in the truth is any value."""
+    np_ = device.cupy if device.name == "cuda" else np
+    found = to_float(array).astype(np.float64)
+    cared = ~np_.isnan(truth)
+    off = np_.where(cared, np_.abs(found - truth), 0)
+    truth = np_.where(cared, truth, 0)
+    scale = float(np_.sqrt((truth**2).sum() / max(1, int(cared.sum()))))
+    error = float(np_.sqrt((off**2).sum() / max(1, int(cared.sum())))) / (scale or 1)
+    bad = ~(off <= 10 * limit * (np_.abs(truth) + scale))
+    if error <= limit and not bool(bad.any()):
+        return None
+    if not bool(bad.any()):
+        bad = off > limit * (np_.abs(truth) + scale)
+    first = int(np_.argmax(bad if bool(bad.any()) else off))
+    place = ", ".join(map(str, np.unravel_index(first, truth.shape)))
+    return (f"[{place}] is {float(found.reshape(-1)[first]):.9g}, expected {float(truth.reshape(-1)[first]):.9g} "
+            f"(relative error of all {error:.1e}, limit {limit:.1e})")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Timing
+
+
+def time_rounds(device, works, budget=0.3):
+    """Seconds a launch, the median of several rounds over all sets.
+
+    To launch from Python takes longer than many of these kernels, so a round is recorded as a graph and replayed, with
+    a CUDA event before and behind: at least 32 launches if they are short, so that neither the events nor the start of
+    the graph count, and as many rounds as the budget in seconds allows, at least 3.
+    """
+    events = [device.cupy.cuda.Event() for _ in range(2)]
+
+    def elapsed(work):
+        events[0].record(device.stream)
+        work()
+        events[1].record(device.stream)
+        events[1].synchronize()
+        return device.cupy.cuda.get_elapsed_time(*events) / 1e3
+
+    for work in works:  # not timed: clears the caches of the set that was checked
+        work()
+    once = elapsed(works[0])
+    repeats = max(1, math.ceil(32 / len(works))) if once < 1e-3 else 1
+    device.stream.begin_capture()
+    try:
+        for work in works * repeats:
+            work()
+    finally:
+        graph = device.stream.end_capture()
+    graph.launch(device.stream)
+    count = len(works) * repeats
+    rounds = min(50, max(3, round(budget / (count * max(once, 1e-6)))))
+    return float(np.median([elapsed(lambda: graph.launch(device.stream)) for _ in range(rounds)])) / count
+
+
+def time_torch(bench):
+    """Seconds that PyTorch takes for the kernel, on the same stream, sets and terms; None if it is not installed or has
+    no such function."""
+    ladder, device = bench.ladder, bench.device
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not ladder.torch:
+        return None
+
+    def tensor(value):
+        if not isinstance(value, device.cupy.ndarray) or value.dtype == np.uint64:
+            return value
+        if value.dtype == BF16:
+            return torch.as_tensor(value.view(np.int16), device="cuda").view(torch.bfloat16)
+        return torch.as_tensor(value, device="cuda")
+
+    torch.backends.cuda.matmul.allow_tf32 = device.dtype == "tf32"
+    with torch.cuda.stream(torch.cuda.ExternalStream(device.stream.ptr)):
+        tensors = [SimpleNamespace(**{name: tensor(value) for name, value in vars(a).items()}) for a in bench.sets]
+        return time_rounds(device, [ladder.torch(torch, x) for x in tensors])
+
+
+CEILINGS = {}  # {"copy": bytes a second, dtype: FLOPs a second}, measured when first needed
+
+
+def ceiling(device, what):
+    """The bytes a second, read and written, of copies of 1 GiB within the device's memory; or the FLOPs a second of
+    cuBLAS's product of two matrices of 8192 x 8192 in the device's dtype."""
+    if what not in CEILINGS and what == "copy":
+        one, two = device.empty(2**30), device.empty(2**30)
+        copy = lambda: two.data.copy_from_device_async(one.data, one.nbytes, device.stream)
+        CEILINGS[what] = 2 * one.nbytes / time_rounds(device, [copy] * 8)
+    elif what not in CEILINGS:
+        n, real = 8192, np.dtype(device.real)
+        out, one, two = (allocate(device, (n, n), real) for _ in range(3))
+        for array in (one, two):
+            device.put(array, np.resize(stored(np.random.default_rng(0).standard_normal(2**20 + 1), real), (n, n)))
+        CEILINGS[what] = 2 * n**3 / time_rounds(device, [lambda: device.matmul(out, one, two.T)])
+    return CEILINGS[what]
+
+
+class Timing(NamedTuple):
+    """What one version takes in one dtype, at the best of its choices."""
+    kernel: str
+    number: int
+    dtype: str
+    what: str
+    choice: dict
+    seconds: float
+    rate: str  # GB/s or TFLOP/s, in words
+    share: float  # of what the device's bandwidth and matmul rate allow
+
+
+def timing_of(bench, version, number, choice, seconds):
+    """A Timing. The ceiling is the time that the device needs at least: to move each byte once at its copy bandwidth,
+    or to do the FLOPs at its matmul rate, whichever is longer."""
+    least = bench.traffic / ceiling(bench.device, "copy")
+    rate = f"{bench.traffic / seconds / 1e9:,.0f} GB/s"
+    if bench.flops:
+        least = max(least, bench.flops / ceiling(bench.device, bench.device.dtype))
+        rate = f"{bench.flops / seconds / 1e12:,.2f} TFLOP/s"
+    return Timing(bench.ladder.name, number, bench.device.dtype, version.what, choice, seconds, rate, least / seconds)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running versions
+
+
+@functools.cache
+def device_of(name, dtype, HS, kernels):
+    """A device with kernels.cu and the lab's files of some kernels."""
+    files = (LAB / "tiles.cu", *(LAB / f"{kernel}.cu" for kernel in kernels))
+    return {"cpu": Cpu, "cuda": Cuda}[name](dtype, HS, beside=[path for path in files if path.exists()])
+
+
+def choices_of(version):
+    """Each combination of what can be chosen for a version: {"threads": 256, ...}."""
+    return [dict(zip(version.tries, values)) for values in itertools.product(*version.tries.values())]
+
+
+def run_version(bench, number, timed, show):
+    """Check a version with each choice and, if timed, time it. Returns (error lines, the best Timing or None)."""
+    version, timings, errors = bench.ladder.versions[number - 1], [], []
+    for choice in choices_of(version):
+        works = list(bench.launches(version, choice))
+        error = bench.error(version, number, choice, works[0])
+        if error:
+            errors.append(error)
+        elif timed:
+            timings.append(timing_of(bench, version, number, choice, time_rounds(bench.device, works)))
+    best = min(timings, key=lambda t: t.seconds, default=None)
+    for t in timings if show else ():
+        print(f"  {words(t.choice):28} {1e6 * t.seconds:12,.1f} us {t.rate:>16} {t.share:7.1%} of the ceiling"
+              f"{'  <- best' if t is best else ''}")
+    return errors, best
+
+
+class Results:
+    """What a run of several versions gives: how many there were, the error lines, the Timings, and the seconds of the
+    libraries, {(kernel, dtype): seconds}."""
+
+    def __init__(self):
+        self.runs, self.errors, self.timings, self.library, self.device = 0, [], [], {}, None
+
+
+def run_ladder(ladder, device, sizes, numbers, timed, show, results):
+    """Run the versions of a kernel that have the device's dtype and do these sizes, and add to the results."""
+    bench = Bench(ladder, device, sizes)
+    for number in numbers:
+        version = ladder.versions[number - 1]
+        if version.fits and not version.fits(bench.given):
+            continue
+        if show:
+            print(f"{ladder.name} {number}, {device.dtype}: {version.what}", flush=True)
+        errors, best = run_version(bench, number, timed, show)
+        results.runs += 1
+        results.errors += errors
+        for line in errors:
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        if best:
+            results.timings.append(best)
+        if best and version.library:
+            results.library[ladder.name, device.dtype] = best.seconds
+        if show and not timed and not errors:
+            print("  right")
+    if timed and ladder.torch:
+        try:
+            seconds = time_torch(bench)
+        except Exception as e:  # a library's failure is no reason to measure nothing
+            print(f"PyTorch could not do {ladder.name} in {device.dtype}: {str(e).splitlines()[0]}")
+            return
+        if seconds:
+            results.library[ladder.name, device.dtype] = seconds
+
+
+def numbers_of(ladder, dtype, number=None):
+    """The numbers of the versions that have a dtype, or of those only the one that is asked for."""
+    return [n for n, version in enumerate(ladder.versions, 1) if dtype in version.dtypes and number in (None, n)]
+
+
+def run(name, ladders, number, shapes, dtypes, timed, show):
+    """Run all versions of kernels, or the one of this number, on a device of this name, at shapes(ladder)."""
+    def device_for(dtype, HS):
+        return device_of(name, dtype, HS, tuple(each.name for each in ladders if numbers_of(each, dtype, number)))
+
+    wanted = [(ladder, sizes, dtype) for ladder in ladders for sizes in shapes(ladder) for dtype in dtypes
+              if numbers_of(ladder, dtype, number)]
+    with ThreadPoolExecutor() as pool:  # a compiler takes a core
+        list(pool.map(lambda key: device_for(*key), {(dtype, sizes.get("HS", 64)) for _, sizes, dtype in wanted}))
+    results = Results()
+    results.device = str(device_for(wanted[0][2], wanted[0][1].get("HS", 64))).split(",")[0]
+    for ladder, sizes, dtype in wanted:
+        device = device_for(dtype, sizes.get("HS", 64))
+        with device.stream if name == "cuda" else contextlib.nullcontext():
+            run_ladder(ladder, device, sizes, numbers_of(ladder, dtype, number), timed, show, results)
+        if name == "cuda":
+            device.cupy.get_default_memory_pool().free_all_blocks()
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is printed and written
+
+HEADER = ("| | dtype | what it is | launched with | time | speed-up | rate | of the ceiling | of the library |\n"
+          "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n")
+
+
+def ladder_table(ladder, results):
+    """The Markdown table of one kernel: the speed-up is over version 1, in the same dtype if it has it."""
+    timings = [t for t in results.timings if t.kernel == ladder.name]
+    lines, first = [], {t.dtype: t.seconds for t in timings if t.number == 1}
+    for t in sorted(timings, key=lambda t: (DTYPES.index(t.dtype), t.number)):
+        start = first.get(t.dtype) or next(iter(first.values()), None)
+        speed_up = f"{start / t.seconds:,.1f} x" if start else ""
+        of_library = results.library.get((t.kernel, t.dtype))
+        lines.append(f"| {t.number} | {t.dtype} | {t.what} | {words(t.choice)} | {1e6 * t.seconds:,.1f} us | {speed_up} | {t.rate} | "
+                     f"{t.share:.1%} | {f'{of_library / t.seconds:.0%}' if of_library else ''} |\n")
+    return HEADER + "".join(lines)
+
+
+def write_results(path, ladders, results):
+    """Put all tables between the markers of a Markdown file, and leave the rest of it as it is."""
+    begin, end = "<!-- written by lab.py --all -->\n", "<!-- the end of what lab.py writes -->\n"
+    text = path.read_text(encoding="utf-8") if path.exists() else f"# Measured\n\n{begin}{end}"
+    if begin not in text or end not in text:
+        raise UserError(f"{path}: has no lines {begin.strip()!r} and {end.strip()!r} to write between: put them in")
+    ceilings = ", ".join(f"{rate / 1e12:,.1f} TFLOP/s in {what}" for what, rate in CEILINGS.items() if what != "copy")
+    body = (f"\n{results.device}. Ceilings, measured in the same run: copies {CEILINGS['copy'] / 1e12:.2f} TB/s; cuBLAS "
+            f"{ceilings}.\n")
+    for ladder in ladders:
+        body += f"\n## {ladder.name} ({ladder.shape})\n\n{ladder.summary}\n\n{ladder_table(ladder, results)}"
+    head, rest = text.split(begin)
+    tail = rest.split(end)[1]
+    replace_file(path, [f"{head}{begin}{body}\n{end}{tail}".encode()])
+
+
+def draw_chart(path, ladders, timings):
+    """An SVG: for each kernel, the share of the ceiling that its versions reach, in fp32 if they have it, numbered."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed, so there is no chart: pip install -r dev/requirements.txt")
+        return
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # letters stay letters
+    import matplotlib.pyplot as plt
+    names = [ladder.name for ladder in ladders if any(t.kernel == ladder.name for t in timings)]
+    figure, axes = plt.subplots(figsize=(9, 0.28 * len(names) + 1))
+    for y, name in enumerate(names):
+        best = {}
+        for t in timings:
+            if t.kernel == name:
+                best.setdefault(t.number, t)
+        axes.plot([100 * t.share for t in best.values()], [y] * len(best), color="0.8", zorder=1)
+        for number, t in best.items():
+            last = number == max(best)
+            axes.text(100 * t.share, y, str(number), ha="center", va="center", fontsize=8, zorder=2,
+                      bbox=dict(boxstyle="circle,pad=0.15", facecolor="black" if last else "white", linewidth=0.5),
+                      color="white" if last else "black")
+    axes.set(xscale="log", yticks=range(len(names)), yticklabels=names, xlabel="% of what the device allows")
+    axes.axvline(100, color="black", linewidth=0.5)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    figure.savefig(temporary, format="svg", metadata={"Date": None})
+    os.replace(temporary, path)
+
+
+def list_kernels(ladders):
+    for ladder in ladders:
+        print(f"{ladder.name:32} {len(ladder.versions)} versions, {ladder.shape:32} {ladder.summary}")
+
+
+def list_versions(ladder):
+    print(f"{ladder.name}: {ladder.summary}\n{ladder.shape}")
+    for number, version in enumerate(ladder.versions, 1):
+        print(f"  {number}  {' '.join(version.dtypes):14} {version.what}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Check and time the versions of a kernel.", allow_abbrev=False)
+    parser.add_argument("kernel", nargs="?", help="its name (default: list them, or with --all or --check take all)")
+    parser.add_argument("version", nargs="?", type=int, help="its number (default: list them, or take all)")
+    parser.add_argument("--all", action="store_true", help="run all versions, and print the ladder")
+    parser.add_argument("--check", action="store_true", help="only check, at small odd shapes")
+    parser.add_argument("--shape", help="sizes that differ from the default, such as B=8,T=1024,C=768")
+    parser.add_argument("--dtype", choices=DTYPES, help="only in this one (default: all that a version has)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda if there is a GPU)")
+    flags = parser.parse_args()
+    name = flags.device or ("cuda" if has_gpu() else "cpu")
+    if flags.kernel and flags.kernel not in LADDERS:
+        raise UserError(f"no kernel {flags.kernel}; without a name, all are listed")
+    ladders = [LADDERS[flags.kernel]] if flags.kernel else list(LADDERS.values())
+    if flags.version and not 1 <= flags.version <= len(ladders[0].versions):
+        raise UserError(f"{flags.kernel} has versions 1 to {len(ladders[0].versions)}, not {flags.version}")
+    if flags.shape and not flags.kernel:
+        raise UserError("--shape needs the name of a kernel: sizes differ from one to the other")
+    if not (flags.version or flags.all or flags.check):
+        list_versions(ladders[0]) if flags.kernel else list_kernels(ladders)
+        return 0
+    if name == "cpu" and not flags.check:
+        print("There is no GPU here: versions are checked on the CPU, at the first small shape, and not timed.")
+
+    def shapes(ladder):
+        if flags.shape:
+            return [parse_shape(flags.shape, parse_shape(ladder.shape))]
+        if flags.check or name == "cpu":
+            return [parse_shape(text) for text in ladder.checks[: None if flags.check else 1]]
+        return [parse_shape(ladder.shape)]
+
+    timed = name == "cuda" and not flags.check
+    results = run(name, ladders, flags.version, shapes, [flags.dtype] if flags.dtype else DTYPES, timed,
+                  show=bool(flags.kernel and not flags.check))
+    if timed and flags.all:
+        for ladder in ladders:
+            print(f"\n{ladder.name} ({flags.shape or ladder.shape})\n{ladder_table(ladder, results)}")
+    if timed and flags.all and not flags.kernel:
+        write_results(LAB / "RESULTS.md", ladders, results)
+        draw_chart(LAB / "ladders.svg", ladders, results.timings)
+    print(f"{results.runs} runs, {len(results.errors)} wrong")
+    return 1 if results.errors else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as e:
+        sys.exit(f"error: {e}")

@@ -1,0 +1,163 @@
+// out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC): a linear layer. Both matrices have the summed index c as their
+// fastest. A product of 2 N C OC operations on N C + OC C numbers: what matters is how often a number that was read is
+// used before it is read again.
+
+// A thread an element: two loads for each multiplication and addition. Neighbouring lanes share the row of inp, and each
+// walks down a row of weight of its own. The caches save it from device memory, not from its 2 C loads.
+extern "C" __global__ void matmul_forward1(real* __restrict__ out, const real* __restrict__ inp,
+                                           const real* __restrict__ weight, const real* __restrict__ bias, int N, int C,
+                                           int OC) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (size_t)N * OC) return;
+    const real *x = inp + i / OC * C, *w = weight + i % OC * C;
+    float sum = to_float(bias[i % OC]);
+    for (int c = 0; c < C; c++) sum += to_float(x[c]) * to_float(w[c]);
+    from_float(out[i], sum);
+}
+
+// A block of 32 x 32 threads brings tiles of 32 x 32 of both matrices to shared memory, and uses each number 32 times.
+// The lanes of a warp now load neighbours. A column of 33 numbers, not 32, puts the 32 rows that the lanes of a warp
+// read at the same c in 32 different banks. Each multiplication still takes two loads, if from shared memory.
+extern "C" __global__ void matmul_forward2(real* __restrict__ out, const real* __restrict__ inp,
+                                           const real* __restrict__ weight, const real* __restrict__ bias, int N, int C,
+                                           int OC) {
+    __shared__ float x[32][33], w[32][33];
+    int i = threadIdx.x / 32, j = threadIdx.x % 32, row = 32 * blockIdx.y + i, first = 32 * blockIdx.x, o = first + j;
+    float sum = 0.0f;
+    for (int c = 0; c < C; c += 32) {
+        x[i][j] = row < N ? to_float(inp[(size_t)row * C + c + j]) : 0.0f;
+        w[i][j] = first + i < OC ? to_float(weight[(size_t)(first + i) * C + c + j]) : 0.0f;
+        __syncthreads();
+        for (int k = 0; k < 32; k++) sum += x[i][k] * w[j][k];
+        __syncthreads();
+    }
+    if (row < N && o < OC) from_float(out[(size_t)row * OC + o], sum + to_float(bias[o]));
+}
+
+// A block has 128 x 128 elements, and each of its 256 threads 8 x 8 of them in registers. From 8 numbers of each tile
+// it makes 64 products: one load from shared memory for four multiplications, where it was two for one. The tiles lie
+// with c as the slowest index, so that a thread's 8 numbers are neighbours.
+extern "C" __global__ void __launch_bounds__(256) matmul_forward3(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    __shared__ float x[8][128], w[8][128];
+    int row = 128 * blockIdx.y, o = 128 * blockIdx.x, r = threadIdx.x / 16 * 8, s = threadIdx.x % 16 * 8;
+    float sum[8][8] = {};
+    for (int c = 0; c < C; c += 8) {
+        for (int i = threadIdx.x; i < 128 * 8; i += 256) {
+            x[i % 8][i / 8] = row + i / 8 < N ? to_float(inp[(size_t)(row + i / 8) * C + c + i % 8]) : 0.0f;
+            w[i % 8][i / 8] = o + i / 8 < OC ? to_float(weight[(size_t)(o + i / 8) * C + c + i % 8]) : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+#pragma unroll
+                for (int j = 0; j < 8; j++) sum[i][j] += x[k][r + i] * w[k][s + j];
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (row + r + i < N && o + s + j < OC)
+                from_float(out[(size_t)(row + r + i) * OC + o + s + j], sum[i][j] + to_float(bias[o + s + j]));
+}
+
+// The same with loads of 16 bytes everywhere. From device memory: they are written to shared memory transposed, in rows
+// of 132 numbers, so that what the lanes of a warp scatter falls into different banks. From shared memory: the 8 rows
+// of a thread are two groups of 4, 64 apart, so that the 16 lanes side by side read 256 bytes without a gap. And the
+// next tile is loaded into registers while this one is multiplied, then stored to the other of two tiles in shared
+// memory: the loads' latency is hidden behind arithmetic, and one barrier a tile will do.
+extern "C" __global__ void __launch_bounds__(256) matmul_forward4(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    constexpr int K = 16, PACKS = 128 * K / W / 256;  // packs of a matrix's tile for each thread
+    __shared__ __align__(16) float tile[2][2][K][132];
+    int row = 128 * blockIdx.y, o = 128 * blockIdx.x, r = threadIdx.x / 16 * 4, s = threadIdx.x % 16 * 4;
+    Pack<W> next[2][PACKS];
+    auto fetch = [&](int c) {
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            int i = threadIdx.x + 256 * p, at = i / (K / W), k = i % (K / W) * W;
+            next[0][p] = row + at < N ? load<W>(inp + (size_t)(row + at) * C + c + k) : Pack<W>{};
+            next[1][p] = o + at < OC ? load<W>(weight + (size_t)(o + at) * C + c + k) : Pack<W>{};
+        }
+    };
+    auto put = [&](int stage) {
+#pragma unroll
+        for (int p = 0; p < PACKS; p++)
+#pragma unroll
+            for (int j = 0; j < W; j++) {
+                int i = threadIdx.x + 256 * p, at = i / (K / W), k = i % (K / W) * W;
+                tile[stage][0][k + j][at] = next[0][p][j];
+                tile[stage][1][k + j][at] = next[1][p][j];
+            }
+    };
+    float sum[8][8] = {};
+    fetch(0);
+    put(0);
+    __syncthreads();
+    for (int c = 0, stage = 0; c < C; c += K, stage ^= 1) {
+        if (c + K < C) fetch(c + K);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            Pack<4> x[2], w[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                x[half] = load<4>(&tile[stage][0][k][64 * half + r]);
+                w[half] = load<4>(&tile[stage][1][k][64 * half + s]);
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+#pragma unroll
+                for (int j = 0; j < 8; j++) sum[i][j] += x[i / 4][i % 4] * w[j / 4][j % 4];
+        }
+        if (c + K < C) put(stage ^ 1);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int n = row + 64 * (i / 4) + r + i % 4, q = o + 64 * (j / 4) + s + j % 4;
+            if (n < N && q < OC) from_float(out[(size_t)n * OC + q], sum[i][j] + to_float(bias[q]));
+        }
+}
+
+// Tensor cores. A warp multiplies 16 x 16 by 16 x 8 in one instruction, in bf16 2,048 multiplications where the other
+// kernels do 32. Eight warps have 64 x 32 elements each of a block's 128 x 128. Tiles of 128 bytes of each row come
+// by asynchronous copies that need no registers; one of two stages is filled while the other is multiplied. With fp32
+// a product is three of TF32 halves. What cuBLAS has beyond this is Hopper's wgmma, which reads its tiles from shared
+// memory by itself; mma.sync can not keep those tensor cores busy.
+extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    DYNAMIC_SHARED(real, shared);  // (2, 2, 128, tiles::LD): two stages of inp and weight
+    int row = 128 * blockIdx.y, o = 128 * blockIdx.x, warp = threadIdx.x / 32;
+    int r = warp / 4 * 64, s = warp % 4 * 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    auto tile = [&](int stage, int which) { return shared + (2 * stage + which) * 128 * tiles::LD; };
+    auto load_stage = [&](int stage, int c) {
+        tiles::load<128>(tile(stage, 0), inp, C, row, N, c, C);
+        tiles::load<128>(tile(stage, 1), weight, C, o, OC, c, C);
+    };
+    float d[4][4][4] = {};
+    load_stage(0, 0);
+    for (int c = 0, stage = 0; c < C; c += tiles::STEP, stage ^= 1) {
+        copies_arrive();
+        __syncthreads();  // this stage is filled, and nobody reads the other any more
+        if (c + tiles::STEP < C) load_stage(stage ^ 1, c + tiles::STEP);
+        tiles::multiply_transposed(d, tile(stage, 0), r, tile(stage, 1), s);
+    }
+#pragma unroll
+    for (int m = 0; m < 4; m++)
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int at = row + r + 16 * m + g + i / 2 * 8, column = o + s + 8 * n + 2 * q + i % 2;
+                if (at < N && column < OC)
+                    from_float(out[(size_t)at * OC + column], d[m][n][i] + to_float(bias[column]));
+            }
+}

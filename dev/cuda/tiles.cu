@@ -1,0 +1,61 @@
+// What the lab's kernels for tensor cores share, after kernels.cu: a product of tiles in shared memory by mma.sync.
+namespace tiles {
+
+constexpr int STEP = 128 / sizeof(real);  // the summed index goes by steps of 128 bytes
+constexpr int LD = STEP + 8;              // a tile's row: neighbours in a column are in different banks
+
+// Rows first..first+rows-1 of a matrix, from column c on, into a tile (rows, LD), 16 bytes at a time that are on their
+// way when this returns; zeros beyond the matrix's rows and columns. stride is from row to row.
+template <int rows>
+__device__ __forceinline__ void load(real* tile, const real* matrix, size_t stride, int first, int end, int c,
+                                     int columns) {
+    for (int i = threadIdx.x; i < rows * 8; i += blockDim.x) {
+        int row = i / 8, k = i % 8 * W;
+        bool there = first + row < end && c + k < columns;
+        copy16(tile + row * LD + k, there ? matrix + (first + row) * stride + c + k : matrix, there);
+    }
+}
+
+// A from rows r..r+15 and columns c..c+15 of a tile.
+__device__ __forceinline__ void left(Pair (&a)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices(a, tile + (r + lane % 16) * LD + c + lane / 16 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        a[i] = *reinterpret_cast<const Pair*>(tile + (r + lane / 4 + i % 2 * 8) * LD + c + 2 * (lane % 4) + i / 2 * 8);
+#endif
+}
+
+// Two B side by side, whose 16 columns are rows r..r+15 of a tile: for a product with its transpose.
+__device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices(b, tile + (r + lane % 8 + lane / 16 * 8) * LD + c + lane / 8 % 2 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        b[i] = *reinterpret_cast<const Pair*>(tile + (r + lane / 4 + i / 2 * 8) * LD + c + 2 * (lane % 4) + i % 2 * 8);
+#endif
+}
+
+// d (16 M, 8 N) += rows r.. of one tile times the transpose of rows s.. of another, over a whole step.
+template <int M, int N>
+__device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const real* one, int r, const real* two,
+                                                    int s) {
+#pragma unroll
+    for (int c = 0; c < STEP; c += 16) {
+        Pair a[M][4], b[4];
+#pragma unroll
+        for (int m = 0; m < M; m++) left(a[m], one, r + 16 * m, c);
+#pragma unroll
+        for (int n = 0; n < N / 2; n++) {
+            right_transposed(b, two, s + 16 * n, c);
+#pragma unroll
+            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
+        }
+    }
+}
+
+}  // namespace tiles
