@@ -16,14 +16,15 @@ To add a version: a function in the kernel's .cu file, and a row here.
 """
 import functools
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from test_gpt2 import (ATTENTION_LIMITS, attention, bf16, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm,
                        f32, gelu, heads, layernorm, moments, softmax, transposed)
-from train_gpt2 import BLOCK, COLUMNS, FP32_COLUMNS, LAUNCH, NUMBER, WARP, runs_of_equal
+from train_gpt2 import BLOCK, COLUMNS, FP32_COLUMNS, GPT2, LAUNCH, NUMBER, WARP, Config, runs_of_equal
 
 
 def THREAD(threads, W): return threads  # the items of a block when each thread takes one; the others are the trainer's
@@ -118,7 +119,49 @@ ROWS = ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=2,T=10,C=768", "B=1,T=5,C=1600")  # o
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layernorm
+# Token and position embeddings
+
+
+@ladder("B=8,T=1024,C=768,V=50257", *(f"{shape},V=257" for shape in ROWS), args="out tokens wte wpe N T C",
+        traffic=lambda a: (2 * a.N + a.T) * a.C * a.itemsize + 4 * a.N, versions=(
+    Version("a thread a token", "encoder_forward1", THREAD, "N", threads=(32, 64, 128, 256)),
+    Version("a thread a channel", "encoder_forward2", THREAD, "N*C"),
+    Version("16 bytes a lane: the trainer's", "encoder_forward", NUMBER, "N*C"),
+))
+def encoder_forward(a, draw):
+    """out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]"""
+    a.N = a.B * a.T
+    a.tokens, a.wte, a.wpe = draw.words(a.V, a.B, a.T), draw(a.V, a.C), draw(a.T, a.C)
+    return dict(out=a.wte[a.tokens] + a.wpe)
+
+
+def trainers_encoder_backward(launch, a):
+    launch("encoder_backward_wte", BLOCK, (a.N, -(-a.C // (32 * a.W))), a.dwte, a.dout, a.tokens, a.order, a.run, a.C,
+           threads=LAUNCH["encoder_backward_wte"][0])
+    launch("encoder_backward_wpe", NUMBER, a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C)
+
+
+@ladder("B=8,T=1024,C=768,V=50257", *(f"{shape},V=17" for shape in ROWS), args="dwte dwpe dout tokens N T C",
+        fp32="dwte dwpe", traffic=lambda a: a.N * a.C * a.itemsize + 8 * (a.words + a.T) * a.C, versions=(
+    Version("a thread a channel of a token, with atomics", "encoder_backward1", THREAD, "N*C"),
+    Version("a thread a channel, all tokens in order", "encoder_backward2", THREAD, "C", threads=(32, 64, 128)),
+    Version("runs of equal tokens: the trainer's", trainers_encoder_backward, threads=(64, 128, 256, 512)),
+))
+def encoder_backward(a, draw):
+    """dwte (V,C)[tokens (B,T)] and dwpe (maxT,C)[t] += dout (B,T,C)"""
+    a.N = a.B * a.T
+    a.tokens = np.where(draw.rng.random((a.B, a.T)) < 0.1, a.V - 1, draw.words(a.V, a.B, a.T)).astype(np.int32)
+    runs, a.words = runs_of_equal(a.tokens), len(np.unique(a.tokens))
+    a.order, a.run = runs["order"], runs["run"]
+    a.dwte, a.dwpe, a.dout = draw.fp32(a.V, a.C), draw.fp32(a.T, a.C), draw(a.B, a.T, a.C)
+    dwte, order = a.dwte.copy(), np.argsort(a.tokens.reshape(-1), kind="stable")
+    words, starts = np.unique(a.tokens.reshape(-1)[order], return_index=True)
+    dwte[words] += np.add.reduceat(a.dout.reshape(a.N, a.C)[order], starts)
+    return dict(dwte=dwte, dwpe=a.dwpe + a.dout.sum(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layernorm, and the residual stream before it
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd", args="out mean rstd inp weight bias N C", versions=(
@@ -137,6 +180,70 @@ def layernorm_forward(a, draw):
     a.inp, a.weight, a.bias = draw(a.N, a.C), draw(a.C), draw(a.C)
     mean, rstd = moments(a.inp)
     return dict(out=layernorm(a.inp, a.weight, a.bias), mean=mean[:, 0], rstd=rstd[:, 0])
+
+
+def trainers_layernorm_backward(launch, a):
+    launch("layernorm_backward", BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C,
+           shared=a.threads // 32 * 2 * a.C * 4)
+    for out, sums in zip((a.dweight, a.dbias), a.partials):
+        launch("add_partials", FP32_COLUMNS, a.C, out, sums, a.blocks, a.C, threads=LAUNCH["add_partials"][0])
+
+
+BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd dweight dbias partials", args="dinp dweight dbias dout inp weight "
+        "mean rstd N C", versions=(
+    Version("a thread a row, with atomics", "layernorm_backward1", THREAD, "N", threads=(32, 64, 128, 256)),
+    Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
+        "layernorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
+        a.C, shared=8 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
+    Version("16 bytes a lane, no atomics: the trainer's", trainers_layernorm_backward, threads=(128, 256),
+            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(2, a.blocks, a.C))),
+), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
+    x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]))
+def layernorm_backward(a, draw):
+    """dinp (N,C), dweight (C) and dbias (C) += the gradients behind dout, of layernorm"""
+    a.N = a.B * a.T
+    a.inp, a.dout, a.dinp, a.weight = draw(a.N, a.C), draw(a.N, a.C), draw(a.N, a.C), draw(a.C)
+    a.dweight, a.dbias = draw.fp32(a.C), draw.fp32(a.C)
+    a.mean, a.rstd = (f32(x[:, 0]) for x in moments(a.inp))
+    dinp, dweight, dbias = dlayernorm(a.dout, a.inp, a.weight, 0)
+    return dict(dinp=a.dinp + dinp, dweight=a.dweight + dweight, dbias=a.dbias + dbias)
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, args="out inp1 inp2 N C", versions=(
+    Version("a thread a number", "residual_forward1", THREAD, "N*C"),
+    Version("16 bytes a lane: the trainer's", "residual_forward", NUMBER, "N*C"),
+), torch=lambda torch, x: lambda: x.inp1 + x.inp2)
+def residual_forward(a, draw):
+    """out (N,C) = inp1 + inp2"""
+    a.N = a.B * a.T
+    a.inp1, a.inp2 = draw(a.N, a.C), draw(a.N, a.C)
+    return dict(out=a.inp1 + a.inp2)
+
+
+def trainers_residual_and_layernorm(launch, a):
+    launch("residual_forward", NUMBER, a.N * a.C, a.residual, a.inp1, a.inp2, a.N, a.C)
+    launch("layernorm_forward", WARP, a.N, a.out, a.mean, a.rstd, a.residual, a.weight, a.bias, a.N, a.C)
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd", args="residual out mean rstd inp1 inp2 weight bias N C", versions=(
+    Version("two kernels: residual_forward, layernorm_forward", trainers_residual_and_layernorm,
+            threads=(128, 256, 512)),
+    Version("one kernel, the sum kept in shared memory", "fused_residual_forward2", WARP, "N", threads=(64, 128, 256),
+            shared=lambda a: a.threads // 32 * a.C * a.itemsize),
+    Version("16 bytes a lane", "fused_residual_forward3", WARP, "N", threads=(64, 128, 256),
+            shared=lambda a: a.threads // 32 * a.C * a.itemsize),
+))
+def fused_residual_forward(a, draw):
+    """residual (N,C) = inp1 + inp2, and out = its layernorm"""
+    a.N = a.B * a.T
+    a.inp1, a.inp2, a.weight, a.bias = draw(a.N, a.C), draw(a.N, a.C), draw(a.C), draw(a.C)
+    residual = a.inp1 + a.inp2
+    mean, rstd = moments(draw.round(residual))
+    return dict(residual=residual, out=layernorm(draw.round(residual), a.weight, a.bias), mean=mean[:, 0],
+                rstd=rstd[:, 0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,3 +284,602 @@ def matmul_forward(a, draw):
     a.N = a.B * a.T
     a.inp, a.weight, a.bias = draw(a.N, a.C), draw(a.OC, a.C), draw(a.OC)
     return dict(out=a.inp @ a.weight.T + a.bias)
+
+
+def matmul_backward_pair(name, size):
+    """A function that launches the two products, by a thread an element, or by a block size x size."""
+    def run(launch, a):
+        tiles = lambda rows: (-(-a.C // size), -(-rows // size)) if size > 1 else rows * a.C
+        unit = BLOCK if size > 1 else THREAD
+        launch(f"{name}_inp", unit, tiles(a.N), a.dinp, a.dout, a.weight, a.N, a.C, a.OC)
+        launch(f"{name}_weight", unit, tiles(a.OC), a.dweight, a.dout, a.inp, a.N, a.C, a.OC)
+    return run
+
+
+def matmul_backward_by_library(launch, a):
+    launch.device.matmul(a.dinp, a.dout, a.weight)
+    launch.device.matmul(a.dweight, a.dout.T, a.inp, accumulate=True)
+
+
+@ladder("B=8,T=1024,C=768,OC=3072", "B=1,T=1,C=32,OC=8", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=264",
+        fp32="dweight", flops=lambda a: 4 * a.N * a.C * a.OC, versions=(
+    Version("a thread an element", matmul_backward_pair("matmul_backward1", 1), threads=(256, 1024)),
+    Version("tiles of 32 x 32 in shared memory", matmul_backward_pair("matmul_backward2", 32), threads=(1024,)),
+    Version("8 x 8 elements a thread, in registers", matmul_backward_pair("matmul_backward3", 128), threads=(256,)),
+    Version("cuBLAS, as the trainer does", matmul_backward_by_library, threads=(1,), dtypes=("fp32", "tf32", "bf16"),
+            library="cuBLAS"),
+), limits=MATMUL_LIMITS)
+def matmul_backward(a, draw):
+    """dinp (N,C) = dout (N,OC) weight (OC,C), and dweight (OC,C) += dout' inp (N,C)"""
+    a.N = a.B * a.T
+    a.inp, a.weight, a.dout, a.dweight = draw(a.N, a.C), draw(a.OC, a.C), draw(a.N, a.OC), draw.fp32(a.OC, a.C)
+    return dict(dinp=a.dout @ a.weight, dweight=a.dweight + a.dout.T @ a.inp)
+
+
+def trainers_matmul_backward_bias(launch, a):
+    launch("matmul_backward_bias", COLUMNS, (a.OC, a.shares), a.partials, a.dout, a.N, a.OC)
+    launch("add_partials", FP32_COLUMNS, a.OC, a.dbias, a.partials, a.shares, a.OC)
+
+
+@ladder("B=8,T=1024,OC=3072", "B=1,T=2,OC=32", "B=3,T=9,OC=288", "B=1,T=140,OC=1600", fp32="dbias partials",
+        args="dbias dout N OC", versions=(
+    Version("a thread a column", "matmul_backward_bias1", THREAD, "OC", threads=(32, 64, 128)),
+    Version("the rows shared out, with atomics", lambda launch, a: launch(
+        "matmul_backward_bias2", THREAD, (a.OC, a.shares), a.dbias, a.dout, a.N, a.OC), threads=(128, 256),
+        more=dict(shares=(16, 64, 256))),
+    Version("16 bytes a lane, no atomics: the trainer's", trainers_matmul_backward_bias, threads=(256,),
+            more=dict(shares=(16, 32, 64)), scratch=lambda a: dict(partials=(a.shares, a.OC))),
+), torch=lambda torch, x: lambda: x.dout.sum(0))
+def matmul_backward_bias(a, draw):
+    """dbias (OC) += the sum over rows of dout (N,OC)"""
+    a.N = a.B * a.T
+    a.dout, a.dbias = draw(a.N, a.OC), draw.fp32(a.OC)
+    return dict(dbias=a.dbias + a.dout.sum(0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+
+
+HEADS = "B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64"
+pairs_seen = lambda a: a.B * a.NH * a.T * (a.T + 1) // 2  # of a query and a key
+
+
+def split_heads(a, qkv):
+    """q, k, v (B*NH,T,HS) of qkv (B,T,3*NH*HS)."""
+    return heads(qkv, 3, a.NH).reshape(3, -1, a.T, a.HS)
+
+
+def join_heads(a, x):
+    """(B,T,NH*HS) of x (B*NH,T,HS)."""
+    return x.reshape(a.B, a.NH, a.T, a.HS).swapaxes(1, 2).reshape(a.B, a.T, -1)
+
+
+def by_queries(name, args):
+    """A function that launches a kernel whose blocks have as many queries of a head as threads."""
+    def run(launch, a):
+        launch(name, BLOCK, -(-a.T // a.threads) * a.B * a.NH, *(getattr(a, arg) for arg in args.split()))
+    return run
+
+
+def trainers_attention(launch, a, relu=0, qkv=None):
+    model = GPT2(Config(1, 1, 1, a.NH, a.NH * a.HS, 1), launch.device, 1, 1)  # for its launch parameters
+    launch("attention_forward", BLOCK, -(-a.T // model.attention_rows) * a.B * a.NH, a.out, a.lse,
+           a.qkv if qkv is None else qkv, a.scale, relu, a.T, a.NH, threads=LAUNCH["attention_forward"][0],
+           shared=model.attention_shared)
+
+
+def materialized_attention(launch, a):
+    rows, tiles = a.B * a.NH * a.T, -(-a.T // 32)
+    launch("attention_forward2_scores", BLOCK, (a.B * a.NH * tiles, tiles), a.att, a.qkv, a.scale, a.T, a.NH,
+           threads=1024)
+    launch("attention_forward2_softmax", WARP, rows, a.att, rows, a.T)
+    launch("attention_forward2_values", BLOCK, (a.B * a.NH * -(-a.HS // 32), tiles), a.out, a.att, a.qkv, a.T, a.NH,
+           threads=1024)
+
+
+def torch_attention(torch, x):
+    q, k, v = x.qkv.view(x.B, x.T, 3, x.NH, x.HS).permute(2, 0, 3, 1, 4)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="att lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
+        limits=ATTENTION_LIMITS, versions=(
+    Version("a thread a query, its weights in device memory", lambda launch, a: launch(
+        "attention_forward1", THREAD, a.B * a.NH * a.T, a.out, a.att, a.qkv, a.scale, a.B, a.T, a.NH),
+        threads=(64, 256), scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
+    Version("three kernels: tiles, online softmax, tiles", materialized_attention, threads=(128, 256),
+            scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
+    Version("flash in fp32", by_queries("attention_forward3", "out qkv scale T NH"), threads=(64, 128, 256)),
+    Version("flash on tensor cores: the trainer's", trainers_attention, threads=(128,), dtypes=("fp32", "tf32", "bf16"),
+            scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
+), torch=torch_attention)
+def attention_forward(a, draw):
+    """out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
+    a.scale, a.qkv = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS)
+    return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), *split_heads(a, a.qkv))))
+
+
+def attention_backward_without_atomics(launch, a):
+    launch("attention_backward2_delta", THREAD, a.B * a.NH * a.T, a.delta, a.dout, a.out, a.B, a.T, a.NH)
+    by_queries("attention_backward2_q", "dqkv dout qkv lse delta scale T NH")(launch, a)
+    by_queries("attention_backward2_k", "dqkv dout qkv lse delta scale T NH")(launch, a)
+    by_queries("attention_backward2_v", "dqkv dout qkv lse scale T NH")(launch, a)
+
+
+def attention_backward_with_atomics(launch, a):
+    launch.device.zero(a.dqkv)
+    launch("attention_backward1", THREAD, a.B * a.NH * a.T, a.dqkv, a.dout, a.out, a.qkv, a.lse, a.scale, a.B, a.T, a.NH)
+
+
+def trainers_attention_backward(launch, a):
+    model = GPT2(Config(1, 1, 1, a.NH, a.NH * a.HS, 1), launch.device, 1, 1)
+    blocks = -(-a.T // model.attention_rows) * a.B * a.NH
+    launch("attention_backward_q", BLOCK, blocks, a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse, a.scale, 0, a.T, a.NH,
+           threads=LAUNCH["attention_backward_q"][0], shared=model.attention_shared)
+    launch("attention_backward_kv", BLOCK, blocks, a.dqkv, a.dout, a.qkv, a.lse, a.delta, a.scale, 0, a.T, a.NH,
+           threads=LAUNCH["attention_backward_kv"][0], shared=model.attention_shared)
+
+
+def torch_attention_backward(torch, x):
+    q, k, v = (t.detach().requires_grad_() for t in x.qkv.view(x.B, x.T, 3, x.NH, x.HS).permute(2, 0, 3, 1, 4))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    dout = x.dout.view(x.B, x.T, x.NH, x.HS).transpose(1, 2)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="lse delta", flops=lambda a: 10 * pairs_seen(a) * a.HS,
+        limits=ATTENTION_LIMITS, versions=(
+    Version("a thread a query, with atomics", attention_backward_with_atomics, threads=(64, 256), dtypes=("fp32",)),
+    Version("a thread a row of dq, dk or dv", attention_backward_without_atomics, threads=(64, 128),
+            scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+    Version("tensor cores: the trainer's", trainers_attention_backward, threads=(128,), dtypes=("fp32", "tf32", "bf16"),
+            scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+), torch=torch_attention_backward)
+def attention_backward(a, draw):
+    """dqkv (B,T,3,NH,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
+    def gradients(q, k, v, dout):
+        score = np.where(np.tri(a.T, dtype=bool), q @ transposed(k) / np.sqrt(a.HS), -np.inf)
+        top = score.max(-1)
+        lse = (np.log(np.exp(score - top[..., None]).sum(-1)) + top) / np.log(2)
+        out = draw.round(attention("softmax", q, k, v))
+        return (out, lse, *dattention("softmax", dout, q, k, v, (dout * out).sum(-1, keepdims=True)))
+
+    a.scale, a.qkv, a.dout = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS), draw(a.B, a.T, a.NH * a.HS)
+    out, lse, *dqkv = in_parts(gradients, *split_heads(a, a.qkv), heads(a.dout, 1, a.NH).reshape(-1, a.T, a.HS))
+    a.out, a.lse = join_heads(a, out), f32(lse.reshape(a.B, a.NH, a.T))
+    return dict(dqkv=np.concatenate([join_heads(a, x) for x in dqkv], -1))
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
+        limits=ATTENTION_LIMITS, versions=(
+    Version("a thread a query", lambda launch, a: launch(
+        "relu_attention_forward1", THREAD, a.B * a.NH * a.T, a.out, a.qkv, a.scale, a.B, a.T, a.NH), threads=(64, 256)),
+    Version("tiles of keys in shared memory", by_queries("relu_attention_forward2", "out qkv scale T NH"),
+            threads=(64, 128, 256)),
+    Version("tensor cores: the trainer's", functools.partial(trainers_attention, relu=1), threads=(128,),
+            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
+))
+def relu_attention_forward(a, draw):
+    """out (B,T,NH,HS) = max(0, q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
+    a.scale, a.qkv = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS)
+    return dict(out=join_heads(a, in_parts(functools.partial(attention, "relu"), *split_heads(a, a.qkv))))
+
+
+def trimat_tiles(name, size, shared=lambda a: 0):
+    """A function that launches a kernel whose blocks have size x size scores of a head."""
+    def run(launch, a):
+        tiles = -(-a.T // size)
+        launch(name, BLOCK, (a.B * a.NH * tiles, tiles), a.att, a.qkv, a.scale, a.T, a.NH, shared=shared(a))
+    return run
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, flops=lambda a: 2 * pairs_seen(a) * a.HS, limits=MATMUL_LIMITS,
+        traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
+    Version("a thread an element", lambda launch, a: launch(
+        "trimat_forward1", THREAD, a.B * a.NH * a.T**2, a.att, a.qkv, a.scale, a.B, a.T, a.NH), threads=(256, 1024)),
+    Version("tiles of 32 x 32 in shared memory", trimat_tiles("trimat_forward2", 32), threads=(1024,)),
+    Version("8 x 8 elements a thread, in registers", trimat_tiles("trimat_forward3", 128), threads=(256,)),
+    Version("tensor cores", trimat_tiles("trimat_forward4", 128, lambda a: -(-a.HS * a.itemsize // 128) * 256 * (
+        128 // a.itemsize + 8) * a.itemsize), threads=(256,), dtypes=("fp32", "tf32", "bf16")),
+))
+def trimat_forward(a, draw):
+    """att (B,NH,T,T) = q k' / sqrt(HS) on and below the diagonal, from qkv (B,T,3,NH,HS)"""
+    a.scale, a.qkv = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS)
+    q, k, _ = split_heads(a, a.qkv)
+    att = in_parts(lambda q, k: np.where(np.tri(a.T, dtype=bool), q @ transposed(k) * a.scale, np.nan), q, k)
+    return dict(att=att.reshape(a.B, a.NH, a.T, a.T))
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, args="out inp B T NH HS", versions=(
+    Version("a thread a number", "permute1", THREAD, "B*T*3*NH*HS"),
+    Version("16 bytes a lane, 32-bit divisions", lambda launch, a: launch(
+        "permute2", NUMBER, (a.NH * a.T * a.HS, 3 * a.B), a.out, a.inp, a.B, a.T, a.NH, a.HS)),
+), torch=lambda torch, x: lambda: x.inp.view(x.B, x.T, 3, x.NH, x.HS).permute(2, 0, 3, 1, 4).contiguous())
+def permute(a, draw):
+    """inp (B,T,3,NH,HS) to out (3,B,NH,T,HS)"""
+    a.inp = draw(a.B, a.T, 3, a.NH, a.HS)
+    return dict(out=a.inp.transpose(2, 0, 3, 1, 4).copy())
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, args="out inp B T NH HS", versions=(
+    Version("a thread a number", "unpermute1", THREAD, "B*T*NH*HS"),
+    Version("16 bytes a lane, 32-bit divisions", lambda launch, a: launch(
+        "unpermute2", NUMBER, (a.NH * a.T * a.HS, a.B), a.out, a.inp, a.B, a.T, a.NH, a.HS)),
+), torch=lambda torch, x: lambda: x.inp.transpose(1, 2).contiguous())
+def unpermute(a, draw):
+    """inp (B,NH,T,HS) to out (B,T,NH,HS)"""
+    a.inp = draw(a.B, a.NH, a.T, a.HS)
+    return dict(out=a.inp.swapaxes(1, 2).copy())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GELU
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, args="out inp N OC", versions=(
+    Version("a thread a number, by tanh", "gelu_forward1", THREAD, "N*OC"),
+    Version("16 bytes a lane", "gelu_forward2", NUMBER, "N*OC"),
+    Version("one exponential: the trainer's", "gelu_forward", NUMBER, "N*OC"),
+), torch=lambda torch, x: lambda: torch.nn.functional.gelu(x.inp, approximate="tanh"))
+def gelu_forward(a, draw):
+    """out (N,4C) = gelu(inp)"""
+    a.N, a.OC = a.B * a.T, 4 * a.C
+    a.inp = draw(a.N, a.OC, scale=3)
+    return dict(out=in_parts(gelu, a.inp))
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, args="dinp inp N OC", versions=(
+    Version("a thread a number, by tanh", "gelu_backward1", THREAD, "N*OC"),
+    Version("16 bytes a lane", "gelu_backward2", NUMBER, "N*OC"),
+    Version("one exponential: the trainer's", "gelu_backward", NUMBER, "N*OC"),
+), torch=lambda torch, x: lambda: torch.ops.aten.gelu_backward(x.dinp, x.inp, approximate="tanh"))
+def gelu_backward(a, draw):
+    """dinp (N,4C), the gradient of gelu(inp), becomes that of inp"""
+    a.N, a.OC = a.B * a.T, 4 * a.C
+    a.inp, a.dinp = draw(a.N, a.OC, scale=3), draw(a.N, a.OC)
+    return dict(dinp=in_parts(dgelu, a.dinp, a.inp))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Softmax and cross-entropy over the vocabulary
+
+
+WORDS = "B=1,T=1,V=17,Vp=32", "B=3,T=9,V=257,Vp=384", "B=1,T=3,V=50257,Vp=50304"
+
+
+def pad(a, x):
+    """x (N,V) with columns of zeros up to Vp."""
+    return np.pad(x, ((0, 0), (0, a.Vp - a.V)))
+
+
+def a_row_in_shared(name, args):
+    """A function that launches as many blocks as can be chosen, with a row of Vp numbers each in shared memory."""
+    return lambda launch, a: launch(name, BLOCK, min(a.blocks, a.N), *(getattr(a, arg) for arg in args.split()),
+                                    shared=a.Vp * a.itemsize)
+
+
+def torch_logits(x, name="logits"):
+    return getattr(x, name)[:, :x.V]
+
+
+@ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="out inp N V Vp", versions=(
+    Version("a thread a row, three passes", "softmax_forward1", THREAD, "N", threads=(32, 128)),
+    Version("a block a row, three passes", "softmax_forward2", BLOCK, "N", threads=(256, 512, 1024)),
+    Version("two passes, 16 bytes a lane", "softmax_forward3", BLOCK, "N", threads=(256, 512, 1024)),
+    Version("one pass, the next row on its way", a_row_in_shared("softmax_forward4", "out inp N V Vp"),
+            threads=(512, 1024), more=dict(blocks=(132, 264))),
+), torch=lambda torch, x: lambda: torch.softmax(torch_logits(x, "inp"), -1))
+def softmax_forward(a, draw):
+    """out (N,Vp) = softmax(inp) over the first V columns, zeros in the others"""
+    a.N = a.B * a.T
+    a.inp = draw(a.N, a.Vp, scale=3)
+    return dict(out=in_parts(lambda x: pad(a, softmax(x[:, :a.V])), a.inp))
+
+
+def trainers_classifier(launch, a, with_gradient, losses="losses"):
+    cached = with_gradient and a.Vp * a.itemsize <= launch.device.max_shared
+    launch("fused_classifier", BLOCK, a.N, a.logits, a.losses, a.targets, a.dloss, a.V, a.Vp, int(with_gradient),
+           int(cached), shared=a.Vp * a.itemsize if cached else 0)
+
+
+@ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="losses logits targets N V Vp", fp32="losses", versions=(
+    Version("a thread a row, two passes", "crossentropy_forward1", THREAD, "N", threads=(32, 128)),
+    Version("a block a row", "crossentropy_forward2", BLOCK, "N", threads=(256, 512, 1024)),
+    Version("one pass, 16 bytes a lane: the trainer's", functools.partial(trainers_classifier, with_gradient=False),
+            threads=(256, 512, 1024)),
+), torch=lambda torch, x: lambda: torch.nn.functional.cross_entropy(torch_logits(x), x.targets.long(), reduction="none"))
+def crossentropy_forward(a, draw):
+    """losses (N) = -log(softmax(logits (N,Vp)) at the target), over the first V columns"""
+    a.N, a.dloss = a.B * a.T, 0.0
+    a.logits, a.targets = draw(a.N, a.Vp, scale=3), draw.words(a.V, a.N)
+    return dict(losses=in_parts(lambda targets, x: cross_entropy(targets, x[:, :a.V]), a.targets, a.logits))
+
+
+@ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="dlogits dlosses probs targets N V Vp", fp32="dlosses", versions=(
+    Version("a thread a number", "crossentropy_softmax_backward1", THREAD, "N*Vp"),
+    Version("16 bytes a lane", lambda launch, a: launch("crossentropy_softmax_backward2", NUMBER, (
+        a.Vp, a.N), a.dlogits, a.dlosses, a.probs, a.targets, a.N, a.V, a.Vp)),
+))
+def crossentropy_softmax_backward(a, draw):
+    """dlogits (N,Vp) = (probs - 1 at the target) * dlosses (N)"""
+    def gradient(probs, targets, dlosses):
+        return pad(a, dlosses[:, None] * (probs[:, :a.V] - (np.arange(a.V) == targets[:, None])))
+
+    a.N = a.B * a.T
+    a.probs, a.targets, a.dlosses = abs(draw(a.N, a.Vp)), draw.words(a.V, a.N), draw.fp32(a.N)
+    return dict(dlogits=in_parts(gradient, a.probs, a.targets, a.dlosses))
+
+
+@ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="logits losses targets dloss N V Vp", fp32="losses", versions=(
+    Version("a thread a row, four passes", "classifier_fused1", THREAD, "N", threads=(32, 128)),
+    Version("a block a row, three passes", "classifier_fused2", BLOCK, "N", threads=(256, 512, 1024)),
+    Version("two passes", "classifier_fused3", BLOCK, "N", threads=(256, 512, 1024)),
+    Version("16 bytes a lane, one pass: the trainer's", functools.partial(trainers_classifier, with_gradient=True),
+            threads=(256, 512, 1024)),
+))
+def classifier_fused(a, draw):
+    """losses (N) of logits (N,Vp), which become their gradient dloss * (softmax - 1 at the target)"""
+    def both(targets, x):
+        dloss = np.full(len(targets), a.dloss)
+        return cross_entropy(targets, x[:, :a.V]), pad(a, dcross_entropy(targets, dloss, x[:, :a.V]))
+
+    a.N = a.B * a.T
+    a.dloss = float(np.float32(1 / a.N))
+    a.logits, a.targets = draw(a.N, a.Vp, scale=3), draw.words(a.V, a.N)
+    losses, dlogits = in_parts(both, a.targets, a.logits)
+    return dict(losses=losses, logits=dlogits)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The update
+
+
+def norm_with_atomics(name, blocks=None):
+    def run(launch, a):
+        launch.device.zero(a.out)
+        launch(name, THREAD if blocks is None else BLOCK, blocks(a) if blocks else a.n, a.out, a.grads, a.n)
+    return run
+
+
+def norm_without_atomics(launch, a):
+    launch("global_norm3", BLOCK, a.blocks, a.partials, a.grads, a.n)
+    launch("global_norm3_total", BLOCK, 1, a.out, a.partials, a.blocks, threads=1024)
+
+
+@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="grads out partials", limits=dict(fp32=1e-4), versions=(
+    Version("a thread a number, an atomic a block", norm_with_atomics("global_norm1"), dtypes=("fp32",)),
+    Version("as many blocks as run at once", norm_with_atomics("global_norm2", lambda a: a.blocks), dtypes=("fp32",),
+            threads=(256, 512), more=dict(blocks=BLOCKS)),
+    Version("16 bytes a lane, no atomics", norm_without_atomics, dtypes=("fp32",), threads=(256, 512),
+            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(a.blocks,))),
+), torch=lambda torch, x: lambda: torch.linalg.vector_norm(x.grads))
+def global_norm(a, draw):
+    """out (1) = the sum of the squares of grads (n)"""
+    a.grads = draw.fp32(a.n)
+    return dict(out=np.array([np.square(a.grads).sum()]))
+
+
+def adamw_line_by_line(launch, a):
+    launch("adamw1_decay", THREAD, a.n, a.master, a.starts, a.decayed, a.tensors, a.n, a.learning_rate * a.weight_decay)
+    launch("adamw1_m", THREAD, a.n, a.m, a.grads, a.n, a.rate1)
+    launch("adamw1_v", THREAD, a.n, a.v, a.grads, a.n, a.rate2)
+    launch("adamw1_step", THREAD, a.n, a.params, a.master, a.m, a.v, a.n, a.learning_rate, a.correction1, a.correction2,
+           a.eps)
+
+
+ADAMW = ("params master grads m v starts decayed tensors n learning_rate rate1 rate2 correction1 correction2 eps "
+         "weight_decay")
+
+
+@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="master grads m v decayed", args=ADAMW, versions=(
+    Version("four kernels, a line of the algorithm each", adamw_line_by_line, threads=(256, 512, 1024)),
+    Version("one kernel, a thread a number", "adamw2", THREAD, "n"),
+    Version("16 bytes a lane: the trainer's", "adamw", NUMBER, "n"),
+))
+def adamw(a, draw):
+    """a step of AdamW on n numbers, with m and v, in 16 tensors; params are rounded copies of the master"""
+    a.learning_rate, a.rate1, a.rate2, a.eps, a.weight_decay = map(float, np.float32([0.01, 0.1, 0.001, 1e-8, 0.1]))
+    a.correction1, a.correction2, a.tensors = 1 / (1 - (1 - a.rate1)**3), 1 / (1 - (1 - a.rate2)**3), min(16, a.n // 32)
+    a.starts = np.append(np.arange(a.tensors) * (a.n // a.tensors // 32 * 32), a.n).astype(np.uint64)
+    a.decayed = np.resize([1.0, 0.0, 0.0], a.tensors)
+    a.master, a.grads, a.m, a.v = draw.fp32(a.n), draw.fp32(a.n), draw.fp32(a.n), abs(draw.fp32(a.n))
+
+    def step(p, g, m, v, decayed):
+        m, v = m + a.rate1 * (g - m), v + a.rate2 * (g**2 - v)
+        change = m * a.correction1 / (np.sqrt(v * a.correction2) + a.eps)
+        return p - a.learning_rate * (change + a.weight_decay * decayed * p), m, v
+
+    decayed = np.repeat(a.decayed.astype(bool), np.diff(a.starts.astype(np.int64)))
+    master, m, v = (x.reshape(-1) for x in in_parts(step, *(
+        x.reshape(-1, 32) for x in (a.master, a.grads, a.m, a.v, decayed))))
+    if draw.bf16:
+        return dict(params=master, master=master, m=m, v=v)
+    a.params = None  # in fp32 they are the master
+    return dict(master=master, m=m, v=v)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a Llama needs
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd", args="out rstd inp weight N C", versions=(
+    Version("a thread a row", "rmsnorm_forward1", THREAD, "N", threads=(32, 64, 128, 256)),
+    Version("a warp a row", "rmsnorm_forward2", WARP, "N"),
+    Version("16 bytes a lane", "rmsnorm_forward3", WARP, "N"),
+), torch=lambda torch, x: lambda: torch.nn.functional.rms_norm(x.inp, x.inp.shape[-1:], x.weight, 1e-5))
+def rmsnorm_forward(a, draw):
+    """out (N,C) = inp * rstd * weight, with rstd of each row"""
+    a.N = a.B * a.T
+    a.inp, a.weight = draw(a.N, a.C), draw(a.C)
+    rstd = 1 / np.sqrt(np.square(a.inp).mean(-1) + 1e-5)
+    return dict(out=a.inp * rstd[:, None] * a.weight, rstd=rstd)
+
+
+def rmsnorm_backward_in_registers(launch, a):
+    launch("rmsnorm_backward3", BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
+           shared=a.threads // 32 * a.C * 4)
+    launch("add_partials", FP32_COLUMNS, a.C, a.dweight, a.partials, a.blocks, a.C, threads=LAUNCH["add_partials"][0])
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C", versions=(
+    Version("a thread a row, with atomics", "rmsnorm_backward1", THREAD, "N", threads=(32, 64, 128, 256)),
+    Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
+        "rmsnorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
+        shared=4 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
+    Version("16 bytes a lane, sums in registers", rmsnorm_backward_in_registers, threads=(128, 256),
+            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(a.blocks, a.C)), fits=lambda a: a.C <= 1024),
+))
+def rmsnorm_backward(a, draw):
+    """dinp (N,C) and dweight (C) += the gradients behind dout, of rmsnorm"""
+    a.N = a.B * a.T
+    a.inp, a.dout, a.dinp = draw(a.N, a.C), draw(a.N, a.C), draw(a.N, a.C)
+    a.weight, a.dweight = draw(a.C), draw.fp32(a.C)
+    a.rstd = f32(1 / np.sqrt(np.square(a.inp).mean(-1) + 1e-5))
+    norm, dnorm = a.inp * a.rstd[:, None], a.dout * a.weight
+    dinp = a.rstd[:, None] * (dnorm - norm * (dnorm * norm).mean(-1, keepdims=True))
+    return dict(dinp=a.dinp + dinp, dweight=a.dweight + (a.dout * norm).sum(0))
+
+
+def rotation(a):
+    """The cosines and sines (T,HS/2) of t / 10000^(2i/HS)."""
+    angles = np.arange(a.T)[:, None] * 10000.0 ** (-2 * np.arange(a.HS // 2) / a.HS)
+    return f32(np.cos(angles)), f32(np.sin(angles))
+
+
+def rotate(x, cosines, sines):
+    """x (B,T,NH,HS), each pair of channels turned by the angle of its position."""
+    left, right, c, s = x[..., ::2], x[..., 1::2], cosines[:, None], sines[:, None]
+    return np.stack([left * c - right * s, left * s + right * c], -1).reshape(x.shape)
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="cosines sines", args="out inp cosines sines N T NH HS", versions=(
+    Version("a thread a pair, which computes its angle", "rope_forward1", THREAD, "N*pairs", args="out inp N T NH HS",
+            limits=dict(fp32=1e-4)),
+    Version("tables of cosines and sines", "rope_forward2", THREAD, "N*pairs"),
+    Version("16 bytes a lane", "rope_forward3", NUMBER, "N*NH*HS"),
+))
+def rope_forward(a, draw):
+    """out (B,T,NH,HS) = the pairs of channels of inp, turned by an angle for each position"""
+    a.N, a.pairs, a.inp = a.B * a.T, a.NH * a.HS // 2, draw(a.B, a.T, a.NH, a.HS)
+    a.cosines, a.sines = rotation(a)
+    return dict(out=rotate(a.inp, a.cosines, a.sines))
+
+
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="cosines sines", args="dinp dout cosines sines N T NH HS", versions=(
+    Version("a thread a pair", "rope_backward1", THREAD, "N*pairs"),
+    Version("16 bytes a lane", "rope_backward2", NUMBER, "N*NH*HS"),
+))
+def rope_backward(a, draw):
+    """dinp (B,T,NH,HS) = dout, turned back"""
+    a.N, a.pairs, a.dout = a.B * a.T, a.NH * a.HS // 2, draw(a.B, a.T, a.NH, a.HS)
+    a.cosines, a.sines = rotation(a)
+    return dict(dinp=rotate(a.dout, a.cosines, -a.sines))
+
+
+ROWS_H = "B=1,T=1,H=32", "B=3,T=9,H=96", "B=1,T=5,H=2048"
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+@ladder("B=8,T=1024,H=2048", *ROWS_H, args="out inp N H", versions=(
+    Version("a thread a number", "swiglu_forward1", THREAD, "N*H"),
+    Version("16 bytes a lane", lambda launch, a: launch("swiglu_forward2", NUMBER, (a.H, a.N), a.out, a.inp, a.N, a.H)),
+))
+def swiglu_forward(a, draw):
+    """out (N,H) = silu(gate) * up, the halves of inp (N,2H)"""
+    a.N = a.B * a.T
+    a.inp = draw(a.N, 2 * a.H, scale=3)
+    gate, up = np.split(a.inp, 2, -1)
+    return dict(out=gate * sigmoid(gate) * up)
+
+
+@ladder("B=8,T=1024,H=2048", *ROWS_H, args="dinp dout inp N H", versions=(
+    Version("a thread a number", "swiglu_backward1", THREAD, "N*H"),
+    Version("16 bytes a lane", lambda launch, a: launch(
+        "swiglu_backward2", NUMBER, (a.H, a.N), a.dinp, a.dout, a.inp, a.N, a.H)),
+))
+def swiglu_backward(a, draw):
+    """dinp (N,2H) of silu(gate) * up"""
+    a.N = a.B * a.T
+    a.inp, a.dout = draw(a.N, 2 * a.H, scale=3), draw(a.N, a.H)
+    gate, up = np.split(a.inp, 2, -1)
+    s = sigmoid(gate)
+    return dict(dinp=np.concatenate([a.dout * up * s * (1 + gate * (1 - s)), a.dout * gate * s], -1))
+
+
+GROUPS = "B=1,T=1,NH=1,KV=1,HS=64", "B=2,T=33,NH=6,KV=2,HS=64", "B=1,T=130,NH=4,KV=1,HS=64", "B=1,T=70,NH=3,KV=3,HS=64"
+
+
+def check_groups(a):
+    assert a.NH % a.KV == 0, f"KV = {a.KV} to divide NH = {a.NH}"
+    a.N = a.B * a.T
+
+
+def repeat_heads(a, inp):
+    """(B,T,3,NH,HS) of inp (B,T,NH+2KV,HS)."""
+    kv = inp[:, :, a.NH :].reshape(a.B, a.T, 2, a.KV, a.HS).repeat(a.NH // a.KV, 3)
+    return np.concatenate([inp[:, :, None, : a.NH], kv], 2)
+
+
+@ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, args="out inp N NH KV HS", versions=(
+    Version("a thread a number", "repeat_kv_forward1", THREAD, "N*3*NH*HS"),
+    Version("16 bytes a lane", lambda launch, a: launch(
+        "repeat_kv_forward2", NUMBER, (3 * a.NH * a.HS, a.N), a.out, a.inp, a.N, a.NH, a.KV, a.HS)),
+))
+def repeat_kv_forward(a, draw):
+    """out (B,T,3,NH,HS) = inp (B,T,NH+2KV,HS) with each key and value head NH/KV times"""
+    check_groups(a)
+    a.inp = draw(a.B, a.T, a.NH + 2 * a.KV, a.HS)
+    return dict(out=repeat_heads(a, a.inp))
+
+
+def repeat_kv_backward_with_atomics(launch, a):
+    launch.device.zero(a.dinp)
+    launch("repeat_kv_backward1", THREAD, a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.KV, a.HS)
+
+
+@ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, args="dinp dout N NH KV HS", versions=(
+    Version("a thread a number of dout, with atomics", repeat_kv_backward_with_atomics, dtypes=("fp32",)),
+    Version("a thread a number of dinp", "repeat_kv_backward2", THREAD, "N*in_heads*HS"),
+    Version("16 bytes a lane", lambda launch, a: launch(
+        "repeat_kv_backward3", NUMBER, (a.in_heads * a.HS, a.N), a.dinp, a.dout, a.N, a.NH, a.KV, a.HS)),
+))
+def repeat_kv_backward(a, draw):
+    """dinp (B,T,NH+2KV,HS) = dout (B,T,3,NH,HS), summed over the copies of a head"""
+    check_groups(a)
+    a.in_heads, a.dout = a.NH + 2 * a.KV, draw(a.B, a.T, 3, a.NH, a.HS)
+    dkv = a.dout[:, :, 1:].reshape(a.B, a.T, 2 * a.KV, a.NH // a.KV, a.HS).sum(3)
+    return dict(dinp=np.concatenate([a.dout[:, :, 0], dkv], 2))
+
+
+def repeat_and_attend(launch, a):
+    launch("gqa_forward2_repeat", NUMBER, (3 * a.NH * a.HS, a.N), a.qkv, a.inp, a.NH, a.KV, threads=256)
+    trainers_attention(launch, a)
+
+
+def torch_grouped_attention(torch, x):
+    q, k, v = (t.transpose(1, 2) for t in x.inp.split([x.NH, x.KV, x.KV], 2))
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+@ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
+        limits=ATTENTION_LIMITS, versions=(
+    Version("a thread a query", lambda launch, a: launch(
+        "gqa_forward1", THREAD, a.B * a.NH * a.T, a.out, a.inp, a.scale, a.B, a.T, a.NH, a.KV), threads=(64, 256)),
+    Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(128,),
+            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(
+                lse=(a.B, a.NH, a.T), qkv=(a.B, a.T, 3, a.NH, a.HS))),
+    Version("a tile of keys serves a group's heads", lambda launch, a: launch(
+        "gqa_forward3", BLOCK, a.B * a.KV * -(-a.NH // a.KV * a.T // 64), a.out, a.inp, a.scale, a.T, a.NH, a.KV,
+        shared=4 * 64 * (a.HS + 8) * a.itemsize), threads=(128,), dtypes=("fp32", "tf32", "bf16"),
+        fits=lambda a: a.HS % 16 == 0),
+), torch=torch_grouped_attention)
+def gqa_forward(a, draw):
+    """out (B,T,NH,HS) = causal softmax attention of inp (B,T,NH+2KV,HS), NH/KV heads to each key and value"""
+    check_groups(a)
+    a.scale, a.inp = a.HS**-0.5, draw(a.B, a.T, a.NH + 2 * a.KV, a.HS)
+    q, k, v = split_heads(a, repeat_heads(a, a.inp).reshape(a.B, a.T, -1))
+    return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), q, k, v)))

@@ -17,6 +17,7 @@ __device__ __forceinline__ void load(real* tile, const real* matrix, size_t stri
 }
 
 // A from rows r..r+15 and columns c..c+15 of a tile.
+template <int LD>
 __device__ __forceinline__ void left(Pair (&a)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
@@ -29,6 +30,7 @@ __device__ __forceinline__ void left(Pair (&a)[4], const real* tile, int r, int 
 }
 
 // Two B side by side, whose 16 columns are rows r..r+15 of a tile: for a product with its transpose.
+template <int LD>
 __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
@@ -48,10 +50,10 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const r
     for (int c = 0; c < STEP; c += 16) {
         Pair a[M][4], b[4];
 #pragma unroll
-        for (int m = 0; m < M; m++) left(a[m], one, r + 16 * m, c);
+        for (int m = 0; m < M; m++) left<LD>(a[m], one, r + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < N / 2; n++) {
-            right_transposed(b, two, s + 16 * n, c);
+            right_transposed<LD>(b, two, s + 16 * n, c);
 #pragma unroll
             for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }

@@ -1,0 +1,143 @@
+// Of each head, with q, k, v (T,HS) in the rows of qkv (B,T,3,NH,HS):  out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, a
+// query seeing the keys that are not after it. The weights are T x T numbers for each head, far more than all else.
+
+// A thread a query, as one would write it in C, with a row of the weights in device memory: scores, exponentials, and
+// the weighted sum of the values, channel by channel. Each of the HS channels reads the row of weights again.
+extern "C" __global__ void attention_forward1(real* __restrict__ out, float* __restrict__ att,
+                                              const real* __restrict__ qkv, float scale, int B, int T, int NH) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= B * NH * T) return;
+    int t = i % T, h = i / T % NH, b = i / T / NH, C = NH * HS;
+    const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *q = head + (size_t)t * 3 * C, *k = head + C, *v = k + C;
+    float *a = att + (size_t)i * T, top = LOWEST, sum = 0.0f;
+    for (int s = 0; s <= t; s++) {
+        float score = 0.0f;
+        for (int c = 0; c < HS; c++) score += to_float(q[c]) * to_float(k[(size_t)s * 3 * C + c]);
+        a[s] = scale * score;
+        top = fmaxf(top, a[s]);
+    }
+    for (int s = 0; s <= t; s++) {
+        a[s] = expf(a[s] - top);
+        sum += a[s];
+    }
+    for (int c = 0; c < HS; c++) {
+        float o = 0.0f;
+        for (int s = 0; s <= t; s++) o += a[s] * to_float(v[(size_t)s * 3 * C + c]);
+        from_float(out[((size_t)b * T + t) * C + h * HS + c], o / sum);
+    }
+}
+
+// Three kernels, each shaped for what it does: scores by tiles of 32 x 32, of which those above the diagonal are left
+// out; softmax by a warp a row, which finds maximum and sum in one pass, correcting the sum whenever the maximum grows
+// (Milakov and Gimelshein 2018, algorithm 3); and the product with the values, by tiles again. What remains is the
+// weights' way through device memory: written, read, written and read.
+extern "C" __global__ void attention_forward2_scores(float* __restrict__ att, const real* __restrict__ qkv,
+                                                     float scale, int T, int NH) {
+    __shared__ float q[32][33], k[32][33];
+    int tiles = (T + 31) / 32, head_number = blockIdx.x / tiles, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int key = blockIdx.x % tiles * 32, query = blockIdx.y * 32, i = threadIdx.x / 32, j = threadIdx.x % 32;
+    if (key > query) return;
+    const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    float sum = 0.0f;
+    for (int c = 0; c < HS; c += 32) {
+        q[i][j] = query + i < T && c + j < HS ? to_float(head[(size_t)(query + i) * 3 * C + c + j]) : 0.0f;
+        k[i][j] = key + i < T && c + j < HS ? to_float(head[(size_t)(key + i) * 3 * C + C + c + j]) : 0.0f;
+        __syncthreads();
+        for (int n = 0; n < 32; n++) sum += q[i][n] * k[j][n];
+        __syncthreads();
+    }
+    if (query + i < T && key + j <= query + i) att[((size_t)head_number * T + query + i) * T + key + j] = scale * sum;
+}
+
+extern "C" __global__ void attention_forward2_softmax(float* att, int rows, int T) {
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    float *a = att + (size_t)row * T, top = LOWEST, sum = 0.0f;
+    for (int s = lane; s <= row % T; s += 32) {
+        float now = fmaxf(top, a[s]);
+        sum = sum * expf(top - now) + expf(a[s] - now);
+        top = now;
+    }
+    float largest = warp_max(top);
+    sum = warp_sum(sum * expf(top - largest));
+    for (int s = lane; s <= row % T; s += 32) a[s] = expf(a[s] - largest) / sum;
+}
+
+extern "C" __global__ void attention_forward2_values(real* __restrict__ out, const float* __restrict__ att,
+                                                     const real* __restrict__ qkv, int T, int NH) {
+    __shared__ float a[32][33], v[32][33];
+    int tiles = (HS + 31) / 32, head_number = blockIdx.x / tiles, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int c = blockIdx.x % tiles * 32, query = blockIdx.y * 32, i = threadIdx.x / 32, j = threadIdx.x % 32;
+    const real* values = qkv + (size_t)b * T * 3 * C + 2 * C + h * HS;
+    float sum = 0.0f;
+    for (int key = 0; key <= query; key += 32) {
+        bool seen = query + i < T && key + j <= query + i;
+        a[i][j] = seen ? att[((size_t)head_number * T + query + i) * T + key + j] : 0.0f;
+        v[i][j] = key + i < T && c + j < HS ? to_float(values[(size_t)(key + i) * 3 * C + c + j]) : 0.0f;
+        __syncthreads();
+        for (int n = 0; n < 32; n++) sum += a[i][n] * v[n][j];
+        __syncthreads();
+    }
+    if (query + i < T && c + j < HS) from_float(out[((size_t)b * T + query + i) * C + h * HS + c + j], sum);
+}
+
+// Flash attention (Dao et al. 2022, algorithm 1) in fp32: a thread keeps a query and its output in registers, and walks
+// over the keys in tiles of 32 that the block shares; when the maximum of its scores grows, what it has summed so far
+// is scaled down. The weights exist only for a tile, in registers, so device memory sees nothing but q, k, v and out.
+// All lanes read the same key at a time, 16 bytes for four multiplications each. The last queries, which see the most
+// keys, come first.
+extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __restrict__ out,
+                                                                     const real* __restrict__ qkv, float scale, int T,
+                                                                     int NH) {
+    constexpr int KEYS = 32;
+    __shared__ __align__(16) float k[KEYS][HS], v[KEYS][HS];
+    int threads = blockDim.x, blocks = (T + threads - 1) / threads;
+    int head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int first = (blocks - 1 - (int)blockIdx.x % blocks) * threads, t = first + threadIdx.x;
+    const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    float q[HS], o[HS], top = LOWEST, sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < HS; c++) q[c] = t < T ? scale * to_float(head[(size_t)t * 3 * C + c]) : 0.0f, o[c] = 0.0f;
+    for (int key = 0; key < min(first + threads, T); key += KEYS) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < KEYS * HS; i += threads) {
+            int s = key + i / HS, c = i % HS;
+            k[i / HS][c] = s < T ? to_float(head[(size_t)s * 3 * C + C + c]) : 0.0f;
+            v[i / HS][c] = s < T ? to_float(head[(size_t)s * 3 * C + 2 * C + c]) : 0.0f;
+        }
+        __syncthreads();
+        if (key > t) continue;
+        float score[KEYS], now = top;
+#pragma unroll
+        for (int s = 0; s < KEYS; s++) {
+            score[s] = 0.0f;
+#pragma unroll
+            for (int c = 0; c < HS; c += 4) {
+                Pack<4> x = load<4>(&k[s][c]);
+                for (int i = 0; i < 4; i++) score[s] += q[c + i] * x[i];
+            }
+            if (key + s > t) score[s] = LOWEST;
+            now = fmaxf(now, score[s]);
+        }
+        float factor = expf(top - now);
+        sum *= factor, top = now;
+#pragma unroll
+        for (int c = 0; c < HS; c++) o[c] *= factor;
+#pragma unroll
+        for (int s = 0; s < KEYS; s++) {
+            float weight = expf(score[s] - now);
+            sum += weight;
+#pragma unroll
+            for (int c = 0; c < HS; c += 4) {
+                Pack<4> x = load<4>(&v[s][c]);
+                for (int i = 0; i < 4; i++) o[c + i] += weight * x[i];
+            }
+        }
+    }
+    if (t >= T) return;
+#pragma unroll
+    for (int c = 0; c < HS; c++) from_float(out[((size_t)b * T + t) * C + h * HS + c], o[c] / sum);
+}
+
+// attention_forward in kernels.cu: the same walk over tiles, but both products on tensor cores, with the scores of a
+// tile in the registers in which the second product wants them, and the next tile on its way meanwhile.

@@ -1,0 +1,28 @@
+// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]).
+
+// A thread a row: the maximum, then the sum of exponentials, each a walk of its own through device memory.
+extern "C" __global__ void crossentropy_forward1(float* __restrict__ losses, const real* __restrict__ logits,
+                                                 const int* __restrict__ targets, int N, int V, int Vp) {
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const real* x = logits + (size_t)row * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = 0; v < V; v++) top = fmaxf(top, to_float(x[v]));
+    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - top);
+    losses[row] = logf(sum) + top - to_float(x[targets[row]]);
+}
+
+// A block a row: lanes read neighbours, and there are enough of them.
+extern "C" __global__ void crossentropy_forward2(float* __restrict__ losses, const real* __restrict__ logits,
+                                                 const int* __restrict__ targets, int N, int V, int Vp) {
+    const real* x = logits + (size_t)blockIdx.x * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) top = fmaxf(top, to_float(x[v]));
+    top = block_reduce<warp_max>(top, LOWEST);
+    for (int v = threadIdx.x; v < V; v += blockDim.x) sum += expf(to_float(x[v]) - top);
+    sum = block_reduce<warp_sum>(sum, 0.0f);
+    if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + top - to_float(x[targets[blockIdx.x]]);
+}
+
+// fused_classifier in kernels.cu, without its gradient: maximum and sum in one pass, 16 bytes a lane, four of them in
+// flight for each thread.

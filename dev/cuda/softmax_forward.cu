@@ -1,0 +1,97 @@
+// out (N,Vp) = softmax(inp[row, 0..V-1]), zeros in the padding. A row is 50,304 numbers: 200 KB in fp32.
+
+// A thread a row, three passes: the maximum, the sum of exponentials, the quotients. N threads, each in a place of its
+// own, and each pass reads device memory again.
+extern "C" __global__ void softmax_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
+                                            int Vp) {
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const real* x = inp + (size_t)row * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = 0; v < V; v++) top = fmaxf(top, to_float(x[v]));
+    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - top);
+    for (int v = 0; v < Vp; v++) from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
+}
+
+// A block a row: whole lines, and enough threads. Still three passes; the second and third find the row in L2, if the
+// rows of all blocks at work fit there.
+extern "C" __global__ void softmax_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
+                                            int Vp) {
+    const real* x = inp + (size_t)blockIdx.x * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) top = fmaxf(top, to_float(x[v]));
+    top = block_reduce<warp_max>(top, LOWEST);
+    for (int v = threadIdx.x; v < V; v += blockDim.x) sum += expf(to_float(x[v]) - top);
+    sum = block_reduce<warp_sum>(sum, 0.0f);
+    for (int v = threadIdx.x; v < Vp; v += blockDim.x)
+        from_float(out[(size_t)blockIdx.x * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
+}
+
+namespace softmax_forward_ {
+
+// W numbers of a row from v on, those beyond V as small as can be.
+__device__ __forceinline__ Pack<W> load_logits(const real* x, int v, int V) {
+    Pack<W> l = load<W>(x + v);
+    if (v + W > V)
+        for (int i = 0; i < W; i++)
+            if (v + i >= V) l[i] = LOWEST;
+    return l;
+}
+
+// The maximum and the sum of what a thread has seen, with W numbers more.
+__device__ __forceinline__ void add(float& top, float& sum, Pack<W> l) {
+    float before = top;
+    for (int i = 0; i < W; i++) top = fmaxf(top, l[i]);
+    if (top > before) sum *= exponential(before - top);
+    for (int i = 0; i < W; i++) sum += exponential(l[i] - top);
+}
+
+}  // namespace softmax_forward_
+
+// Two passes, 16 bytes a lane: each thread sums exponentials below the maximum that it has seen so far, and scales the
+// sum when the maximum grows, which it seldom does.
+extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
+                                            int Vp) {
+    const real* x = inp + (size_t)blockIdx.x * Vp;
+    float top = LOWEST, sum = 0.0f;
+#pragma unroll 4
+    for (int v = W * threadIdx.x; v < V; v += W * blockDim.x)
+        softmax_forward_::add(top, sum, softmax_forward_::load_logits(x, v, V));
+    float largest = block_reduce<warp_max>(top, LOWEST);
+    float factor = 1.0f / block_reduce<warp_sum>(sum * exponential(top - largest), 0.0f);
+#pragma unroll 4
+    for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
+        Pack<W> l = {};
+        if (v < V) l = softmax_forward_::load_logits(x, v, V);
+        for (int i = 0; i < W; i++) l[i] = v + i < V ? exponential(l[i] - largest) * factor : 0.0f;
+        store(out + (size_t)blockIdx.x * Vp + v, l);
+    }
+}
+
+// The row waits in shared memory for the second pass, so it is read from device memory once, whatever is in the caches.
+// As many blocks as there is room for go through all rows; where a block has used up 16 bytes of its row, it asks for
+// those of its next row to be copied there. So the memory is busy in both directions while results are stored, and only
+// the sums, all in shared memory, are without it. A thread reads only what it copied itself: no barriers but the sums'.
+extern "C" __global__ void __launch_bounds__(1024) softmax_forward4(real* __restrict__ out,
+                                                                    const real* __restrict__ inp, int N, int V,
+                                                                    int Vp) {
+    DYNAMIC_SHARED(real, x);  // (Vp)
+    for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) copy16(x + v, inp + (size_t)blockIdx.x * Vp + v, true);
+    for (int row = blockIdx.x; row < N; row += gridDim.x) {
+        copies_arrive();
+        asm volatile("" ::: "memory");  // nothing of x is read before
+        float top = LOWEST, sum = 0.0f;
+#pragma unroll 4
+        for (int v = W * threadIdx.x; v < V; v += W * blockDim.x)
+            softmax_forward_::add(top, sum, softmax_forward_::load_logits(x, v, V));
+        float largest = block_reduce<warp_max>(top, LOWEST);
+        float factor = 1.0f / block_reduce<warp_sum>(sum * exponential(top - largest), 0.0f);
+        for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
+            Pack<W> l = load<W>(x + v);
+            for (int i = 0; i < W; i++) l[i] = v + i < V ? exponential(l[i] - largest) * factor : 0.0f;
+            store(out + (size_t)row * Vp + v, l);
+            asm volatile("" ::: "memory");  // l has been read before it is overwritten
+            if (row + gridDim.x < (unsigned)N) copy16(x + v, inp + ((size_t)row + gridDim.x) * Vp + v, true);
+        }
+    }
+}
