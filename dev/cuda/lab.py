@@ -29,10 +29,11 @@ LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
 from ladders import LADDERS, Draw  # noqa: E402
 
-from test_gpt2 import BF16_LIMIT, KERNEL_LIMIT, stored  # noqa: E402
+from test_gpt2 import KERNEL_LIMIT, stored  # noqa: E402
 from train_gpt2 import BF16, Cpu, Cuda, UserError, has_gpu, replace_file, to_float  # noqa: E402
 
 DTYPES = ("fp32", "tf32", "bf16")
+HALF_A_UNIT = 2**-8  # the most that rounding to bf16 changes a number, relative to it
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A problem: a kernel's inputs at one shape and in one dtype, and what should come out
@@ -84,7 +85,8 @@ class Bench:
         self.ladder, self.device = ladder, device
         self.given, self.expected = problem_of(ladder.problem, tuple(sizes.items()), device.real == BF16)
         arrays = {name: values for name, values in vars(self.given).items() if isinstance(values, np.ndarray)}
-        types = {name: type_of(ladder, name, values, device.real) for name, values in {**self.expected, **arrays}.items()}
+        types = {name: type_of(ladder, name, values, device.real)
+                 for name, values in {**self.expected, **arrays}.items()}
         self.host = {name: stored(values, types[name]) for name, values in arrays.items()}
         self.traffic = sum(types[name].itemsize * values.size for table in (arrays, self.expected)
                            for name, values in table.items())  # each input is read once, and each output written once
@@ -134,7 +136,7 @@ class Bench:
         limits = {**{dtype: KERNEL_LIMIT for dtype in DTYPES}, **(version.limits or self.ladder.limits or {})}
         for name, truth in self.truth.items():
             array = getattr(self.sets[0], name)
-            limit = max(limits[self.device.dtype], BF16_LIMIT if array.dtype == BF16 else 0)
+            limit = max(limits[self.device.dtype], HALF_A_UNIT if array.dtype == BF16 else 0)
             wrong = compare(self.device, array, truth, limit)
             if wrong:
                 return f"{self.ladder.name} {number} ({self.device.dtype}, {words(choice)}): {name}{wrong}"
@@ -393,8 +395,9 @@ def ladder_table(ladder, results):
         start = first.get(t.dtype) or next(iter(first.values()), None)
         speed_up = f"{start / t.seconds:,.1f} x" if start else ""
         of_library = results.library.get((t.kernel, t.dtype))
-        lines.append(f"| {t.number} | {t.dtype} | {t.what} | {words(t.choice)} | {1e6 * t.seconds:,.1f} us | {speed_up} | {t.rate} | "
-                     f"{t.share:.1%} | {f'{of_library / t.seconds:.0%}' if of_library else ''} |\n")
+        cells = (t.number, t.dtype, t.what, words(t.choice), f"{1e6 * t.seconds:,.1f} us", speed_up, t.rate,
+                 f"{t.share:.1%}", f"{of_library / t.seconds:.0%}" if of_library else "")
+        lines.append(f"| {' | '.join(map(str, cells))} |\n")
     return HEADER + "".join(lines)
 
 
@@ -404,9 +407,9 @@ def write_results(path, ladders, results):
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Measured\n\n{begin}{end}"
     if begin not in text or end not in text:
         raise UserError(f"{path}: has no lines {begin.strip()!r} and {end.strip()!r} to write between: put them in")
-    ceilings = ", ".join(f"{rate / 1e12:,.1f} TFLOP/s in {what}" for what, rate in CEILINGS.items() if what != "copy")
+    rates = ", ".join(f"{CEILINGS[dtype] / 1e12:,.1f} TFLOP/s in {dtype}" for dtype in DTYPES if dtype in CEILINGS)
     body = (f"\n{results.device}. Ceilings, measured in the same run: copies {CEILINGS['copy'] / 1e12:.2f} TB/s; cuBLAS "
-            f"{ceilings}.\n")
+            f"{rates}.\n")
     for ladder in ladders:
         body += f"\n## {ladder.name} ({ladder.shape})\n\n{ladder.summary}\n\n{ladder_table(ladder, results)}"
     head, rest = text.split(begin)
