@@ -16,7 +16,6 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,19 +86,20 @@ class Bench:
         arrays = {name: values for name, values in vars(self.given).items() if isinstance(values, np.ndarray)}
         types = {name: type_of(ladder, name, values, device.real)
                  for name, values in {**self.expected, **arrays}.items()}
-        self.host = {name: stored(values, types[name]) for name, values in arrays.items()}
         self.traffic = sum(types[name].itemsize * values.size for table in (arrays, self.expected)
                            for name, values in table.items())  # each input is read once, and each output written once
-        every = {**{name: values.shape for name, values in self.expected.items()},
-                 **{name: values.shape for name, values in arrays.items()}}
-        size = sum(types[name].itemsize * math.prod(shape) for name, shape in every.items())
-        count = 1 if device.name == "cpu" else math.ceil(2 * device.device.attributes["L2CacheSize"] / size) + 1
+        self.inputs = {}  # on the device, for the sets to be filled from
+        for name, values in arrays.items():
+            self.inputs[name] = allocate(device, values.shape, types[name])
+            device.put(self.inputs[name], stored(values, types[name]))
+        shapes = {name: values.shape for name, values in {**self.expected, **arrays}.items()}
+        size = sum(types[name].itemsize * math.prod(shape) for name, shape in shapes.items())
         self.sets = []
-        for _ in range(count):
+        for _ in range(1 if device.name == "cpu" else 2 * device.device.attributes["L2CacheSize"] // size + 1):
             a = SimpleNamespace(**vars(self.given), W=device.W, itemsize=np.dtype(device.real).itemsize)
-            for name, shape in every.items():
+            for name, shape in shapes.items():
                 setattr(a, name, allocate(device, shape, types[name]))
-            self.fill(a, every)
+            self.fill(a, shapes)
             self.sets.append(a)
         if ladder.traffic:
             self.traffic = ladder.traffic(self.sets[0])
@@ -111,10 +111,10 @@ class Bench:
         """Give arrays of a set their inputs, or NaN to those that have none."""
         for name in names:
             array = getattr(a, name)
-            if name in self.host:
-                self.device.put(array, self.host[name])
+            if name in self.inputs:
+                array[...] = self.inputs[name]
             else:
-                self.device.put(array.reshape(-1).view(np.uint8), np.full(array.nbytes, 255, np.uint8))
+                array.reshape(-1).view(np.uint8)[...] = 255
 
     def launches(self, version, choice):
         """A function for each set that launches a version with one choice of what can be chosen, such as threads.
@@ -186,12 +186,13 @@ def compare(device, array, truth, limit):
 # Timing
 
 
-def time_rounds(device, works, budget=0.3):
-    """Seconds a launch, the median of several rounds over all sets.
+def time_rounds(device, works):
+    """Seconds a launch, the median of several rounds over all sets; works[i]() launches on set i.
 
     To launch from Python takes longer than many of these kernels, so a round is recorded as a graph and replayed, with
-    a CUDA event before and behind: at least 32 launches if they are short, so that neither the events nor the start of
-    the graph count, and as many rounds as the budget in seconds allows, at least 3.
+    a CUDA event before and behind: at least 32 launches, so that neither the events nor the start of the graph count,
+    and as many rounds as a tenth of a second allows, at least 3 and at most 20. What takes 10 ms or more is timed
+    launch by launch.
     """
     events = [device.cupy.cuda.Event() for _ in range(2)]
 
@@ -202,20 +203,20 @@ def time_rounds(device, works, budget=0.3):
         events[1].synchronize()
         return device.cupy.cuda.get_elapsed_time(*events) / 1e3
 
-    for work in works:  # not timed: clears the caches of the set that was checked
-        work()
-    once = elapsed(works[0])
-    repeats = max(1, math.ceil(32 / len(works))) if once < 1e-3 else 1
+    once = elapsed(works[-1])
+    if once > 0.01:
+        return float(np.median([elapsed(work) for work in (3 * works)[:3]]))
+    count = len(works) * math.ceil(32 / len(works) if once < 1e-3 else 1)
     device.stream.begin_capture()
     try:
-        for work in works * repeats:
-            work()
+        for i in range(count):
+            works[i % len(works)]()
     finally:
         graph = device.stream.end_capture()
-    graph.launch(device.stream)
-    count = len(works) * repeats
-    rounds = min(50, max(3, round(budget / (count * max(once, 1e-6)))))
-    return float(np.median([elapsed(lambda: graph.launch(device.stream)) for _ in range(rounds)])) / count
+    replay = lambda: graph.launch(device.stream)
+    replay()
+    rounds = min(20, max(3, round(0.1 / (count * max(once, 1e-6)))))
+    return float(np.median([elapsed(replay) for _ in range(rounds)])) / count
 
 
 def time_torch(bench):
@@ -408,8 +409,8 @@ def write_results(path, ladders, results):
     if begin not in text or end not in text:
         raise UserError(f"{path}: has no lines {begin.strip()!r} and {end.strip()!r} to write between: put them in")
     rates = ", ".join(f"{CEILINGS[dtype] / 1e12:,.1f} TFLOP/s in {dtype}" for dtype in DTYPES if dtype in CEILINGS)
-    body = (f"\n{results.device}. Ceilings, measured in the same run: copies {CEILINGS['copy'] / 1e12:.2f} TB/s; cuBLAS "
-            f"{rates}.\n")
+    body = (f"\n{results.device}. Ceilings, measured in the same run: copies {CEILINGS['copy'] / 1e12:.2f} TB/s; "
+            f"cuBLAS {rates}.\n")
     for ladder in ladders:
         body += f"\n## {ladder.name} ({ladder.shape})\n\n{ladder.summary}\n\n{ladder_table(ladder, results)}"
     head, rest = text.split(begin)
@@ -418,36 +419,35 @@ def write_results(path, ladders, results):
 
 
 def draw_chart(path, ladders, timings):
-    """An SVG: for each kernel, the share of the ceiling that its versions reach, in fp32 if they have it, numbered."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed, so there is no chart: pip install -r dev/requirements.txt")
-        return
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # letters stay letters
-    import matplotlib.pyplot as plt
-    names = [ladder.name for ladder in ladders if any(t.kernel == ladder.name for t in timings)]
-    figure, axes = plt.subplots(figsize=(9, 0.28 * len(names) + 1))
-    for y, name in enumerate(names):
+    """An SVG: for each kernel the share of the ceiling that its versions reach, by their numbers, in the first dtype that
+    each has; the last one black. The scale is logarithmic."""
+    left, right, row, lowest = 240, 860, 22, 1e-4
+
+    def x(share):
+        return left + (right - left) * (1 - math.log(max(min(share, 1), lowest)) / math.log(lowest))
+
+    drawn = []
+    for ladder in ladders:
         best = {}
         for t in timings:
-            if t.kernel == name:
-                best.setdefault(t.number, t)
-        axes.plot([100 * t.share for t in best.values()], [y] * len(best), color="0.8", zorder=1)
-        for number, t in best.items():
-            last = number == max(best)
-            axes.text(100 * t.share, y, str(number), ha="center", va="center", fontsize=8, zorder=2,
-                      bbox=dict(boxstyle="circle,pad=0.15", facecolor="black" if last else "white", linewidth=0.5),
-                      color="white" if last else "black")
-    axes.set(xscale="log", yticks=range(len(names)), yticklabels=names, xlabel="% of what the device allows")
-    axes.axvline(100, color="black", linewidth=0.5)
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="svg", metadata={"Date": None})
-    os.replace(temporary, path)
+            if t.kernel == ladder.name:
+                best.setdefault(t.number, t.share)
+        if best:
+            drawn.append((ladder.name, best))
+    bottom = row * (len(drawn) + 1)
+    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 40} {bottom + 40}" font-family="sans-serif" '
+           'font-size="12"><rect width="100%" height="100%" fill="white"/>']
+    for share in (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1):
+        svg.append(f'<path d="M{x(share):.0f} {row / 2}V{bottom}" stroke="#ccc"/>'
+                   f'<text x="{x(share):.0f}" y="{bottom + 16}" text-anchor="middle">{100 * share:g}%</text>')
+    svg.append(f'<text x="{left}" y="{bottom + 34}">of the time that the device needs at least</text>')
+    for i, (name, best) in enumerate(drawn, 1):
+        svg.append(f'<text x="{left - 14}" y="{row * i + 4}" text-anchor="end">{name}</text>')
+        for number, share in best.items():
+            fill, ink = ("black", "white") if number == max(best) else ("white", "black")
+            svg.append(f'<circle cx="{x(share):.1f}" cy="{row * i}" r="8" fill="{fill}" stroke="black"/><text '
+                       f'x="{x(share):.1f}" y="{row * i + 4}" text-anchor="middle" fill="{ink}">{number}</text>')
+    replace_file(path, ["\n".join([*svg, "</svg>\n"]).encode()])
 
 
 def list_kernels(ladders):

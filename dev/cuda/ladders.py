@@ -1,8 +1,8 @@
 """The kernels of the lab: for each its shapes, its versions, and what NumPy says.
 
-A kernel is a function under @ladder. Given the sizes in a namespace `a`, it puts the kernel's inputs there, numbers from
-a seeded generator in float64 or integers, rounded to what the device will store, and returns {output: what NumPy says
-in float64}; NaN is any value. An input that is also an output is updated in place. The decorator's rows are
+A kernel is a function under @ladder. Given the sizes in a namespace `a`, it puts the kernel's inputs there, float64 or
+integers from a seeded generator, rounded to what the device will store, and returns {output: what NumPy says, in
+float64}, where NaN stands for any value. An input that is also an output is updated in place. The decorator's rows are
 
     shape, checks       the shape to time, and small odd ones to check
     args                the names in `a` of the kernel's arguments, if most versions have the same
@@ -105,10 +105,10 @@ class Draw:
         return self.rng.integers(V, size=shape, dtype=np.int32)
 
 
-def in_parts(f, *arrays):
-    """f over the arrays' first axis, in parts and on all cores: what is large is in the cache, and no temporary is as
-    large as the arrays. f returns an array or a tuple of them, whose first axis is the same."""
-    step = max(1, 2**20 // max(array[0].size for array in arrays))
+def in_parts(f, *arrays, step=None):
+    """f over the arrays' first axis, `step` of it at a time and on all cores, so that no temporary is as large as the
+    arrays. f returns an array or a tuple of them, whose first axis is the same."""
+    step = step or max(1, 2**20 // max(array[0].size for array in arrays))
     parts = [tuple(array[i : i + step] for array in arrays) for i in range(0, len(arrays[0]), step)]
     with ThreadPoolExecutor() as pool:
         results = list(pool.map(lambda part: f(*part), parts))
@@ -196,8 +196,8 @@ BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
         "mean rstd N C", versions=(
     Version("a thread a row, with atomics", "layernorm_backward1", THREAD, "N", threads=(32, 64, 128, 256)),
     Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
-        "layernorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
-        a.C, shared=8 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
+        "layernorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd,
+        a.N, a.C, shared=8 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
     Version("16 bytes a lane, no atomics: the trainer's", trainers_layernorm_backward, threads=(128, 256),
             more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(2, a.blocks, a.C))),
 ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
@@ -261,7 +261,8 @@ def tiles_of(launch, a, name, size, shared=0):
 
 
 # Of sums of some thousand products. Tensor cores truncate where they add.
-MATMUL_LIMITS, TENSOR_CORE_LIMITS = {"fp32": 2e-5, "tf32": 1e-3, "bf16": 1e-4}, {"fp32": 1e-4, "tf32": 1e-3, "bf16": 1e-4}
+MATMUL_LIMITS = {"fp32": 2e-5, "tf32": 1e-3, "bf16": 1e-4}
+TENSOR_CORE_LIMITS = MATMUL_LIMITS | {"fp32": 1e-4}
 
 
 @ladder("B=8,T=1024,C=768,OC=3072", "B=1,T=1,C=32,OC=1", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=257",
@@ -363,11 +364,17 @@ def by_queries(name, args):
     return run
 
 
-def trainers_attention(launch, a, relu=0, qkv=None):
-    model = GPT2(Config(1, 1, 1, a.NH, a.NH * a.HS, 1), launch.device, 1, 1)  # for its launch parameters
-    launch("attention_forward", BLOCK, -(-a.T // model.attention_rows) * a.B * a.NH, a.out, a.lse,
-           a.qkv if qkv is None else qkv, a.scale, relu, a.T, a.NH, threads=LAUNCH["attention_forward"][0],
-           shared=model.attention_shared)
+@functools.cache
+def trainers_attention_sizes(device, HS):
+    """How the trainer's attention is launched: rows of a block, and its bytes of shared memory."""
+    model = GPT2(Config(1, 1, 1, 1, HS, 1), device, 1, 1)
+    return model.attention_rows, model.attention_shared
+
+
+def trainers_attention(launch, a, relu=0):
+    rows, shared = trainers_attention_sizes(launch.device, a.HS)
+    launch("attention_forward", BLOCK, -(-a.T // rows) * a.B * a.NH, a.out, a.lse, a.qkv, a.scale, relu, a.T, a.NH,
+           threads=LAUNCH["attention_forward"][0], shared=shared)
 
 
 def materialized_attention(launch, a):
@@ -398,7 +405,7 @@ def torch_attention(torch, x):
 def attention_forward(a, draw):
     """out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
     a.scale, a.qkv = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS)
-    return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), *split_heads(a, a.qkv))))
+    return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), *split_heads(a, a.qkv), step=1)))
 
 
 def attention_backward_without_atomics(launch, a):
@@ -410,16 +417,17 @@ def attention_backward_without_atomics(launch, a):
 
 def attention_backward_with_atomics(launch, a):
     launch.device.zero(a.dqkv)
-    launch("attention_backward1", THREAD, a.B * a.NH * a.T, a.dqkv, a.dout, a.out, a.qkv, a.lse, a.scale, a.B, a.T, a.NH)
+    launch("attention_backward1", THREAD, a.B * a.NH * a.T, a.dqkv, a.dout, a.out, a.qkv, a.lse, a.scale, a.B, a.T,
+           a.NH)
 
 
 def trainers_attention_backward(launch, a):
-    model = GPT2(Config(1, 1, 1, a.NH, a.NH * a.HS, 1), launch.device, 1, 1)
-    blocks = -(-a.T // model.attention_rows) * a.B * a.NH
+    rows, shared = trainers_attention_sizes(launch.device, a.HS)
+    blocks = -(-a.T // rows) * a.B * a.NH
     launch("attention_backward_q", BLOCK, blocks, a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse, a.scale, 0, a.T, a.NH,
-           threads=LAUNCH["attention_backward_q"][0], shared=model.attention_shared)
+           threads=LAUNCH["attention_backward_q"][0], shared=shared)
     launch("attention_backward_kv", BLOCK, blocks, a.dqkv, a.dout, a.qkv, a.lse, a.delta, a.scale, 0, a.T, a.NH,
-           threads=LAUNCH["attention_backward_kv"][0], shared=model.attention_shared)
+           threads=LAUNCH["attention_backward_kv"][0], shared=shared)
 
 
 def torch_attention_backward(torch, x):
@@ -447,7 +455,8 @@ def attention_backward(a, draw):
         return (out, lse, *dattention("softmax", dout, q, k, v, (dout * out).sum(-1, keepdims=True)))
 
     a.scale, a.qkv, a.dout = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS), draw(a.B, a.T, a.NH * a.HS)
-    out, lse, *dqkv = in_parts(gradients, *split_heads(a, a.qkv), heads(a.dout, 1, a.NH).reshape(-1, a.T, a.HS))
+    out, lse, *dqkv = in_parts(gradients, *split_heads(a, a.qkv), heads(a.dout, 1, a.NH).reshape(-1, a.T, a.HS),
+                                step=1)
     a.out, a.lse = join_heads(a, out), f32(lse.reshape(a.B, a.NH, a.T))
     return dict(dqkv=np.concatenate([join_heads(a, x) for x in dqkv], -1))
 
@@ -464,7 +473,7 @@ def attention_backward(a, draw):
 def relu_attention_forward(a, draw):
     """out (B,T,NH,HS) = max(0, q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
     a.scale, a.qkv = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS)
-    return dict(out=join_heads(a, in_parts(functools.partial(attention, "relu"), *split_heads(a, a.qkv))))
+    return dict(out=join_heads(a, in_parts(functools.partial(attention, "relu"), *split_heads(a, a.qkv), step=1)))
 
 
 def trimat_tiles(name, size, shared=lambda a: 0):
@@ -475,8 +484,8 @@ def trimat_tiles(name, size, shared=lambda a: 0):
     return run
 
 
-@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, flops=lambda a: 2 * pairs_seen(a) * a.HS, limits=MATMUL_LIMITS | dict(tf32=2e-3),
-        traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, limits=TENSOR_CORE_LIMITS | dict(tf32=2e-3),
+        flops=lambda a: 2 * pairs_seen(a) * a.HS, traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
     Version("a thread an element", lambda launch, a: launch(
         "trimat_forward1", THREAD, a.B * a.NH * a.T**2, a.att, a.qkv, a.scale, a.B, a.T, a.NH), threads=(256, 1024)),
     Version("tiles of 32 x 32 in shared memory", trimat_tiles("trimat_forward2", 32), threads=(1024,)),
@@ -488,7 +497,7 @@ def trimat_forward(a, draw):
     """att (B,NH,T,T) = q k' / sqrt(HS) on and below the diagonal, from qkv (B,T,3,NH,HS)"""
     a.scale, a.qkv = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS)
     q, k, _ = split_heads(a, a.qkv)
-    att = in_parts(lambda q, k: np.where(np.tri(a.T, dtype=bool), q @ transposed(k) * a.scale, np.nan), q, k)
+    att = in_parts(lambda q, k: np.where(np.tri(a.T, dtype=bool), q @ transposed(k) * a.scale, np.nan), q, k, step=1)
     return dict(att=att.reshape(a.B, a.NH, a.T, a.T))
 
 
@@ -562,10 +571,6 @@ def a_row_in_shared(name, args):
                                     shared=a.Vp * a.itemsize)
 
 
-def torch_logits(x, name="logits"):
-    return getattr(x, name)[:, :x.V]
-
-
 @ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="out inp N V Vp", versions=(
     Version("a thread a row, three passes", "softmax_forward1", THREAD, "N", threads=(32, 128),
             limits=dict(fp32=1e-4)),  # a sum of 50,257 numbers one by one
@@ -573,7 +578,7 @@ def torch_logits(x, name="logits"):
     Version("two passes, 16 bytes a lane", "softmax_forward3", BLOCK, "N", threads=(256, 512, 1024)),
     Version("one pass, the next row on its way", a_row_in_shared("softmax_forward4", "out inp N V Vp"),
             threads=(512, 1024), more=dict(blocks=(132, 264))),
-), torch=lambda torch, x: lambda: torch.softmax(torch_logits(x, "inp"), -1))
+), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))
 def softmax_forward(a, draw):
     """out (N,Vp) = softmax(inp) over the first V columns, zeros in the others"""
     a.N = a.B * a.T
@@ -581,7 +586,12 @@ def softmax_forward(a, draw):
     return dict(out=in_parts(lambda x: pad(a, softmax(x[:, :a.V])), a.inp))
 
 
-def trainers_classifier(launch, a, with_gradient, losses="losses"):
+def torch_cross_entropy(torch, x):
+    logits, targets = x.logits[:, :x.V], x.targets.long()
+    return lambda: torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+def trainers_classifier(launch, a, with_gradient):
     cached = with_gradient and a.Vp * a.itemsize <= launch.device.max_shared
     launch("fused_classifier", BLOCK, a.N, a.logits, a.losses, a.targets, a.dloss, a.V, a.Vp, int(with_gradient),
            int(cached), shared=a.Vp * a.itemsize if cached else 0)
@@ -592,7 +602,7 @@ def trainers_classifier(launch, a, with_gradient, losses="losses"):
     Version("a block a row", "crossentropy_forward2", BLOCK, "N", threads=(256, 512, 1024)),
     Version("one pass, 16 bytes a lane: the trainer's", functools.partial(trainers_classifier, with_gradient=False),
             threads=(256, 512, 1024)),
-), torch=lambda torch, x: lambda: torch.nn.functional.cross_entropy(torch_logits(x), x.targets.long(), reduction="none"))
+), torch=torch_cross_entropy)
 def crossentropy_forward(a, draw):
     """losses (N) = -log(softmax(logits (N,Vp)) at the target), over the first V columns"""
     a.N, a.dloss = a.B * a.T, 0.0
@@ -727,7 +737,8 @@ def rmsnorm_backward_in_registers(launch, a):
     launch("add_partials", FP32_COLUMNS, a.C, a.dweight, a.partials, a.blocks, a.C, threads=LAUNCH["add_partials"][0])
 
 
-@ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C", versions=(
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C",
+        versions=(
     Version("a thread a row, with atomics", "rmsnorm_backward1", THREAD, "N", threads=(32, 64, 128, 256)),
     Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
         "rmsnorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
@@ -888,4 +899,4 @@ def gqa_forward(a, draw):
     check_groups(a)
     a.scale, a.inp = a.HS**-0.5, draw(a.B, a.T, a.NH + 2 * a.KV, a.HS)
     q, k, v = split_heads(a, repeat_heads(a, a.inp).reshape(a.B, a.T, -1))
-    return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), q, k, v)))
+    return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), q, k, v, step=1)))
