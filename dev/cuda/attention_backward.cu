@@ -103,7 +103,6 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_q(
         fill(k, head + C, 3 * C, key, T);
         fill(v, head + 2 * C, 3 * C, key, T);
         __syncthreads();
-#pragma unroll 1
         for (int s = 0; s < min(SHARED_ROWS, t + 1 - key); s++) {
             float weight = exp2f(LOG2_E * scale * dot(q, k[s]) - my_lse);
             add(dq, scale * weight * (dot(dy, v[s]) - my_delta), k[s]);
@@ -135,7 +134,6 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_k(
                 of_query[1][i] = delta[(size_t)head_number * T + query + i];
             }
         __syncthreads();
-#pragma unroll 1
         for (int s = max(0, t - query); s < min(SHARED_ROWS, T - query); s++) {
             float weight = exp2f(LOG2_E * scale * dot(k, q[s]) - of_query[0][s]);
             add(dk, scale * weight * (dot(v, dy[s]) - of_query[1][s]), q[s]);

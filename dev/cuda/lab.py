@@ -419,8 +419,8 @@ def write_results(path, ladders, results):
 
 
 def draw_chart(path, ladders, timings):
-    """An SVG: for each kernel the share of the ceiling that its versions reach, by their numbers, in the first dtype that
-    each has; the last one black. The scale is logarithmic."""
+    """An SVG: for each kernel the share of the ceiling that its versions reach, by their numbers, in the first dtype
+    that each has; the last one black. The scale is logarithmic."""
     left, right, row, lowest = 240, 860, 22, 1e-4
 
     def x(share):

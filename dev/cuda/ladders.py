@@ -485,7 +485,8 @@ def trimat_tiles(name, size, shared=lambda a: 0):
 
 
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, limits=TENSOR_CORE_LIMITS | dict(tf32=2e-3),
-        flops=lambda a: 2 * pairs_seen(a) * a.HS, traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
+        flops=lambda a: 2 * pairs_seen(a) * a.HS,
+        traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
     Version("a thread an element", lambda launch, a: launch(
         "trimat_forward1", THREAD, a.B * a.NH * a.T**2, a.att, a.qkv, a.scale, a.B, a.T, a.NH), threads=(256, 1024)),
     Version("tiles of 32 x 32 in shared memory", trimat_tiles("trimat_forward2", 32), threads=(1024,)),
