@@ -52,5 +52,48 @@ extern "C" __global__ void classifier_fused3(real* logits, float* __restrict__ l
         from_float(x[v], v < V ? dloss * (expf(to_float(x[v]) - top) / sum - (v == target ? 1.0f : 0.0f)) : 0.0f);
 }
 
-// fused_classifier in kernels.cu: 16 bytes a lane, and the row waits in shared memory for the second pass, so that a
-// logit is read from device memory once.
+// 16 bytes a lane, and the row waits in shared memory for the second pass, so a logit is read from device memory once.
+// A block goes through several rows: where it has used up 16 bytes of one, it asks for those of the next to be copied
+// there, so that memory is busy in both directions while gradients are stored. A thread reads only what it copied itself.
+extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logits, float* __restrict__ losses,
+                                                                     const int* __restrict__ targets, float dloss,
+                                                                     int N, int V, int Vp) {
+    DYNAMIC_SHARED(real, x);  // (Vp)
+    for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) copy16(x + v, logits + (size_t)blockIdx.x * Vp + v, true);
+    for (int row = blockIdx.x; row < N; row += gridDim.x) {
+        int target = targets[row];
+        copies_arrive();
+        asm volatile("" ::: "memory");  // nothing of x is read before
+        float largest = LOWEST, sum = 0.0f;
+#pragma unroll 4
+        for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+            Pack<W> l = load<W>(x + v);
+            if (v + W > V)
+                for (int i = 0; i < W; i++)
+                    if (v + i >= V) l[i] = LOWEST;
+            float before = largest;
+            for (int i = 0; i < W; i++) largest = fmaxf(largest, l[i]);
+            if (largest > before) sum *= exponential(before - largest);
+            for (int i = 0; i < W; i++) sum += exponential(l[i] - largest);
+        }
+        float top = block_reduce<warp_max>(largest, LOWEST);
+        sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
+        float norm = dloss / sum;
+        for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
+            Pack<W> l = load<W>(x + v);
+            if (target / W == v / W)  // the target's logit is this thread's
+                for (int i = 0; i < W; i++)
+                    if (v + i == target) losses[row] = logf(sum) + top - l[i];
+            for (int i = 0; i < W; i++) {
+                float gradient = exponential(l[i] - top) * norm - (v + i == target ? dloss : 0.0f);
+                l[i] = v + i < V ? gradient : 0.0f;
+            }
+            store(logits + (size_t)row * Vp + v, l);
+            asm volatile("" ::: "memory");  // l has been read before it is overwritten
+            if (row + gridDim.x < (unsigned)N) copy16(x + v, logits + ((size_t)row + gridDim.x) * Vp + v, true);
+        }
+    }
+}
+
+// fused_classifier in kernels.cu: the row waits in shared memory too, but a block has only one: the rows of other blocks
+// fill the gaps, where two of them fit into the shared memory of a multiprocessor.

@@ -24,7 +24,8 @@ import numpy as np
 
 from test_gpt2 import (ATTENTION_LIMITS, attention, bf16, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm,
                        f32, gelu, heads, layernorm, moments, softmax, transposed)
-from train_gpt2 import BLOCK, COLUMNS, FP32_COLUMNS, GPT2, LAUNCH, NUMBER, WARP, Config, runs_of_equal
+from train_gpt2 import (BLOCK, COLUMNS, FP32_COLUMNS, GPT2, LAUNCH, NUMBER, WARP, Config, UserError,
+                        runs_of_equal)
 
 
 def THREAD(threads, W): return threads  # the items of a block when each thread takes one; the others are the trainer's
@@ -182,11 +183,18 @@ def layernorm_forward(a, draw):
     return dict(out=layernorm(a.inp, a.weight, a.bias), mean=mean[:, 0], rstd=rstd[:, 0])
 
 
-def trainers_layernorm_backward(launch, a):
-    launch("layernorm_backward", BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C,
+def add_partials(launch, a, out, partials):
+    launch("add_partials", FP32_COLUMNS, a.C, out, partials, a.blocks, a.C, threads=LAUNCH["add_partials"][0])
+
+
+def layernorm_backward_in_registers(launch, a, name="layernorm_backward3"):
+    launch(name, BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C,
            shared=a.threads // 32 * 2 * a.C * 4)
-    for out, sums in zip((a.dweight, a.dbias), a.partials):
-        launch("add_partials", FP32_COLUMNS, a.C, out, sums, a.blocks, a.C, threads=LAUNCH["add_partials"][0])
+    add_partials(launch, a, a.dweight, a.partials[0])
+    add_partials(launch, a, a.dbias, a.partials[1])
+
+
+trainers_layernorm_backward = functools.partial(layernorm_backward_in_registers, name="layernorm_backward")
 
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
@@ -198,7 +206,9 @@ BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
     Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
         "layernorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd,
         a.N, a.C, shared=8 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
-    Version("16 bytes a lane, no atomics: the trainer's", trainers_layernorm_backward, threads=(128, 256),
+    Version("16 bytes a lane, no atomics, sums in registers", layernorm_backward_in_registers, threads=(64, 128),
+            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(2, a.blocks, a.C)), fits=lambda a: a.C <= 1024),
+    Version("sums in shared memory: the trainer's", trainers_layernorm_backward, threads=(128, 256),
             more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(2, a.blocks, a.C))),
 ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
     x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]))
@@ -561,6 +571,13 @@ def gelu_backward(a, draw):
 WORDS = "B=1,T=1,V=17,Vp=32", "B=3,T=9,V=257,Vp=384", "B=1,T=3,V=50257,Vp=50304"
 
 
+def set_words(a):
+    """The sizes of a row of logits. Raises UserError."""
+    if a.V > a.Vp:
+        raise UserError(f"expected V = {a.V} not to exceed Vp = {a.Vp}")
+    a.N = a.B * a.T
+
+
 def pad(a, x):
     """x (N,V) with columns of zeros up to Vp."""
     return np.pad(x, ((0, 0), (0, a.Vp - a.V)))
@@ -582,7 +599,7 @@ def a_row_in_shared(name, args):
 ), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))
 def softmax_forward(a, draw):
     """out (N,Vp) = softmax(inp) over the first V columns, zeros in the others"""
-    a.N = a.B * a.T
+    set_words(a)
     a.inp = draw(a.N, a.Vp, scale=3)
     return dict(out=in_parts(lambda x: pad(a, softmax(x[:, :a.V])), a.inp))
 
@@ -606,7 +623,8 @@ def trainers_classifier(launch, a, with_gradient):
 ), torch=torch_cross_entropy)
 def crossentropy_forward(a, draw):
     """losses (N) = -log(softmax(logits (N,Vp)) at the target), over the first V columns"""
-    a.N, a.dloss = a.B * a.T, 0.0
+    set_words(a)
+    a.dloss = 0.0
     a.logits, a.targets = draw(a.N, a.Vp, scale=3), draw.words(a.V, a.N)
     return dict(losses=in_parts(lambda targets, x: cross_entropy(targets, x[:, :a.V]), a.targets, a.logits))
 
@@ -621,7 +639,7 @@ def crossentropy_softmax_backward(a, draw):
     def gradient(probs, targets, dlosses):
         return pad(a, dlosses[:, None] * (probs[:, :a.V] - (np.arange(a.V) == targets[:, None])))
 
-    a.N = a.B * a.T
+    set_words(a)
     a.probs, a.targets, a.dlosses = abs(draw(a.N, a.Vp)), draw.words(a.V, a.N), draw.fp32(a.N)
     return dict(dlogits=in_parts(gradient, a.probs, a.targets, a.dlosses))
 
@@ -631,7 +649,9 @@ def crossentropy_softmax_backward(a, draw):
             limits=dict(fp32=1e-4)),
     Version("a block a row, three passes", "classifier_fused2", BLOCK, "N", threads=(256, 512, 1024)),
     Version("two passes", "classifier_fused3", BLOCK, "N", threads=(256, 512, 1024)),
-    Version("16 bytes a lane, one pass: the trainer's", functools.partial(trainers_classifier, with_gradient=True),
+    Version("16 bytes a lane, the next row on its way", a_row_in_shared(
+        "classifier_fused4", "logits losses targets dloss N V Vp"), threads=(512, 1024), more=dict(blocks=(132, 264))),
+    Version("16 bytes a lane, a row a block: the trainer's", functools.partial(trainers_classifier, with_gradient=True),
             threads=(256, 512, 1024)),
 ))
 def classifier_fused(a, draw):
@@ -640,7 +660,7 @@ def classifier_fused(a, draw):
         dloss = np.full(len(targets), a.dloss)
         return cross_entropy(targets, x[:, :a.V]), pad(a, dcross_entropy(targets, dloss, x[:, :a.V]))
 
-    a.N = a.B * a.T
+    set_words(a)
     a.dloss = float(np.float32(1 / a.N))
     a.logits, a.targets = draw(a.N, a.Vp, scale=3), draw.words(a.V, a.N)
     losses, dlogits = in_parts(both, a.targets, a.logits)
@@ -735,7 +755,7 @@ def rmsnorm_forward(a, draw):
 def rmsnorm_backward_in_registers(launch, a):
     launch("rmsnorm_backward3", BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
            shared=a.threads // 32 * a.C * 4)
-    launch("add_partials", FP32_COLUMNS, a.C, a.dweight, a.partials, a.blocks, a.C, threads=LAUNCH["add_partials"][0])
+    add_partials(launch, a, a.dweight, a.partials)
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C",
@@ -830,8 +850,10 @@ def swiglu_backward(a, draw):
 GROUPS = "B=1,T=1,NH=1,KV=1,HS=64", "B=2,T=33,NH=6,KV=2,HS=64", "B=1,T=130,NH=4,KV=1,HS=64", "B=1,T=70,NH=3,KV=3,HS=64"
 
 
-def check_groups(a):
-    assert a.NH % a.KV == 0, f"KV = {a.KV} to divide NH = {a.NH}"
+def set_groups(a):
+    """The sizes of grouped heads. Raises UserError."""
+    if a.NH % a.KV:
+        raise UserError(f"expected KV = {a.KV} to divide NH = {a.NH}")
     a.N = a.B * a.T
 
 
@@ -848,7 +870,7 @@ def repeat_heads(a, inp):
 ))
 def repeat_kv_forward(a, draw):
     """out (B,T,3,NH,HS) = inp (B,T,NH+2KV,HS) with each key and value head NH/KV times"""
-    check_groups(a)
+    set_groups(a)
     a.inp, a.numbers = draw(a.B, a.T, a.NH + 2 * a.KV, a.HS), a.N * 3 * a.NH * a.HS
     return dict(out=repeat_heads(a, a.inp))
 
@@ -866,7 +888,7 @@ def repeat_kv_backward_with_atomics(launch, a):
 ))
 def repeat_kv_backward(a, draw):
     """dinp (B,T,NH+2KV,HS) = dout (B,T,3,NH,HS), summed over the copies of a head"""
-    check_groups(a)
+    set_groups(a)
     a.in_heads, a.dout = a.NH + 2 * a.KV, draw(a.B, a.T, 3, a.NH, a.HS)
     a.numbers = a.N * a.in_heads * a.HS
     dkv = a.dout[:, :, 1:].reshape(a.B, a.T, 2 * a.KV, a.NH // a.KV, a.HS).sum(3)
@@ -897,7 +919,7 @@ def torch_grouped_attention(torch, x):
 ), torch=torch_grouped_attention)
 def gqa_forward(a, draw):
     """out (B,T,NH,HS) = causal softmax attention of inp (B,T,NH+2KV,HS), NH/KV heads to each key and value"""
-    check_groups(a)
+    set_groups(a)
     a.scale, a.inp = a.HS**-0.5, draw(a.B, a.T, a.NH + 2 * a.KV, a.HS)
     q, k, v = split_heads(a, repeat_heads(a, a.inp).reshape(a.B, a.T, -1))
     return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), q, k, v, step=1)))
