@@ -4,8 +4,8 @@
 // A query's gradient is a sum over keys, a key's and a value's are sums over queries.
 
 // A thread a query walks over its keys, computes each weight once, and has all three gradients' terms at hand: its own
-// goes to its own row, those of the key and the value to theirs, by 2 HS atomics for each pair, queries waiting for each
-// other.
+// goes to its own row, those of the key and the value to theirs, by 2 HS atomics for each pair, queries waiting for
+// each other.
 extern "C" __global__ void attention_backward1(float* dqkv, const real* __restrict__ dout,
                                                const real* __restrict__ out, const real* __restrict__ qkv,
                                                const float* __restrict__ lse, float scale, int B, int T, int NH) {
@@ -167,5 +167,5 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_v(
     if (t < T) write(dqkv + (size_t)(head - qkv) + (size_t)t * 3 * C + 2 * C, dv);
 }
 
-// attention_backward_q and attention_backward_kv in kernels.cu: the same ownership on tensor cores, in two kernels, with
-// a tile's scores spread over the registers of a warp, so that dk and dv fit next to each other.
+// attention_backward_q and attention_backward_kv in kernels.cu: the same ownership on tensor cores, in two kernels,
+// with a tile's scores spread over the registers of a warp, so that dk and dv fit next to each other.

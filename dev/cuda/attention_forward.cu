@@ -34,7 +34,8 @@ extern "C" __global__ void attention_forward1(real* __restrict__ out, float* __r
 extern "C" __global__ void attention_forward2_scores(float* __restrict__ att, const real* __restrict__ qkv,
                                                      float scale, int T, int NH) {
     __shared__ float q[32][33], k[32][33];
-    int tiles = (T + 31) / 32, head_number = blockIdx.x / tiles, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int tiles = (T + 31) / 32, head_number = blockIdx.x / tiles;
+    int b = head_number / NH, h = head_number % NH, C = NH * HS;
     int key = blockIdx.x % tiles * 32, query = blockIdx.y * 32, i = threadIdx.x / 32, j = threadIdx.x % 32;
     if (key > query) return;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
@@ -66,7 +67,8 @@ extern "C" __global__ void attention_forward2_softmax(float* att, int rows, int 
 extern "C" __global__ void attention_forward2_values(real* __restrict__ out, const float* __restrict__ att,
                                                      const real* __restrict__ qkv, int T, int NH) {
     __shared__ float a[32][33], v[32][33];
-    int tiles = (HS + 31) / 32, head_number = blockIdx.x / tiles, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int tiles = (HS + 31) / 32, head_number = blockIdx.x / tiles;
+    int b = head_number / NH, h = head_number % NH, C = NH * HS;
     int c = blockIdx.x % tiles * 32, query = blockIdx.y * 32, i = threadIdx.x / 32, j = threadIdx.x % 32;
     const real* values = qkv + (size_t)b * T * 3 * C + 2 * C + h * HS;
     float sum = 0.0f;
@@ -92,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __res
     constexpr int KEYS = 32;
     __shared__ __align__(16) float k[KEYS][HS], v[KEYS][HS];
     int threads = blockDim.x, blocks = (T + threads - 1) / threads;
-    int head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int head_number = blockIdx.x / blocks;
+    int b = head_number / NH, h = head_number % NH, C = NH * HS;
     int first = (blocks - 1 - (int)blockIdx.x % blocks) * threads, t = first + threadIdx.x;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float q[HS], o[HS], top = LOWEST, sum = 0.0f;

@@ -1,5 +1,5 @@
-// losses (N) = the cross-entropy of logits (N,Vp)[row, 0..V-1], and the logits become their own gradient,
-// dloss * (softmax - 1 at the target), zeros in the padding. The probabilities are never stored: done one after the other,
+// losses (N) = the cross-entropy of logits (N,Vp)[row, 0..V-1], and the logits become their own gradient, dloss *
+// (softmax - 1 at the target), zeros in the padding. The probabilities are never stored: done one after the other,
 // softmax, cross-entropy and its gradient would write and read N Vp numbers twice more.
 
 // A thread a row, four passes.
@@ -32,7 +32,8 @@ extern "C" __global__ void classifier_fused2(real* logits, float* __restrict__ l
         from_float(x[v], v < V ? dloss * (expf(to_float(x[v]) - top) / sum - (v == target ? 1.0f : 0.0f)) : 0.0f);
 }
 
-// Two passes instead of three: maximum and sum at once, the sum corrected when the maximum grows. Still a number a lane.
+// Two passes instead of three: maximum and sum at once, the sum corrected when the maximum grows. Still a number a
+// lane.
 extern "C" __global__ void classifier_fused3(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int N, int V, int Vp) {
     real* x = logits + (size_t)blockIdx.x * Vp;
@@ -54,12 +55,14 @@ extern "C" __global__ void classifier_fused3(real* logits, float* __restrict__ l
 
 // 16 bytes a lane, and the row waits in shared memory for the second pass, so a logit is read from device memory once.
 // A block goes through several rows: where it has used up 16 bytes of one, it asks for those of the next to be copied
-// there, so that memory is busy in both directions while gradients are stored. A thread reads only what it copied itself.
+// there, so that memory is busy in both directions while gradients are stored. A thread reads only what it copied
+// itself.
 extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logits, float* __restrict__ losses,
                                                                      const int* __restrict__ targets, float dloss,
                                                                      int N, int V, int Vp) {
     DYNAMIC_SHARED(real, x);  // (Vp)
-    for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) copy16(x + v, logits + (size_t)blockIdx.x * Vp + v, true);
+    const real* first = logits + (size_t)blockIdx.x * Vp;
+    for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) copy16(x + v, first + v, true);
     for (int row = blockIdx.x; row < N; row += gridDim.x) {
         int target = targets[row];
         copies_arrive();
@@ -95,5 +98,5 @@ extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logit
     }
 }
 
-// fused_classifier in kernels.cu: the row waits in shared memory too, but a block has only one: the rows of other blocks
-// fill the gaps, where two of them fit into the shared memory of a multiprocessor.
+// fused_classifier in kernels.cu: the row waits in shared memory too, but a block has only one: the rows of other
+// blocks fill the gaps, where two of them fit into the shared memory of a multiprocessor.

@@ -21,4 +21,5 @@ extern "C" __global__ void encoder_forward2(real* __restrict__ out, const int* _
     from_float(out[i], to_float(wte[(size_t)tokens[row] * C + c]) + to_float(wpe[(size_t)(row % T) * C + c]));
 }
 
-// encoder_forward in kernels.cu: 16 bytes a lane, so that the token is looked up, and i divided, once for 4 or 8 channels.
+// encoder_forward in kernels.cu: 16 bytes a lane, so that the token is looked up, and i divided, once for 4 or 8
+// channels.

@@ -1,5 +1,5 @@
-// residual (N,C) = inp1 + inp2, and out = layernorm(residual) with its mean and rstd: what follows every branch. Done by
-// residual_forward and then layernorm_forward, the sum is written to device memory and read again.
+// residual (N,C) = inp1 + inp2, and out = layernorm(residual) with its mean and rstd: what follows every branch. Done
+// by residual_forward and then layernorm_forward, the sum is written to device memory and read again.
 
 // A warp a row adds, keeps the sum in shared memory, C numbers for each warp, and normalises from there: two reads and
 // two writes instead of three and two, and one launch instead of two.

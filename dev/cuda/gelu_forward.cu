@@ -13,7 +13,8 @@ extern "C" __global__ void gelu_forward1(real* __restrict__ out, const real* __r
     if (i < (size_t)N * OC) from_float(out[i], gelu_forward_::gelu(to_float(inp[i])));
 }
 
-// 16 bytes a lane: a quarter or an eighth of the loads, stores and indices. What is left to do for each number is tanhf.
+// 16 bytes a lane: a quarter or an eighth of the loads, stores and indices. What is left to do for each number is
+// tanhf.
 extern "C" __global__ void gelu_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int OC) {
     size_t i = first_number();
     if (i >= (size_t)N * OC) return;

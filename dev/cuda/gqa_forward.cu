@@ -1,8 +1,8 @@
 // Grouped-query attention (Ainslie et al. 2023, section 2.2): inp (B,T,NH+2KV,HS) has the queries of NH heads, and keys
 // and values of KV heads, each of which serves NH/KV neighbouring query heads. out (B,T,NH,HS).
 
-// A thread a query walks over its keys, and keeps its output in registers; the sum and the output are scaled down when a
-// larger score comes. Every number of a key or value is read for one multiplication.
+// A thread a query walks over its keys, and keeps its output in registers; the sum and the output are scaled down when
+// a larger score comes. Every number of a key or value is read for one multiplication.
 extern "C" __global__ void gqa_forward1(real* __restrict__ out, const real* __restrict__ inp, float scale, int B, int T,
                                         int NH, int KV) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -24,8 +24,8 @@ extern "C" __global__ void gqa_forward1(real* __restrict__ out, const real* __re
     for (int c = 0; c < HS; c++) from_float(out[(((size_t)b * T + t) * NH + h) * HS + c], o[c] / sum);
 }
 
-// repeat_kv, and then the trainer's attention_forward for NH heads, on tensor cores: fast, but it writes and reads NH/KV
-// copies of each key and value, in device memory that a grouped cache was to save.
+// repeat_kv, and then the trainer's attention_forward for NH heads, on tensor cores: fast, but it writes and reads
+// NH/KV copies of each key and value, in device memory that a grouped cache was to save.
 extern "C" __global__ void gqa_forward2_repeat(real* __restrict__ qkv, const real* __restrict__ inp, int NH, int KV) {
     int i = first_number(), size = 3 * NH * HS;
     if (i >= size) return;
@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(128) gqa_forward3(real* __restrict_
     using gqa::KEYS, gqa::ROWS;
     DYNAMIC_SHARED(real, shared);  // (2, 2, KEYS, LD): two stages of keys and values
     int group = NH / KV, rows = group * T, blocks = (rows + ROWS - 1) / ROWS, stride = (NH + 2 * KV) * HS;
-    int b = blockIdx.x / blocks / KV, kv = blockIdx.x / blocks % KV, first = (blocks - 1 - (int)blockIdx.x % blocks) * ROWS;
+    int b = blockIdx.x / blocks / KV, kv = blockIdx.x / blocks % KV;
+    int first = (blocks - 1 - (int)blockIdx.x % blocks) * ROWS;
     int warp_row = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     const real *queries = inp + (size_t)b * T * stride + kv * group * HS;
     const real* keys = inp + (size_t)b * T * stride + (NH + kv) * HS;
@@ -155,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(128) gqa_forward3(real* __restrict_
         if (r >= rows) continue;
         real* to = out + (((size_t)b * T + r / group) * NH + kv * group + r % group) * HS + column;
 #pragma unroll
-        for (int n = 0; n < HS / 8; n++) store(to + 8 * n, Pack<2>{factor * o[n][2 * half], factor * o[n][2 * half + 1]});
+        for (int n = 0; n < HS / 8; n++)
+            store(to + 8 * n, Pack<2>{factor * o[n][2 * half], factor * o[n][2 * half + 1]});
     }
 }

@@ -57,7 +57,10 @@ extern "C" __global__ void layernorm_backward2(real* __restrict__ dinp, float* d
         }
     }
     __syncthreads();
-    for (int c = threadIdx.x; c < C; c += blockDim.x) atomicAdd(dweight + c, sums[c]), atomicAdd(dbias + c, sums[C + c]);
+    for (int c = threadIdx.x; c < C; c += blockDim.x) {
+        atomicAdd(dweight + c, sums[c]);
+        atomicAdd(dbias + c, sums[C + c]);
+    }
 }
 
 // 16 bytes a lane, no atomics, and registers for all: a lane has the same columns in each row, at most 32 of them, so

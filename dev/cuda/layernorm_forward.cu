@@ -1,8 +1,8 @@
 // out (N,C) = (inp - mean) * rstd * weight + bias, with mean and rstd = 1/sqrt(variance + 1e-5) of each row of inp.
 
-// A thread a row, as one would write it in C: the mean, the variance around it, the result. There are only N threads, at
-// N = 8,192 two warps for each multiprocessor of an H200, which has room for 64; and the 32 lanes of a warp read 32 rows,
-// so that each of their loads is 32 requests where one would do. The memory waits for the threads.
+// A thread a row, as one would write it in C: the mean, the variance around it, the result. There are only N threads,
+// at N = 8,192 two warps for each multiprocessor of an H200, which has room for 64; and the 32 lanes of a warp read 32
+// rows, so that each of their loads is 32 requests where one would do. The memory waits for the threads.
 extern "C" __global__ void layernorm_forward1(real* __restrict__ out, float* __restrict__ mean,
                                               float* __restrict__ rstd, const real* __restrict__ inp,
                                               const real* __restrict__ weight, const real* __restrict__ bias, int N,

@@ -2,8 +2,8 @@
 // fastest. A product of 2 N C OC operations on N C + OC C numbers: what matters is how often a number that was read is
 // used before it is read again.
 
-// A thread an element: two loads for each multiplication and addition. Neighbouring lanes share the row of inp, and each
-// walks down a row of weight of its own. The caches save it from device memory, not from its 2 C loads.
+// A thread an element: two loads for each multiplication and addition. Neighbouring lanes share the row of inp, and
+// each walks down a row of weight of its own. The caches save it from device memory, not from its 2 C loads.
 extern "C" __global__ void matmul_forward1(real* __restrict__ out, const real* __restrict__ inp,
                                            const real* __restrict__ weight, const real* __restrict__ bias, int N, int C,
                                            int OC) {

@@ -7,7 +7,8 @@ extern "C" __global__ void permute1(real* __restrict__ out, const real* __restri
                                     int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)3 * B * NH * T * head) return;
-    size_t c = i % head, t = i / head % T, h = i / head / T % NH, b = i / head / T / NH % B, which = i / head / T / NH / B;
+    size_t c = i % head, t = i / head % T, h = i / head / T % NH, sequence = i / head / T / NH;
+    size_t b = sequence % B, which = sequence / B;
     out[i] = inp[(((b * T + t) * 3 + which) * NH + h) * head + c];
 }
 

@@ -1,5 +1,5 @@
-// Attention with max(0, q k' / sqrt(HS)) in place of softmax, a query seeing the keys that are not after it: no maximum,
-// no sum to divide by, so a query may add up its values in one walk over the keys.
+// Attention with max(0, q k' / sqrt(HS)) in place of softmax, a query seeing the keys that are not after it: no
+// maximum, no sum to divide by, so a query may add up its values in one walk over the keys.
 
 // A thread a query, with its output in registers. Its keys and values come from device memory or the caches, one number
 // for one multiplication.

@@ -1,5 +1,5 @@
-// The gradient dinp (B,T,NH+2KV,HS) of repeat_kv_forward from dout (B,T,3,NH,HS): that of a key or value head is the sum
-// over its NH/KV copies.
+// The gradient dinp (B,T,NH+2KV,HS) of repeat_kv_forward from dout (B,T,3,NH,HS): that of a key or value head is the
+// sum over its NH/KV copies.
 
 // A thread a number of dout, added to where it came from by an atomic, to zeros: parallel, but dinp has to be fp32, is
 // written more than once, and the order of a sum is another one on each run.

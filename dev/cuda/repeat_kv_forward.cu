@@ -1,5 +1,5 @@
-// inp (B,T,NH+2KV,HS), the queries of NH heads and the keys and values of KV, to out (B,T,3,NH,HS), in which each key and
-// value head stands NH/KV times: attention for as many key heads as query heads then does for fewer.
+// inp (B,T,NH+2KV,HS), the queries of NH heads and the keys and values of KV, to out (B,T,3,NH,HS), in which each key
+// and value head stands NH/KV times: attention for as many key heads as query heads then does for fewer.
 
 // A thread a number of out, which finds out by divisions where it comes from.
 extern "C" __global__ void repeat_kv_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int NH,

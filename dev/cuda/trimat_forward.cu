@@ -8,7 +8,8 @@ extern "C" __global__ void trimat_forward1(real* __restrict__ att, const real* _
     if (i >= (size_t)B * NH * T * T) return;
     int s = i % T, t = i / T % T, h = i / T / T % NH, b = i / T / T / NH, C = NH * HS;
     if (s > t) return;
-    const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *q = head + (size_t)t * 3 * C, *k = head + (size_t)s * 3 * C + C;
+    const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    const real *q = head + (size_t)t * 3 * C, *k = head + (size_t)s * 3 * C + C;
     float sum = 0.0f;
     for (int c = 0; c < HS; c++) sum += to_float(q[c]) * to_float(k[c]);
     from_float(att[i], scale * sum);
@@ -18,7 +19,8 @@ extern "C" __global__ void trimat_forward1(real* __restrict__ att, const real* _
 extern "C" __global__ void trimat_forward2(real* __restrict__ att, const real* __restrict__ qkv, float scale, int T,
                                            int NH) {
     __shared__ float q[32][33], k[32][33];
-    int tiles = (T + 31) / 32, head_number = blockIdx.x / tiles, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int tiles = (T + 31) / 32, head_number = blockIdx.x / tiles;
+    int b = head_number / NH, h = head_number % NH, C = NH * HS;
     int key = blockIdx.x % tiles * 32, query = blockIdx.y * 32, i = threadIdx.x / 32, j = threadIdx.x % 32;
     if (key > query) return;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
@@ -40,7 +42,8 @@ extern "C" __global__ void __launch_bounds__(256) trimat_forward3(real* __restri
                                                                   const real* __restrict__ qkv, float scale, int T,
                                                                   int NH) {
     __shared__ float q[16][129], k[16][129];
-    int tiles = (T + 127) / 128, head_number = blockIdx.x / tiles, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int tiles = (T + 127) / 128, head_number = blockIdx.x / tiles;
+    int b = head_number / NH, h = head_number % NH, C = NH * HS;
     int key = blockIdx.x % tiles * 128, query = blockIdx.y * 128, r = threadIdx.x / 16 * 8, j0 = threadIdx.x % 16;
     if (key > query) return;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
@@ -69,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(256) trimat_forward3(real* __restri
         }
 }
 
-// Tensor cores: the arithmetic is no longer what takes the time, but the T x T numbers that are written. All channels of
-// the 128 queries and keys are brought to shared memory at once.
+// Tensor cores: the arithmetic is no longer what takes the time, but the T x T numbers that are written. All channels
+// of the 128 queries and keys are brought to shared memory at once.
 extern "C" __global__ void __launch_bounds__(256) trimat_forward4(real* __restrict__ att,
                                                                   const real* __restrict__ qkv, float scale, int T,
                                                                   int NH) {
