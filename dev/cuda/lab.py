@@ -29,7 +29,7 @@ sys.path.insert(0, str(LAB.parent.parent))
 from ladders import LADDERS, Draw  # noqa: E402
 
 from test_gpt2 import KERNEL_LIMIT, stored  # noqa: E402
-from train_gpt2 import BF16, Cpu, Cuda, UserError, has_gpu, replace_file, to_float  # noqa: E402
+from train_gpt2 import BF16, Cpu, Cuda, UserError, has_gpu, read_kernels, replace_file, to_float  # noqa: E402
 
 DTYPES = ("fp32", "tf32", "bf16")
 HALF_A_UNIT = 2**-8  # the most that rounding to bf16 changes a number, relative to it
@@ -151,6 +151,8 @@ class Launch:
     """launch(kernel, unit, items, *args): a kernel over its items, of which a block of so many threads takes
     unit(threads, W); items may be a pair, for a grid of two dimensions."""
 
+    used = set()  # all kernels that were launched
+
     def __init__(self, device, a):
         self.device, self.threads = device, a.threads
 
@@ -158,6 +160,7 @@ class Launch:
         x, y = items if isinstance(items, tuple) else (items, 1)
         threads = threads or self.threads
         grid = (math.ceil(x / unit(threads, self.device.W)), y, 1)
+        self.used.add(kernel)
         self.device.launch_grid(kernel, grid, (threads, 1, 1), *args, shared=shared)
 
 
@@ -506,6 +509,11 @@ def main():
     if timed and flags.all and not flags.kernel:
         write_results(LAB / "RESULTS.md", ladders, results)
         draw_chart(LAB / "ladders.svg", ladders, results.timings)
+    if not (flags.kernel or flags.dtype):
+        source = "".join((LAB / f"{ladder.name}.cu").read_text(encoding="utf-8") for ladder in ladders)
+        for kernel in sorted(read_kernels(source).keys() - Launch.used):
+            results.errors.append(f"{kernel} has no row in ladders.py")
+            print(f"error: {results.errors[-1]}", file=sys.stderr)
     print(f"{results.runs} runs, {len(results.errors)} wrong")
     return 1 if results.errors else 0
 
