@@ -68,7 +68,7 @@ __device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int
 
 }  // namespace gqa
 
-extern "C" __global__ void __launch_bounds__(128) gqa_forward3(real* __restrict__ out, const real* __restrict__ inp,
+extern "C" __global__ void __launch_bounds__(128, 2) gqa_forward3(real* __restrict__ out, const real* __restrict__ inp,
                                                                float scale, int T, int NH, int KV) {
     using gqa::KEYS, gqa::ROWS;
     DYNAMIC_SHARED(real, shared);  // (2, 2, KEYS, LD): two stages of keys and values

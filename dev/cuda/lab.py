@@ -80,7 +80,7 @@ class Bench:
     in it when its turn comes again.
     """
 
-    def __init__(self, ladder, device, sizes):
+    def __init__(self, ladder, device, sizes, timed):
         self.ladder, self.device = ladder, device
         self.given, self.expected = problem_of(ladder.problem, tuple(sizes.items()), device.real == BF16)
         arrays = {name: values for name, values in vars(self.given).items() if isinstance(values, np.ndarray)}
@@ -95,7 +95,7 @@ class Bench:
         shapes = {name: values.shape for name, values in {**self.expected, **arrays}.items()}
         size = sum(types[name].itemsize * math.prod(shape) for name, shape in shapes.items())
         self.sets = []
-        for _ in range(1 if device.name == "cpu" else 2 * device.device.attributes["L2CacheSize"] // size + 1):
+        for _ in range(min(1024, 2 * device.device.attributes["L2CacheSize"] // size + 1) if timed else 1):
             a = SimpleNamespace(**vars(self.given), W=device.W, itemsize=np.dtype(device.real).itemsize)
             for name, shape in shapes.items():
                 setattr(a, name, allocate(device, shape, types[name]))
@@ -154,7 +154,7 @@ class Launch:
     used = set()  # all kernels that were launched
 
     def __init__(self, device, a):
-        self.device, self.threads = device, a.threads
+        self.device, self.threads = device, getattr(a, "threads", None)
 
     def __call__(self, kernel, unit, items, *args, threads=None, shared=0):
         x, y = items if isinstance(items, tuple) else (items, 1)
@@ -194,8 +194,7 @@ def time_rounds(device, works):
 
     To launch from Python takes longer than many of these kernels, so a round is recorded as a graph and replayed, with
     a CUDA event before and behind: at least 32 launches, so that neither the events nor the start of the graph count,
-    and as many rounds as fit into 50 ms, at least 3 and at most 20. What takes 10 ms or more is timed
-    launch by launch.
+    and as many rounds as fit into 50 ms, at least 3 and at most 20. What takes more than 10 ms is timed launch by launch.
     """
     events = [device.cupy.cuda.Event() for _ in range(2)]
 
@@ -331,7 +330,7 @@ class Results:
 
 def run_ladder(ladder, device, sizes, numbers, timed, show, results):
     """Run the versions of a kernel that have the device's dtype and do these sizes, and add to the results."""
-    bench = Bench(ladder, device, sizes)
+    bench = Bench(ladder, device, sizes, timed)
     for number in numbers:
         version = ladder.versions[number - 1]
         if version.fits and not version.fits(bench.given):

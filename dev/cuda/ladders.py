@@ -36,7 +36,7 @@ class Version(NamedTuple):
     run: str | Callable  # a kernel's name, or a function (launch, a) that launches several
     unit: Callable = None  # how a kernel is shared out, and over how many items: sizes to multiply, as in "N*C"
     items: str = None
-    threads: tuple = (64, 128, 256, 512, 1024)  # of a block, to try
+    threads: tuple = (64, 128, 256, 512, 1024)  # of a block, to try; none for a library's
     args: str = None
     shared: Callable = None  # a -> bytes of dynamic shared memory
     scratch: Callable = None  # a -> {name: shape} of more arrays
@@ -48,7 +48,7 @@ class Version(NamedTuple):
 
     @property
     def tries(self):
-        return {"threads": self.threads, **self.more}
+        return {**({"threads": self.threads} if self.threads else {}), **self.more}
 
     def launch(self, launch, a, ladder):
         if callable(self.run):
@@ -288,7 +288,7 @@ TENSOR_CORE_LIMITS = MATMUL_LIMITS | {"fp32": 1e-4}
     Version("tensor cores, by mma.sync", lambda launch, a: tiles_of(
         launch, a, "matmul_forward5", 128, shared=2 * 256 * (128 // a.itemsize + 8) * a.itemsize), threads=(256,),
         dtypes=("fp32", "tf32", "bf16"), limits=TENSOR_CORE_LIMITS),
-    Version("cuBLAS, as the trainer does", matmul_by_library, threads=(1,), dtypes=("fp32", "tf32", "bf16"),
+    Version("cuBLAS, as the trainer does", matmul_by_library, threads=(), dtypes=("fp32", "tf32", "bf16"),
             library="cuBLAS"),
 ))
 def matmul_forward(a, draw):
@@ -318,7 +318,7 @@ def matmul_backward_by_library(launch, a):
     Version("a thread an element", matmul_backward_pair("matmul_backward1", 1), threads=(256, 1024)),
     Version("tiles of 32 x 32 in shared memory", matmul_backward_pair("matmul_backward2", 32), threads=(1024,)),
     Version("8 x 8 elements a thread, in registers", matmul_backward_pair("matmul_backward3", 128), threads=(256,)),
-    Version("cuBLAS, as the trainer does", matmul_backward_by_library, threads=(1,), dtypes=("fp32", "tf32", "bf16"),
+    Version("cuBLAS, as the trainer does", matmul_backward_by_library, threads=(), dtypes=("fp32", "tf32", "bf16"),
             library="cuBLAS"),
 ), limits=MATMUL_LIMITS)
 def matmul_backward(a, draw):
