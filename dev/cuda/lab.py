@@ -194,7 +194,7 @@ def time_rounds(device, works):
 
     To launch from Python takes longer than many of these kernels, so a round is recorded as a graph and replayed, with
     a CUDA event before and behind: at least 32 launches, so that neither the events nor the start of the graph count,
-    and as many rounds as fit into 50 ms, at least 3 and at most 20. What takes more than 10 ms is timed launch by launch.
+    and as many rounds as fit into 50 ms, at least 3 and at most 20. What takes more than 10 ms is timed one by one.
     """
     events = [device.cupy.cuda.Event() for _ in range(2)]
 
