@@ -19,7 +19,7 @@ a lane where the shapes allow, that many loads are in flight, and that nothing i
 */
 
 #ifndef DYNAMIC_SHARED  // dev/cuda_on_cpu.h brings its own
-#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(16) type name[]
+#define DYNAMIC_SHARED(type, name) extern __shared__ __align__(1024) type name[]  // aligned for a swizzle, see at()
 #endif
 
 #ifndef HS
@@ -293,6 +293,11 @@ extern "C" __global__ void add_partials(float* __restrict__ out, const float* __
 
 // ---- tensor cores ----
 
+// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 channels.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(BF16) && HS == 64
+#define HOPPER
+#endif
+
 // A tensor core multiplies small matrices that a warp holds in its registers: D (16,8) += A (16,16) B (16,8). A Pair is
 // two neighbours along the summed index; with g = lane / 4 and q = lane % 4, a lane holds
 //   of A: a[0] row g and a[1] row g+8, columns 2q, 2q+1;  a[2] and a[3] the same rows, columns 2q+8, 2q+9
@@ -327,12 +332,6 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&x)[4], const
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"((unsigned)__cvta_generic_to_shared(row)));
 }
 #else
-__device__ __forceinline__ unsigned round_tf32(float x) {
-    unsigned bits;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
-    return bits;
-}
-
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -341,19 +340,23 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], 
 }
 
 // TF32 has products of 8 summed columns, of which a lane holds q and q+4, not 2q and 2q+1: A and B are permuted alike,
-// and the sum is the same. fp32 is three products of TF32 halves, x = big + small, without the one of the small halves,
-// which is beyond the last bit (Ootomo and Yokota 2022, section 3).
+// and the sum is the same. A tensor core reads the upper 10 bits of a mantissa, so half of the 11th, added first, rounds.
+// fp32 is three products of TF32 halves, x = big + small, without the one of the small halves, which is beyond the last
+// bit (Ootomo and Yokota 2022, section 3).
 __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float x[6] = {a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b[i].x, b[i].y};
         unsigned big[6];
 #pragma unroll
-        for (int j = 0; j < 6; j++) big[j] = round_tf32(x[j]);
+        for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + 0x1000;
 #ifndef TF32
         unsigned small[6];
 #pragma unroll
-        for (int j = 0; j < 6; j++) small[j] = round_tf32(x[j] - __uint_as_float(big[j]));
+        for (int j = 0; j < 6; j++) {
+            big[j] &= 0xffffe000;
+            small[j] = __float_as_uint(x[j] - __uint_as_float(big[j]));
+        }
         mma_tf32(d, {small[0], small[1], small[2], small[3]}, {big[4], big[5]});
         mma_tf32(d, {big[0], big[1], big[2], big[3]}, {small[4], small[5]});
 #endif
@@ -368,12 +371,62 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
     mma(right, a, {b[2], b[3]});
 }
 
-// 16 bytes from device to shared memory that need no register and no waiting; or, if there is nothing to copy, zeros.
+// 16 or 4 bytes from device to shared memory that need no register and no waiting; or, if there is nothing to copy, zeros.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0));
 }
-__device__ __forceinline__ void copies_arrive() { asm volatile("cp.async.wait_all;"); }
+__device__ __forceinline__ void copy4(void* shared, const void* global, bool there) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 4 : 0));
+}
+__device__ __forceinline__ void copies_arrive() {
+    asm volatile("cp.async.wait_all;");
+#ifdef HOPPER
+    asm volatile("fence.proxy.async.shared::cta;");  // for wgmma, which does not see what others write without it
+#endif
+}
+#endif
+
+#ifdef HOPPER
+// Hopper's tensor cores read tiles from shared memory by themselves, while the threads go on: a warp group of 4 warps
+// starts a product of its 64 rows, D (64,64) += A (64,16) B (16,64), of which each warp holds 16 rows of D, and of A if
+// that comes from registers, as for mma. What describes a tile to them: where it begins, in 16 bytes; that its groups
+// of 8 rows are 1,024 bytes apart; and that its rows of 128 bytes are swizzled (see at()).
+#define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+#define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), FLOATS4(x[4]), FLOATS4(x[5]), \
+                    FLOATS4(x[6]), FLOATS4(x[7])
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13," \
+              "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+
+__device__ __forceinline__ unsigned long long describe(const real* tile) {
+    return (unsigned)__cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+}
+
+// D = A B, or D += A B with `add`, where A and B' are 16 channels of the rows of two tiles.
+__device__ __forceinline__ void wgmma(float (&d)[8][4], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
+                 : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
+}
+// D += A B, where A is in registers and B 16 rows of a tile.
+__device__ __forceinline__ void wgmma_transposed(float (&d)[8][4], const Pair (&a)[4], unsigned long long b) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;" WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+                 : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+
+// Before products, and after all but the last `pending` groups of them are done. That D goes in and out keeps the
+// compiler from moving what it does with D across.
+__device__ __forceinline__ void products_start(float (&d)[8][4]) {
+    asm volatile("wgmma.fence.sync.aligned;" : FLOATS32(d)::"memory");
+}
+__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+__device__ __forceinline__ void products_arrive(float (&d)[1][8][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %32;" : FLOATS32(d[0]) : "n"(pending) : "memory");
+}
+#else
+template <int pending, class D>
+__device__ __forceinline__ void products_arrive(D&) {}  // mma.sync is done when it returns
 #endif
 
 // ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
@@ -385,25 +438,38 @@ __device__ __forceinline__ void copies_arrive() { asm volatile("cp.async.wait_al
 // have their rows. What bounds it is the tensor cores, and shared memory that feeds them. (A prime is a transpose, t
 // the position of a query, s that of a key, scale = 1 / sqrt(HS).)
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros to whole products
-constexpr int LD = HP + 8;               // a tile's row in shared memory: neighbours in a column are in different banks
-// A block's 4 warps have M times 16 rows each. What a warp reads of a tile serves all its rows: 32 of them halve the
-// traffic of shared memory, where the registers can hold their results.
-constexpr int M = sizeof(real) == 2 && HP <= 64 ? 2 : 1, ROWS = 4 * M * 16;
-constexpr int KEYS = 64;  // of a tile of the forward pass
-constexpr int TILE = 32;  // rows of the other side in a tile of the backward passes, which hold two results
-// GPT2.__init__ repeats ROWS, and asks for shared memory of 2 * ROWS + 128 rows of LD numbers.
+constexpr int THREADS = 128;
+// A warp has M times 16 rows. What it reads of a tile serves all its rows: 32 of them halve the traffic of shared memory,
+// where the registers can hold their results. On Hopper the tensor cores do the reading, for GROUP rows, a warp group's.
+// TILE is the rows of the other side in a tile of the backward passes, KEYS those of the forward pass, LD the length of
+// a row in shared memory.
+#ifdef HOPPER
+constexpr int M = 1, GROUP = 64, TILE = 64, LD = HP;
+#else
+constexpr int M = sizeof(real) == 2 && HP <= 64 ? 2 : 1, GROUP = 16 * M, TILE = 32, LD = HP + 8;
+#endif
+constexpr int ROWS = 64 * M;  // of a block
+constexpr int KEYS = 64;
+// What the host has to know: rows of a block, and its bytes of shared memory, forward and backward.
+extern "C" __constant__ int attention_sizes[] = {
+    ROWS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)};
 static_assert(KEYS % 16 == 0 && TILE % 16 == 0, "tiles of whole products");
-static_assert(4 * KEYS <= 2 * ROWS + 128 && 4 * TILE <= 128, "tiles that fit the shared memory that is asked for");
-static_assert(2 * KEYS >= ROWS && 4 * TILE >= ROWS, "tiles whose place holds the rows that are loaded first");
+static_assert(4 * TILE >= ROWS, "tiles whose place holds the rows that are loaded first");
+
+// Where a number of a tile lies. The same columns of 8 neighbouring rows are in different banks: by padding, or, for
+// Hopper's tensor cores, by the permutation of a row's 8 pieces of 16 bytes that they know as a swizzle of 128 bytes.
+__device__ __forceinline__ int at(int row, int c) { return row * LD + (LD == HP ? c ^ row % 8 * 8 : c); }
 
 // Rows first..first+rows-1 of a head, whose rows are stride numbers apart, into a tile; zeros beyond T and HS.
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const real* head, size_t stride, int first, int T) {
     constexpr int n = HS % W == 0 ? W : 1, per_row = HP / n;
-    for (int i = threadIdx.x; i < rows * per_row; i += blockDim.x) {
-        int row = i / per_row, c = i % per_row * n;
+#pragma unroll
+    for (int start = 0; start < rows * per_row; start += THREADS) {
+        int i = start + threadIdx.x, row = i / per_row, c = i % per_row * n;
+        if (rows * per_row % THREADS > 0 && i >= rows * per_row) break;
         bool there = first + row < T && c < HS;
-        real* to = tile + row * LD + c;
+        real* to = tile + at(row, c);
         const real* from = there ? head + (first + row) * stride + c : head;
         if (n == W) copy16(to, from, there);
         else if (there) *to = *from;
@@ -415,7 +481,7 @@ __device__ __forceinline__ void load_tile(real* tile, const real* head, size_t s
 __device__ __forceinline__ void load_a(Pair (&a)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
-    load_matrices(a, tile + (r + lane % 16) * LD + c + lane / 16 * 8);
+    load_matrices(a, tile + at(r + lane % 16, c + lane / 16 * 8));
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -428,7 +494,7 @@ __device__ __forceinline__ void load_a(Pair (&a)[4], const real* tile, int r, in
 __device__ __forceinline__ void load_b_transposed(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
-    load_matrices(b, tile + (r + lane % 8 + lane / 16 * 8) * LD + c + lane / 8 % 2 * 8);
+    load_matrices(b, tile + at(r + lane % 8 + lane / 16 * 8, c + lane / 8 % 2 * 8));
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -440,7 +506,7 @@ __device__ __forceinline__ void load_b_transposed(Pair (&b)[4], const real* tile
 __device__ __forceinline__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
-    load_matrices_transposed(b, tile + (r + lane % 16) * LD + c + lane / 16 * 8);
+    load_matrices_transposed(b, tile + at(r + lane % 16, c + lane / 16 * 8));
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -450,10 +516,25 @@ __device__ __forceinline__ void load_b(Pair (&b)[4], const real* tile, int r, in
 #endif
 }
 
-// d (16 M, columns) += a warp's rows of one tile, from r on, times the transpose of another's first `columns` rows.
+// All elements of a result: d[m][n][i].
+#define EACH(d)                                                                     \
+    _Pragma("unroll") for (int m = 0; m < M; m++)                                   \
+        _Pragma("unroll") for (int n = 0; n < (int)(sizeof(d[0]) / sizeof(d[0][0])); n++) \
+            _Pragma("unroll") for (int i = 0; i < 4; i++)
+
+// d (16 M, columns) = a warp's rows of one tile, from r on, times the transpose of another's first `columns` rows. Here
+// and below, d is there after products_arrive.
 template <int columns>
 __device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4], const real* left, int r,
                                                     const real* right) {
+#ifdef HOPPER
+    products_start(d[0]);
+#pragma unroll
+    for (int c = 0; c < HP; c += 16)
+        wgmma(d[0], describe(left + c), describe(right + c), c > 0);
+    products_end();
+#else
+    memset(d, 0, sizeof(d));
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
         Pair a[M][4], b[4];
@@ -466,22 +547,34 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4
             for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }
     }
+#endif
 }
 
 // d (16 M, HP) += x (16 M, columns), a result in registers, times the first `columns` rows of a tile.
 template <int columns>
 __device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4],
                                          const real* tile) {
+    auto pairs_of = [&](Pair(&a)[4], int m, int r) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float(&left_right)[4] = x[m][2 * r + i / 2];
+            a[i] = pair(left_right[i % 2 * 2], left_right[i % 2 * 2 + 1]);
+        }
+    };
+#ifdef HOPPER
+    Pair a[columns / 16][4];
+#pragma unroll
+    for (int r = 0; r < columns / 16; r++) pairs_of(a[r], 0, r);
+    products_start(d[0]);
+#pragma unroll
+    for (int r = 0; r < columns / 16; r++) wgmma_transposed(d[0], a[r], describe(tile + 16 * r * LD));
+    products_end();
+#else
 #pragma unroll
     for (int r = 0; r < columns / 16; r++) {
         Pair a[M][4], b[4];
 #pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float(&left_right)[4] = x[m][2 * r + i / 2];
-                a[m][i] = pair(left_right[i % 2 * 2], left_right[i % 2 * 2 + 1]);
-            }
+        for (int m = 0; m < M; m++) pairs_of(a[m], m, r);
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
             load_b(b, tile, 16 * r, 16 * n);
@@ -489,6 +582,7 @@ __device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (
             for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }
     }
+#endif
 }
 
 // Rows row+g and row+g+8 of a result (16,HP) to a head's rows, scaled each by its own factor.
@@ -527,29 +621,24 @@ __device__ __forceinline__ float row_sum(float x) {
 // of a row are those of the tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018,
 // algorithm 3). The blocks of a head, which share its keys in L2, are neighbours; the last rows, which see the most
 // keys, come first.
-extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __restrict__ out, float* __restrict__ lse,
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(real* __restrict__ out, float* __restrict__ lse,
                                                                     const real* __restrict__ qkv, float scale,
                                                                     int relu, int T, int NH) {
-    DYNAMIC_SHARED(real, tiles);  // (2, 2, KEYS, LD): two stages of keys and values
+    DYNAMIC_SHARED(real, shared);  // queries (ROWS, LD); two stages of keys and values (2, 2, KEYS, LD)
     int blocks = (T + ROWS - 1) / ROWS, head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
     int first = (blocks - 1 - blockIdx.x % blocks) * ROWS, C = NH * HS;
-    int row = first + threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    int r = threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    int row = first + r, group = first + r / GROUP * GROUP;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float scale2 = scale * LOG2_E;
+    real *queries = shared, *tiles = shared + ROWS * LD;
     auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * KEYS * LD; };
     auto load_stage = [&](int stage, int key) {
         load_tile<KEYS>(tile(stage, 0), head + C, 3 * C, key, T);
         load_tile<KEYS>(tile(stage, 1), head + 2 * C, 3 * C, key, T);
     };
-    load_tile<ROWS>(tile(1, 0), head, 3 * C, first, T);
+    load_tile<ROWS>(queries, head, 3 * C, first, T);
     load_stage(0, 0);
-    copies_arrive();
-    __syncthreads();
-    Pair query[HP / 16][M][4];
-#pragma unroll
-    for (int c = 0; c < HP / 16; c++)
-#pragma unroll
-        for (int m = 0; m < M; m++) load_a(query[c][m], tile(1, 0), row - first + 16 * m, 16 * c);
 
     float o[M][HP / 8][4] = {}, top[M][2], sum[M][2] = {};
 #pragma unroll
@@ -559,33 +648,15 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __rest
         copies_arrive();
         __syncthreads();  // this stage is filled, and nobody reads the other any more
         if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
-        if (key >= row + 16 * M) continue;  // all of it lies beyond this warp's rows
+        if (key >= group + GROUP) continue;  // all of it lies beyond this group's rows
 
-        float s[M][KEYS / 8][4] = {};
-#pragma unroll
-        for (int c = 0; c < HP / 16; c++)
-#pragma unroll
-            for (int n = 0; n < KEYS / 16; n++) {
-                Pair k[4];
-                load_b_transposed(k, tile(stage, 0), 16 * n, 16 * c);
-#pragma unroll
-                for (int m = 0; m < M; m++) mma_pair(s[m][2 * n], s[m][2 * n + 1], query[c][m], k);
-            }
+        float s[M][KEYS / 8][4];
+        multiply_transposed<KEYS>(s, queries, r, tile(stage, 0));
+        products_arrive<0>(s);
         if (key + KEYS > row)  // the diagonal runs through it
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++)
-                        if (key + 8 * n + column + i % 2 > row + 16 * m + g + i / 2 * 8) s[m][n][i] = LOWEST;
+            EACH(s) if (key + 8 * n + column + i % 2 > row + 16 * m + g + i / 2 * 8) s[m][n][i] = LOWEST;
         if (relu) {
-#pragma unroll
-            for (int m = 0; m < M; m++)
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) s[m][n][i] = fmaxf(0.0f, scale * s[m][n][i]);
+            EACH(s) s[m][n][i] = fmaxf(0.0f, scale * s[m][n][i]);
         } else {
 #pragma unroll
             for (int m = 0; m < M; m++)
@@ -611,6 +682,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __rest
                 }
         }
         multiply<KEYS>(o, s, tile(stage, 1));
+        products_arrive<0>(o);
     }
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -624,15 +696,23 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward(real* __rest
     }
 }
 
-// One element of the backward pass: from score and dweight = dout v' to weight and dscore.
-__device__ __forceinline__ void backward_element(float& score, float& dweight, int relu, float scale, float lse,
-                                                 float delta) {
+// The backward pass's weights from scores, in place, and then the gradients of the scores from those of the weights, but
+// for the factor scale, which is left to the results. of_score(n, i) is the lse and the delta of a score's query.
+template <class F>
+__device__ __forceinline__ void make_weights(float (&s)[M][TILE / 8][4], int relu, float scale, F lse_of) {
     if (relu) {
-        dweight = score > 0.0f ? scale * dweight : 0.0f;
-        score = fmaxf(0.0f, scale * score);
+        EACH(s) s[m][n][i] = fmaxf(0.0f, scale * s[m][n][i]);
     } else {
-        score = power_of_2(scale * LOG2_E * score - lse);
-        dweight = scale * score * (dweight - delta);
+        EACH(s) s[m][n][i] = power_of_2(scale * LOG2_E * s[m][n][i] - lse_of(m, n, i));
+    }
+}
+template <class F>
+__device__ __forceinline__ void make_dscores(float (&d)[M][TILE / 8][4], const float (&s)[M][TILE / 8][4], int relu,
+                                             F delta_of) {
+    if (relu) {
+        EACH(d) d[m][n][i] = s[m][n][i] > 0.0f ? d[m][n][i] : 0.0f;
+    } else {
+        EACH(d) d[m][n][i] = s[m][n][i] * (d[m][n][i] - delta_of(m, n, i));
     }
 }
 
@@ -640,13 +720,14 @@ __device__ __forceinline__ void backward_element(float& score, float& dweight, i
 // qkv. This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
 // delta (B,NH,T) = the sum over a head's channels of out * dout, which is the sum over s of weight * dweight that
 // softmax's gradient needs.
-extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
     const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T, int NH) {
     DYNAMIC_SHARED(real, shared);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     int blocks = (T + ROWS - 1) / ROWS, head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
     int first = (blocks - 1 - blockIdx.x % blocks) * ROWS, C = NH * HS;
     int r = threadIdx.x / 32 * 16 * M, lane = threadIdx.x % 32, g = lane / 4, column = 2 * (lane % 4);
+    int group = first + r / GROUP * GROUP;
     const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
     real *queries = shared, *douts = shared + ROWS * LD, *tiles = douts + ROWS * LD;
     auto tile = [&](int stage, int which) { return tiles + (2 * stage + which) * TILE * LD; };
@@ -663,9 +744,10 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
 #pragma unroll
     for (int m = 0; m < M; m++) {
         float sum = 0.0f;  // lanes i and i+16 share row i
-        for (int c = lane / 16 * (HP / 2); c < (lane / 16 + 1) * (HP / 2); c++) {
-            int at = (r + 16 * m + lane % 16) * LD + c;
-            sum += to_float(tiles[at]) * to_float(douts[at]);
+        for (int c = lane / 16 * (HP / 2); c < (lane / 16 + 1) * (HP / 2); c += W) {
+            int i = at(r + 16 * m + lane % 16, c);
+            Pack<W> x = load<W>(tiles + i), y = load<W>(douts + i);
+            for (int j = 0; j < W; j++) sum += x[j] * y[j];
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = first + r + 16 * m + lane;
@@ -685,29 +767,27 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_q(
         copies_arrive();
         __syncthreads();
         if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
-        if (key >= first + r + 16 * M) continue;
-        float s[M][TILE / 8][4] = {}, d[M][TILE / 8][4] = {};
+        if (key >= group + GROUP) continue;
+        float s[M][TILE / 8][4], d[M][TILE / 8][4];
         multiply_transposed<TILE>(s, queries, r, tile(stage, 0));
         multiply_transposed<TILE>(d, douts, r, tile(stage, 1));
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    backward_element(s[m][n][i], d[m][n][i], relu, scale, row_lse[m][i / 2], row_delta[m][i / 2]);
-                    if (key + 8 * n + column + i % 2 > first + r + 16 * m + g + i / 2 * 8) d[m][n][i] = 0.0f;
-                }
+        products_arrive<1>(s);
+        make_weights(s, relu, scale, [&](int m, int, int i) { return row_lse[m][i / 2]; });
+        if (key + TILE > group)
+            EACH(s) if (key + 8 * n + column + i % 2 > first + r + 16 * m + g + i / 2 * 8) s[m][n][i] = 0.0f;
+        products_arrive<0>(d);
+        make_dscores(d, s, relu, [&](int m, int, int i) { return row_delta[m][i / 2]; });
         multiply<TILE>(dq, d, tile(stage, 0));
+        products_arrive<0>(dq);
     }
 #pragma unroll
     for (int m = 0; m < M; m++)
-        store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r + 16 * m, T, dq[m]);
+        store_rows(dqkv + (size_t)b * T * 3 * C + h * HS, 3 * C, first + r + 16 * m, T, dq[m], scale, scale);
 }
 
 // This one, run after attention_backward_q, has ROWS keys and walks over the queries that see them, for
 // dv = weight' dout and dk = dscore' q. It works on the transposed weights, whose rows are keys.
-extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
     DYNAMIC_SHARED(real, shared);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
@@ -715,6 +795,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
     int blocks = (T + ROWS - 1) / ROWS, head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
     int first = blockIdx.x % blocks * ROWS, C = NH * HS;
     int r = threadIdx.x / 32 * 16 * M, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+    int group = first + r / GROUP * GROUP;
     const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dhead = dout + (size_t)b * T * C + h * HS;
     real *keys = shared, *values = shared + ROWS * LD, *tiles = values + ROWS * LD;
     lse += (size_t)head_number * T, delta += (size_t)head_number * T;
@@ -722,11 +803,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
     auto load_stage = [&](int stage, int query) {
         load_tile<TILE>(tile(stage, 0), head, 3 * C, query, T);
         load_tile<TILE>(tile(stage, 1), dhead, C, query, T);
-        if (threadIdx.x < TILE) {  // beyond T the weight is 2^LOWEST = 0
-            int t = query + threadIdx.x;
-            of_query[stage][0][threadIdx.x] = t < T ? lse[t] : -LOWEST;
-            of_query[stage][1][threadIdx.x] = t < T ? delta[t] : 0.0f;
-        }
+        int t = query + threadIdx.x % TILE, which = threadIdx.x / TILE;  // beyond T, a weight of 1 meets zeros
+        if (which < 2) copy4(&of_query[stage][which][threadIdx.x % TILE], (which ? delta : lse) + min(t, T - 1), t < T);
     };
     load_tile<ROWS>(keys, head + C, 3 * C, first, T);
     load_tile<ROWS>(values, head + 2 * C, 3 * C, first, T);
@@ -737,27 +815,25 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward_kv(
         copies_arrive();
         __syncthreads();
         if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
-        if (query + TILE <= first + r) continue;  // before all of this warp's keys
-        float s[M][TILE / 8][4] = {}, d[M][TILE / 8][4] = {};
+        if (query + TILE <= group) continue;  // before all of this group's keys
+        float s[M][TILE / 8][4], d[M][TILE / 8][4];
         multiply_transposed<TILE>(s, keys, r, tile(stage, 0));
         multiply_transposed<TILE>(d, values, r, tile(stage, 1));
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    int t = 8 * n + column + i % 2;
-                    backward_element(s[m][n][i], d[m][n][i], relu, scale, of_query[stage][0][t], of_query[stage][1][t]);
-                    if (first + r + 16 * m + g + i / 2 * 8 > query + t) s[m][n][i] = d[m][n][i] = 0.0f;
-                }
+        products_arrive<1>(s);
+        make_weights(s, relu, scale, [&](int, int n, int i) { return of_query[stage][0][8 * n + column + i % 2]; });
+        if (group + GROUP > query)
+            EACH(s) if (first + r + 16 * m + g + i / 2 * 8 > query + 8 * n + column + i % 2) s[m][n][i] = 0.0f;
+        products_arrive<0>(d);
+        make_dscores(d, s, relu, [&](int, int n, int i) { return of_query[stage][1][8 * n + column + i % 2]; });
         multiply<TILE>(dv, s, tile(stage, 1));
         multiply<TILE>(dk, d, tile(stage, 0));
+        products_arrive<0>(dv);
+        products_arrive<0>(dk);
     }
     real* dqkv_head = dqkv + (head - qkv);
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        store_rows(dqkv_head + C, 3 * C, first + r + 16 * m, T, dk[m]);
+        store_rows(dqkv_head + C, 3 * C, first + r + 16 * m, T, dk[m], scale, scale);
         store_rows(dqkv_head + 2 * C, 3 * C, first + r + 16 * m, T, dv[m]);
     }
 }
@@ -816,9 +892,9 @@ extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __
 template <int n>
 __device__ __forceinline__ void classify_row(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int V, int Vp, int with_gradient, int cached) {
-    DYNAMIC_SHARED(real, shared);
+    DYNAMIC_SHARED(real, row_cache);
     int row = blockIdx.x, target = targets[row];
-    real *x = logits + (size_t)row * Vp, *kept = cached ? shared : x;
+    real *x = logits + (size_t)row * Vp, *kept = cached ? row_cache : x;
     float largest = LOWEST, sum = 0.0f;
 #pragma unroll 4
     for (int v = n * threadIdx.x; v < V; v += n * blockDim.x) {

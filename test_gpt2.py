@@ -297,8 +297,9 @@ def attention_kernels(direction, launch, kind, B, T, NH, HS):
     """One of the three kernels, given what the others leave for it; delta is that of an out that is not quite right, or
     softmax's dscore would be 0 where T is 1."""
     shape, limit = (B, T, NH * HS), ATTENTION_LIMITS[under_test.dtype]
-    model = GPT2(Config(1, 1, 1, NH, NH * HS, 1), under_test, 1, 1)
-    launch_it = functools.partial(launch, -(-T // model.attention_rows) * B * NH, shared=model.attention_shared)
+    block = under_test.attention_sizes
+    launch_it = functools.partial(launch, -(-T // block.rows) * B * NH,
+                                  shared=block.shared_forward if direction == "forward" else block.shared_backward)
     q, k, v, dout, noise = (normal(*shape) for _ in range(5))
     if kind == "relu" or under_test.dtype == "tf32":  # in sixteenths scores are exact, and one next to 0 keeps its sign
         q, k, v, dout = (np.round(16 * x) / 16 for x in (q, k, v, dout))

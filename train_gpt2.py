@@ -353,6 +353,7 @@ LAUNCH = {
     "fused_classifier": (1024, BLOCK),
     "adamw": (256, NUMBER),
 }
+ATTENTION_SIZES = "rows", "shared_forward", "shared_backward"  # of a block: attention_sizes of kernels.cu
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size_t}
 
 
@@ -417,6 +418,8 @@ class Cpu:
             function = getattr(self.library, f"launch_{name}")
             function.restype = ctypes.c_char_p
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        sizes = (ctypes.c_int * len(ATTENTION_SIZES)).in_dll(self.library, "attention_sizes")
+        self.attention_sizes = SimpleNamespace(**dict(zip(ATTENTION_SIZES, sizes)))
         self.scratch = np.empty(2**20, np.float32)  # 4 MiB: a matmul's result on its way to being added, still in cache
 
     def __str__(self):
@@ -641,9 +644,13 @@ class Cuda:
         sources = [HERE / "kernels.cu", *([beside] if beside else [])]
         source = "".join(path.read_text(encoding="utf-8") for path in sources)
         self.kernels = read_kernels(source)
-        module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *switches(dtype, HS)))
+        # Hopper's own instructions are an extra of its architecture, asked for with the a.
+        hopper = ("-arch=sm_90a",) if capability == 90 else ()
+        module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *hopper, *switches(dtype, HS)))
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
+            sizes = cupy.ndarray(len(ATTENTION_SIZES), np.int32, module.get_global("attention_sizes")).get().tolist()
+            self.attention_sizes = SimpleNamespace(**dict(zip(ATTENTION_SIZES, sizes)))
         except cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
         flops = self.FLOPS_PER_CLOCK.get(capability, {}).get(dtype)
@@ -739,9 +746,6 @@ class GPT2:
         if T > config.maxT:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         self.config, self.device, self.B, self.T, self.attention = config, device, B, T, attention
-        padded_HS = -(-config.C // config.NH // 16) * 16
-        self.attention_rows = 128 if device.real == BF16 and padded_HS <= 64 else 64  # of a block, as in kernels.cu
-        self.attention_shared = (2 * self.attention_rows + 128) * (padded_HS + 8) * (16 // device.W)  # bytes
 
         def asked(B):
             return sum(layout(table)[-1] for table in arenas(config, B, T, device.real).values())
@@ -847,7 +851,8 @@ class GPT2:
         """What forward() computes, from a batch that is on the device."""
         c, p, a, run, matmul = self.config, self.params, self.acts, self.device.launch, self.device.matmul
         (B, T), C, L = self.bound, c.C, c.L
-        N, blocks = B * T, -(-T // self.attention_rows) * B * c.NH  # blocks: of attention
+        N, sizes = B * T, self.device.attention_sizes
+        blocks = -(-T // sizes.rows) * B * c.NH  # of attention
         scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
 
         run("encoder_forward", N * C, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
@@ -856,7 +861,7 @@ class GPT2:
             run("layernorm_forward", N, a.ln1[l], a.ln1_mean[l], a.ln1_rstd[l], residual, p.ln1w[l], p.ln1b[l], N, C)
             matmul(a.qkv[l].reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T, bias=p.qkvb[l])
             run("attention_forward", blocks, a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
-                shared=self.attention_shared)
+                shared=sizes.shared_forward)
             matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T, bias=p.attprojb[l])
             run("residual_forward", N * C, a.residual2[l], residual, a.branch, N, C)
 
@@ -884,7 +889,8 @@ class GPT2:
         c, p, g, a, d = self.config, self.params, self.grads, self.acts, self.back
         device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
         (B, T), C, L = self.bound, c.C, c.L
-        N, blocks = B * T, -(-T // self.attention_rows) * B * c.NH
+        N, sizes = B * T, device.attention_sizes
+        blocks = -(-T // sizes.rows) * B * c.NH
         scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
         dresidual, dbranch, dfch = d.dresidual.reshape(N, C), d.dbranch.reshape(N, C), d.dfch.reshape(N, 4 * C)
         dqkv, dlogits = d.dqkv.reshape(N, 3 * C), a.logits.reshape(N, c.Vp)
@@ -907,9 +913,9 @@ class GPT2:
             matmul(dbranch, dresidual, p.attprojw[l])
             matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=True)
             run("attention_backward_q", blocks, d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
-                T, c.NH, shared=self.attention_shared)
+                T, c.NH, shared=sizes.shared_backward)
             run("attention_backward_kv", blocks, d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
-                T, c.NH, shared=self.attention_shared)
+                T, c.NH, shared=sizes.shared_backward)
             bias(g.qkvb[l], dqkv)
             matmul(dbranch, dqkv, p.qkvw[l])
             matmul(g.qkvw[l], dqkv.T, a.ln1[l].reshape(N, C), accumulate=True)

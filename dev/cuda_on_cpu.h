@@ -66,6 +66,7 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 
 #define __host__
 #define __device__
+#define __constant__ __attribute__((visibility("default")))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #ifdef __SANITIZE_ADDRESS__
@@ -521,5 +522,9 @@ inline void load_matrices_transposed(unsigned (&x)[4], const void* row, int line
 inline void copy16(void* shared, const void* global, bool there) {
     if (there) memcpy(shared, global, 16);
     else memset(shared, 0, 16);
+}
+inline void copy4(void* shared, const void* global, bool there) {
+    if (there) memcpy(shared, global, 4);
+    else memset(shared, 0, 4);
 }
 inline void copies_arrive() {}
