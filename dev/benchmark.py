@@ -85,8 +85,8 @@ TOUCHED = {
     "add_partials.partials": lambda a: a.N * a.OC * a.partials.itemsize,
     "adamw.params": lambda a: a.params.nbytes if a.params.nbytes < a.master.nbytes else 0,  # in fp32 they are master
 }
-# These are bound by FLOPs: how many products of a (T,T) and a (T,HS) matrix, half of it masked, each does for a head. A launch is
-# of the whole batch.
+# These are bound by FLOPs: how many products of a (T,T) and a (T,HS) matrix, half of it masked, a launch does for each
+# head of the whole batch.
 PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4}
 
 
