@@ -92,6 +92,8 @@ using std::max;
 using std::min;
 template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T value) { *p = value; }
+template <class T> T __ldcg(const T* p) { return *p; }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* p, unsigned value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 
@@ -527,4 +529,5 @@ inline void copy4(void* shared, const void* global, bool there) {
     if (there) memcpy(shared, global, 4);
     else memset(shared, 0, 4);
 }
-inline void copies_arrive() {}
+inline void copies_end() {}
+template <int pending> void copies_arrive() {}
