@@ -19,6 +19,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
 import re
@@ -123,38 +124,50 @@ def parameter_table(c, real=np.float32):
     ]
 
 
-def activation_table(c, B, T, real=np.float32):
-    """What the forward pass leaves behind for the backward pass, and the batch itself."""
-    L, C, NH = c.L, c.C, c.NH
+def batch_table(B, T):
+    """A batch, as the host prepares it."""
     return [
         Tensor("tokens", (B, T), np.int32),
         Tensor("targets", (B, T), np.int32),
         Tensor("order", (B * T,), np.int32),  # positions sorted by token, and the lengths of the runs of equal
         Tensor("run", (B * T,), np.int32),  # tokens in that order: see encoder_backward_wte
-        Tensor("encoded", (B, T, C), real),
-        Tensor("ln1", (L, B, T, C), real),
+    ]
+
+
+LOGIT_ROWS = 8192  # tokens of which logits are computed at a time: all of a large batch's would be its largest tensor
+
+
+def activation_table(c, B, T, real=np.float32, recompute=False):
+    """What the forward pass leaves behind for the backward pass. With recompute, layernorms' and GELUs' outputs are not
+    kept for each layer (K = 1) but computed again."""
+    L, C, NH = c.L, c.C, c.NH
+    K = 1 if recompute else L
+    return [
+        Tensor("residual", (B, T, C)),  # the residual stream, to which each layer adds twice
+        Tensor("residual1", (L, B, T, C), real),  # what it is when a layer begins,
+        Tensor("ln1", (K, B, T, C), real),
         Tensor("ln1_mean", (L, B, T)),
         Tensor("ln1_rstd", (L, B, T)),
         Tensor("qkv", (L, B, T, 3 * C), real),  # queries, keys and values, each of NH heads
         Tensor("lse", (L, B, NH, T)),  # the logarithm of the sum that normalises a row of attention
         Tensor("atty", (L, B, T, C), real),
         Tensor("branch", (B, T, C), real),  # what is about to be added to the residual stream
-        Tensor("residual2", (L, B, T, C), real),
-        Tensor("ln2", (L, B, T, C), real),
+        Tensor("residual2", (L, B, T, C), real),  # after attention,
+        Tensor("ln2", (K, B, T, C), real),
         Tensor("ln2_mean", (L, B, T)),
         Tensor("ln2_rstd", (L, B, T)),
         Tensor("fch", (L, B, T, 4 * C), real),
-        Tensor("fch_gelu", (L, B, T, 4 * C), real),
-        Tensor("residual3", (L, B, T, C), real),
+        Tensor("fch_gelu", (K, B, T, 4 * C), real),
+        Tensor("residual3", (B, T, C), real),  # and after the last layer
         Tensor("lnf", (B, T, C), real),
         Tensor("lnf_mean", (B, T)),
         Tensor("lnf_rstd", (B, T)),
-        Tensor("logits", (B, T, c.Vp), real),  # become their own gradient
+        Tensor("logits", (min(B * T, LOGIT_ROWS), c.Vp), real),  # become their own gradient
         Tensor("losses", (B, T)),
     ]
 
 
-PARTIAL_ROWS = 512  # how many sums of a part of the rows a bias or norm gradient is made from
+PARTIAL_ROWS = 256  # how many sums of a part of the rows a bias or norm gradient is made from, at most
 
 
 def backward_table(c, B, T, real=np.float32):
@@ -166,15 +179,24 @@ def backward_table(c, B, T, real=np.float32):
         Tensor("dfch", (B, T, 4 * C), real),
         Tensor("dqkv", (B, T, 3 * C), real),
         Tensor("delta", (B, c.NH, T)),  # of attention: the sum over s of weight * dweight
-        Tensor("partials", (2, PARTIAL_ROWS, C)),
+        Tensor("partials", (3, PARTIAL_ROWS, C)),
     ]
 
 
-def arenas(c, B, T, real):
+ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # in kernels.cu
+NORM_BLOCKS = 1024  # of the norm's sum
+
+
+def arenas(c, B, T, real, recompute=False):
     """All that a training run allocates: {arena: table}. In bf16, AdamW works on an fp32 master of the parameters."""
     fp32 = parameter_table(c)
+    update = [Tensor("settings", (len(ADAMW),)), Tensor("norm", (2 + NORM_BLOCKS,)),
+              Tensor("starts", (len(fp32) + 1,), np.uint64),  # of the parameters, in numbers
+              Tensor("decayed", (len(fp32),), np.int32),  # 1 where weight decay applies, else 0
+              Tensor("added_to", (len(fp32),), np.int32)]  # 1 where a backward pass always adds to the gradient
     tables = {"parameters": parameter_table(c, real), "master": fp32, "gradients": fp32, "adam m": fp32, "adam v": fp32,
-              "activations": activation_table(c, B, T, real), "backward": backward_table(c, B, T, real)}
+              "update": update, "batch": batch_table(B, T), "next batch": batch_table(B, T),
+              "activations": activation_table(c, B, T, real, recompute), "backward": backward_table(c, B, T, real)}
     if real == np.float32:
         del tables["master"]
     return tables
@@ -323,13 +345,15 @@ class DataLoader:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two devices. Each has the same few verbs: empty allocates bytes, put copies an array to the device and get from it,
-# zero clears one, launch runs a kernel, matmul multiplies matrices, replay does the same work again, synchronize waits.
+# put_beside copies while work goes on and adopt takes what came, zero clears an array, launch runs a kernel, matmul
+# multiplies matrices, replay does the same work again, synchronize waits.
 
 # How each kernel is shared out: the threads of a block, and what an item is. A NUMBER, of which each thread takes W, as
-# many as 16 bytes hold; a row that takes a WARP; anything that takes a whole BLOCK; COLUMNS, of which a block takes 128
-# bytes, whether of real or of FP32. Blocks of 256 leave room to fill a multiprocessor evenly; the classifier's row is
-# long enough for 1,024.
+# many as 16 bytes hold, or FOUR; a row that takes a WARP; anything that takes a whole BLOCK; COLUMNS, of which a block
+# takes 128 bytes, whether of real or of FP32. Blocks of 256 leave room to fill a multiprocessor evenly; the row of the
+# classifier is long enough for 1,024.
 def NUMBER(threads, W): return threads * W
+def FOUR(threads, W): return threads * 4
 def WARP(threads, W): return threads // 32
 def BLOCK(threads, W): return 1
 def COLUMNS(threads, W): return 8 * W
@@ -337,22 +361,25 @@ def FP32_COLUMNS(threads, W): return 32
 
 
 LAUNCH = {
-    "encoder_forward": (256, NUMBER),
+    "encoder_forward": (256, FOUR),
     "encoder_backward_wte": (256, BLOCK),
     "encoder_backward_wpe": (256, NUMBER),
     "layernorm_forward": (256, WARP),
+    "layernorm_again": (256, NUMBER),
     "layernorm_backward": (128, BLOCK),
     "matmul_backward_bias": (256, COLUMNS),
     "add_partials": (256, FP32_COLUMNS),
     "attention_forward": (128, BLOCK),
     "attention_backward_q": (128, BLOCK),
     "attention_backward_kv": (128, BLOCK),
-    "residual_forward": (256, NUMBER),
     "gelu_forward": (256, NUMBER),
     "gelu_backward": (256, NUMBER),
     "fused_classifier": (1024, BLOCK),
+    "global_norm": (512, BLOCK),
     "adamw": (256, NUMBER),
 }
+SIZES = {"attention_sizes": ("rows", "shared_forward", "shared_backward"),  # of blocks: what kernels.cu says of them
+         "layernorm_sizes": ("threads", "shared_of_warp")}
 SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size_t}
 
 
@@ -389,9 +416,9 @@ def grid_of(name, items, device):
     return (-(-x // unit(threads, device.W)), y, 1), (threads, 1, 1)
 
 
-def switches(dtype, HS):
-    """What kernels.cu is compiled for: its numbers, and the channels of a head."""
-    return [f"-D{dtype.upper()}", f"-DHS={HS}"]
+def switches(dtype, C, NH):
+    """What kernels.cu is compiled for: its numbers, the channels of a model, and those of a head."""
+    return [f"-D{dtype.upper()}", f"-DCHANNELS={C}", f"-DHS={C // NH}"]
 
 
 class Cpu:
@@ -400,15 +427,15 @@ class Cpu:
     CXX names the compiler and CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines.
     beside are other CUDA files to compile after kernels.cu, whose helpers they may use: the kernel lab's.
     """
-    name, memory, max_shared = "cpu", "memory", 227 * 1024 - 512
+    name, memory, max_shared, multiprocessors = "cpu", "memory", 227 * 1024 - 1024, 4
     max_threads = 256  # of a block: at a barrier each costs 25 ns
 
-    def __init__(self, dtype=None, HS=64, graph=True, beside=()):
+    def __init__(self, dtype=None, C=768, NH=12, graph=True, beside=()):
         self.dtype = dtype or "fp32"
         self.sources = [HERE / "kernels.cu", *beside]
         self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
-        self.switches = switches(self.dtype, HS)
+        self.compiled_for, self.switches = (C, NH), switches(self.dtype, C, NH)
         self.peak_flops = None  # depends on the machine in more ways than can be asked for
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.kernels = read_kernels("".join(path.read_text(encoding="utf-8") for path in self.sources))
@@ -417,6 +444,9 @@ class Cpu:
             function = getattr(self.library, f"launch_{name}")
             function.restype = ctypes.c_char_p
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        for name, fields in SIZES.items():
+            values = (ctypes.c_int * len(fields)).in_dll(self.library, name)
+            setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
         self.scratch = np.empty(2**20, np.float32)  # 4 MiB: a matmul's result on its way to being added, still in cache
 
     def __str__(self):
@@ -438,7 +468,7 @@ class Cpu:
         # -### prints what the driver would run, and so what -march=native means on this processor.
         target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
         key = hashlib.sha256(b"\0".join([source.encode(), *(path.read_bytes() for path in included), target]))
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
+        cache = cache_folder()
         library = cache / f"kernels_{key.hexdigest()[:16]}.so"
         if library.exists():
             return library
@@ -480,6 +510,13 @@ class Cpu:
     def put(self, array, values):
         array[...] = values
 
+    def put_beside(self, array, values):
+        array[...] = values
+
+    def adopt(self, array, beside):
+        """array = beside, an array that put_beside has filled."""
+        array[...] = beside
+
     def get(self, array):
         return array.copy()
 
@@ -498,23 +535,29 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def matmul(self, out, a, b, bias=None, accumulate=False):
-        """out (M,N) = a (M,K) @ b (K,N), with bias (N) added to each row, or out += a @ b."""
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu_of=None, dgelu_of=None):
+        """out (M,N) = a (M,K) @ b (K,N), with bias (N) added to each row, or out += a @ b.
+
+        With gelu_of (M,N), that gets the sum, and out its GELU; with dgelu_of (M,N), the product is multiplied by the
+        derivative of GELU there.
+        """
+        result = out if gelu_of is None else gelu_of
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
         if self.dtype == "bf16":
             a, b = to_float(a), to_float(b)
-        if not accumulate:
-            product = np.matmul(a, b, out=out if out.dtype == np.float32 else None)
-            if bias is not None:
-                product += to_float(bias)
-            if product is not out:
-                out[...] = to_bf16(product)
+        if accumulate:
+            rows = max(1, self.scratch.size // out.shape[-1])
+            for i in range(0, out.shape[0], rows):
+                product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
+                out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
             return
-        rows = max(1, self.scratch.size // out.shape[-1])
-        for i in range(0, out.shape[0], rows):
-            product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
-            out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
+        product = np.matmul(a, b, out=result if result.dtype == np.float32 else None)
+        if bias is not None:
+            product += to_float(bias)
+        if product is not result:
+            result[...] = to_bf16(product)
+        gelu_beside(self, out, gelu_of, dgelu_of)
 
     def replay(self, graphs, key, work):
         """Do work(). On a GPU the same work is recorded and replayed as a graph."""
@@ -522,6 +565,19 @@ class Cpu:
 
     def synchronize(self):
         pass
+
+
+def gelu_beside(device, out, gelu_of, dgelu_of):
+    """What a matrix product has not done itself: out (M,N) = gelu(gelu_of), or out *= gelu'(dgelu_of)."""
+    if gelu_of is not None:
+        device.launch("gelu_forward", out.size, out, gelu_of, *out.shape)
+    if dgelu_of is not None:
+        device.launch("gelu_backward", out.size, out, dgelu_of, *out.shape)
+
+
+def cache_folder():
+    """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
 
 
 def round_to_tf32(x):
@@ -533,7 +589,7 @@ NVRTC_OPTIONS = ("-std=c++17",)
 
 
 class CublasLt:
-    """The few functions of cuBLASLt that a matrix product with a bias needs, called in the library that CuPy has
+    """The few functions of cuBLASLt that a matrix product with an epilogue needs, called in the library that CuPy has
     loaded: CuPy wraps neither these nor any product that a graph could capture.
 
     cuBLASLt stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T, in which
@@ -541,18 +597,23 @@ class CublasLt:
     """
     COMPUTE = dict(fp32=68, tf32=77, bf16=68)  # CUBLAS_COMPUTE_32F, and CUBLAS_COMPUTE_32F_FAST_TF32
     STORED = {np.dtype(np.float32): 0, np.dtype(BF16): 14}  # CUDA_R_32F, CUDA_R_16BF
-    R_32F, TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, EPILOGUE_BIAS, MAX_WORKSPACE = 0, 3, 4, 7, 8, 4, 1
-    MIN_ALIGNMENTS = 5, 6, 7, 8  # of A, B, C and D: the addresses' alignment, which would be taken to be 256 bytes
+    TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LEADING = 3, 4, 7, 8, 11, 12  # attributes of a product,
+    MAX_WORKSPACE, *MIN_ALIGNMENTS = 1, 5, 6, 7, 8  # and of a preference (addresses are not all multiples of 256)
+    NONE, ADD_BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192  # epilogues; the aux is GELU's input
+    CANDIDATES = 8  # of a shape, timed when it first comes up
 
     class Algorithm(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
         _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
                     ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+
+    WORKSPACE = 32 * 2**20  # what cuBLAS itself would take on Hopper
 
     def __init__(self, dtype):
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
             raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt brings NVIDIA's libraries")
         self.library = ctypes.CDLL(loaded[0])
+        self.library.cublasLtGetVersion.restype = ctypes.c_size_t
         self.compute = self.COMPUTE[dtype]
         self.handle = self.create("cublasLtCreate")
         self.one, self.nought = ctypes.c_float(1), ctypes.c_float(0)
@@ -570,9 +631,9 @@ class CublasLt:
     def set(self, function, thing, attribute, value):
         self.call(function, thing, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
-    def plan(self, out, a, b, with_bias, workspace):
-        """What cuBLASLt would do for arrays of these shapes and strides: (description, layouts, algorithm)."""
-        description = self.create("cublasLtMatmulDescCreate", self.compute, self.R_32F)
+    def describe(self, out, a, b, epilogue):
+        """A product of arrays of these shapes and strides, as cuBLASLt wants to hear it: (description, layouts)."""
+        description = self.create("cublasLtMatmulDescCreate", self.compute, self.STORED[np.dtype(np.float32)])
         layouts = []
         for x, transpose in ((b, self.TRANSA), (a, self.TRANSB), (out, None)):
             rows, columns = (s // x.itemsize for s in x.strides)
@@ -582,29 +643,34 @@ class CublasLt:
                                        ctypes.c_uint64(n), ctypes.c_int64(max(m, leading))))
             if transpose:
                 self.set("cublasLtMatmulDescSetAttribute", description, transpose, ctypes.c_int(transposed))
-        if with_bias:
-            self.set("cublasLtMatmulDescSetAttribute", description, self.EPILOGUE, ctypes.c_int(self.EPILOGUE_BIAS))
-        preference = self.create("cublasLtMatmulPreferenceCreate")
-        self.set("cublasLtMatmulPreferenceSetAttribute", preference, self.MAX_WORKSPACE, ctypes.c_size_t(workspace))
-        for matrix in self.MIN_ALIGNMENTS:
-            self.set("cublasLtMatmulPreferenceSetAttribute", preference, matrix, ctypes.c_uint32(ALIGN))
-        best, found = self.Algorithm(), ctypes.c_int()
-        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, description, *layouts, layouts[2], preference, 1,
-                  ctypes.byref(best), ctypes.byref(found))
-        self.call("cublasLtMatmulPreferenceDestroy", preference)
-        if not found.value:
-            raise UserError(f"cuBLASLt has no algorithm for a product {a.shape} @ {b.shape}")
-        return description, layouts, best
+        for attribute, value in ((self.EPILOGUE, ctypes.c_int(epilogue)),
+                                 (self.AUX_LEADING, ctypes.c_int64(out.shape[1]))):
+            self.set("cublasLtMatmulDescSetAttribute", description, attribute, value)
+        return description, layouts
 
-    def run(self, plan, out, a, b, bias, accumulate, workspace, stream):
-        description, (b_layout, a_layout, out_layout), best = plan
-        if bias:
-            self.set("cublasLtMatmulDescSetAttribute", description, self.BIAS_POINTER, ctypes.c_void_p(bias))
+    def candidates(self, description, layouts):
+        """The algorithms that cuBLASLt recommends, the one that it takes to be the fastest first."""
+        preference = self.create("cublasLtMatmulPreferenceCreate")
+        for attribute, value in ((self.MAX_WORKSPACE, ctypes.c_size_t(self.WORKSPACE)),
+                                 *((matrix, ctypes.c_uint32(ALIGN)) for matrix in self.MIN_ALIGNMENTS)):
+            self.set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
+        algorithms, found = (self.Algorithm * self.CANDIDATES)(), ctypes.c_int()
+        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, description, *layouts, layouts[2], preference,
+                  self.CANDIDATES, algorithms, ctypes.byref(found))
+        self.call("cublasLtMatmulPreferenceDestroy", preference)
+        return list(algorithms[: found.value])
+
+    def run(self, description, layouts, algorithm, stream, workspace, out, a, b, accumulate, bias, aux):
+        """The product, with addresses for arrays; bias and aux may be None."""
+        for attribute, pointer in ((self.BIAS, bias), (self.AUX, aux)):
+            if pointer:
+                self.set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_void_p(pointer))
+        b_layout, a_layout, out_layout = layouts
         out = ctypes.c_void_p(out)
         self.call("cublasLtMatmul", self.handle, description, ctypes.byref(self.one), ctypes.c_void_p(b), b_layout,
                   ctypes.c_void_p(a), a_layout, ctypes.byref(self.one if accumulate else self.nought), out, out_layout,
-                  out, out_layout, ctypes.byref(best), ctypes.c_void_p(workspace.data.ptr),
-                  ctypes.c_size_t(workspace.nbytes), ctypes.c_void_p(stream))
+                  out, out_layout, ctypes.byref(algorithm), ctypes.c_void_p(workspace),
+                  ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
 
 
 class Cuda:
@@ -616,7 +682,7 @@ class Cuda:
                        89: dict(fp32=256, tf32=256, bf16=512), 90: dict(fp32=256, tf32=2048, bf16=4096),
                        100: dict(fp32=256, tf32=4096, bf16=8192), 120: dict(fp32=256, tf32=256, bf16=512)}
 
-    def __init__(self, dtype=None, HS=64, graph=True, beside=()):
+    def __init__(self, dtype=None, C=768, NH=12, graph=True, beside=()):
         try:
             import cupy
         except ImportError:
@@ -631,25 +697,41 @@ class Cuda:
         if capability < 80:
             raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
                             "later: train with --device cpu")
-        self.dtype = dtype = dtype or "bf16"
+        self.dtype, self.compiled_for = dtype or "bf16", (C, NH)
+        dtype = self.dtype
         self.real = BF16 if dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
-        self.cublaslt, self.plans = CublasLt(dtype), {}
-        self.workspace = cupy.empty(32 * 2**20, np.uint8)  # what cuBLAS itself would take on Hopper
         self.stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
-        self.graph = graph
+        self.copy_stream, self.adopted = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(disable_timing=True)
+        self.pinned = None  # memory of the host that a copy can be made from while both go on
+        self.cublaslt, self.plans, self.graph = CublasLt(dtype), {}, graph
+        self.workspace = cupy.empty(CublasLt.WORKSPACE, np.uint8)
+        self.fused_gelu = dtype == "bf16"
         sources = [HERE / "kernels.cu", *beside]
         source = "".join(path.read_text(encoding="utf-8") for path in sources)
         self.kernels = read_kernels(source)
-        module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *switches(dtype, HS)))
+        # Hopper's own instructions are an extra of its architecture, asked for with the a.
+        hopper = ("-arch=sm_90a",) if capability == 90 else ()
+        module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *hopper, *switches(dtype, C, NH)))
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
+            for name, fields in SIZES.items():
+                values = cupy.ndarray(len(fields), np.int32, module.get_global(name)).get().tolist()
+                setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
         except cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
         flops = self.FLOPS_PER_CLOCK.get(capability, {}).get(dtype)
         attributes = self.device.attributes
-        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 512  # the rest is for what kernels declare
-        self.peak_flops = flops and flops * attributes["MultiProcessorCount"] * attributes["ClockRate"] * 1e3
+        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for what kernels declare
+        self.multiprocessors = attributes["MultiProcessorCount"]
+        self.peak_flops = flops and flops * self.multiprocessors * attributes["ClockRate"] * 1e3
+        version = f"{self.cublaslt.library.cublasLtGetVersion()} {cupy.cuda.runtime.driverGetVersion()}"
+        known = hashlib.sha256(f"{self} {version}".encode()).hexdigest()[:16]
+        self.choices_file = cache_folder() / f"matmul_{known}.json"
+        try:
+            self.choices = json.loads(self.choices_file.read_text())
+        except (OSError, ValueError):  # not there yet, or damaged
+            self.choices = {}
 
     def __str__(self):
         name = self.cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"].decode()
@@ -665,6 +747,22 @@ class Cuda:
 
     def put(self, array, values):
         array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape), stream=self.stream)
+
+    def put_beside(self, array, values):
+        """Copy values to array while the stream works on, but not before adopt() has taken what was there."""
+        self.copy_stream.synchronize()  # the last copy has left the pinned memory
+        if self.pinned is None or self.pinned.shape != values.shape:
+            import cupyx
+            self.pinned = cupyx.empty_pinned(values.shape, values.dtype)
+        self.pinned[...] = values
+        self.copy_stream.wait_event(self.adopted)
+        array.set(self.pinned, stream=self.copy_stream)
+
+    def adopt(self, array, beside):
+        """array = beside, an array that put_beside has filled."""
+        self.stream.wait_event(self.copy_stream.record())
+        array.data.copy_from_device_async(beside.data, array.nbytes, self.stream)
+        self.adopted.record(self.stream)
 
     def get(self, array):
         return array.get(stream=self.stream)
@@ -688,13 +786,60 @@ class Cuda:
         self.cupy.cuda.driver.launchKernel(function.kernel.ptr, *grid, *block, shared, self.stream.ptr,
                                            ctypes.addressof(pointers), 0)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False):
-        """out (M,N) = a (M,K) @ b (K,N), with bias (N) added to each row, or out += a @ b."""
-        key = out.shape, a.shape, a.strides, b.strides, bias is None, accumulate
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu_of=None, dgelu_of=None):
+        """As Cpu.matmul."""
+        lt, aux, result = self.cublaslt, None, out
+        epilogue = lt.NONE if bias is None else lt.ADD_BIAS
+        if self.fused_gelu and gelu_of is not None:
+            epilogue, aux = lt.GELU_AUX_BIAS, gelu_of
+        elif self.fused_gelu and dgelu_of is not None:
+            epilogue, aux = lt.DGELU, dgelu_of
+        elif gelu_of is not None:
+            result = gelu_of
+        pointers = [x if x is None else x.data.ptr for x in (result, a, b)]
+        extras = accumulate, *(x if x is None else x.data.ptr for x in (bias, aux))
+        key = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, accumulate
         if key not in self.plans:
-            self.plans[key] = self.cublaslt.plan(out, a, b, bias is not None, self.workspace.nbytes)
-        self.cublaslt.run(self.plans[key], out.data.ptr, a.data.ptr, b.data.ptr,
-                          bias.data.ptr if bias is not None else None, accumulate, self.workspace, self.stream.ptr)
+            description = lt.describe(result, a, b, epilogue)
+            self.plans[key] = *description, self.choose(str(key), description, result, pointers, extras)
+        lt.run(*self.plans[key], self.stream.ptr, self.workspace.data.ptr, *pointers, *extras)
+        if aux is None:
+            gelu_beside(self, out, gelu_of, dgelu_of)
+
+    def choose(self, key, description, out, pointers, extras):
+        """The fastest of the algorithms for a product, by timing them on its own operands when it first comes up. The
+        choice is kept for later runs, which then add up in the same order: the same seed, the same bits."""
+        cupy, lt = self.cupy, self.cublaslt
+        if key in self.choices:
+            return lt.Algorithm(algo=(ctypes.c_uint64 * 8)(*self.choices[key]))
+        algorithms = lt.candidates(*description)
+        if not algorithms:
+            raise UserError(f"cuBLASLt has no algorithm for a product {key}")
+        before, times = self.empty(out.nbytes), []
+        before.data.copy_from_device_async(out.data, out.nbytes, self.stream)
+        for algorithm in algorithms:
+            rounds = []
+            for _ in range(4):  # the first of which warms up
+                start, end = cupy.cuda.Event(), cupy.cuda.Event()
+                start.record(self.stream)
+                for _ in range(3):
+                    lt.run(*description, algorithm, self.stream.ptr, self.workspace.data.ptr, *pointers, *extras)
+                end.record(self.stream)
+                end.synchronize()
+                rounds.append(cupy.cuda.get_elapsed_time(start, end))
+            times.append(min(rounds[1:]))
+        out.data.copy_from_device_async(before.data, out.nbytes, self.stream)
+        self.synchronize()
+        del before
+        cupy.get_default_memory_pool().free_all_blocks()
+        best = algorithms[int(np.argmin(times))]
+        self.choices[key] = list(best.algo)
+        try:
+            self.choices_file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.choices_file, [json.dumps(self.choices).encode()])
+        except (OSError, UserError):
+            pass  # then the next run chooses again
+        return best
 
     def replay(self, graphs, key, work):
         """Do work(), whose launches are the same each time for one key: the second time they are captured in
@@ -728,42 +873,51 @@ def has_gpu():
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
+def memory_of(c, device, B, T, recompute, free):
+    """The bytes that a model's tables ask for, and the largest B whose tables are within `free` bytes."""
+    def asked(B):
+        return sum(layout(table)[-1] for table in arenas(c, B, T, device.real, recompute).values())
+
+    return asked(B), bisect.bisect_right(range(1, 2**16), free, key=asked)
+
+
 class GPT2:
     """GPT-2 on a device: forward, backward, and an AdamW update, each in the order in which it is computed.
 
-    config: its sizes; B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS)).
-    Everything is allocated here. Raises UserError if the device has too little memory.
+    config: its sizes; B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
+    recompute: see activation_table. Everything is allocated here. Raises UserError if the device has too little memory.
     """
 
-    def __init__(self, config, device, B, T, attention="softmax"):
+    def __init__(self, config, device, B, T, attention="softmax", recompute=False):
         if T > config.maxT:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
-        self.config, self.device, self.B, self.T, self.attention = config, device, B, T, attention
-        padded_HS = -(-config.C // config.NH // 16) * 16
-        self.attention_rows = 128 if device.real == BF16 and padded_HS <= 64 else 64  # of a block, as in kernels.cu
-        self.attention_shared = (2 * self.attention_rows + 128) * (padded_HS + 8) * (16 // device.W)  # bytes
-
-        def asked(B):
-            return sum(layout(table)[-1] for table in arenas(config, B, T, device.real).values())
-
+        if device.compiled_for != (config.C, config.NH):
+            raise UserError(f"the device's kernels are for (C, NH) = {device.compiled_for}, and the model has "
+                            f"{(config.C, config.NH)}: make a device for it")
+        self.config, self.device, self.B, self.T = config, device, B, T
+        self.attention, self.recompute = attention, recompute
         free = device.free_bytes()
-        if asked(B) > free:
-            fits = bisect.bisect_right(range(1, B), free, key=asked)
+        asked, fits = memory_of(config, device, B, T, recompute, free)
+        if asked > free:
             remedy = f"the largest -b that fits is {fits}" if fits else "not even -b 1 fits: choose a smaller -t or -e"
-            raise UserError(f"-b {B} -t {T}: the tables ask for {gibibytes(asked(B))} of {device.memory}, and "
+            if not recompute and memory_of(config, device, B, T, True, free)[0] <= free:
+                remedy += "; or with --recompute 1 this one does"
+            raise UserError(f"-b {B} -t {T}: the tables ask for {gibibytes(asked)} of {device.memory}, and "
                             f"{gibibytes(free)} are free; {remedy}")
 
-        tables = arenas(config, B, T, device.real)
+        tables = arenas(config, B, T, device.real, recompute)
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
         self.master = self.arenas["master" if device.real == BF16 else "parameters"].view(np.float32)
-        for name in ("gradients", "adam m", "adam v"):
+        for name in ("gradients", "adam m", "adam v", "update"):
             device.zero(self.arenas[name])
-        self.starts = device.empty(8 * len(layout(tables["gradients"])))  # of the parameters, in numbers
-        device.put(self.starts.view(np.uint64), [start // 4 for start in layout(tables["gradients"])])
-        self.decayed = device.empty(4 * len(tables["parameters"]))  # 1 where weight decay applies, else 0
-        device.put(self.decayed.view(np.float32), [row.decay for row in tables["parameters"]])
+        self.adam = carve(self.arenas["update"], tables["update"])
+        device.put(self.adam.starts, [start // 4 for start in layout(tables["gradients"])])
+        device.put(self.adam.decayed, [row.decay for row in tables["parameters"]])
+        device.put(self.adam.added_to, [row.name == "wpe" or not row.decay for row in tables["parameters"]])
+        self.fresh = True  # the gradients of the matrices have been used: they are to be set, not added to
+        self.staged = None  # B, T of the next batch, and its bytes on the host
         self.step = 0  # updates done
         self.graphs = {}  # of a GPU, by batch: they hold this model's addresses
         self.stage = "the start"  # what is being computed, for a person who interrupts it
@@ -807,7 +961,9 @@ class GPT2:
     def bind(self, B, T):
         """Lay the activations out for a batch (B,T); a smaller one than at the start uses a part of the arenas."""
         if (B, T) != getattr(self, "bound", None):
-            self.acts = carve(self.arenas["activations"], activation_table(self.config, B, T, self.device.real))
+            self.batch = carve(self.arenas["batch"], batch_table(B, T))
+            self.acts = carve(self.arenas["activations"],
+                              activation_table(self.config, B, T, self.device.real, self.recompute))
             self.back = carve(self.arenas["backward"], backward_table(self.config, B, T, self.device.real))
             self.bound = B, T
 
@@ -816,117 +972,157 @@ class GPT2:
         run (B*T) (see runs_of_equal)."""
         self.bind(*batch["tokens"].shape)
         for name, values in batch.items():
-            self.device.put(getattr(self.acts, name), values)
+            self.device.put(getattr(self.batch, name), values)
+
+    def stage_batch(self, **batch):
+        """Start to copy a whole batch, as above, to the device, while it works on another: train_step() takes it."""
+        table = batch_table(*batch["tokens"].shape)
+        host = np.zeros(layout(table)[-1], np.uint8)
+        for name, view in vars(carve(host, table)).items():
+            view[...] = batch[name].reshape(view.shape)
+        self.staged = *batch["tokens"].shape, host.nbytes
+        self.device.put_beside(self.arenas["next batch"][: host.nbytes], host)
 
     def loss(self):
         """The mean cross-entropy over the batch, in nats, once a forward pass with targets is done."""
         return float(self.device.get(self.acts.losses).mean(dtype=np.float64))
 
-    def forward(self, tokens, targets=None, training=False):
-        """The logits of tokens (B,T) int32, left in self.acts.logits (B,T,Vp) on the device.
+    def norm(self):
+        """The norm of the last update's gradient, before it was clipped; the update is done if it is finite."""
+        return float(self.device.get(self.adam.norm[:1])[0])
 
-        With targets (B,T) int32, returns the loss. With training, the logits have become their own gradient, and
-        backward() may follow.
+    def forward(self, tokens, targets=None, training=False):
+        """The logits of tokens (B,T) int32, left in self.acts.logits (B*T,Vp) on the device, or of those of a batch of
+        more than LOGIT_ROWS tokens the last so many.
+
+        With targets (B,T) int32, returns the loss. With training, backward() may follow.
         """
         batch = {"tokens": tokens} if targets is None else {"tokens": tokens, "targets": targets}
         self.set_batch(**batch, **(runs_of_equal(tokens) if training else {}))
         self.forward_pass(targets is not None, training)
         return None if targets is None else self.loss()
 
-    def forward_backward(self, batch):
-        """Add the gradients of a batch (see set_batch) to those of the parameters. It returns before a GPU is done;
-        loss() waits for it."""
+    def train_step(self, **adamw):
+        """Forward, backward and update of the batch that was staged, with AdamW's settings (see set_adamw). It returns
+        before a GPU is done; loss() and norm() wait for it."""
         def work():
             self.forward_pass(True, True)
             self.backward()
+            self.update_pass()
 
-        self.set_batch(**batch)
+        B, T, size = self.staged
+        self.bind(B, T)
+        self.device.adopt(self.arenas["batch"][:size], self.arenas["next batch"][:size])
+        self.set_adamw(**adamw)
         self.device.replay(self.graphs, self.bound, work)
 
     def forward_pass(self, with_targets, training):
         """What forward() computes, from a batch that is on the device."""
         c, p, a, run, matmul = self.config, self.params, self.acts, self.device.launch, self.device.matmul
         (B, T), C, L = self.bound, c.C, c.L
-        N, blocks = B * T, -(-T // self.attention_rows) * B * c.NH  # blocks: of attention
+        N, sizes = B * T, self.device.attention_sizes
+        blocks = -(-T // sizes.rows) * B * c.NH  # of attention
         scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
+        branch = None  # what is to be added to the residual stream
 
-        run("encoder_forward", N * C, a.encoded, a.tokens, p.wte, p.wpe, N, T, C)
-        residual = a.encoded  # (B,T,C), the stream to which each layer adds twice
+        run("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)
         for l in range(L):
-            run("layernorm_forward", N, a.ln1[l], a.ln1_mean[l], a.ln1_rstd[l], residual, p.ln1w[l], p.ln1b[l], N, C)
-            matmul(a.qkv[l].reshape(N, 3 * C), a.ln1[l].reshape(N, C), p.qkvw[l].T, bias=p.qkvb[l])
+            ln1, ln2, fch_gelu = self.kept(l)
+            self.layernorm(ln1, a.ln1_mean[l], a.ln1_rstd[l], a.residual1[l], branch, p.ln1w[l], p.ln1b[l])
+            matmul(a.qkv[l].reshape(N, 3 * C), ln1, p.qkvw[l].T, bias=p.qkvb[l])
             run("attention_forward", blocks, a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
-                shared=self.attention_shared)
-            matmul(a.branch.reshape(N, C), a.atty[l].reshape(N, C), p.attprojw[l].T, bias=p.attprojb[l])
-            run("residual_forward", N * C, a.residual2[l], residual, a.branch, N, C)
+                shared=sizes.shared_forward)
+            branch = a.branch.reshape(N, C)
+            matmul(branch, a.atty[l].reshape(N, C), p.attprojw[l].T, bias=p.attprojb[l])
 
-            residual = a.residual2[l]
-            run("layernorm_forward", N, a.ln2[l], a.ln2_mean[l], a.ln2_rstd[l], residual, p.ln2w[l], p.ln2b[l], N, C)
-            matmul(a.fch[l].reshape(N, 4 * C), a.ln2[l].reshape(N, C), p.fcw[l].T, bias=p.fcb[l])
-            run("gelu_forward", N * 4 * C, a.fch_gelu[l], a.fch[l], N, 4 * C)
-            matmul(a.branch.reshape(N, C), a.fch_gelu[l].reshape(N, 4 * C), p.fcprojw[l].T, bias=p.fcprojb[l])
-            run("residual_forward", N * C, a.residual3[l], residual, a.branch, N, C)
-            residual = a.residual3[l]
-        run("layernorm_forward", N, a.lnf, a.lnf_mean, a.lnf_rstd, residual, p.lnfw, p.lnfb, N, C)
-        matmul(a.logits.reshape(N, c.Vp), a.lnf.reshape(N, C), p.wte.T)
+            self.layernorm(ln2, a.ln2_mean[l], a.ln2_rstd[l], a.residual2[l], branch, p.ln2w[l], p.ln2b[l])
+            matmul(fch_gelu, ln2, p.fcw[l].T, bias=p.fcb[l], gelu_of=a.fch[l].reshape(N, 4 * C))
+            matmul(branch, fch_gelu, p.fcprojw[l].T, bias=p.fcprojb[l])
+        lnf = a.lnf.reshape(N, C)
+        self.layernorm(lnf, a.lnf_mean, a.lnf_rstd, a.residual3, branch, p.lnfw, p.lnfb)
 
-        if with_targets:
-            row_bytes = c.Vp * a.logits.itemsize
-            cached = row_bytes <= self.device.max_shared
-            run("fused_classifier", N, a.logits, a.losses, a.targets, 1.0 / N, c.V, c.Vp, int(training), int(cached),
-                shared=row_bytes if cached else 0)
+        dlnf, shared = self.back.dbranch.reshape(N, C), 2 * c.Vp * a.logits.itemsize
+        stages = 2 if shared <= self.device.max_shared else 0  # of the classifier, one block a multiprocessor
+        for start in range(0, N, LOGIT_ROWS):  # with the backward pass of the logits, since they are gone thereafter
+            rows = slice(start, min(start + LOGIT_ROWS, N))
+            logits = a.logits[: rows.stop - start]
+            matmul(logits, lnf[rows], p.wte.T)
+            if with_targets:
+                run("fused_classifier", min(len(logits), self.device.multiprocessors if stages else N), logits,
+                    a.losses.reshape(N)[rows], self.batch.targets.reshape(N)[rows], 1.0 / N, len(logits), c.V, c.Vp,
+                    int(training), stages, shared=shared if stages else 0)
+            if training:
+                matmul(dlnf[rows], logits, p.wte)
+                matmul(self.grads.wte, logits.T, lnf[rows], accumulate=start > 0 or not self.fresh)
+
+    def kept(self, l):
+        """Layer l's ln1 (N,C), ln2 (N,C) and fch_gelu (N,4*C), or, if they are recomputed, where all layers' go."""
+        return (x[l % len(x)].reshape(-1, x.shape[-1]) for x in (self.acts.ln1, self.acts.ln2, self.acts.fch_gelu))
+
+    def layernorm(self, out, mean, rstd, inp, branch, weight, bias):
+        """Add branch (N,C), unless it is None, to the residual stream, and normalise that: see layernorm_forward."""
+        N = mean.size
+        self.device.launch("layernorm_forward", N, out, mean, rstd, inp, self.acts.residual, branch, weight, bias, N)
 
     def backward(self):
         """Add the gradients of the last forward pass, which was for training, to those of the parameters.
 
-        Of a matrix product out = x @ w.T the gradients are dx = dout @ w and dw = dout.T @ x.
+        Of a matrix product out = x @ w.T the gradients are dx = dout @ w and dw = dout.T @ x. The bias of a layer that
+        adds to the residual stream has the sum of dresidual's rows, which layernorm_backward takes in passing.
         """
-        c, p, g, a, d = self.config, self.params, self.grads, self.acts, self.back
+        c, p, g, a, d, batch = self.config, self.params, self.grads, self.acts, self.back, self.batch
         device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
         (B, T), C, L = self.bound, c.C, c.L
-        N, blocks = B * T, -(-T // self.attention_rows) * B * c.NH
+        N, sizes = B * T, device.attention_sizes
+        blocks = -(-T // sizes.rows) * B * c.NH
         scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
         dresidual, dbranch, dfch = d.dresidual.reshape(N, C), d.dbranch.reshape(N, C), d.dfch.reshape(N, 4 * C)
-        dqkv, dlogits = d.dqkv.reshape(N, 3 * C), a.logits.reshape(N, c.Vp)
+        dqkv, add = d.dqkv.reshape(N, 3 * C), not self.fresh
 
-        matmul(dbranch, dlogits, p.wte)
-        matmul(g.wte, dlogits.T, a.lnf.reshape(N, C), accumulate=True)
         device.zero(d.dresidual)
-        self.layernorm_backward(g.lnfw, g.lnfb, a.residual3[L - 1], p.lnfw, a.lnf_mean, a.lnf_rstd)
+        self.layernorm_backward(g.lnfw, g.lnfb, g.fcprojb[L - 1], a.residual3, p.lnfw, a.lnf_mean, a.lnf_rstd)
         for l in reversed(range(L)):
-            bias(g.fcprojb[l], dresidual)
-            matmul(dfch, dresidual, p.fcprojw[l])
-            matmul(g.fcprojw[l], dresidual.T, a.fch_gelu[l].reshape(N, 4 * C), accumulate=True)
-            run("gelu_backward", N * 4 * C, dfch, a.fch[l], N, 4 * C)
+            ln1, ln2, fch_gelu = self.kept(l)
+            if self.recompute:
+                for out, inp, *others in ((ln1, a.residual1, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b),
+                                          (ln2, a.residual2, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b)):
+                    run("layernorm_again", N * C, out, inp[l], *(x[l] for x in others), N, C)
+                run("gelu_forward", N * 4 * C, fch_gelu, a.fch[l], N, 4 * C)
+            matmul(g.fcprojw[l], dresidual.T, fch_gelu, accumulate=add)
+            matmul(dfch, dresidual, p.fcprojw[l], dgelu_of=a.fch[l].reshape(N, 4 * C))
             bias(g.fcb[l], dfch)
+            matmul(g.fcw[l], dfch.T, ln2, accumulate=add)
             matmul(dbranch, dfch, p.fcw[l])
-            matmul(g.fcw[l], dfch.T, a.ln2[l].reshape(N, C), accumulate=True)
-            self.layernorm_backward(g.ln2w[l], g.ln2b[l], a.residual2[l], p.ln2w[l], a.ln2_mean[l], a.ln2_rstd[l])
+            self.layernorm_backward(g.ln2w[l], g.ln2b[l], g.attprojb[l], a.residual2[l], p.ln2w[l], a.ln2_mean[l],
+                                    a.ln2_rstd[l])
 
-            bias(g.attprojb[l], dresidual)
+            matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=add)
             matmul(dbranch, dresidual, p.attprojw[l])
-            matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=True)
             run("attention_backward_q", blocks, d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
-                T, c.NH, shared=self.attention_shared)
+                T, c.NH, shared=sizes.shared_backward)
             run("attention_backward_kv", blocks, d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
-                T, c.NH, shared=self.attention_shared)
+                T, c.NH, shared=sizes.shared_backward)
             bias(g.qkvb[l], dqkv)
+            matmul(g.qkvw[l], dqkv.T, ln1, accumulate=add)
             matmul(dbranch, dqkv, p.qkvw[l])
-            matmul(g.qkvw[l], dqkv.T, a.ln1[l].reshape(N, C), accumulate=True)
-            residual = a.residual3[l - 1] if l else a.encoded
-            self.layernorm_backward(g.ln1w[l], g.ln1b[l], residual, p.ln1w[l], a.ln1_mean[l], a.ln1_rstd[l])
-        run("encoder_backward_wte", (N, -(-C // (32 * device.W))), g.wte, dresidual, a.tokens, a.order, a.run, C)
+            self.layernorm_backward(g.ln1w[l], g.ln1b[l], g.fcprojb[l - 1] if l else None, a.residual1[l], p.ln1w[l],
+                                    a.ln1_mean[l], a.ln1_rstd[l])
+        run("encoder_backward_wte", (N, -(-C // (32 * device.W))), g.wte, dresidual, batch.tokens, batch.order,
+            batch.run, C)
         run("encoder_backward_wpe", T * C, g.wpe, dresidual, B, T, C)
+        self.fresh = False
 
-    def layernorm_backward(self, dweight, dbias, inp, weight, mean, rstd):
-        """Add a layernorm's gradients to dresidual, dweight and dbias; dbranch is the gradient of its output."""
-        (B, T), C = self.bound, self.config.C
-        blocks = min(PARTIAL_ROWS, -(-B * T // 4))  # of 4 rows at a time
-        partials = self.back.partials.reshape(-1)[: 2 * blocks * C].reshape(2, blocks, C)
-        self.device.launch("layernorm_backward", blocks, self.back.dresidual, partials, self.back.dbranch, inp,
-                           weight, mean, rstd, B * T, C, shared=4 * 2 * C * 4)
-        for out, sums in zip((dweight, dbias), partials):
-            self.device.launch("add_partials", C, out, sums, blocks, C)
+    def layernorm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
+        """Add a layernorm's gradients to dresidual, dweight and dbias, and the sum of dresidual's rows to dbias_before,
+        unless that is None; dbranch is the gradient of its output."""
+        (B, T), C, device = self.bound, self.config.C, self.device
+        N, sizes = B * T, device.layernorm_sizes
+        warps = min(sizes.threads // 32, device.max_shared // sizes.shared_of_warp)  # as many as fit, in one block of
+        blocks = min(device.multiprocessors, -(-N // warps), PARTIAL_ROWS)  # each multiprocessor
+        partials = self.back.partials.reshape(-1)[: 3 * blocks * C].reshape(3, blocks, C)
+        device.launch_grid("layernorm_backward", (blocks, 1, 1), (32 * warps, 1, 1), self.back.dresidual, partials,
+                           self.back.dbranch, inp, weight, mean, rstd, N, shared=warps * sizes.shared_of_warp)
+        device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, partials, blocks, C)
 
     def bias_backward(self, dbias, dout):
         """dbias (OC) += the sum over rows of dout (N,OC): in two stages if there are many rows."""
@@ -934,19 +1130,31 @@ class GPT2:
         shares = min(64, N // 256)
         if shares > 1:
             self.device.launch("matmul_backward_bias", (OC, shares), self.back.partials, dout, N, OC)
-            self.device.launch("add_partials", OC, dbias, self.back.partials, shares, OC)
+            self.device.launch("add_partials", OC, dbias, None, None, self.back.partials, shares, OC)
         else:
             self.device.launch("matmul_backward_bias", OC, dbias, dout, N, OC)
 
-    def update(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
-        """One AdamW step with the gradients that were added up, which are then zero again."""
+    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
+        """AdamW's settings for the next update; a gradient's norm is clipped to `clip`, unless that is 0."""
         self.step += 1  # first: a Ctrl-C during the launch is only seen when it is done
-        step, n = self.step, self.master.size
-        self.device.launch("adamw", n, self.arenas["parameters"], self.master, self.arenas["gradients"],
-                           self.arenas["adam m"], self.arenas["adam v"], self.starts, self.decayed,
-                           self.decayed.size // 4, n, learning_rate, 1 - beta1, 1 - beta2, 1 / (1 - beta1**step),
-                           1 / (1 - beta2**step), eps, weight_decay)
-        self.device.zero(self.arenas["gradients"])
+        settings = dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2,
+                        correction1=1 / (1 - beta1**self.step), correction2=1 / (1 - beta2**self.step), eps=eps,
+                        weight_decay=weight_decay, clip=clip)
+        self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
+
+    def update_pass(self):
+        """An AdamW step, as set, with the gradients that were added up; the next backward pass begins anew."""
+        n, adam, gradients = self.master.size, self.adam, self.arenas["gradients"].view(np.float32)
+        self.device.launch("global_norm", NORM_BLOCKS, adam.norm, gradients, n)
+        self.device.launch("adamw", n, self.arenas["parameters"], self.master, gradients, self.arenas["adam m"],
+                           self.arenas["adam v"], adam.starts, adam.decayed, adam.added_to, adam.decayed.size, n,
+                           adam.settings, adam.norm)
+        self.fresh = True
+
+    def update(self, **adamw):
+        """One AdamW step, with settings as set_adamw takes them."""
+        self.set_adamw(**adamw)
+        self.update_pass()
 
 
 def runs_of_equal(tokens):
@@ -1012,7 +1220,8 @@ def sample(model, count, rng):
     tokens = [min(EOT, V - 1)]
     for _ in range(count):
         model.forward(np.array([tokens[-model.T :]], np.int32))
-        logits = to_float(model.device.get(model.acts.logits[0, -1]))[:V].astype(np.float64)
+        last = (model.bound[1] - 1) % LOGIT_ROWS
+        logits = to_float(model.device.get(model.acts.logits[last]))[:V].astype(np.float64)
         cumulative = np.cumsum(np.exp(logits - logits.max()))
         tokens.append(int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")))
     return tokens[1:]
@@ -1042,19 +1251,22 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
     (None, "--beta1", float, 0.9, "AdamW's decay of the first moment"),
     (None, "--beta2", float, 0.999, "AdamW's decay of the second moment"),
     (None, "--eps", float, 1e-8, "AdamW's epsilon"),
+    (None, "--clip", float, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
     (None, "--seed", int, 42, "of the initial parameters and of the samples"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "fp32, with matrix products in tf32, or bf16 for parameters and "
      "activations too (default: bf16 on a GPU, fp32 on a CPU)"),
     (None, "--graph", int, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
+    (None, "--recompute", int, 0, "compute layernorms and GELUs again (1) instead of keeping them (0): less memory, "
+     "somewhat slower"),
     (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
 ]
 
 # What a value of a flag must be, beyond its type.
 LIMITS = [(("batch_size", "seq_len", "val_batches"), lambda v: v >= 1, "at least 1"),
           (("steps", "val_every", "sample_every", "sample_tokens", "seed"), lambda v: v >= 0, "at least 0"),
-          (("graph",), lambda v: v in (0, 1), "0 or 1"),
-          (("learning_rate", "weight_decay"), lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
+          (("graph", "recompute"), lambda v: v in (0, 1), "0 or 1"),
+          (("learning_rate", "weight_decay", "clip"), lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
           (("beta1", "beta2"), lambda v: 0 <= v < 1, "at least 0 and below 1"),
           (("eps",), lambda v: 0 < v < math.inf, "a finite number above 0")]
 
@@ -1126,12 +1338,15 @@ def train(model, train_data, val_data, steps, flags, log):
     """The training loop; log(line) writes to main.log. Raises UserError when the loss is no longer a number."""
     device, tokens_a_step, rng = model.device, model.B * model.T, np.random.default_rng([flags.seed, 1])
     flops_a_step = tokens_a_step * flops_per_token(model.config, model.T)
-    times, losses, batch = [], [], None
+    adamw = dict(learning_rate=flags.learning_rate, beta1=flags.beta1, beta2=flags.beta2, eps=flags.eps,
+                 weight_decay=flags.weight_decay, clip=flags.clip)
+    times, losses = [], []
 
-    def next_batch():
+    def stage_next():
         tokens, targets = train_data.next_batch()
-        return {"tokens": tokens, "targets": targets, **runs_of_equal(tokens)}
+        model.stage_batch(tokens=tokens, targets=targets, **runs_of_equal(tokens))
 
+    stage_next()
     for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
         done, last = step - 1, step > steps
         if flags.val_every and (done % flags.val_every == 0 or last):
@@ -1151,21 +1366,19 @@ def train(model, train_data, val_data, steps, flags, log):
             break
 
         start = time.perf_counter()
-        model.stage = f"the forward and backward pass of step {step}"
-        model.forward_backward(batch or next_batch())
-        batch = next_batch()  # while a GPU is at work on this one
-        loss = model.loss()
-        if not math.isfinite(loss):
-            raise UserError(f"step {step}/{steps}: the loss is {loss}; try a smaller -l, or look at the data")
-        model.stage = f"the update of step {step}"
-        model.update(flags.learning_rate, flags.beta1, flags.beta2, flags.eps, flags.weight_decay)
-        device.synchronize()
+        model.stage = f"step {step}"
+        model.train_step(**adamw)
+        stage_next()  # while a GPU is at work
+        loss, norm = model.loss(), model.norm()
         times.append(time.perf_counter() - start)
         losses.append(loss)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise UserError(f"step {step}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
+                            "try a smaller -l, or look at the data")
 
         share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
         show_progress()
-        print(f"step {step:4d}/{steps} | loss {loss:.6f} | {1e3 * times[-1]:8.2f} ms | "
+        print(f"step {step:4d}/{steps} | loss {loss:.6f} | norm {norm:7.4f} | {1e3 * times[-1]:8.2f} ms | "
               f"{tokens_a_step / times[-1]:9,.0f} tok/s{share}", flush=True)
         log(f"s:{step} trl:{loss:.6f}")
         show_progress(step, steps)
@@ -1206,7 +1419,7 @@ def main(arguments=None):
     small, name = not name and not on_gpu, name or ("d12" if on_gpu else CPU_MODEL)
     checkpoint = name if Path(name).exists() or name.endswith(".bin") else None
     c = read_config(checkpoint) if checkpoint else Config.from_descriptor(name)
-    device = (Cuda if on_gpu else Cpu)(flags.dtype, c.C // c.NH, flags.graph)
+    device = (Cuda if on_gpu else Cpu)(flags.dtype, c.C, c.NH, flags.graph)
     print(f"device       | {device} (--device, --dtype)")
     origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
     print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
@@ -1229,11 +1442,16 @@ def main(arguments=None):
     if small and not flags.seq_len and flags.steps is None:
         print("             | sizes for about a minute on two cores, since there is no GPU; -e d12 is GPT-2 124M")
 
-    model = GPT2(c, device, B, T, flags.attention)
-    for arena, table in arenas(c, B, T, device.real).items():
+    free = device.free_bytes()
+    model = GPT2(c, device, B, T, flags.attention, bool(flags.recompute))
+    for arena, table in arenas(c, B, T, device.real, flags.recompute).items():
         largest = max(table, key=lambda row: row.size)
         print(f"{arena:12} | {gibibytes(layout(table)[-1]):>10} in {len(table)} tensors, "
               f"of which {largest.name} {largest.shape} is the largest")
+    for recompute in (0, 1):
+        asked, fits = memory_of(c, device, B, T, recompute, free)
+        print(f"{'' if recompute else 'memory':12} | {gibibytes(asked):>10} with --recompute {recompute}; "
+              f"-b {fits} would fit into {gibibytes(free)}")
     if checkpoint:
         model.load(checkpoint)
     else:

@@ -66,6 +66,7 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 
 #define __host__
 #define __device__
+#define __constant__ __attribute__((visibility("default")))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -92,6 +93,8 @@ using std::max;
 using std::min;
 template <class T> T __ldcs(const T* p) { return *p; }
 template <class T> void __stcs(T* p, T value) { *p = value; }
+template <class T> T __ldcg(const T* p) { return *p; }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* p, unsigned value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline float atomicAdd(float* p, float value) {
@@ -530,4 +533,9 @@ inline void copy16(void* shared, const void* global, bool there) {
     if (there) memcpy(shared, global, 16);
     else memset(shared, 0, 16);
 }
-inline void copies_arrive() {}
+inline void copy4(void* shared, const void* global, bool there) {
+    if (there) memcpy(shared, global, 4);
+    else memset(shared, 0, 4);
+}
+inline void copies_end() {}
+template <int pending> void copies_arrive() {}

@@ -1,0 +1,584 @@
+"""Measure a training step on a GPU: against PyTorch, against the roofline, and kernel by kernel.
+
+    pip install -r requirements.txt -r dev/requirements.txt
+    python dev/benchmark.py                             # all of it, in about eight minutes on an H200
+    python dev/benchmark.py --no-torch --rows "B=32"    # one row, without the peer
+    python dev/benchmark.py --rows none --dtype tf32 -b 4    # only the kernels, of another configuration
+
+Everything it compares is measured in one run, each configuration in a process of its own, so that its memory is its
+own, and that one that fails is a line and not the end. Ours is train_gpt2.py's main() itself, with its flags; the
+program only listens to the verbs of its device. The tables are written between two markers of dev/RESULTS.md, the
+chart of a step's time to dev/step_by_kernel.svg.
+"""
+import argparse
+import contextlib
+import datetime
+import io
+import json
+import math
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+TOP = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TOP))
+import train_gpt2  # noqa: E402
+from prepro_tinyshakespeare import UserError, replace_file, write_tokens  # noqa: E402
+from train_gpt2 import Config, Cuda, DataLoader, flops_per_token, has_gpu, parameter_table, to_bf16  # noqa: E402
+
+T = 1024
+STEPS = 30  # of ours, whose median is that of all of them, the first two included
+TORCH_WARM_UP, TORCH_STEPS = 5, 20
+PROFILED = 8  # steps whose launches are timed one by one, of which the first two only warm up
+TIMEOUT = 240  # seconds, for one process
+RESULTS, CHART = TOP / "dev/RESULTS.md", "step_by_kernel.svg"
+MARKERS = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
+
+
+class Row(NamedTuple):
+    """A configuration of the table of steps."""
+    model: str
+    dtype: str
+    B: int
+    modes: tuple  # PyTorch's, the most promising first: (torch.compile's mode, attention)
+    flags: tuple = ()  # of train_gpt2.py, beyond the usual; a row with a flag that it does not have is left out
+
+    def __str__(self):
+        parameters = sum(row.size for row in parameter_table(Config.from_descriptor(self.model)))
+        extra = "".join(f", {flag.lstrip('-')}" for flag in self.flags if flag.startswith("-"))
+        return f"{self.model} {parameters / 1e6:.0f}M {self.dtype} B={self.B}{extra}"
+
+
+GRAPHED, PLAIN = "reduce-overhead", "default"
+ROWS = [
+    Row("d12", "fp32", 4, ((GRAPHED, "efficient"),)),
+    Row("d12", "tf32", 4, ((GRAPHED, "naive"),)),
+    Row("d12", "bf16", 4, ((GRAPHED, "cudnn"), (GRAPHED, "flash"))),
+    Row("d12", "bf16", 32, ((PLAIN, "flash"), (PLAIN, "cudnn"))),
+    Row("d12", "bf16", 64, ((PLAIN, "cudnn"), (PLAIN, "flash"))),
+    Row("d24", "bf16", 8, ((PLAIN, "cudnn"),)),
+    Row("d48", "bf16", 8, ((PLAIN, "cudnn"),)),
+    Row("d48", "bf16", 32, ((PLAIN, "cudnn"),), ("--recompute", "1")),
+]
+
+# A kernel's bytes are those of its arrays, once: read if the parameter is const, else written. But these are read too:
+READ_TOO = {
+    "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "layernorm_forward.residual",
+    "layernorm_backward.dresidual", "add_partials.out1", "add_partials.out2", "add_partials.out3", "gelu_backward.dinp",
+    "fused_classifier.logits", "adamw.master", "adamw.m", "adamw.v",
+}
+# Of these only a part is touched, as many bytes; a has the kernel's arguments by name, its grid, and words, the
+# distinct tokens of a batch.
+TOUCHED = {
+    "encoder_forward.wte": lambda a: a.words * a.C * a.wte.itemsize,
+    "encoder_backward_wte.dwte": lambda a: a.words * a.C * a.dwte.itemsize,
+    "matmul_backward_bias.dbias": lambda a: a.grid[1] * a.OC * a.dbias.itemsize,
+    "add_partials.partials": lambda a: a.grid[1] * a.N * a.OC * a.partials.itemsize,
+    "adamw.params": lambda a: a.params.nbytes if a.params.nbytes < a.master.nbytes else 0,  # in fp32 they are master
+}
+# These are bound by FLOPs: how many products of a (T,T) and a (T,HS) matrix, half of it masked, a launch does for each
+# head of the whole batch.
+PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a step launches, and the bytes and FLOPs of it
+
+
+class Recorder(Cuda):
+    """A Cuda that notes the launches of each step, and, if it is timed, the events around each of them.
+
+    A training step begins with replay. A step that is timed is not a graph: its launches wait behind a few copies until
+    the host has queued most of them, so that no time between two events is the host's.
+    """
+    timed = False
+    within = False  # a matrix product, of which a GELU beside it is a part
+    steps = []  # for each step its launches: what, event before, event behind; what is (name, grid, arguments)
+    HEAD_START = 25e-3 * 4e12  # bytes: 25 ms of copying on the fastest GPU
+
+    def event(self):
+        if self.timed:
+            event = self.cupy.cuda.Event()
+            event.record(self.stream)
+            return event
+
+    @contextlib.contextmanager
+    def noted(self, name, grid, arguments):
+        if self.within or not self.steps:
+            yield
+            return
+        before = self.event()
+        self.within = name == "matmul"
+        yield
+        self.within = False
+        self.steps[-1].append(((name, grid, arguments), before, self.event()))
+
+    def launch_grid(self, name, grid, block, *arguments, **named):
+        with self.noted(name, grid, arguments):
+            super().launch_grid(name, grid, block, *arguments, **named)
+
+    def matmul(self, out, a, b, *arguments, **named):
+        with self.noted("matmul", None, (out, a, b)):
+            super().matmul(out, a, b, *arguments, **named)
+
+    def zero(self, array):
+        with self.noted("memset", None, (array,)):
+            super().zero(array)
+
+    def replay(self, graphs, key, work):
+        self.steps.append([])
+        if not self.timed:
+            return super().replay(graphs, key, work)
+        if not hasattr(self, "copied"):
+            self.copied = self.empty(2**29)
+        half = self.copied.size // 2
+        for _ in range(math.ceil(self.HEAD_START / self.copied.size)):
+            self.copied.data.copy_from_device_async(self.copied[half:].data, half, self.stream)
+        work()
+
+
+def signatures():
+    """{kernel: [(parameter's name, it is a pointer, it is const), ...]}, from kernels.cu."""
+    source = (TOP / "kernels.cu").read_text(encoding="utf-8")
+    found = {}
+    for name in train_gpt2.read_kernels(source):
+        parameters = re.search(rf"__global__[^;{{]*?\b{name}\(([^)]*)\)", source)[1].split(",")
+        found[name] = [(re.findall(r"\w+", p)[-1], "*" in p, "const" in p) for p in parameters]
+    return found
+
+
+def check_tables():
+    """Say so on stderr if a table above names what kernels.cu does not have; such rows count for nothing."""
+    kernels = signatures()
+    known = {f"{kernel}.{name}" for kernel, parameters in kernels.items() for name, *_ in parameters} | set(kernels)
+    needed = {f"{key.split('.')[0]}.{name}" for key, formula in TOUCHED.items() for name in formula.__code__.co_names
+              if name not in ("words", "grid", "itemsize", "nbytes")}
+    for stale in sorted((READ_TOO | set(TOUCHED) | needed | set(PRODUCTS)) - known):
+        print(f"WARNING: dev/benchmark.py has a row for {stale}, which is not in kernels.cu", file=sys.stderr)
+
+
+def work_of(what, c, B, words, kernels):
+    """A launch's label and its work: ("FLOP", how many) for matrix products and attention, else ("B", how many)."""
+    name, grid, arguments = what
+    if name == "matmul":
+        out, a = arguments[:2]
+        M, N, K = *out.shape[-2:], a.shape[-1]
+        return f"matmul {M} x {N} x {K}", "FLOP", 2 * out.size * K
+    if name == "memset":
+        return name, "B", arguments[0].nbytes
+    if name in PRODUCTS:
+        return name, "FLOP", PRODUCTS[name] * B * T * T * c.C
+    total = 0
+    a = SimpleNamespace(grid=grid, words=words, **{p[0]: v for p, v in zip(kernels[name], arguments)})
+    for (parameter, pointer, const), value in zip(kernels[name], arguments):
+        if pointer and value is not None:
+            key, touched = f"{name}.{parameter}", value.nbytes
+            with contextlib.suppress(AttributeError):  # a row that check_tables has named
+                touched = TOUCHED[key](a) if key in TOUCHED else touched
+            total += touched * (2 if key in READ_TOO and not const else 1)
+    return name, "B", total
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The jobs, each of which is a process
+
+
+def run_trainer(row, steps, tokens):
+    """Train with train_gpt2.py, and return what it prints and what each launch of each step was (see Recorder)."""
+    train_gpt2.Cuda = Recorder
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        train_gpt2.main(["-e", row.model, "--dtype", row.dtype, "-b", str(row.B), "-t", str(T), "-x", str(steps),
+                         "-v", "0", "-s", "0", "-i", tokens, "-j", tokens, "--device", "cuda", *row.flags])
+    recorded = [step for step in Recorder.steps if step]
+    if not recorded:
+        raise UserError("train_gpt2.py launched nothing after Cuda.replay: mend Recorder")
+    return output.getvalue(), recorded
+
+
+def words_of(row, tokens):
+    """The mean number of distinct tokens of a batch."""
+    data = DataLoader(tokens, row.B, T, Config().V)
+    return round(np.mean([np.unique(data.next_batch()[0]).size for _ in range(data.batches)]))
+
+
+def ours_job(row, tokens):
+    """A step as the trainer does it: its ms, memory and FLOPs, and the bytes of what is not counted in FLOPs."""
+    output, recorded = run_trainer(row, STEPS, tokens)
+    import cupy
+    c, kernels, words = Config.from_descriptor(row.model), signatures(), words_of(row, tokens)
+    work = [work_of(what, c, row.B, words, kernels)[1:] for what, *_ in recorded[0]]
+    return dict(ms=float(re.search(r"median ([\d.]+) ms", output)[1]),
+                memory=cupy.get_default_memory_pool().total_bytes(),
+                flops=row.B * T * flops_per_token(c, T), bytes=sum(amount for unit, amount in work if unit == "B"))
+
+
+def kernels_job(row, tokens):
+    """The launches of a step by label: [{label, unit, launches, us (of the median launch), ms and work (of all)}]."""
+    Recorder.timed = True
+    _, recorded = run_trainer(row, PROFILED, tokens)
+    import cupy
+    recorded = recorded[2:]
+    if len({tuple(what[0] for what, *_ in step) for step in recorded}) > 1:
+        raise UserError("the steps of train_gpt2.py differ in what they launch")
+    ms = np.median([[cupy.cuda.get_elapsed_time(*events) for _, *events in step] for step in recorded], axis=0)
+    c, kernels, words = Config.from_descriptor(row.model), signatures(), words_of(row, tokens)
+    launches = {}
+    for (what, *_), time_ in zip(recorded[0], ms):
+        label, unit, amount = work_of(what, c, row.B, words, kernels)
+        launches.setdefault((label, unit), []).append((float(time_), int(amount)))
+    table = []
+    for (label, unit), pairs in launches.items():
+        times, amounts = zip(*pairs)
+        table.append(dict(label=label, unit=unit, launches=len(pairs), us=1e3 * float(np.median(times)), ms=sum(times),
+                          work=sum(amounts)))
+    return sorted(table, key=lambda kernel: -kernel["ms"])
+
+
+def ceilings_job(dtypes):
+    """What this GPU can do: bytes/s of a copy, read and written, and FLOP/s of an 8192^3 product in each dtype."""
+    import cupy
+    size, rates = 8192, {}
+
+    def seconds(work, *arguments, repeats=20):
+        times = []
+        for _ in range(repeats + 5):  # the first ones wake the GPU up
+            before, after = cupy.cuda.Event(), cupy.cuda.Event()
+            before.record(device.stream)
+            work(*arguments)
+            after.record(device.stream)
+            after.synchronize()
+            times.append(1e-3 * cupy.cuda.get_elapsed_time(before, after))
+        return float(np.median(times[5:]))
+
+    a, b = (np.random.default_rng(i).standard_normal((size, size), dtype=np.float32) for i in range(2))
+    for dtype in dtypes:
+        device = Cuda(dtype)
+        arrays = [device.empty(size * size * np.dtype(device.real).itemsize).view(device.real).reshape(size, size)
+                  for _ in range(3)]
+        for array, values in zip(arrays, (a, b)):
+            device.put(array, values if device.real == np.float32 else to_bf16(values))
+        rates[dtype] = 2 * size**3 / seconds(device.matmul, arrays[2], arrays[0], arrays[1].T)
+    source, target = device.empty(2**30), device.empty(2**30)
+    copy = seconds(target.data.copy_from_device_async, source.data, 2**30, device.stream)
+    version = cupy.cuda.runtime.runtimeGetVersion()
+    return dict(copy=2 * 2**30 / copy, rates=rates, gpu=str(device).split(",")[0],
+                versions=f"CuPy {cupy.__version__} with CUDA {version // 1000}.{version % 1000 // 10}")
+
+
+def torch_job(row, mode, attention, tokens, device="cuda", steps=TORCH_STEPS):
+    """The same for PyTorch, as its users train: the model of dev/torch_reference.py compiled by torch.compile, autocast
+    to bf16, the attention named, fused AdamW. Its times include the copy of a new batch and the read of the loss."""
+    try:
+        import torch
+        import torch_reference as reference
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        from torch.nn.functional import scaled_dot_product_attention
+    except ImportError as e:
+        raise UserError(f"{e}: pip install -r dev/requirements.txt, or give --no-torch") from None
+    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+               "efficient": SDPBackend.EFFICIENT_ATTENTION, "naive": SDPBackend.MATH}[attention]
+    c = Config.from_descriptor(row.model)
+    # The head is over the padded vocabulary, for speed, as PyTorch's users have it: the padding is never a target.
+    shape = reference.Shape(c.maxT, c.Vp, c.L, c.NH, c.C, c.Vp)
+
+    def fused(q, k, v, kind):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def naive(q, k, v, kind):
+        future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+        return (q @ k.mT / math.sqrt(c.C // c.NH)).masked_fill(future, -math.inf).softmax(-1) @ v
+
+    reference.attention = naive if attention == "naive" else fused
+
+    class Model(torch.nn.Module):
+        """Its parameters are a tensor a layer: sliced out of one for all layers, gradients would be copied."""
+
+        def __init__(self):
+            super().__init__()
+            self.names = {}
+            for name, dims, kind in reference.tensors(shape):
+                layers = [None] if len(dims) == 1 or name in ("wte", "wpe") else range(c.L)
+                self.names[name] = [name if l is None else f"{name}{l}" for l in layers]
+                for each in self.names[name]:
+                    mean, std = {"norm": (1, 0), "bias": (0, 0)}.get(kind, (0, 0.02))
+                    values = mean + std * torch.randn(dims if layers == [None] else dims[1:], device=device)
+                    self.register_parameter(each, torch.nn.Parameter(values))
+
+        def forward(self, x, y):
+            weights = {name: [getattr(self, each) for each in names] for name, names in self.names.items()}
+            for name in ("wte", "wpe", "lnfw", "lnfb"):
+                weights[name], = weights[name]
+            return reference.forward(weights, shape, x, y, "softmax")[1]
+
+    torch.manual_seed(42)
+    torch.set_float32_matmul_precision("highest" if row.dtype == "fp32" else "high")
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
+    compiled = torch.compile(model, mode=mode)
+    data = DataLoader(tokens, row.B, T, c.V)
+    x, y = (torch.empty(row.B, T, dtype=torch.int64, device=device) for _ in range(2))
+    times, batch = [], data.next_batch()
+    for _ in range(TORCH_WARM_UP + steps):
+        start = time.perf_counter()
+        for to, values in zip((x, y), batch):
+            to.copy_(torch.from_numpy(values))
+        with sdpa_kernel([backend]), torch.autocast(device, torch.bfloat16, enabled=row.dtype == "bf16"):
+            loss = compiled(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        batch = data.next_batch()  # while the GPU is at work on this one
+        value = loss.item()  # waits for all that is queued
+        times.append(time.perf_counter() - start)
+    if not math.isfinite(value):
+        raise UserError(f"PyTorch's loss is {value}")
+    return dict(ms=1e3 * float(np.median(times[TORCH_WARM_UP:])), version=torch.__version__, loss=value,
+                memory=torch.cuda.max_memory_allocated() if device == "cuda" else 0)
+
+
+JOBS = {"ours": ours_job, "kernels": kernels_job, "ceilings": ceilings_job, "torch": torch_job}
+
+
+def run_job(name, *arguments, timeout=TIMEOUT):
+    """Run a job in a process of its own, and return its result, or as a str the line that says why there is none."""
+    if timeout <= 0:
+        return "not run, --minutes were over"
+    print(f"{name} {' '.join(str(a) for a in arguments if not str(a).endswith('.bin'))} ... ", end="", flush=True)
+    start = time.perf_counter()
+    try:
+        done = subprocess.run([sys.executable, __file__, "--job", json.dumps([name, *arguments])], text=True,
+                              capture_output=True, timeout=timeout)
+        if done.returncode == 0:
+            result = json.loads(done.stdout.splitlines()[-1])
+        else:
+            said = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+            result = f"failed: {said[-1].strip()[:300] if said else f'exit status {done.returncode}'}"
+    except subprocess.TimeoutExpired:
+        result = f"stopped after {timeout:.0f} s"
+    shown = result if isinstance(result, str) else f"{result['ms']:.2f} ms" if "ms" in result else "done"
+    print(f"{shown} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables and the chart
+
+
+def milliseconds(result):
+    return result if isinstance(result, str) else f"{result['ms']:.2f}"
+
+
+def step_table(rows, ours, torch, ceilings):
+    """The Markdown of the table of steps: ours {Row: result}, torch {Row: {mode: result}}."""
+    lines = ["| GPT-2 | ours, ms | tok/s | GiB | PyTorch, ms | mode | GiB | ratio | roofline, ms | share |",
+             "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        mine = ours[row]
+        good = {mode: result for mode, result in torch[row].items() if not isinstance(result, str)}
+        best = min(good, key=lambda mode: good[mode]["ms"], default=None)
+        cells = [str(row), "failed" if isinstance(mine, str) else milliseconds(mine)] + 8 * [""]
+        if best:
+            cells[4:7] = milliseconds(good[best]), " ".join(best), f"{good[best]['memory'] / 2**30:.1f}"
+        if not isinstance(mine, str):
+            roofline = 1e3 * (mine["flops"] / ceilings["rates"][row.dtype] + mine["bytes"] / ceilings["copy"])
+            cells[2:4] = f"{1e3 * row.B * T / mine['ms']:,.0f}", f"{mine['memory'] / 2**30:.1f}"
+            cells[7] = f"{good[best]['ms'] / mine['ms']:.2f}" if best else ""
+            cells[8:] = f"{roofline:.2f}", f"{roofline / mine['ms']:.0%}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def ceiling_of(kernel, row, ceilings):
+    return ceilings["copy"] if kernel["unit"] == "B" else ceilings["rates"][row.dtype]
+
+
+def kernel_table(row, kernels, ceilings):
+    """The Markdown of the table of kernels."""
+    total = sum(kernel["ms"] for kernel in kernels)
+    lines = ["| kernel | launches | us each | ms a step | share | a launch | rate | of ceiling |",
+             "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    for kernel in kernels:
+        rate, unit = kernel["work"] / (1e-3 * kernel["ms"]), kernel["unit"]
+        lines.append(f"| {kernel['label']} | {kernel['launches']} | {kernel['us']:.1f} | {kernel['ms']:.3f} | "
+                     f"{kernel['ms'] / total:.1%} | {kernel['work'] / kernel['launches'] / 1e9:,.4g} G{unit} | "
+                     f"{rate / 1e12:.2f} T{unit}/s | {rate / ceiling_of(kernel, row, ceilings):.0%} |")
+    lines.append(f"| all | {sum(kernel['launches'] for kernel in kernels)} | | {total:.3f} | 100.0% | | | |")
+    return lines
+
+
+CEILINGS_TEXT = """{versions}. All of it is of one run, and so are the ceilings: a copy of 1 GiB within the GPU moves
+{copy:.2f} TB/s, read and written; a product of 8192 x 8192 matrices does, in TFLOP/s, {rates}."""
+STEPS_TEXT = """Whole training steps, T={T}, median, with the copy of a batch to the GPU and the read of the loss; the
+tokens are random, distributed as words are. GiB is what each one's allocator took at most. Ours: `python train_gpt2.py
+-e MODEL --dtype DTYPE -b B -x {STEPS} -v 0 -s 0`. PyTorch: in the torch.compile mode and with the attention named, bf16
+by autocast, fused AdamW; the ratio is its time to ours. The roofline is the FLOPs that a step needs (6 for a weight and
+token, and attention's, half of it masked) at the measured rate of products, and then the bytes of our other kernels at
+that of the copy; the share is of it in our time."""
+KERNELS_TEXT = """Launched one by one between two events, which cost a little too; of each launch the median of {steps}
+steps, and "us each" is the median over a step's launches.{whole} A kernel's bytes are those of its arrays, each of them
+once; what still lies in L2 comes faster than the copy. Matrix products (M x N x K) and attention are counted in FLOPs,
+of attention those that the kernel does, also where it computes scores again."""
+
+
+def paragraph(text, **values):
+    return textwrap.fill(" ".join(text.split()).format(**values), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def report(rows, ours, torch, profiled, kernels, ceilings, command):
+    """The Markdown that goes between the markers."""
+    driver = "unknown"
+    with contextlib.suppress(OSError, IndexError):
+        driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True,
+                                capture_output=True).stdout.split()[0]
+    peers = [result for modes in torch.values() for result in modes.values() if isinstance(result, dict)]
+    versions = [ceilings["versions"], f"Python {platform.python_version()}",
+                *sorted({f"PyTorch {result['version']}" for result in peers})]
+    rates = ", ".join(f"{dtype} {rate / 1e12:,.1f}" for dtype, rate in ceilings["rates"].items())
+    parts = [f"## {datetime.date.today()}, {ceilings['gpu']} (driver {driver}), `{command}`",
+             paragraph(CEILINGS_TEXT, versions=", ".join(versions), copy=ceilings["copy"] / 1e12, rates=rates)]
+    if rows:
+        tried = [f"- {row}: {' '.join(mode)}: {milliseconds(result)}"
+                 for row in rows for mode, result in torch[row].items()]
+        parts += [paragraph(STEPS_TEXT, T=T, STEPS=STEPS), "\n".join(step_table(rows, ours, torch, ceilings)),
+                  *[f"Ours, {row}: {ours[row]}" for row in rows if isinstance(ours[row], str)],
+                  *(["All that was tried of PyTorch, ms:", "\n".join(tried)] if tried else [])]
+    parts.append(f"### {profiled}, kernel by kernel")
+    if isinstance(kernels, str):
+        parts.append(kernels)
+    else:
+        whole = ours.get(profiled)
+        whole = f" The whole step, as one graph, takes {whole['ms']:.2f} ms." if isinstance(whole, dict) else ""
+        parts += [paragraph(KERNELS_TEXT, steps=PROFILED - 2, whole=whole),
+                  "\n".join(kernel_table(profiled, kernels, ceilings)), f"![A step's time by kernel]({CHART})"]
+    return "\n\n".join(parts)
+
+
+def group_of(label):
+    """The bar of the chart to which a kernel belongs."""
+    return "matrix products" if label.startswith("matmul ") else "attention" if label in PRODUCTS else label
+
+
+def chart(row, kernels, ceilings):
+    """An SVG (bytes): a bar for each kernel, as long as its time in a step, dark up to what the ceiling would allow."""
+    import matplotlib
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "train_gpt2", "font.size": 10,
+                                "font.family": "sans-serif"})
+    from matplotlib import pyplot
+
+    bars = {}  # label: [ms, ms at the ceiling]
+    for kernel in kernels:
+        bar = bars.setdefault(group_of(kernel["label"]), [0, 0])
+        bar[0] += kernel["ms"]
+        bar[1] += 1e3 * kernel["work"] / ceiling_of(kernel, row, ceilings)
+    labels = sorted(bars, key=lambda label: bars[label][0])
+    total = sum(ms for ms, _ in bars.values())
+    figure, axes = pyplot.subplots(figsize=(8.8, 0.9 + 0.27 * len(labels)), layout="constrained")
+    for y, label in enumerate(labels):
+        ms, least = bars[label]
+        dark, light = {"matrix products": ("#1f5fa8", "#b7cfe9"), "attention": ("#b4531a", "#f0cdb5")}.get(
+            label, ("#3d7d43", "#c2dfc4"))
+        axes.barh(y, ms, color=light, height=0.72)
+        axes.barh(y, min(least, ms), color=dark, height=0.72)
+        axes.annotate(f"{ms:.2f} ms, {ms / total:.1%}", (ms, y), (4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlim(0, 1.3 * max(ms for ms, _ in bars.values()))
+    axes.set_ylim(-0.6, len(labels) - 0.4)
+    axes.set_title(f"GPT-2 {row}, T={T}: {total:.1f} ms of kernels a step, {ceilings['gpu']}", loc="left", fontsize=11)
+    axes.set_xlabel("ms a step; dark: what it would take at the measured copy bandwidth or matrix product rate")
+    axes.tick_params(left=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    svg = io.BytesIO()
+    figure.savefig(svg, format="svg", metadata={"Date": None})  # white behind it, so that it reads on a dark page too
+    return svg.getvalue()
+
+
+def main():
+    """Everything from the flags to the files. Raises UserError."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--rows", metavar="REGEX", default="", help="only the rows of the table of steps whose name "
+                       f"matches (default: all): {'; '.join(map(str, ROWS))}")
+    flags.add_argument("--no-torch", action="store_true", help="without PyTorch")
+    flags.add_argument("-e", "--model", default="d12", help="of the table of kernels (default: d12)")
+    flags.add_argument("--dtype", choices=("fp32", "tf32", "bf16"), default="bf16", help="its dtype (default: bf16)")
+    flags.add_argument("-b", "--batch-size", type=int, default=32, help="its B (default: 32)")
+    flags.add_argument("--minutes", type=float, default=8, help="run nothing of PyTorch beyond as many "
+                       "(default: 8); each row's first mode comes before any second")
+    flags.add_argument("--out", metavar="FILE", help=f"write there, and {CHART} beside it, what would be written to "
+                       f"dev/{RESULTS.name}")
+    flags.add_argument("--job", help=argparse.SUPPRESS)
+    given = flags.parse_args()
+    if not has_gpu():
+        raise UserError("NVIDIA's driver reports no GPU, and only a GPU is measured here: check nvidia-smi")
+    if given.job:
+        name, *arguments = json.loads(given.job)
+        if name != "ceilings":
+            arguments[0] = Row(*arguments[0])
+        print(json.dumps(JOBS[name](*arguments)))
+        return
+
+    start, out = time.perf_counter(), Path(given.out) if given.out else RESULTS
+    before = RESULTS.read_text(encoding="utf-8")
+    if [before.count(marker) for marker in MARKERS] != [1, 1]:
+        raise UserError(f"{RESULTS}: expected {' and '.join(MARKERS)}, once each, where the tables are to stand")
+    try:
+        import matplotlib  # noqa: F401  (to know before, not after, all is measured)
+    except ImportError:
+        raise UserError("matplotlib is not installed, and the chart needs it: "
+                        "pip install -r dev/requirements.txt") from None
+    try:
+        wanted = [row for row in ROWS if re.search(given.rows, str(row))]
+    except re.error as e:
+        raise UserError(f"--rows {given.rows}: not a regular expression ({e})") from None
+    names = {name for _, name, *_ in train_gpt2.FLAGS}
+    rows = [row for row in wanted if names.issuperset(flag for flag in row.flags if flag.startswith("-"))]
+    print("".join(f"{row}: left out, train_gpt2.py has no such flag\n" for row in wanted if row not in rows), end="")
+    of_kernels = given.model, given.dtype, given.batch_size
+    profiled = next((row for row in ROWS if (*row[:3], row.flags) == (*of_kernels, ())), Row(*of_kernels, modes=()))
+    check_tables()
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = f"{folder}/tokens.bin"
+        # log-uniform, so that the probability of a word is inversely proportional to its rank
+        write_tokens(tokens, (Config().V ** np.random.default_rng(42).random(2**18 + 1)).astype(np.uint16))
+        ceilings = run_job("ceilings", sorted({row.dtype for row in [*rows, profiled]}))
+        if isinstance(ceilings, str):
+            raise UserError(f"the ceilings could not be measured: {ceilings}")
+        ours = {row: run_job("ours", row, tokens) for row in rows}
+        kernels = run_job("kernels", profiled, tokens)
+        torch = {row: {} for row in rows}
+        for i in range(0 if given.no_torch else max((len(row.modes) for row in rows), default=0)):
+            for row in rows:
+                if i < len(row.modes):
+                    left = start + 60 * given.minutes - time.perf_counter()
+                    torch[row][row.modes[i]] = run_job("torch", row, *row.modes[i], tokens, timeout=min(TIMEOUT, left))
+
+    command = shlex.join(["python", "dev/benchmark.py", *sys.argv[1:]])
+    text = report(rows, ours, torch, profiled, kernels, ceilings, command)
+    print(f"\n{text}\n")
+    head, tail = before.split(MARKERS[0])[0], before.split(MARKERS[1])[1]
+    replace_file(out, [f"{head}{MARKERS[0]}\n{text}\n{MARKERS[1]}{tail}".encode()])
+    print(f"wrote {out}")
+    if not isinstance(kernels, str):
+        replace_file(out.parent / CHART, [chart(profiled, kernels, ceilings)])
+        print(f"wrote {out.parent / CHART}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
