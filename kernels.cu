@@ -179,6 +179,7 @@ extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = W * (32 * blockIdx.y + lane);
     Pack<W> sum = {};
     if (c < C)
+#pragma unroll 8  // or a common word's sum would wait for one row after another
         for (int j = warp; j < length; j += 8) sum = sum + load<W>(dout + (size_t)order[head + j] * C + c);
     of_warp[warp][lane] = sum;
     __syncthreads();
@@ -194,6 +195,7 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const 
     size_t i = first_number(), TC = (size_t)T * C;
     if (i >= TC) return;
     Pack<W> sum = load<W>(dwpe + i);
+#pragma unroll 8
     for (int b = 0; b < B; b++) sum = sum + load<W>(dout + b * TC + i);
     store(dwpe + i, sum);
 }
