@@ -1,58 +1,80 @@
 // AdamW (Loshchilov and Hutter 2017, algorithm 2) on n fp32 numbers, master, of which params is the copy in bf16, if
-// there is one. Tensor i of them starts at starts[i], and has weight decay if decayed[i] is 1. rate = 1 - beta,
+// there is one. Tensor i of them starts at starts[i], has weight decay if decayed[i], and its gradient, clipped by
+// the norm of all, is zero afterwards if added_to[i]. AdamW's settings are in device memory: rate = 1 - beta,
 // correction = 1 / (1 - beta^step).
 
 namespace adamw_ {
 
-// What decays number i: the tensor is found by bisection.
-__device__ __forceinline__ float decay_of(const size_t* starts, const float* decayed, int tensors, size_t i) {
+// The tensor of number i, by bisection.
+__device__ __forceinline__ int tensor_of(const size_t* starts, int tensors, size_t i) {
     int tensor = 0;
     for (int half = 16; half > 0; half /= 2)
         if (tensor + half < tensors && starts[tensor + half] <= i) tensor += half;
-    return decayed[tensor];
+    return tensor;
+}
+
+__device__ __forceinline__ float clip_factor(AdamW a, float norm) {
+    return a.clip > 0.0f && norm > a.clip ? a.clip / norm : 1.0f;
 }
 
 }  // namespace adamw_
 
-// Four kernels, a line of the algorithm each, as a framework runs it that does not fuse: the parameters and the moments
-// come and go between them. Eight reads and four writes of the arena, where four and three would do.
+// Six kernels, a line of the algorithm each, as a framework runs it that does not fuse: parameters, gradients and
+// moments come and go between them. Nine reads and five writes of the arena, where four and three would do.
+extern "C" __global__ void adamw1_clip(float* __restrict__ grads, size_t n, const AdamW* __restrict__ settings,
+                                       const float* __restrict__ norm) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) grads[i] *= adamw_::clip_factor(*settings, norm[0]);
+}
 extern "C" __global__ void adamw1_decay(float* __restrict__ master, const size_t* __restrict__ starts,
-                                        const float* __restrict__ decayed, int tensors, size_t n, float amount) {
+                                        const int* __restrict__ decayed, int tensors, size_t n,
+                                        const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) master[i] -= amount * adamw_::decay_of(starts, decayed, tensors, i) * master[i];
+    if (i < n && decayed[adamw_::tensor_of(starts, tensors, i)])
+        master[i] -= settings->learning_rate * settings->weight_decay * master[i];
 }
-extern "C" __global__ void adamw1_m(float* __restrict__ m, const float* __restrict__ grads, size_t n, float rate) {
+extern "C" __global__ void adamw1_m(float* __restrict__ m, const float* __restrict__ grads, size_t n,
+                                    const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) m[i] += rate * (grads[i] - m[i]);
+    if (i < n) m[i] += settings->rate1 * (grads[i] - m[i]);
 }
-extern "C" __global__ void adamw1_v(float* __restrict__ v, const float* __restrict__ grads, size_t n, float rate) {
+extern "C" __global__ void adamw1_v(float* __restrict__ v, const float* __restrict__ grads, size_t n,
+                                    const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) v[i] += rate * (grads[i] * grads[i] - v[i]);
+    if (i < n) v[i] += settings->rate2 * (grads[i] * grads[i] - v[i]);
 }
 extern "C" __global__ void adamw1_step(real* params, float* master, const float* __restrict__ m,
-                                       const float* __restrict__ v, size_t n, float learning_rate, float correction1,
-                                       float correction2, float eps) {
+                                       const float* __restrict__ v, size_t n, const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    master[i] -= learning_rate * m[i] * correction1 / (sqrtf(v[i] * correction2) + eps);
+    AdamW a = *settings;
+    master[i] -= a.learning_rate * m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
     if (sizeof(real) < sizeof(float)) from_float(params[i], master[i]);
+}
+extern "C" __global__ void adamw1_zero(float* __restrict__ grads, const size_t* __restrict__ starts,
+                                       const int* __restrict__ added_to, int tensors, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n && added_to[adamw_::tensor_of(starts, tensors, i)]) grads[i] = 0.0f;
 }
 
 // All of it in one kernel, a thread a number: each array is read and written once.
-extern "C" __global__ void adamw2(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
+extern "C" __global__ void adamw2(real* params, float* master, float* __restrict__ grads, float* __restrict__ m,
                                   float* __restrict__ v, const size_t* __restrict__ starts,
-                                  const float* __restrict__ decayed, int tensors, size_t n, float learning_rate,
-                                  float rate1, float rate2, float correction1, float correction2, float eps,
-                                  float weight_decay) {
+                                  const int* __restrict__ decayed, const int* __restrict__ added_to, int tensors,
+                                  size_t n, const AdamW* __restrict__ settings, const float* __restrict__ norm) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    float g = grads[i], p = master[i];
-    m[i] += rate1 * (g - m[i]);
-    v[i] += rate2 * (g * g - v[i]);
-    float change = m[i] * correction1 / (sqrtf(v[i] * correction2) + eps);
-    p -= learning_rate * (change + weight_decay * adamw_::decay_of(starts, decayed, tensors, i) * p);
+    AdamW a = *settings;
+    int tensor = adamw_::tensor_of(starts, tensors, i);
+    float g = adamw_::clip_factor(a, norm[0]) * grads[i], p = master[i];
+    m[i] += a.rate1 * (g - m[i]);
+    v[i] += a.rate2 * (g * g - v[i]);
+    float change = m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
+    p -= a.learning_rate * (change + (decayed[tensor] ? a.weight_decay : 0.0f) * p);
     master[i] = p;
     if (sizeof(real) < sizeof(float)) from_float(params[i], p);
+    if (added_to[tensor]) grads[i] = 0.0f;
 }
 
-// adamw in kernels.cu: 16 bytes a lane, and one bisection for W numbers.
+// adamw in kernels.cu: 16 bytes a lane, one bisection for W numbers, and no step at all with a gradient that is not
+// finite.

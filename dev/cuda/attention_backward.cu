@@ -168,4 +168,6 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_v(
 }
 
 // attention_backward_q and attention_backward_kv in kernels.cu: the same ownership on tensor cores, in two kernels,
-// with a tile's scores spread over the registers of a warp, so that dk and dv fit next to each other.
+// with a tile's scores spread over the registers of a warp, so that dk and dv fit next to each other. On Hopper by
+// wgmma, in bf16: both score products are started before the first is used, and the tensor cores read shared memory
+// by themselves.

@@ -143,4 +143,6 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __res
 }
 
 // attention_forward in kernels.cu: the same walk over tiles, but both products on tensor cores, with the scores of a
-// tile in the registers in which the second product wants them, and the next tile on its way meanwhile.
+// tile in the registers in which the second product wants them, and the next tile on its way meanwhile. By mma.sync,
+// warps fetch their operands from shared memory, and that is the bound; Hopper's wgmma, for bf16, reads a swizzled
+// tile there by itself, once for the 64 rows of four warps.

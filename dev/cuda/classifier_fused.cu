@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logit
     for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) copy16(x + v, first + v, true);
     for (int row = blockIdx.x; row < N; row += gridDim.x) {
         int target = targets[row];
-        copies_arrive();
-        asm volatile("" ::: "memory");  // nothing of x is read before
+        copies_end();
+        copies_arrive<0>();
         float largest = LOWEST, sum = 0.0f;
 #pragma unroll 4
         for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
@@ -98,5 +98,6 @@ extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logit
     }
 }
 
-// fused_classifier in kernels.cu: the row waits in shared memory too, but a block has only one: the rows of other
-// blocks fill the gaps, where two of them fit into the shared memory of a multiprocessor.
+// fused_classifier in kernels.cu: two places in shared memory, so that the next row is on its way as a whole, also
+// during this one's sums, and no piece of it waits for a store. Two rows of bf16 fit; two of fp32 do not, so
+// there a block has one row, which the second pass finds in L2 if all is well.

@@ -1,25 +1,25 @@
-// out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1].
+// out (B,T,C), the fp32 residual stream, = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1].
 
 // A thread a token, which copies its C channels one by one. Each lane walks along a row of its own.
-extern "C" __global__ void encoder_forward1(real* __restrict__ out, const int* __restrict__ tokens,
+extern "C" __global__ void encoder_forward1(float* __restrict__ out, const int* __restrict__ tokens,
                                             const real* __restrict__ wte, const real* __restrict__ wpe, int N, int T,
                                             int C) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;
     for (int c = 0; c < C; c++)
-        from_float(out[(size_t)row * C + c],
-                   to_float(wte[(size_t)tokens[row] * C + c]) + to_float(wpe[(size_t)(row % T) * C + c]));
+        out[(size_t)row * C + c] =
+            to_float(wte[(size_t)tokens[row] * C + c]) + to_float(wpe[(size_t)(row % T) * C + c]);
 }
 
 // A thread a channel of a token: C times as many threads, and neighbouring lanes touch neighbouring addresses.
-extern "C" __global__ void encoder_forward2(real* __restrict__ out, const int* __restrict__ tokens,
+extern "C" __global__ void encoder_forward2(float* __restrict__ out, const int* __restrict__ tokens,
                                             const real* __restrict__ wte, const real* __restrict__ wpe, int N, int T,
                                             int C) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)N * C) return;
     int row = i / C, c = i % C;
-    from_float(out[i], to_float(wte[(size_t)tokens[row] * C + c]) + to_float(wpe[(size_t)(row % T) * C + c]));
+    out[i] = to_float(wte[(size_t)tokens[row] * C + c]) + to_float(wpe[(size_t)(row % T) * C + c]);
 }
 
-// encoder_forward in kernels.cu: 16 bytes a lane, so that the token is looked up, and i divided, once for 4 or 8
-// channels.
+// encoder_forward in kernels.cu: 4 channels a lane, 16 bytes of out, so that the token is looked up, and i divided,
+// once for them, by divisions of 32 bits.

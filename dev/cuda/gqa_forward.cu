@@ -90,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(128, 2) gqa_forward3(real* __restri
     };
     gqa::load_tile(tile(1, 0), query_row);
     load_stage(0, 0);
-    copies_arrive();
+    copies_end();
+    copies_arrive<0>();
     __syncthreads();
     Pair query[HS / 16][4];
 #pragma unroll
@@ -100,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(128, 2) gqa_forward3(real* __restri
     int last = min((first + ROWS - 1) / group, T - 1), warp_last = (first + warp_row + 15) / group;
     float o[HS / 8][4] = {}, top[2] = {LOWEST, LOWEST}, sum[2] = {}, scale2 = scale * LOG2_E;
     for (int key = 0, stage = 0; key <= last; key += KEYS, stage ^= 1) {
-        copies_arrive();
+        copies_end();
+        copies_arrive<0>();
         __syncthreads();  // this stage is filled, and nobody reads the other any more
         if (key + KEYS <= last) load_stage(stage ^ 1, key + KEYS);
         if (key > warp_last) continue;

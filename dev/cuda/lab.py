@@ -291,11 +291,18 @@ def timing_of(bench, version, number, choice, seconds):
 # Running versions
 
 
+def model_of(ladder, sizes):
+    """The channels and heads (C, NH) that kernels are compiled for. Most do not care, and so share a compilation."""
+    if ladder.compiled_for_C:
+        return sizes["C"], sizes["C"] // (64 if sizes["C"] % 64 == 0 else 32)
+    return 12 * sizes.get("HS", 64), 12
+
+
 @functools.cache
-def device_of(name, dtype, HS, kernels):
+def device_of(name, dtype, C, NH, kernels):
     """A device with kernels.cu and the lab's files of some kernels."""
     files = (LAB / "tiles.cu", *(LAB / f"{kernel}.cu" for kernel in kernels))
-    return {"cpu": Cpu, "cuda": Cuda}[name](dtype, HS, beside=[path for path in files if path.exists()])
+    return {"cpu": Cpu, "cuda": Cuda}[name](dtype, C, NH, beside=[path for path in files if path.exists()])
 
 
 def choices_of(version):
@@ -366,21 +373,22 @@ def numbers_of(ladder, dtype, number=None):
 def run(name, ladders, number, shapes, dtypes, timed, show, tables):
     """Run all versions of kernels, or the one of this number, on a device of this name, at shapes(ladder). `show`
     prints each timing, `tables` each kernel's table."""
-    def device_for(dtype, HS):
-        return device_of(name, dtype, HS, tuple(each.name for each in ladders if numbers_of(each, dtype, number)))
-
     def wanted(ladder):
-        return [(sizes, dtype, sizes.get("HS", 64)) for sizes in shapes(ladder) for dtype in dtypes
+        return [(sizes, (dtype, *model_of(ladder, sizes))) for sizes in shapes(ladder) for dtype in dtypes
                 if numbers_of(ladder, dtype, number)]
 
+    compiled = {}  # {key: the kernels that are compiled for it}
+    for ladder in ladders:
+        for _, key in wanted(ladder):
+            compiled.setdefault(key, {})[ladder.name] = True
+    device_for = lambda key: device_of(name, *key, tuple(compiled[key]))
     if name == "cpu":  # a compiler takes a core
         with ThreadPoolExecutor() as pool:
-            keys = {(dtype, HS) for ladder in ladders for _, dtype, HS in wanted(ladder)}
-            list(pool.map(lambda key: device_for(*key), keys))
+            list(pool.map(device_for, sorted(compiled, key=lambda key: -len(compiled[key]))))
     results = Results()
     for ladder in ladders:
-        for sizes, dtype, HS in wanted(ladder):
-            device = device_for(dtype, HS)
+        for sizes, (dtype, *model) in wanted(ladder):
+            device = device_for((dtype, *model))
             results.device = str(device).split(",")[0]
             with device.stream if name == "cuda" else contextlib.nullcontext():
                 run_ladder(ladder, device, sizes, numbers_of(ladder, dtype, number), timed, show, results)

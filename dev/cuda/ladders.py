@@ -9,6 +9,7 @@ float64}, where NaN stands for any value. An input that is also an output is upd
     versions            a Version each, the last of them the best: the trainer's own where the trainer has the kernel
     fp32                the arrays that are fp32 in every dtype; the others are real, as kernels.cu calls it
     flops, traffic      what it has to compute, and its bytes if they are not all of the inputs and outputs, once each
+    compiled_for_C      whether it calls kernels that are compiled for a model's channels, C
     limits              {dtype: largest relative error}, if not that of a kernel in test_gpt2.py
     torch               what PyTorch would do, for comparison: (torch, tensors) -> a function
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from test_gpt2 import (ATTENTION_LIMITS, attention, bf16, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm,
                        f32, gelu, heads, layernorm, moments, softmax, transposed)
-from train_gpt2 import (BLOCK, COLUMNS, FP32_COLUMNS, GPT2, LAUNCH, NUMBER, WARP, Config, UserError,
+from train_gpt2 import (ADAMW, BLOCK, COLUMNS, FOUR, FP32_COLUMNS, LAUNCH, NUMBER, PARTIAL_ROWS, WARP, UserError,
                         runs_of_equal)
 
 
@@ -70,6 +71,7 @@ class Ladder(NamedTuple):
     fp32: str = ""
     flops: Callable = None
     traffic: Callable = None
+    compiled_for_C: bool = False
     limits: dict = None
     torch: Callable = None
 
@@ -124,10 +126,10 @@ ROWS = ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=2,T=10,C=768", "B=1,T=5,C=1600")  # o
 
 
 @ladder("B=8,T=1024,C=768,V=50257", *(f"{shape},V=257" for shape in ROWS), args="out tokens wte wpe N T C",
-        traffic=lambda a: (2 * a.N + a.T) * a.C * a.itemsize + 4 * a.N, versions=(
+        fp32="out", traffic=lambda a: (a.N + a.T) * a.C * a.itemsize + 4 * a.N * (a.C + 1), versions=(
     Version("a thread a token", "encoder_forward1", THREAD, "N", threads=(32, 64, 128, 256)),
     Version("a thread a channel", "encoder_forward2", THREAD, "N*C"),
-    Version("16 bytes a lane: the trainer's", "encoder_forward", NUMBER, "N*C"),
+    Version("4 channels a lane: the trainer's", "encoder_forward", FOUR, "N*C"),
 ))
 def encoder_forward(a, draw):
     """out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]"""
@@ -165,66 +167,73 @@ def encoder_backward(a, draw):
 # Layernorm, and the residual stream before it
 
 
-@ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd", args="out mean rstd inp weight bias N C", versions=(
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="residual mean rstd", compiled_for_C=True,
+        args="out mean rstd inp residual weight bias N C", versions=(
     Version("a thread a row", "layernorm_forward1", THREAD, "N", threads=(32, 64, 128, 256)),
     Version("three kernels: means, deviations, and a thread a number", lambda launch, a: (
-        launch("layernorm_forward2_mean", BLOCK, a.N, a.mean, a.inp, a.C),
-        launch("layernorm_forward2_rstd", BLOCK, a.N, a.rstd, a.mean, a.inp, a.C),
-        launch("layernorm_forward2_normalize", THREAD, a.N * a.C, a.out, a.mean, a.rstd, a.inp, a.weight, a.bias, a.N,
-               a.C)), threads=(128, 256, 512)),
+        launch("layernorm_forward2_mean", BLOCK, a.N, a.mean, a.residual, a.C),
+        launch("layernorm_forward2_rstd", BLOCK, a.N, a.rstd, a.mean, a.residual, a.C),
+        launch("layernorm_forward2_normalize", THREAD, a.N * a.C, a.out, a.mean, a.rstd, a.inp, a.residual, a.weight,
+               a.bias, a.N, a.C)), threads=(128, 256, 512)),
     Version("one kernel, a warp a row", "layernorm_forward3", WARP, "N"),
-    Version("16 bytes a lane: the trainer's", "layernorm_forward", WARP, "N"),
-), torch=lambda torch, x: lambda: torch.nn.functional.layer_norm(x.inp, x.inp.shape[-1:], x.weight, x.bias))
+    Version("16 bytes a lane", "layernorm_forward4", WARP, "N"),
+    Version("the row in registers: the trainer's", "layernorm_forward", WARP, "N", threads=(64, 128, 256, 512),
+            args="out mean rstd inp residual no_branch weight bias N"),
+), torch=lambda torch, x: lambda: torch.nn.functional.layer_norm(
+    x.residual.to(x.weight.dtype), x.weight.shape, x.weight, x.bias))
 def layernorm_forward(a, draw):
-    """out (N,C) = (inp - mean) * rstd * weight + bias, with mean and rstd of each row"""
-    a.N = a.B * a.T
-    a.inp, a.weight, a.bias = draw(a.N, a.C), draw(a.C), draw(a.C)
-    mean, rstd = moments(a.inp)
-    return dict(out=layernorm(a.inp, a.weight, a.bias), mean=mean[:, 0], rstd=rstd[:, 0])
+    """out (N,C) = the layernorm of residual, with its mean and rstd, and inp = residual as a real"""
+    a.N, a.no_branch = a.B * a.T, None
+    a.residual, a.weight, a.bias = draw.fp32(a.N, a.C), draw(a.C), draw(a.C)
+    mean, rstd = moments(a.residual)
+    return dict(out=layernorm(a.residual, a.weight, a.bias), mean=mean[:, 0], rstd=rstd[:, 0], inp=a.residual)
 
 
-def add_partials(launch, a, out, partials):
-    launch("add_partials", FP32_COLUMNS, a.C, out, partials, a.blocks, a.C, threads=LAUNCH["add_partials"][0])
+def add_partials(launch, outs, partials):
+    """Add partials (len(outs),rows,columns) to the outs."""
+    rows, columns = partials.shape[-2:]
+    launch("add_partials", FP32_COLUMNS, (columns, len(outs)), *outs, *[None] * (3 - len(outs)), partials, rows,
+           columns, threads=LAUNCH["add_partials"][0])
 
 
-def layernorm_backward_in_registers(launch, a, name="layernorm_backward3"):
-    launch(name, BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N, a.C,
-           shared=a.threads // 32 * 2 * a.C * 4)
-    add_partials(launch, a, a.dweight, a.partials[0])
-    add_partials(launch, a, a.dbias, a.partials[1])
-
-
-trainers_layernorm_backward = functools.partial(layernorm_backward_in_registers, name="layernorm_backward")
+def trainers_layernorm_backward(launch, a):
+    sizes, device = launch.device.layernorm_sizes, launch.device
+    warps = min(a.threads, sizes.threads, device.max_shared // sizes.shared_of_warp * 32) // 32
+    blocks = min(device.multiprocessors, -(-a.N // warps))
+    partials = a.partials[: 3 * blocks].reshape(3, blocks, a.C)
+    launch("layernorm_backward", BLOCK, blocks, a.dresidual, partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
+           threads=32 * warps, shared=warps * sizes.shared_of_warp)
+    add_partials(launch, [a.dweight, a.dbias, a.before], partials)
 
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
 
 
-@ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd dweight dbias partials", args="dinp dweight dbias dout inp weight "
-        "mean rstd N C", versions=(
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd dweight dbias before partials", compiled_for_C=True,
+        args="dresidual dweight dbias before dout inp weight mean rstd N C", versions=(
     Version("a thread a row, with atomics", "layernorm_backward1", THREAD, "N", threads=(32, 64, 128, 256)),
     Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
-        "layernorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dbias, a.dout, a.inp, a.weight, a.mean, a.rstd,
-        a.N, a.C, shared=8 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
-    Version("16 bytes a lane, no atomics, sums in registers", layernorm_backward_in_registers, threads=(64, 128),
-            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(2, a.blocks, a.C)), fits=lambda a: a.C <= 1024),
-    Version("sums in shared memory: the trainer's", trainers_layernorm_backward, threads=(128, 256),
-            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(2, a.blocks, a.C))),
+        "layernorm_backward2", BLOCK, a.blocks, a.dresidual, a.dweight, a.dbias, a.before, a.dout, a.inp, a.weight,
+        a.mean, a.rstd, a.N, a.C, shared=12 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
+    Version("sums in registers, rows by asynchronous copies: the trainer's", trainers_layernorm_backward,
+            threads=(128, 256, 384), scratch=lambda a: dict(partials=(3 * PARTIAL_ROWS, a.C))),
 ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
     x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]))
 def layernorm_backward(a, draw):
-    """dinp (N,C), dweight (C) and dbias (C) += the gradients behind dout, of layernorm"""
+    """dresidual (N,C), dweight and dbias (C) += layernorm's gradients; before (C) += the sum of dresidual's rows"""
     a.N = a.B * a.T
-    a.inp, a.dout, a.dinp, a.weight = draw(a.N, a.C), draw(a.N, a.C), draw(a.N, a.C), draw(a.C)
-    a.dweight, a.dbias = draw.fp32(a.C), draw.fp32(a.C)
+    a.inp, a.dout, a.dresidual, a.weight = draw(a.N, a.C), draw(a.N, a.C), draw(a.N, a.C), draw(a.C)
+    a.dweight, a.dbias, a.before = draw.fp32(a.C), draw.fp32(a.C), draw.fp32(a.C)
     a.mean, a.rstd = (f32(x[:, 0]) for x in moments(a.inp))
-    dinp, dweight, dbias = dlayernorm(a.dout, a.inp, a.weight, 0)
-    return dict(dinp=a.dinp + dinp, dweight=a.dweight + dweight, dbias=a.dbias + dbias)
+    dx, dweight, dbias = dlayernorm(a.dout, a.inp, a.weight, 0)
+    dresidual = a.dresidual + dx
+    return dict(dresidual=dresidual, dweight=a.dweight + dweight, dbias=a.dbias + dbias,
+                before=a.before + dresidual.sum(0))
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, args="out inp1 inp2 N C", versions=(
     Version("a thread a number", "residual_forward1", THREAD, "N*C"),
-    Version("16 bytes a lane: the trainer's", "residual_forward", NUMBER, "N*C"),
+    Version("16 bytes a lane", "residual_forward2", NUMBER, "N*C"),
 ), torch=lambda torch, x: lambda: x.inp1 + x.inp2)
 def residual_forward(a, draw):
     """out (N,C) = inp1 + inp2"""
@@ -233,26 +242,29 @@ def residual_forward(a, draw):
     return dict(out=a.inp1 + a.inp2)
 
 
-def trainers_residual_and_layernorm(launch, a):
-    launch("residual_forward", NUMBER, a.N * a.C, a.residual, a.inp1, a.inp2, a.N, a.C)
-    launch("layernorm_forward", WARP, a.N, a.out, a.mean, a.rstd, a.residual, a.weight, a.bias, a.N, a.C)
+TRAINERS_LAYERNORM = "out mean rstd inp residual branch weight bias N"
 
 
-@ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd", args="residual out mean rstd inp1 inp2 weight bias N C", versions=(
-    Version("two kernels: residual_forward, layernorm_forward", trainers_residual_and_layernorm,
-            threads=(128, 256, 512)),
+def add_then_normalize(launch, a):
+    launch("fused_residual_forward1_add", FOUR, a.N * a.C, a.residual, a.branch, a.N, a.C)
+    launch("layernorm_forward", WARP, a.N, a.out, a.mean, a.rstd, a.inp, a.residual, None, a.weight, a.bias, a.N)
+
+
+@ladder("B=8,T=1024,C=768", *ROWS, fp32="residual mean rstd", compiled_for_C=True,
+        args=TRAINERS_LAYERNORM + " C", traffic=lambda a: a.N * (a.C * (8 + 3 * a.itemsize) + 8), versions=(
+    Version("two kernels: an addition, layernorm_forward", add_then_normalize, threads=(128, 256, 512)),
     Version("one kernel, the sum kept in shared memory", "fused_residual_forward2", WARP, "N", threads=(64, 128, 256),
-            shared=lambda a: a.threads // 32 * a.C * a.itemsize),
-    Version("16 bytes a lane", "fused_residual_forward3", WARP, "N", threads=(64, 128, 256),
-            shared=lambda a: a.threads // 32 * a.C * a.itemsize),
+            shared=lambda a: a.threads // 32 * a.C * 4),
+    Version("the sum in registers: the trainer's", "layernorm_forward", WARP, "N", threads=(64, 128, 256, 512),
+            args=TRAINERS_LAYERNORM),
 ))
 def fused_residual_forward(a, draw):
-    """residual (N,C) = inp1 + inp2, and out = its layernorm"""
+    """residual (N,C) += branch, inp = residual as a real, and out = its layernorm"""
     a.N = a.B * a.T
-    a.inp1, a.inp2, a.weight, a.bias = draw(a.N, a.C), draw(a.N, a.C), draw(a.C), draw(a.C)
-    residual = a.inp1 + a.inp2
-    mean, rstd = moments(draw.round(residual))
-    return dict(residual=residual, out=layernorm(draw.round(residual), a.weight, a.bias), mean=mean[:, 0],
+    a.residual, a.branch, a.weight, a.bias = draw.fp32(a.N, a.C), draw(a.N, a.C), draw(a.C), draw(a.C)
+    residual = f32(a.residual + a.branch)
+    mean, rstd = moments(residual)
+    return dict(residual=residual, inp=residual, out=layernorm(residual, a.weight, a.bias), mean=mean[:, 0],
                 rstd=rstd[:, 0])
 
 
@@ -330,7 +342,7 @@ def matmul_backward(a, draw):
 
 def trainers_matmul_backward_bias(launch, a):
     launch("matmul_backward_bias", COLUMNS, (a.OC, a.shares), a.partials, a.dout, a.N, a.OC)
-    launch("add_partials", FP32_COLUMNS, a.OC, a.dbias, a.partials, a.shares, a.OC)
+    add_partials(launch, [a.dbias], a.partials)
 
 
 @ladder("B=8,T=1024,OC=3072", "B=1,T=2,OC=32", "B=3,T=9,OC=288", "B=1,T=140,OC=1600", fp32="dbias partials",
@@ -340,7 +352,7 @@ def trainers_matmul_backward_bias(launch, a):
         "matmul_backward_bias2", THREAD, (a.OC, a.shares), a.dbias, a.dout, a.N, a.OC), threads=(128, 256),
         more=dict(shares=(16, 64, 256))),
     Version("16 bytes a lane, no atomics: the trainer's", trainers_matmul_backward_bias, threads=(256,),
-            more=dict(shares=(16, 32, 64)), scratch=lambda a: dict(partials=(a.shares, a.OC))),
+            more=dict(shares=(16, 32, 64)), scratch=lambda a: dict(partials=(1, a.shares, a.OC))),
 ), torch=lambda torch, x: lambda: x.dout.sum(0))
 def matmul_backward_bias(a, draw):
     """dbias (OC) += the sum over rows of dout (N,OC)"""
@@ -374,17 +386,10 @@ def by_queries(name, args):
     return run
 
 
-@functools.cache
-def trainers_attention_sizes(device, HS):
-    """How the trainer's attention is launched: rows of a block, and its bytes of shared memory."""
-    model = GPT2(Config(1, 1, 1, 1, HS, 1), device, 1, 1)
-    return model.attention_rows, model.attention_shared
-
-
 def trainers_attention(launch, a, relu=0):
-    rows, shared = trainers_attention_sizes(launch.device, a.HS)
-    launch("attention_forward", BLOCK, -(-a.T // rows) * a.B * a.NH, a.out, a.lse, a.qkv, a.scale, relu, a.T, a.NH,
-           threads=LAUNCH["attention_forward"][0], shared=shared)
+    sizes = launch.device.attention_sizes
+    launch("attention_forward", BLOCK, -(-a.T // sizes.rows) * a.B * a.NH, a.out, a.lse, a.qkv, a.scale, relu, a.T,
+           a.NH, threads=LAUNCH["attention_forward"][0], shared=sizes.shared_forward)
 
 
 def materialized_attention(launch, a):
@@ -409,8 +414,8 @@ def torch_attention(torch, x):
     Version("three kernels: tiles, online softmax, tiles", materialized_attention, threads=(128, 256),
             scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
     Version("flash in fp32", by_queries("attention_forward3", "out qkv scale T NH"), threads=(64, 128, 256)),
-    Version("flash on tensor cores: the trainer's", trainers_attention, threads=(128,), dtypes=("fp32", "tf32", "bf16"),
-            scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
+    Version("flash on tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention, threads=(128,),
+            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
 ), torch=torch_attention)
 def attention_forward(a, draw):
     """out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
@@ -432,12 +437,12 @@ def attention_backward_with_atomics(launch, a):
 
 
 def trainers_attention_backward(launch, a):
-    rows, shared = trainers_attention_sizes(launch.device, a.HS)
-    blocks = -(-a.T // rows) * a.B * a.NH
+    sizes = launch.device.attention_sizes
+    blocks = -(-a.T // sizes.rows) * a.B * a.NH
     launch("attention_backward_q", BLOCK, blocks, a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse, a.scale, 0, a.T, a.NH,
-           threads=LAUNCH["attention_backward_q"][0], shared=shared)
+           threads=LAUNCH["attention_backward_q"][0], shared=sizes.shared_backward)
     launch("attention_backward_kv", BLOCK, blocks, a.dqkv, a.dout, a.qkv, a.lse, a.delta, a.scale, 0, a.T, a.NH,
-           threads=LAUNCH["attention_backward_kv"][0], shared=shared)
+           threads=LAUNCH["attention_backward_kv"][0], shared=sizes.shared_backward)
 
 
 def torch_attention_backward(torch, x):
@@ -452,8 +457,8 @@ def torch_attention_backward(torch, x):
     Version("a thread a query, with atomics", attention_backward_with_atomics, threads=(64, 256), dtypes=("fp32",)),
     Version("a thread a row of dq, dk or dv", attention_backward_without_atomics, threads=(64, 128),
             scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
-    Version("tensor cores: the trainer's", trainers_attention_backward, threads=(128,), dtypes=("fp32", "tf32", "bf16"),
-            scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+    Version("tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention_backward, threads=(128,),
+            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
 ), torch=torch_attention_backward)
 def attention_backward(a, draw):
     """dqkv (B,T,3,NH,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
@@ -477,8 +482,8 @@ def attention_backward(a, draw):
         "relu_attention_forward1", THREAD, a.B * a.NH * a.T, a.out, a.qkv, a.scale, a.B, a.T, a.NH), threads=(64, 256)),
     Version("tiles of keys in shared memory", by_queries("relu_attention_forward2", "out qkv scale T NH"),
             threads=(64, 128, 256)),
-    Version("tensor cores: the trainer's", functools.partial(trainers_attention, relu=1), threads=(128,),
-            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
+    Version("tensor cores, by mma.sync or wgmma: the trainer's", functools.partial(trainers_attention, relu=1),
+            threads=(128,), dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
 ))
 def relu_attention_forward(a, draw):
     """out (B,T,NH,HS) = max(0, q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
@@ -610,9 +615,10 @@ def torch_cross_entropy(torch, x):
 
 
 def trainers_classifier(launch, a, with_gradient):
-    cached = with_gradient and a.Vp * a.itemsize <= launch.device.max_shared
-    launch("fused_classifier", BLOCK, a.N, a.logits, a.losses, a.targets, a.dloss, a.V, a.Vp, int(with_gradient),
-           int(cached), shared=a.Vp * a.itemsize if cached else 0)
+    shared, device = 2 * a.Vp * a.itemsize, launch.device
+    stages = 2 if shared <= device.max_shared else 0
+    launch("fused_classifier", BLOCK, min(a.N, device.multiprocessors if stages else a.N), a.logits, a.losses,
+           a.targets, a.dloss, a.N, a.V, a.Vp, int(with_gradient), stages, shared=shared if stages else 0)
 
 
 @ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="losses logits targets N V Vp", fp32="losses", versions=(
@@ -649,10 +655,10 @@ def crossentropy_softmax_backward(a, draw):
             limits=dict(fp32=1e-4)),
     Version("a block a row, three passes", "classifier_fused2", BLOCK, "N", threads=(256, 512, 1024)),
     Version("two passes", "classifier_fused3", BLOCK, "N", threads=(256, 512, 1024)),
-    Version("16 bytes a lane, the next row on its way", a_row_in_shared(
+    Version("16 bytes a lane, one row in shared memory", a_row_in_shared(
         "classifier_fused4", "logits losses targets dloss N V Vp"), threads=(512, 1024), more=dict(blocks=(132, 264))),
-    Version("16 bytes a lane, a row a block: the trainer's", functools.partial(trainers_classifier, with_gradient=True),
-            threads=(256, 512, 1024)),
+    Version("two rows in shared memory, if they fit: the trainer's", functools.partial(
+        trainers_classifier, with_gradient=True), threads=(256, 512, 1024)),
 ))
 def classifier_fused(a, draw):
     """losses (N) of logits (N,Vp), which become their gradient dloss * (softmax - 1 at the target)"""
@@ -673,66 +679,68 @@ def classifier_fused(a, draw):
 
 def norm_with_atomics(name, blocks=None):
     def run(launch, a):
-        launch.device.zero(a.out)
-        launch(name, THREAD if blocks is None else BLOCK, blocks(a) if blocks else a.n, a.out, a.grads, a.n)
+        launch.device.zero(a.norm)
+        launch(name, THREAD if blocks is None else BLOCK, blocks(a) if blocks else a.n, a.norm, a.grads, a.n)
+        launch("global_norm1_root", BLOCK, 1, a.norm, threads=1)
     return run
 
 
-def norm_without_atomics(launch, a):
-    launch("global_norm3", BLOCK, a.blocks, a.partials, a.grads, a.n)
-    launch("global_norm3_total", BLOCK, 1, a.out, a.partials, a.blocks, threads=1024)
-
-
-@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="grads out partials", limits=dict(fp32=1e-4), versions=(
+@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="grads norm", limits=dict(fp32=1e-4), versions=(
     Version("a thread a number, an atomic a block", norm_with_atomics("global_norm1"), dtypes=("fp32",)),
     Version("as many blocks as run at once", norm_with_atomics("global_norm2", lambda a: a.blocks), dtypes=("fp32",),
             threads=(256, 512), more=dict(blocks=BLOCKS)),
-    Version("16 bytes a lane, no atomics", norm_without_atomics, dtypes=("fp32",), threads=(256, 512),
-            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(a.blocks,))),
+    Version("16 bytes a lane, no float atomics: the trainer's", lambda launch, a: launch(
+        "global_norm", BLOCK, a.blocks, a.norm, a.grads, a.n), dtypes=("fp32",), threads=(256, 512),
+        more=dict(blocks=BLOCKS)),
 ), torch=lambda torch, x: lambda: torch.linalg.vector_norm(x.grads))
 def global_norm(a, draw):
-    """out (1) = the sum of the squares of grads (n)"""
-    a.grads = draw.fp32(a.n)
-    return dict(out=np.array([np.square(a.grads).sum()]))
+    """norm[0] = the square root of the sum of the squares of grads (n)"""
+    a.grads, a.norm = draw.fp32(a.n), np.zeros(2 + max(BLOCKS))
+    return dict(norm=np.r_[np.sqrt(np.square(a.grads).sum()), 0, np.full(max(BLOCKS), np.nan)])
 
 
 def adamw_line_by_line(launch, a):
-    launch("adamw1_decay", THREAD, a.n, a.master, a.starts, a.decayed, a.tensors, a.n, a.learning_rate * a.weight_decay)
-    launch("adamw1_m", THREAD, a.n, a.m, a.grads, a.n, a.rate1)
-    launch("adamw1_v", THREAD, a.n, a.v, a.grads, a.n, a.rate2)
-    launch("adamw1_step", THREAD, a.n, a.params, a.master, a.m, a.v, a.n, a.learning_rate, a.correction1, a.correction2,
-           a.eps)
+    launch("adamw1_clip", THREAD, a.n, a.grads, a.n, a.settings, a.norm)
+    launch("adamw1_decay", THREAD, a.n, a.master, a.starts, a.decayed, a.tensors, a.n, a.settings)
+    launch("adamw1_m", THREAD, a.n, a.m, a.grads, a.n, a.settings)
+    launch("adamw1_v", THREAD, a.n, a.v, a.grads, a.n, a.settings)
+    launch("adamw1_step", THREAD, a.n, a.params, a.master, a.m, a.v, a.n, a.settings)
+    launch("adamw1_zero", THREAD, a.n, a.grads, a.starts, a.added_to, a.tensors, a.n)
 
 
-ADAMW = ("params master grads m v starts decayed tensors n learning_rate rate1 rate2 correction1 correction2 eps "
-         "weight_decay")
-
-
-@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="master grads m v decayed", args=ADAMW, versions=(
-    Version("four kernels, a line of the algorithm each", adamw_line_by_line, threads=(256, 512, 1024)),
+@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="master grads m v settings norm",
+        args="params master grads m v starts decayed added_to tensors n settings norm",
+        traffic=lambda a: (28 + a.itemsize % 4) * a.n + 4 * a.zeroed, versions=(
+    Version("six kernels, a line of the algorithm each", adamw_line_by_line, threads=(256, 512, 1024)),
     Version("one kernel, a thread a number", "adamw2", THREAD, "n"),
     Version("16 bytes a lane: the trainer's", "adamw", NUMBER, "n"),
 ))
 def adamw(a, draw):
-    """a step of AdamW on n numbers, with m and v, in 16 tensors; params are rounded copies of the master"""
-    a.learning_rate, a.rate1, a.rate2, a.eps, a.weight_decay = map(float, np.float32([0.01, 0.1, 0.001, 1e-8, 0.1]))
-    a.correction1, a.correction2, a.tensors = 1 / (1 - (1 - a.rate1)**3), 1 / (1 - (1 - a.rate2)**3), min(16, a.n // 32)
+    """a step of AdamW on n numbers, clipped, in 16 tensors of arenas; params are rounded copies of the master"""
+    values = dict(learning_rate=0.01, rate1=0.1, rate2=0.001, eps=1e-8, weight_decay=0.1, clip=1.0,
+                  correction1=1 / (1 - 0.9**3), correction2=1 / (1 - 0.999**3))
+    a.settings, a.norm, a.tensors = f32([values[name] for name in ADAMW]), np.array([2.5]), min(16, a.n // 32)
     a.starts = np.append(np.arange(a.tensors) * (a.n // a.tensors // 32 * 32), a.n).astype(np.uint64)
-    a.decayed = np.resize([1.0, 0.0, 0.0], a.tensors)
+    a.decayed = np.resize(np.int32([1, 0, 0]), a.tensors)
+    a.added_to = np.resize(np.int32([0, 1, 0, 0, 0]), a.tensors)
     a.master, a.grads, a.m, a.v = draw.fp32(a.n), draw.fp32(a.n), draw.fp32(a.n), abs(draw.fp32(a.n))
+    s = dict(zip(ADAMW, a.settings))
 
     def step(p, g, m, v, decayed):
-        m, v = m + a.rate1 * (g - m), v + a.rate2 * (g**2 - v)
-        change = m * a.correction1 / (np.sqrt(v * a.correction2) + a.eps)
-        return p - a.learning_rate * (change + a.weight_decay * decayed * p), m, v
+        g = g * s["clip"] / a.norm
+        m, v = m + s["rate1"] * (g - m), v + s["rate2"] * (g**2 - v)
+        change = m * s["correction1"] / (np.sqrt(v * s["correction2"]) + s["eps"])
+        return p - s["learning_rate"] * (change + s["weight_decay"] * decayed * p), m, v
 
-    decayed = np.repeat(a.decayed.astype(bool), np.diff(a.starts.astype(np.int64)))
+    decayed, zeroed = (np.repeat(x.astype(bool), np.diff(a.starts.astype(np.int64))) for x in (a.decayed, a.added_to))
+    a.zeroed = int(zeroed.sum())
     master, m, v = (x.reshape(-1) for x in in_parts(step, *(
         x.reshape(-1, 32) for x in (a.master, a.grads, a.m, a.v, decayed))))
+    expected = dict(master=master, m=m, v=v, grads=np.where(zeroed, 0, np.nan))  # the others may be clipped, or not
     if draw.bf16:
-        return dict(params=master, master=master, m=m, v=v)
+        return dict(expected, params=master)
     a.params = None  # in fp32 they are the master
-    return dict(master=master, m=m, v=v)
+    return expected
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -755,7 +763,7 @@ def rmsnorm_forward(a, draw):
 def rmsnorm_backward_in_registers(launch, a):
     launch("rmsnorm_backward3", BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
            shared=a.threads // 32 * a.C * 4)
-    add_partials(launch, a, a.dweight, a.partials)
+    add_partials(launch, [a.dweight], a.partials)
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C",
@@ -765,7 +773,7 @@ def rmsnorm_backward_in_registers(launch, a):
         "rmsnorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
         shared=4 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
     Version("16 bytes a lane, sums in registers", rmsnorm_backward_in_registers, threads=(128, 256),
-            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(a.blocks, a.C)), fits=lambda a: a.C <= 1024),
+            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(1, a.blocks, a.C)), fits=lambda a: a.C <= 1024),
 ))
 def rmsnorm_backward(a, draw):
     """dinp (N,C) and dweight (C) += the gradients behind dout, of rmsnorm"""

@@ -1,40 +1,44 @@
-// out (N,C) = (inp - mean) * rstd * weight + bias, with mean and rstd = 1/sqrt(variance + 1e-5) of each row of inp.
+// out (N,C) = (residual - mean) * rstd * weight + bias, with mean and rstd = 1/sqrt(variance + 1e-5) of each row of the
+// fp32 residual stream, and inp (N,C) = residual as a real, which the backward pass will want.
 
 // A thread a row, as one would write it in C: the mean, the variance around it, the result. There are only N threads,
 // at N = 8,192 two warps for each multiprocessor of an H200, which has room for 64; and the 32 lanes of a warp read 32
 // rows, so that each of their loads is 32 requests where one would do. The memory waits for the threads.
 extern "C" __global__ void layernorm_forward1(real* __restrict__ out, float* __restrict__ mean,
-                                              float* __restrict__ rstd, const real* __restrict__ inp,
-                                              const real* __restrict__ weight, const real* __restrict__ bias, int N,
-                                              int C) {
+                                              float* __restrict__ rstd, real* __restrict__ inp,
+                                              const float* __restrict__ residual, const real* __restrict__ weight,
+                                              const real* __restrict__ bias, int N, int C) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;
-    const real* x = inp + (size_t)row * C;
+    const float* x = residual + (size_t)row * C;
     float m = 0.0f, variance = 0.0f;
-    for (int c = 0; c < C; c++) m += to_float(x[c]);
+    for (int c = 0; c < C; c++) m += x[c];
     m /= C;
-    for (int c = 0; c < C; c++) variance += (to_float(x[c]) - m) * (to_float(x[c]) - m);
+    for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
     float s = 1.0f / sqrtf(variance / C + 1e-5f);
-    for (int c = 0; c < C; c++)
-        from_float(out[(size_t)row * C + c], (to_float(x[c]) - m) * s * to_float(weight[c]) + to_float(bias[c]));
+    for (int c = 0; c < C; c++) {
+        from_float(inp[(size_t)row * C + c], x[c]);
+        from_float(out[(size_t)row * C + c], (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
+    }
     mean[row] = m, rstd[row] = s;
 }
 
 // Enough threads, and lanes that read neighbours: a block a row for the mean, again for the deviation, then a thread
 // for each number. All loads and stores are now whole lines. But the row comes from device memory, or at best from L2,
 // three times, once for each kernel, where the work needs it once.
-extern "C" __global__ void layernorm_forward2_mean(float* __restrict__ mean, const real* __restrict__ inp, int C) {
+extern "C" __global__ void layernorm_forward2_mean(float* __restrict__ mean, const float* __restrict__ residual,
+                                                   int C) {
     float sum = 0.0f;
-    for (int c = threadIdx.x; c < C; c += blockDim.x) sum += to_float(inp[(size_t)blockIdx.x * C + c]);
+    for (int c = threadIdx.x; c < C; c += blockDim.x) sum += residual[(size_t)blockIdx.x * C + c];
     sum = block_reduce<warp_sum>(sum, 0.0f);
     if (threadIdx.x == 0) mean[blockIdx.x] = sum / C;
 }
 
 extern "C" __global__ void layernorm_forward2_rstd(float* __restrict__ rstd, const float* __restrict__ mean,
-                                                   const real* __restrict__ inp, int C) {
+                                                   const float* __restrict__ residual, int C) {
     float m = mean[blockIdx.x], sum = 0.0f;
     for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        float x = to_float(inp[(size_t)blockIdx.x * C + c]) - m;
+        float x = residual[(size_t)blockIdx.x * C + c] - m;
         sum += x * x;
     }
     sum = block_reduce<warp_sum>(sum, 0.0f);
@@ -42,35 +46,72 @@ extern "C" __global__ void layernorm_forward2_rstd(float* __restrict__ rstd, con
 }
 
 extern "C" __global__ void layernorm_forward2_normalize(real* __restrict__ out, const float* __restrict__ mean,
-                                                        const float* __restrict__ rstd, const real* __restrict__ inp,
+                                                        const float* __restrict__ rstd, real* __restrict__ inp,
+                                                        const float* __restrict__ residual,
                                                         const real* __restrict__ weight, const real* __restrict__ bias,
                                                         int N, int C) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)N * C) return;
     int row = i / C, c = i % C;
-    from_float(out[i], (to_float(inp[i]) - mean[row]) * rstd[row] * to_float(weight[c]) + to_float(bias[c]));
+    from_float(inp[i], residual[i]);
+    from_float(out[i], (residual[i] - mean[row]) * rstd[row] * to_float(weight[c]) + to_float(bias[c]));
 }
 
 // One kernel: whoever has read a row normalises it too, while it is still in L1, so device memory gives it once. The
 // row's owner is a warp: its two sums are five shuffles each, where a block would wait at barriers, and eight rows of a
 // block are independent of each other. The weight and the bias are read by all warps, and stay in L1.
 extern "C" __global__ void layernorm_forward3(real* __restrict__ out, float* __restrict__ mean,
-                                              float* __restrict__ rstd, const real* __restrict__ inp,
-                                              const real* __restrict__ weight, const real* __restrict__ bias, int N,
-                                              int C) {
+                                              float* __restrict__ rstd, real* __restrict__ inp,
+                                              const float* __restrict__ residual, const real* __restrict__ weight,
+                                              const real* __restrict__ bias, int N, int C) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= N) return;
-    const real* x = inp + (size_t)row * C;
+    const float* x = residual + (size_t)row * C;
     float sum = 0.0f;
-    for (int c = lane; c < C; c += 32) sum += to_float(x[c]);
+    for (int c = lane; c < C; c += 32) sum += x[c];
     float m = warp_sum(sum) / C;
     sum = 0.0f;
-    for (int c = lane; c < C; c += 32) sum += (to_float(x[c]) - m) * (to_float(x[c]) - m);
+    for (int c = lane; c < C; c += 32) sum += (x[c] - m) * (x[c] - m);
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
-    for (int c = lane; c < C; c += 32)
-        from_float(out[(size_t)row * C + c], (to_float(x[c]) - m) * s * to_float(weight[c]) + to_float(bias[c]));
+    for (int c = lane; c < C; c += 32) {
+        from_float(inp[(size_t)row * C + c], x[c]);
+        from_float(out[(size_t)row * C + c], (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
+    }
     if (lane == 0) mean[row] = m, rstd[row] = s;
 }
 
-// layernorm_forward in kernels.cu: the same with 16 bytes a lane. A warp's load is then four lines in one instruction
-// instead of one or a half, so that a quarter or an eighth of the instructions keep as many bytes in flight.
+// The same with 16 bytes a lane: a warp's load is four lines in one instruction instead of one, so that a quarter of
+// the instructions keep as many bytes in flight. Packs of 4, also where real is bf16: with 8 a lane would read 32
+// bytes of the stream by two loads, each of which touches every sector of a kilobyte and takes half of it.
+extern "C" __global__ void layernorm_forward4(real* __restrict__ out, float* __restrict__ mean,
+                                              float* __restrict__ rstd, real* __restrict__ inp,
+                                              const float* __restrict__ residual, const real* __restrict__ weight,
+                                              const real* __restrict__ bias, int N, int C) {
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N) return;
+    size_t start = (size_t)row * C;
+    const float* x = residual + start;
+    float sum = 0.0f;
+    for (int c = 4 * lane; c < C; c += 128) {
+        Pack<4> v = load<4>(x + c);
+        for (int i = 0; i < 4; i++) sum += v[i];
+    }
+    float m = warp_sum(sum) / C;
+    sum = 0.0f;
+    for (int c = 4 * lane; c < C; c += 128) {
+        Pack<4> v = load<4>(x + c);
+        for (int i = 0; i < 4; i++) sum += (v[i] - m) * (v[i] - m);
+    }
+    float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
+    for (int c = 4 * lane; c < C; c += 128) {
+        Pack<4> v = load<4>(x + c), w = load<4>(weight + c), b = load<4>(bias + c);
+        store(inp + start + c, v);
+        for (int i = 0; i < 4; i++) v[i] = (v[i] - m) * s * w[i] + b[i];
+        store(out + start + c, v);
+    }
+    if (lane == 0) mean[row] = m, rstd[row] = s;
+}
+
+// layernorm_forward in kernels.cu, with branch = null. It is compiled for its C, so the loops over a row are
+// unrolled and the row has registers of known names: it is loaded once, all of its loads are on their way before the
+// first number is needed, and L1 is left to the weight and the bias.

@@ -145,7 +145,8 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
     float d[4][4][4] = {};
     load_stage(0, 0);
     for (int c = 0, stage = 0; c < C; c += tiles::STEP, stage ^= 1) {
-        copies_arrive();
+        copies_end();
+        copies_arrive<0>();
         __syncthreads();  // this stage is filled, and nobody reads the other any more
         if (c + tiles::STEP < C) load_stage(stage ^ 1, c + tiles::STEP);
         tiles::multiply_transposed(d, tile(stage, 0), r, tile(stage, 1), s);
