@@ -9,7 +9,8 @@
 
 The versions of a kernel are in the .cu file of its name, which is compiled after kernels.cu; what they are given, what
 NumPy says to it, and how they are launched, is in ladders.py. Without a GPU everything is checked on the CPU device,
-and nothing is timed. The exit status is 1 if a result is wrong.
+and nothing is timed. A version that fails, or whose result is wrong, is an error line, and an error in the table; the
+others go on, and the exit status is 1.
 """
 import argparse
 import contextlib
@@ -264,6 +265,15 @@ def ceiling(device, what):
     return CEILINGS[what]
 
 
+class Failure(NamedTuple):
+    """What went wrong with a version, or, if that has no number, with the kernel's arrays or its comparison."""
+    kernel: str
+    number: int | None
+    dtype: str
+    what: str
+    line: str
+
+
 class Timing(NamedTuple):
     """What one version takes in one dtype, at the best of its choices."""
     kernel: str
@@ -314,12 +324,17 @@ def run_version(bench, number, timed, show):
     """Check a version with each choice and, if timed, time it. Returns (error lines, the best Timing or None)."""
     version, timings, errors = bench.ladder.versions[number - 1], [], []
     for choice in choices_of(version):
-        works = list(bench.launches(version, choice))
-        error = bench.error(version, number, choice, works[0])
-        if error:
-            errors.append(error)
-        elif timed:
-            timings.append(timing_of(bench, version, number, choice, time_rounds(bench.device, works)))
+        try:
+            works = list(bench.launches(version, choice))
+            error = bench.error(version, number, choice, works[0])
+            if error:
+                errors.append(error)
+            elif timed:
+                timings.append(timing_of(bench, version, number, choice, time_rounds(bench.device, works)))
+        except Exception as e:  # one version's failure is no reason not to run the others
+            errors.append(f"{bench.ladder.name} {number} ({bench.device.dtype}, {words(choice)}): {one_line(e)}")
+            if is_lost(bench.device):
+                break
     best = min(timings, key=lambda t: t.seconds, default=None)
     for t in timings if show else ():
         print(f"  {words(t.choice):28} {1e6 * t.seconds:12,.1f} us {t.rate:>16} {t.share:7.1%} of the ceiling"
@@ -327,28 +342,52 @@ def run_version(bench, number, timed, show):
     return errors, best
 
 
+def one_line(e):
+    return f"{type(e).__name__}: {' '.join(str(e).split())}"
+
+
+def is_lost(device):
+    """Whether a kernel's fault, such as an address that does not exist, has taken the GPU from this process."""
+    try:
+        device.synchronize()
+        return False
+    except Exception:
+        return True
+
+
 class Results:
-    """What a run of several versions gives: how many there were, the error lines, the Timings, and the seconds of the
-    libraries, {(kernel, dtype): seconds}."""
+    """What a run of several versions gives: how many there were, the Failures and Timings, the seconds of the
+    libraries, {(kernel, dtype): seconds}, and the device's name."""
 
     def __init__(self):
-        self.runs, self.errors, self.timings, self.library, self.device = 0, [], [], {}, None
+        self.runs, self.failures, self.timings, self.library, self.device = 0, [], [], {}, None
+
+    def fail(self, *failure):
+        self.failures.append(Failure(*failure))
+        print(f"error: {self.failures[-1].line}", file=sys.stderr, flush=True)
 
 
 def run_ladder(ladder, device, sizes, numbers, timed, show, results):
     """Run the versions of a kernel that have the device's dtype and do these sizes, and add to the results."""
-    bench = Bench(ladder, device, sizes, timed)
+    try:
+        bench = Bench(ladder, device, sizes, timed)
+    except UserError:  # of the sizes that were asked for
+        raise
+    except Exception as e:
+        results.fail(ladder.name, None, device.dtype, "", f"{ladder.name} ({device.dtype}): {one_line(e)}")
+        return
     for number in numbers:
         version = ladder.versions[number - 1]
+        if is_lost(device):
+            return
         if version.fits and not version.fits(bench.given):
             continue
         if show:
             print(f"{ladder.name} {number}, {device.dtype}: {version.what}", flush=True)
         errors, best = run_version(bench, number, timed, show)
         results.runs += 1
-        results.errors += errors
         for line in errors:
-            print(f"error: {line}", file=sys.stderr, flush=True)
+            results.fail(ladder.name, number, device.dtype, version.what, line)
         if best:
             results.timings.append(best)
         if best and version.library:
@@ -359,7 +398,7 @@ def run_ladder(ladder, device, sizes, numbers, timed, show, results):
         try:
             seconds = time_torch(bench)
         except Exception as e:  # a library's failure is no reason to measure nothing
-            print(f"PyTorch could not do {ladder.name} in {device.dtype}: {str(e).splitlines()[0]}")
+            print(f"PyTorch could not do {ladder.name} in {device.dtype}: {one_line(e)}")
             return
         if seconds:
             results.library[ladder.name, device.dtype] = seconds
@@ -370,9 +409,9 @@ def numbers_of(ladder, dtype, number=None):
     return [n for n, version in enumerate(ladder.versions, 1) if dtype in version.dtypes and number in (None, n)]
 
 
-def run(name, ladders, number, shapes, dtypes, timed, show, tables):
+def run(name, ladders, number, shapes, dtypes, timed, show, report):
     """Run all versions of kernels, or the one of this number, on a device of this name, at shapes(ladder). `show`
-    prints each timing, `tables` each kernel's table."""
+    prints each timing; report(ladder, results) is called behind each kernel."""
     def wanted(ladder):
         return [(sizes, (dtype, *model_of(ladder, sizes))) for sizes in shapes(ladder) for dtype in dtypes
                 if numbers_of(ladder, dtype, number)]
@@ -392,10 +431,13 @@ def run(name, ladders, number, shapes, dtypes, timed, show, tables):
             results.device = str(device).split(",")[0]
             with device.stream if name == "cuda" else contextlib.nullcontext():
                 run_ladder(ladder, device, sizes, numbers_of(ladder, dtype, number), timed, show, results)
+            if is_lost(device):
+                results.fail(ladder.name, None, dtype, "", "the GPU is lost to this process: the rest was not run")
+                report(ladder, results)
+                return results
             if name == "cuda":
                 device.cupy.get_default_memory_pool().free_all_blocks()
-        if tables:
-            print(f"\n{ladder.name}: {ladder.summary}\n{ladder_table(ladder, results)}", flush=True)
+        report(ladder, results)
     return results
 
 
@@ -417,6 +459,9 @@ def ladder_table(ladder, results):
         cells = (t.number, t.dtype, t.what, words(t.choice), f"{1e6 * t.seconds:,.1f} us", speed_up, t.rate,
                  f"{t.share:.1%}", f"{of_library / t.seconds:.0%}" if of_library else "")
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
+    for f in results.failures:
+        if f.kernel == ladder.name:
+            lines.append(f"| {f.number or ''} | {f.dtype} | {f.what} | error: {f.line.replace('|', '/')} | | | | | |\n")
     return HEADER + "".join(lines)
 
 
@@ -426,9 +471,9 @@ def write_results(path, ladders, results):
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Measured\n\n{begin}{end}"
     if begin not in text or end not in text:
         raise UserError(f"{path}: has no lines {begin.strip()!r} and {end.strip()!r} to write between: put them in")
-    rates = ", ".join(f"{CEILINGS[dtype] / 1e12:,.1f} TFLOP/s in {dtype}" for dtype in DTYPES if dtype in CEILINGS)
-    body = (f"\n{results.device}. Ceilings, measured in the same run: copies {CEILINGS['copy'] / 1e12:.2f} TB/s; "
-            f"cuBLAS {rates}.\n")
+    rates = [f"copies {CEILINGS['copy'] / 1e12:.2f} TB/s"] if "copy" in CEILINGS else []
+    rates += [f"cuBLAS {CEILINGS[dtype] / 1e12:,.1f} TFLOP/s in {dtype}" for dtype in DTYPES if dtype in CEILINGS]
+    body = f"\n{results.device}. Ceilings, measured in the same run: {', '.join(rates)}.\n"
     for ladder in ladders:
         body += f"\n## {ladder.name} ({ladder.shape})\n\n{ladder.summary}\n\n{ladder_table(ladder, results)}"
     head, rest = text.split(begin)
@@ -487,6 +532,8 @@ def main():
     parser.add_argument("--check", action="store_true", help="only check, at small odd shapes")
     parser.add_argument("--shape", help="sizes that differ from the default, such as B=8,T=1024,C=768")
     parser.add_argument("--dtype", choices=DTYPES, help="only in this one (default: all that a version has)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER",
+                        help="where --all writes RESULTS.md and ladders.svg (default: dev/cuda if of all kernels)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda if there is a GPU)")
     flags = parser.parse_args()
     name = flags.device or ("cuda" if has_gpu() else "cpu")
@@ -510,19 +557,25 @@ def main():
             return [parse_shape(text) for text in ladder.checks]
         return [parse_shape(ladder.shape)]
 
-    timed = name == "cuda" and not flags.check
+    timed, out = name == "cuda" and not flags.check, flags.out or (None if flags.kernel else LAB)
+
+    def report(ladder, results):  # what was measured is on disk before the next kernel begins
+        if timed and flags.all:
+            print(f"\n{ladder.name}: {ladder.summary}\n{ladder_table(ladder, results)}", flush=True)
+        if timed and flags.all and out:
+            out.mkdir(parents=True, exist_ok=True)
+            done = ladders[: ladders.index(ladder) + 1]
+            write_results(out / "RESULTS.md", done, results)
+            draw_chart(out / "ladders.svg", done, results.timings)
+
     results = run(name, ladders, flags.version, shapes, [flags.dtype] if flags.dtype else DTYPES, timed,
-                  show=bool(flags.kernel and not flags.check), tables=timed and flags.all)
-    if timed and flags.all and not flags.kernel:
-        write_results(LAB / "RESULTS.md", ladders, results)
-        draw_chart(LAB / "ladders.svg", ladders, results.timings)
-    if not (flags.kernel or flags.dtype):
+                  bool(flags.kernel and not flags.check), report)
+    if not (flags.kernel or flags.dtype or results.failures):
         source = "".join((LAB / f"{ladder.name}.cu").read_text(encoding="utf-8") for ladder in ladders)
         for kernel in sorted(read_kernels(source).keys() - Launch.used):
-            results.errors.append(f"{kernel} has no row in ladders.py")
-            print(f"error: {results.errors[-1]}", file=sys.stderr)
-    print(f"{results.runs} runs, {len(results.errors)} wrong")
-    return 1 if results.errors else 0
+            results.fail(kernel, None, "", "", f"{kernel} has no row in ladders.py")
+    print(f"{results.runs} runs, {len(results.failures)} wrong")
+    return 1 if results.failures else 0
 
 
 if __name__ == "__main__":
