@@ -154,8 +154,8 @@ __device__ __forceinline__ int row_of(size_t i, int C) { return (unsigned)(i / W
 
 // ---- encoder: token and position embeddings ----
 
-// out (B,T,C), the residual stream, = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]. A thread for
-// each 4 channels, 16 bytes of out.
+// out (B,T,C), the residual stream, = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]. A thread for each 4 channels,
+// 16 bytes of out.
 extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* __restrict__ tokens,
                                            const real* __restrict__ wte, const real* __restrict__ wpe,
                                            int N, int T, int C) {
@@ -210,10 +210,10 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
         if (CHANNELS % (32 * n) == 0 || c < CHANNELS)
 
 // residual (N,C) += branch (N,C), unless that is null: what a layer adds to the stream. Then
-// out (N,C) = (residual - mean) * rstd * weight + bias, with mean and rstd = 1/sqrt(variance + 1e-5) of each row in (N),
-// and inp (N,C) = residual as a real, for the backward pass. Together they read and write each number once. The variance
-// is taken around the mean, since E[x^2] - E[x]^2 would cancel. Packs of 4, or each of two loads of 16 bytes from the
-// fp32 stream would touch every sector.
+// out (N,C) = (residual - mean) * rstd * weight + bias, with mean and rstd = 1/sqrt(variance + 1e-5) of each row in
+// (N), and inp (N,C) = residual as a real, for the backward pass. Together they read and write each number once. The
+// variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. Packs of 4, or each of two loads of 16 bytes
+// from the fp32 stream would touch every sector.
 extern "C" __global__ void layernorm_forward(real* __restrict__ out, float* __restrict__ mean,
                                              float* __restrict__ rstd, real* __restrict__ inp, float* residual,
                                              const real* __restrict__ branch, const real* __restrict__ weight,
@@ -260,12 +260,12 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
 
 // With norm = (inp - mean) * rstd and dnorm = dout * weight, of each row:
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
-// and partials (3, gridDim.x, C) = of the rows of each block the sums of dout * norm, of dout, and of the new dresidual:
-// the gradients of weight and bias, and of the bias of the linear layer whose output was added to the stream before.
-// add_partials adds them up. The sums of a warp's rows stay in its registers. Rows come into shared memory
+// and partials (3, gridDim.x, C) = of the rows of each block the sums of dout * norm, of dout, and of the new
+// dresidual: the gradients of weight and bias, and of the bias of the linear layer whose output was added to the stream
+// before. add_partials adds them up. The sums of a warp's rows stay in its registers. Rows come into shared memory
 // (warps, 2 stages, 3, C) by copies that no register waits for, the next one while one is at work, so that a
 // multiprocessor always has some tens of KB on their way; one block fills it.
-constexpr int LAYERNORM_THREADS = CHANNELS <= 1024 ? 384 : 256;
+constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : 256;
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
     real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
     const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ mean,
@@ -342,8 +342,8 @@ extern "C" __constant__ int layernorm_sizes[] = {LAYERNORM_THREADS, 2 * 3 * CHAN
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
 // The sum of each column of inp (N,OC), of the rows share, share + shares, ... of every 32. Eight lanes read 128
-// neighbouring bytes of a row, and the 32 such groups of a block take every 32nd row. It is added to out (OC), or set if
-// there are several shares.
+// neighbouring bytes of a row, and the 32 such groups of a block take every 32nd row. It is added to out (OC), or set
+// if there are several shares.
 template <class T>
 __device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, int N, int OC,
                                             int share, int shares) {
@@ -427,9 +427,9 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], 
 }
 
 // TF32 has products of 8 summed columns, of which a lane holds q and q+4, not 2q and 2q+1: A and B are permuted alike,
-// and the sum is the same. A tensor core reads the upper 10 bits of a mantissa, so half of the 11th, added first, rounds.
-// fp32 is three products of TF32 halves, x = big + small, without the one of the small halves, which is beyond the last
-// bit (Ootomo and Yokota 2022, section 3).
+// and the sum is the same. A tensor core reads the upper 10 bits of a mantissa, so half of the 11th, added first,
+// rounds. fp32 is three products of TF32 halves, x = big + small, without the one of the small halves, which is beyond
+// the last bit (Ootomo and Yokota 2022, section 3).
 __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -511,14 +511,15 @@ __device__ __forceinline__ void products_arrive(float (&d)[1][8][4]) {
 // over s <= t, or max(0, score / sqrt(HS)) there for ReLU attention, and out (B,T,NH,HS) = weight v. The weights (T,T)
 // are never stored: a block takes ROWS rows of one head and walks over the other side in tiles that pass through shared
 // memory; while it works on one tile, the next is on its way. A tile's scores live in the registers of the warps that
-// have their rows. What bounds it is the tensor cores, and shared memory that feeds them. (A prime is a transpose, t
-// the position of a query, s that of a key, scale = 1 / sqrt(HS).)
+// have their rows. What bounds it is that each product waits for the one before: several blocks on a multiprocessor
+// fill each other's gaps, as far as their registers allow. (A prime is a transpose, t the position of a query, s that
+// of a key, scale = 1 / sqrt(HS).)
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros to whole products
 constexpr int THREADS = 128;
-// A warp has M times 16 rows. What it reads of a tile serves all its rows: 32 of them halve the traffic of shared memory,
-// where the registers can hold their results. On Hopper the tensor cores do the reading, for GROUP rows, a warp group's.
-// TILE is the rows of the other side in a tile of the backward passes, KEYS those of the forward pass, LD the length of
-// a row in shared memory.
+// A warp has M times 16 rows. What it reads of a tile serves all its rows: 32 of them halve the traffic of shared
+// memory, where the registers can hold their results. On Hopper the tensor cores do the reading, for GROUP rows, a warp
+// group's. TILE is the rows of the other side in a tile of the backward passes, KEYS those of the forward pass, LD the
+// length of a row in shared memory.
 #ifdef HOPPER
 constexpr int M = 1, GROUP = 64, TILE = 64, LD = HP;
 #else
@@ -699,14 +700,14 @@ __device__ __forceinline__ float row_sum(float x) {
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
 
-// Computes out as above, and for softmax keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), from
-// which the backward pass makes the weights again; exponentials are to base 2, as in hardware. The maximum and the sum
-// of a row are those of the tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein 2018,
-// algorithm 3). The blocks of a head, which share its keys in L2, are neighbours; the last rows, which see the most
-// keys, come first.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(real* __restrict__ out, float* __restrict__ lse,
-                                                                    const real* __restrict__ qkv, float scale,
-                                                                    int relu, int T, int NH) {
+// Computes out as above, and for softmax keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale),
+// from which the backward pass makes the weights again; exponentials are to base 2, as in hardware. The maximum and the
+// sum of a row are those of the tiles seen so far, and out is rescaled when the maximum grows (Milakov and Gimelshein
+// 2018, algorithm 3). The blocks of a head, which share its keys in L2, are neighbours; the last rows, which see the
+// most keys, come first.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(
+    real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
+    int NH) {
     DYNAMIC_SHARED(real, shared);  // queries (ROWS, LD); two stages of keys and values (2, 2, KEYS, LD)
     int blocks = (T + ROWS - 1) / ROWS, head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
     int first = (blocks - 1 - blockIdx.x % blocks) * ROWS, C = NH * HS;
@@ -779,8 +780,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_forward(real*
     }
 }
 
-// The backward pass's weights from scores, in place, and then the gradients of the scores from those of the weights, but
-// for the factor scale, which is left to the results. of_score(n, i) is the lse and the delta of a score's query.
+// The backward pass's weights from scores, in place, and then the gradients of the scores from those of the weights,
+// but for the factor scale, which is left to the results. lse_of and delta_of (m, n, i) are of an element's query.
 template <class F>
 __device__ __forceinline__ void make_weights(float (&s)[M][TILE / 8][4], int relu, float scale, F lse_of) {
     if (relu) {
@@ -962,8 +963,8 @@ extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __
 // dloss * (softmax - 1 at the target), zeros in the padding; else they are left as they are.
 // The probabilities are never stored, and a logit is read from device memory once: a row, 100 KB in bf16, waits in
 // shared memory for the second pass. A block takes every gridDim.x-th row, n logits a thread at a time: W if the padded
-// rows allow it. With stages = 2 the next row is on its way to shared memory while one is at work; with 0, for rows that
-// are too long for that, the second pass relies on the caches.
+// rows allow it. With stages = 2 the next row is on its way to shared memory while one is at work; with 0, for rows
+// that are too long for that, the second pass relies on the caches.
 template <int n>
 __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ losses,
                                               const int* __restrict__ targets, float dloss, int N, int V, int Vp,
@@ -1016,7 +1017,7 @@ extern "C" __global__ void fused_classifier(real* logits, float* __restrict__ lo
     else classify_rows<1>(logits, losses, targets, dloss, N, V, Vp, with_gradient, 0);
 }
 
-// ---- the norm of the gradient, and AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----
+// ---- the gradient's norm, and AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----
 
 // norm[0] = the square root of the sum of the squares of grads (n). Each block leaves the sum of its share in
 // norm[2 + blockIdx.x]; the last one to finish, which norm[1] counts, adds those up, and so always in the same order.
@@ -1044,21 +1045,21 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
     if (threadIdx.x == 0) norm[0] = sqrtf(sum), norm[1] = 0.0f;
 }
 
-// What changes from step to step is in device memory, so that a graph can hold the launch; rate is 1 - beta, computed by
-// the host, since 1 - 0.999 in fp32 would lose five digits; correction = 1/(1 - beta^step) undoes the moments' start at
-// zero; clip is the largest norm of a gradient, which is scaled down to it, or 0.
+// What changes from step to step is in device memory, so that a graph can hold the launch; rate is 1 - beta, computed
+// by the host, since 1 - 0.999 in fp32 would lose five digits; correction = 1/(1 - beta^step) undoes the moments' start
+// at zero; clip is the largest norm of a gradient, which is scaled down to it, or 0.
 struct AdamW { float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip; };
 
 // All n parameters in one launch: tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas. A
-// thread for each W numbers, which are of one tensor; it finds which by bisection. decayed[i] says if weight decay is for
-// it, and added_to[i] if the next backward pass will add to its gradient, which must then be zero, or set it. The update
-// is made to fp32 master parameters, of which params are the rounded copy that the other kernels read, or, in fp32,
-// themselves. With a gradient that is not finite no parameter changes. Bound by four reads and three writes of the
-// arena, in bf16 a half write more.
+// thread for each W numbers, which are of one tensor; it finds which by bisection. decayed[i] says if weight decay is
+// for it, and added_to[i] if the next backward pass will add to its gradient, which must then be zero, or set it. The
+// update is made to fp32 master parameters, of which params are the rounded copy that the other kernels read, or, in
+// fp32, themselves. With a gradient that is not finite no parameter changes. Bound by four reads and three writes of
+// the arena, in bf16 a half write more.
 extern "C" __global__ void adamw(real* params, float* master, float* __restrict__ grads, float* __restrict__ m,
                                  float* __restrict__ v, const size_t* __restrict__ starts,
-                                 const int* __restrict__ decayed, const int* __restrict__ added_to, int tensors, size_t n,
-                                 const AdamW* __restrict__ settings, const float* __restrict__ norm) {
+                                 const int* __restrict__ decayed, const int* __restrict__ added_to, int tensors,
+                                 size_t n, const AdamW* __restrict__ settings, const float* __restrict__ norm) {
     size_t i = first_number();
     if (i >= n) return;
     Pack<W> g = load<W>(grads + i), p = load<W>(master + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
@@ -1066,7 +1067,8 @@ extern "C" __global__ void adamw(real* params, float* master, float* __restrict_
     int tensor = 0;
     for (int half = 16; half > 0; half /= 2)
         if (tensor + half < tensors && starts[tensor + half] <= i) tensor += half;
-    float decay = decayed[tensor] ? a.weight_decay : 0.0f, scale = a.clip > 0.0f && norm[0] > a.clip ? a.clip / norm[0] : 1.0f;
+    float decay = decayed[tensor] ? a.weight_decay : 0.0f;
+    float scale = a.clip > 0.0f && norm[0] > a.clip ? a.clip / norm[0] : 1.0f;
     for (int j = 0; j < W; j++) {
         g[j] *= scale;
         m1[j] += a.rate1 * (g[j] - m1[j]);

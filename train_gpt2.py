@@ -134,7 +134,13 @@ def batch_table(B, T):
     ]
 
 
-LOGIT_ROWS = 8192  # tokens of which logits are computed at a time: all of a large batch's would be its largest tensor
+LOGIT_ROWS = 8192
+
+
+def logit_rows(N):
+    """Of how many of N tokens logits are computed at a time: in at most four parts, since each goes over all of dwte
+    again; a large batch's would, all at once, be its largest tensor."""
+    return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
 def activation_table(c, B, T, real=np.float32, recompute=False):
@@ -162,7 +168,7 @@ def activation_table(c, B, T, real=np.float32, recompute=False):
         Tensor("lnf", (B, T, C), real),
         Tensor("lnf_mean", (B, T)),
         Tensor("lnf_rstd", (B, T)),
-        Tensor("logits", (min(B * T, LOGIT_ROWS), c.Vp), real),  # become their own gradient
+        Tensor("logits", (logit_rows(B * T), c.Vp), real),  # become their own gradient
         Tensor("losses", (B, T)),
     ]
 
@@ -992,8 +998,8 @@ class GPT2:
         return float(self.device.get(self.adam.norm[:1])[0])
 
     def forward(self, tokens, targets=None, training=False):
-        """The logits of tokens (B,T) int32, left in self.acts.logits (B*T,Vp) on the device, or of those of a batch of
-        more than LOGIT_ROWS tokens the last so many.
+        """The logits of tokens (B,T) int32, left in self.acts.logits (B*T,Vp) on the device, or, of a batch that is too
+        large for that (see logit_rows), those of its last part.
 
         With targets (B,T) int32, returns the loss. With training, backward() may follow.
         """
@@ -1014,7 +1020,8 @@ class GPT2:
         self.bind(B, T)
         self.device.adopt(self.arenas["batch"][:size], self.arenas["next batch"][:size])
         self.set_adamw(**adamw)
-        self.device.replay(self.graphs, self.bound, work)
+        self.device.replay(self.graphs, (self.bound, self.fresh), work)
+        self.fresh = True  # as update_pass leaves it, which a replay does not run
 
     def forward_pass(self, with_targets, training):
         """What forward() computes, from a batch that is on the device."""
@@ -1043,8 +1050,8 @@ class GPT2:
 
         dlnf, shared = self.back.dbranch.reshape(N, C), 2 * c.Vp * a.logits.itemsize
         stages = 2 if shared <= self.device.max_shared else 0  # of the classifier, one block a multiprocessor
-        for start in range(0, N, LOGIT_ROWS):  # with the backward pass of the logits, since they are gone thereafter
-            rows = slice(start, min(start + LOGIT_ROWS, N))
+        for start in range(0, N, len(a.logits)):  # with the backward pass of the logits, since they are gone thereafter
+            rows = slice(start, min(start + len(a.logits), N))
             logits = a.logits[: rows.stop - start]
             matmul(logits, lnf[rows], p.wte.T)
             if with_targets:
@@ -1220,7 +1227,7 @@ def sample(model, count, rng):
     tokens = [min(EOT, V - 1)]
     for _ in range(count):
         model.forward(np.array([tokens[-model.T :]], np.int32))
-        last = (model.bound[1] - 1) % LOGIT_ROWS
+        last = (model.bound[1] - 1) % len(model.acts.logits)
         logits = to_float(model.device.get(model.acts.logits[last]))[:V].astype(np.float64)
         cumulative = np.cumsum(np.exp(logits - logits.max()))
         tokens.append(int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")))

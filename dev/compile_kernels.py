@@ -21,7 +21,7 @@ from train_gpt2 import LAUNCH, NVRTC_OPTIONS, read_kernels, switches  # noqa: E4
 
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
-SPILLED = 32  # bytes that a kernel may spill: a number or two, where it has taken all registers
+SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 
 
