@@ -74,6 +74,7 @@ class Ladder(NamedTuple):
     compiled_for_C: bool = False
     limits: dict = None
     torch: Callable = None
+    held_back: str = ""
 
 
 LADDERS = {}
@@ -149,7 +150,9 @@ def trainers_encoder_backward(launch, a):
     Version("a thread a channel of a token, with atomics", "encoder_backward1", THREAD, "N*C"),
     Version("a thread a channel, all tokens in order", "encoder_backward2", THREAD, "C", threads=(32, 64, 128)),
     Version("runs of equal tokens: the trainer's", trainers_encoder_backward, threads=(64, 128, 256, 512)),
-))
+),
+        held_back="a block of 256 threads for each token moves one row, most of its warps idle: it is made "
+                  "for the words that make up a tenth of a text")
 def encoder_backward(a, draw):
     """dwte (V,C)[tokens (B,T)] and dwpe (maxT,C)[t] += dout (B,T,C)"""
     a.N = a.B * a.T
@@ -218,7 +221,9 @@ BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
     Version("sums in registers, rows by asynchronous copies: the trainer's", trainers_layernorm_backward,
             threads=(128, 256, 384), scratch=lambda a: dict(partials=(3 * PARTIAL_ROWS, a.C))),
 ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
-    x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]))
+    x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]),
+        held_back="each of 1,584 warps has five or six rows, so the wait for the first, the sum over the "
+                  "warps at the end and the second launch weigh as much as the rows")
 def layernorm_backward(a, draw):
     """dresidual (N,C), dweight and dbias (C) += layernorm's gradients; before (C) += the sum of dresidual's rows"""
     a.N = a.B * a.T
@@ -353,7 +358,8 @@ def trainers_matmul_backward_bias(launch, a):
         more=dict(shares=(16, 64, 256))),
     Version("16 bytes a lane, no atomics: the trainer's", trainers_matmul_backward_bias, threads=(256,),
             more=dict(shares=(16, 32, 64)), scratch=lambda a: dict(partials=(1, a.shares, a.OC))),
-), torch=lambda torch, x: lambda: x.dout.sum(0))
+), torch=lambda torch, x: lambda: x.dout.sum(0),
+        held_back="the second launch, which adds up the shares, takes two or three of them")
 def matmul_backward_bias(a, draw):
     """dbias (OC) += the sum over rows of dout (N,OC)"""
     a.N = a.B * a.T
@@ -659,7 +665,9 @@ def crossentropy_softmax_backward(a, draw):
         "classifier_fused4", "logits losses targets dloss N V Vp"), threads=(512, 1024), more=dict(blocks=(132, 264))),
     Version("two rows in shared memory, if they fit: the trainer's", functools.partial(
         trainers_classifier, with_gradient=True), threads=(256, 512, 1024)),
-))
+),
+        held_back="in fp32 two rows of 201 KB do not fit into shared memory, and the second pass goes to the "
+                  "caches")
 def classifier_fused(a, draw):
     """losses (N) of logits (N,Vp), which become their gradient dloss * (softmax - 1 at the target)"""
     def both(targets, x):
@@ -774,7 +782,9 @@ def rmsnorm_backward_in_registers(launch, a):
         shared=4 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
     Version("16 bytes a lane, sums in registers", rmsnorm_backward_in_registers, threads=(128, 256),
             more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(1, a.blocks, a.C)), fits=lambda a: a.C <= 1024),
-))
+),
+        held_back="each warp has a few rows, so the wait for the first, the sum over the warps at the end and "
+                  "the second launch weigh as much as the rows")
 def rmsnorm_backward(a, draw):
     """dinp (N,C) and dweight (C) += the gradients behind dout, of rmsnorm"""
     a.N = a.B * a.T
