@@ -632,7 +632,8 @@ def trainers_classifier(launch, a, with_gradient):
     Version("a block a row", "crossentropy_forward2", BLOCK, "N", threads=(256, 512, 1024)),
     Version("one pass, 16 bytes a lane: the trainer's", functools.partial(trainers_classifier, with_gradient=False),
             threads=(256, 512, 1024)),
-), torch=torch_cross_entropy)
+), torch=torch_cross_entropy,
+        held_back="an exponential for every 2 bytes keeps the instructions as busy as the memory")
 def crossentropy_forward(a, draw):
     """losses (N) = -log(softmax(logits (N,Vp)) at the target), over the first V columns"""
     set_words(a)
