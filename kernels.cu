@@ -470,8 +470,8 @@ __device__ __forceinline__ void async_fence() {  // what was written before it c
 
 // Hopper's tensor cores read tiles from shared memory by themselves, while the threads go on: a warp group of 4 warps
 // starts a product of its 64 rows, D (64,64) += A (64,16) B (16,64), of which each warp holds 16 rows of D, and of A if
-// that comes from registers, as for mma. What describes a tile to them: where it begins, in 16 bytes; that its groups
-// of 8 rows are 1,024 bytes apart; and that its rows of 128 bytes are swizzled (see at()).
+// that comes from registers, as for mma. What describes a tile to them: where it begins, in units of 16 bytes; that its
+// groups of 8 rows are 1,024 bytes apart; and that its rows of 128 bytes are swizzled (see at()).
 #define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 #define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), FLOATS4(x[4]), FLOATS4(x[5]), \
                     FLOATS4(x[6]), FLOATS4(x[7])

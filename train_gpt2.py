@@ -84,8 +84,8 @@ def to_float(x):
 
 
 class Tensor(NamedTuple):
-    """A row of a table: a tensor of an arena. The last three are for parameters: they start as mean + std * normal,
-    and weight decay applies or does not."""
+    """A row of a table: a tensor. Those of a table lie one behind another in one allocation, an arena. The last three
+    are for parameters: they start as mean + std * normal, and weight decay applies or does not."""
     name: str
     shape: tuple
     dtype: type = np.float32
@@ -99,8 +99,9 @@ class Tensor(NamedTuple):
 
 
 def parameter_table(c, real=np.float32):
-    """The parameters, stored as real, in the order of a checkpoint. Initialised as in the GPT-2 paper (Radford et al.
-    2019, section 2.3): the layers that end in the residual stream, fed by 2L of them, are scaled down by sqrt(2L)."""
+    """The parameters, stored as real (fp32, or bfloat16's bits), in the order of a checkpoint. Initialised as in the
+    GPT-2 paper (Radford et al. 2019, section 2.3): the layers that end in the residual stream, fed by 2L of them, are
+    scaled down by sqrt(2L)."""
     L, C, std, residual_std = c.L, c.C, 0.02, 0.02 / math.sqrt(2 * c.L)
     weight, residual = dict(dtype=real, std=std, decay=True), dict(dtype=real, std=residual_std, decay=True)
     zeros, ones = dict(dtype=real), dict(dtype=real, mean=1.0)
@@ -155,7 +156,7 @@ def activation_table(c, B, T, real=np.float32, recompute=False):
         Tensor("ln1_mean", (L, B, T)),
         Tensor("ln1_rstd", (L, B, T)),
         Tensor("qkv", (L, B, T, 3 * C), real),  # queries, keys and values, each of NH heads
-        Tensor("lse", (L, B, NH, T)),  # the logarithm of the sum that normalises a row of attention
+        Tensor("lse", (L, B, NH, T)),  # log2 of the sum that normalises a row of attention
         Tensor("atty", (L, B, T, C), real),
         Tensor("branch", (B, T, C), real),  # what is about to be added to the residual stream
         Tensor("residual2", (L, B, T, C), real),  # after attention,
@@ -173,7 +174,7 @@ def activation_table(c, B, T, real=np.float32, recompute=False):
     ]
 
 
-PARTIAL_ROWS = 256  # how many sums of a part of the rows a bias or norm gradient is made from, at most
+PARTIAL_ROWS = 256  # a layernorm's gradients are sums of at most so many sums, each over a part of the rows
 
 
 def backward_table(c, B, T, real=np.float32):
@@ -298,6 +299,14 @@ def read_config(path):
     return c
 
 
+def check_tokens(path, tokens, V):
+    """Raise UserError unless all ids are in 0..V-1."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
+        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
+        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}, and the model has V = {V} words; "
+                        "expected a file made with the model's own vocabulary")
+
+
 def read_debug_state(path, c):
     """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients {name: array}."""
     header = read_header(path, "debug state")
@@ -316,14 +325,6 @@ def read_debug_state(path, c):
     check_tokens(path, x, c.V)
     check_tokens(path, y, c.V)
     return SimpleNamespace(x=x, y=y, logits=logits, loss=float(loss), gradients=state)
-
-
-def check_tokens(path, tokens, V):
-    """Raise UserError unless all ids are in 0..V-1."""
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
-        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
-        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}, and the model has V = {V} words; "
-                        "expected a file made with the model's own vocabulary")
 
 
 class DataLoader:
@@ -351,8 +352,9 @@ class DataLoader:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Two devices. Each has the same few verbs: empty allocates bytes, put copies an array to the device and get from it,
-# put_beside copies while work goes on and adopt takes what came, zero clears an array, launch runs a kernel, matmul
-# multiplies matrices, replay does the same work again, synchronize waits.
+# put_beside copies while work goes on and adopt takes what came, zero clears an array, launch runs a kernel,
+# launch_grid one with a grid of its own, matmul multiplies matrices, replay does the same work again, synchronize
+# waits, and free_bytes says how much memory there is.
 
 # How each kernel is shared out: the threads of a block, and what an item is. A NUMBER, of which each thread takes W, as
 # many as 16 bytes hold, or FOUR; a row that takes a WARP; anything that takes a whole BLOCK; COLUMNS, of which a block
@@ -372,7 +374,7 @@ LAUNCH = {
     "encoder_backward_wpe": (256, NUMBER),
     "layernorm_forward": (256, WARP),
     "layernorm_again": (256, NUMBER),
-    "layernorm_backward": (128, BLOCK),
+    "layernorm_backward": (256, BLOCK),  # or as many threads as layernorm_sizes says: see GPT2.layernorm_backward
     "matmul_backward_bias": (256, COLUMNS),
     "add_partials": (256, FP32_COLUMNS),
     "attention_forward": (128, BLOCK),
@@ -425,6 +427,24 @@ def grid_of(name, items, device):
 def switches(dtype, C, NH):
     """What kernels.cu is compiled for: its numbers, the channels of a model, and those of a head."""
     return [f"-D{dtype.upper()}", f"-DCHANNELS={C}", f"-DHS={C // NH}"]
+
+
+def gelu_beside(device, out, gelu_of, dgelu_of):
+    """What a matrix product has not done itself: out (M,N) = gelu(gelu_of), or out *= gelu'(dgelu_of)."""
+    if gelu_of is not None:
+        device.launch("gelu_forward", out.size, out, gelu_of, *out.shape)
+    if dgelu_of is not None:
+        device.launch("gelu_backward", out.size, out, dgelu_of, *out.shape)
+
+
+def cache_folder():
+    """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
+
+
+def round_to_tf32(x):
+    """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their inputs."""
+    return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
 
 
 class Cpu:
@@ -573,24 +593,6 @@ class Cpu:
         pass
 
 
-def gelu_beside(device, out, gelu_of, dgelu_of):
-    """What a matrix product has not done itself: out (M,N) = gelu(gelu_of), or out *= gelu'(dgelu_of)."""
-    if gelu_of is not None:
-        device.launch("gelu_forward", out.size, out, gelu_of, *out.shape)
-    if dgelu_of is not None:
-        device.launch("gelu_backward", out.size, out, dgelu_of, *out.shape)
-
-
-def cache_folder():
-    """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
-
-
-def round_to_tf32(x):
-    """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their inputs."""
-    return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
-
-
 NVRTC_OPTIONS = ("-std=c++17",)
 
 
@@ -680,7 +682,8 @@ class CublasLt:
 
 
 class Cuda:
-    """An NVIDIA GPU through CuPy: kernels.cu compiled by NVRTC, matrix products by cuBLAS, all on one stream."""
+    """An NVIDIA GPU through CuPy: kernels.cu compiled by NVRTC, matrix products by cuBLASLt, all on one stream; a
+    second one copies the next batch."""
     name, memory, max_threads = "cuda", "device memory", 1024
 
     # Dense FLOPs of one multiprocessor in one clock, by compute capability, from NVIDIA's architecture white papers.
@@ -1024,7 +1027,8 @@ class GPT2:
         self.fresh = True  # as update_pass leaves it, which a replay does not run
 
     def forward_pass(self, with_targets, training):
-        """What forward() computes, from a batch that is on the device."""
+        """What forward() computes, from a batch that is on the device. For training it begins the backward pass too:
+        the gradients of lnf, left in dbranch, and of wte as the head, since the logits do not last."""
         c, p, a, run, matmul = self.config, self.params, self.acts, self.device.launch, self.device.matmul
         (B, T), C, L = self.bound, c.C, c.L
         N, sizes = B * T, self.device.attention_sizes
@@ -1249,10 +1253,10 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
     ("-b", "--batch-size", int, 4, "B, sequences in a batch"),
     ("-t", "--seq-len", int, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
     ("-l", "--learning-rate", float, 3e-4, "learning rate"),
-    ("-x", "--steps", int, None, "steps to train (default: one epoch; 200 where a CPU trains from scratch)"),
+    ("-x", "--steps", int, None, "steps to train (default: one epoch; on a CPU without -e and gpt2_124M.bin, 200)"),
     ("-v", "--val-every", int, 20, "steps between validations; 0 for none"),
     ("-m", "--val-batches", int, 20, "batches of a validation, at most"),
-    ("-s", "--sample-every", int, 20, "steps between samples, of which the last step prints one too; 0 for none"),
+    ("-s", "--sample-every", int, 20, "steps between samples, with one more after the last step; 0 for none"),
     ("-g", "--sample-tokens", int, 64, "tokens of a sample"),
     ("-c", "--weight-decay", float, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
     (None, "--beta1", float, 0.9, "AdamW's decay of the first moment"),

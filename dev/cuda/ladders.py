@@ -6,7 +6,7 @@ float64}, where NaN stands for any value. An input that is also an output is upd
 
     shape, checks       the shape to time, and small odd ones to check
     args                the names in `a` of the kernel's arguments, if most versions have the same
-    versions            a Version each, the last of them the best: the trainer's own where the trainer has the kernel
+    versions            a Version each, the last of them the trainer's own where the trainer has the kernel
     fp32                the arrays that are fp32 in every dtype; the others are real, as kernels.cu calls it
     flops, traffic      what it has to compute, and its bytes if they are not all of the inputs and outputs, once each
     compiled_for_C      whether it calls kernels that are compiled for a model's channels, C
