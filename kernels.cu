@@ -10,7 +10,7 @@ gradients are real (fp32 or bf16); the residual stream, gradients of parameters,
 
 Rules that hold for all of them:
   - A gradient of a parameter is added to (+=), an activation and its gradient are set (=), except that
-    layernorm_backward adds to the gradient of the residual stream, where two branches meet.
+    layernorm_forward adds to the residual stream and layernorm_backward to its gradient, where two branches meet.
   - Every sum is taken in an order that depends on the shapes and the grid alone: no float atomics, the same bits on
     every run.
 
@@ -89,11 +89,13 @@ __device__ __forceinline__ float power_of_2(float x) {  // without exp2f's care 
 // nothing to copy, zeros.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0));
+                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0)
+                 : "memory");
 }
 __device__ __forceinline__ void copy4(void* shared, const void* global, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 4 : 0));
+                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 4 : 0)
+                 : "memory");
 }
 // A group of copies ends here; and all groups of this thread's but the last `pending` have arrived.
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;"); }
@@ -264,7 +266,7 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
 // dresidual: the gradients of weight and bias, and of the bias of the linear layer whose output was added to the stream
 // before. add_partials adds them up. The sums of a warp's rows stay in its registers. Rows come into shared memory
 // (warps, 2 stages, 3, C) by copies that no register waits for, the next one while one is at work, so that a
-// multiprocessor always has some tens of KB on their way; one block fills it.
+// multiprocessor always has some tens of KB on their way; one block on each is enough.
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : 256;
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
     real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
@@ -341,9 +343,9 @@ extern "C" __constant__ int layernorm_sizes[] = {LAYERNORM_THREADS, 2 * 3 * CHAN
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// The sum of each column of inp (N,OC), of the rows share, share + shares, ... of every 32. Eight lanes read 128
-// neighbouring bytes of a row, and the 32 such groups of a block take every 32nd row. It is added to out (OC), or set
-// if there are several shares.
+// The sum of each column of inp (N,OC), over the bands of 32 rows share, share + shares, ... Eight lanes read 128
+// neighbouring bytes of a row, and the 32 such groups of a block take a row each of a band. It is added to out (OC), or
+// set if there are several shares.
 template <class T>
 __device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, int N, int OC,
                                             int share, int shares) {
@@ -648,7 +650,10 @@ __device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (
 #ifdef HOPPER
     Pair a[columns / 16][4];
 #pragma unroll
-    for (int r = 0; r < columns / 16; r++) pairs_of(a[r], 0, r);
+    for (int r = 0; r < columns / 16; r++) {
+        pairs_of(a[r], 0, r);
+        asm volatile("" : "+r"(a[r][0]), "+r"(a[r][1]), "+r"(a[r][2]), "+r"(a[r][3]));  // not after products_start
+    }
     products_start(d[0]);
 #pragma unroll
     for (int r = 0; r < columns / 16; r++) wgmma_transposed(d[0], a[r], describe(tile + 16 * r * LD));
@@ -1046,8 +1051,8 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
 }
 
 // What changes from step to step is in device memory, so that a graph can hold the launch; rate is 1 - beta, computed
-// by the host, since 1 - 0.999 in fp32 would lose five digits; correction = 1/(1 - beta^step) undoes the moments' start
-// at zero; clip is the largest norm of a gradient, which is scaled down to it, or 0.
+// by the host, since 1 - 0.999 in fp32 would be wrong by 1e-5 of itself; correction = 1/(1 - beta^step) undoes the
+// moments' start at zero; clip is the largest norm of a gradient, which is scaled down to it, or 0.
 struct AdamW { float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip; };
 
 // All n parameters in one launch: tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas. A

@@ -737,10 +737,7 @@ class Cuda:
         version = f"{self.cublaslt.library.cublasLtGetVersion()} {cupy.cuda.runtime.driverGetVersion()}"
         known = hashlib.sha256(f"{self} {version}".encode()).hexdigest()[:16]
         self.choices_file = cache_folder() / f"matmul_{known}.json"
-        try:
-            self.choices = json.loads(self.choices_file.read_text())
-        except (OSError, ValueError):  # not there yet, or damaged
-            self.choices = {}
+        self.choices = self.saved_choices()
 
     def __str__(self):
         name = self.cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"].decode()
@@ -752,7 +749,10 @@ class Cuda:
         return self.device.mem_info[0]
 
     def empty(self, nbytes):
-        return self.cupy.empty(nbytes, np.uint8)
+        try:
+            return self.cupy.empty(nbytes, np.uint8)
+        except MemoryError:
+            raise UserError(f"no memory for {gibibytes(nbytes)} more; choose a smaller -b, -t or -e") from None
 
     def put(self, array, values):
         array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape), stream=self.stream)
@@ -815,17 +815,27 @@ class Cuda:
         if aux is None:
             gelu_beside(self, out, gelu_of, dgelu_of)
 
+    def saved_choices(self):
+        """{product: the algorithm that earlier runs have chosen for it}."""
+        try:
+            return json.loads(self.choices_file.read_text())
+        except (OSError, ValueError):  # not there yet, or damaged
+            return {}
+
     def choose(self, key, description, out, pointers, extras):
         """The fastest of the algorithms for a product, by timing them on its own operands when it first comes up. The
-        choice is kept for later runs, which then add up in the same order: the same seed, the same bits."""
+        choice is kept, where it can be, for later runs, which then add up in the same order: the same seed, the same
+        bits."""
         cupy, lt = self.cupy, self.cublaslt
         if key in self.choices:
             return lt.Algorithm(algo=(ctypes.c_uint64 * 8)(*self.choices[key]))
-        algorithms = lt.candidates(*description)
+        algorithms, accumulate = lt.candidates(*description), extras[0]
         if not algorithms:
             raise UserError(f"cuBLASLt has no algorithm for a product {key}")
-        before, times = self.empty(out.nbytes), []
-        before.data.copy_from_device_async(out.data, out.nbytes, self.stream)
+        before, times = None, []
+        if accumulate:  # then what was there is needed again
+            before = self.empty(out.nbytes)
+            before.data.copy_from_device_async(out.data, out.nbytes, self.stream)
         for algorithm in algorithms:
             rounds = []
             for _ in range(4):  # the first of which warms up
@@ -837,12 +847,13 @@ class Cuda:
                 end.synchronize()
                 rounds.append(cupy.cuda.get_elapsed_time(start, end))
             times.append(min(rounds[1:]))
-        out.data.copy_from_device_async(before.data, out.nbytes, self.stream)
-        self.synchronize()
+        if accumulate:
+            out.data.copy_from_device_async(before.data, out.nbytes, self.stream)
+            self.synchronize()
         del before
         cupy.get_default_memory_pool().free_all_blocks()
         best = algorithms[int(np.argmin(times))]
-        self.choices[key] = list(best.algo)
+        self.choices = {**self.saved_choices(), **self.choices, key: list(best.algo)}
         try:
             self.choices_file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.choices_file, [json.dumps(self.choices).encode()])
@@ -1128,8 +1139,9 @@ class GPT2:
         unless that is None; dbranch is the gradient of its output."""
         (B, T), C, device = self.bound, self.config.C, self.device
         N, sizes = B * T, device.layernorm_sizes
-        warps = min(sizes.threads // 32, device.max_shared // sizes.shared_of_warp)  # as many as fit, in one block of
-        blocks = min(device.multiprocessors, -(-N // warps), PARTIAL_ROWS)  # each multiprocessor
+        # As many warps as fit, in one block on each multiprocessor; if not even one does, the launch says so.
+        warps = max(1, min(sizes.threads // 32, device.max_shared // sizes.shared_of_warp))
+        blocks = min(device.multiprocessors, -(-N // warps), PARTIAL_ROWS)
         partials = self.back.partials.reshape(-1)[: 3 * blocks * C].reshape(3, blocks, C)
         device.launch_grid("layernorm_backward", (blocks, 1, 1), (32 * warps, 1, 1), self.back.dresidual, partials,
                            self.back.dbranch, inp, weight, mean, rstd, N, shared=warps * sizes.shared_of_warp)
