@@ -931,7 +931,7 @@ def torch_grouped_attention(torch, x):
     Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(128,),
             dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(
                 lse=(a.B, a.NH, a.T), qkv=(a.B, a.T, 3, a.NH, a.HS))),
-    Version("a tile of keys serves a group's heads", lambda launch, a: launch(
+    Version("a tile of keys serves a group's heads; by mma.sync, and so behind 2 on Hopper", lambda launch, a: launch(
         "gqa_forward3", BLOCK, a.B * a.KV * -(-a.NH // a.KV * a.T // 64), a.out, a.inp, a.scale, a.T, a.NH, a.KV,
         shared=4 * 64 * (a.HS + 8) * a.itemsize), threads=(128,), dtypes=("fp32", "tf32", "bf16"),
         fits=lambda a: a.HS % 16 == 0),
