@@ -191,7 +191,7 @@ def backward_table(c, B, T, real=np.float32):
 
 
 ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # in kernels.cu
-NORM_BLOCKS = 1024  # of the norm's sum
+NORM_BLOCKS = 1024  # of the norm's sum, at most
 
 
 def arenas(c, B, T, real, recompute=False):
@@ -1168,7 +1168,8 @@ class GPT2:
     def update_pass(self):
         """An AdamW step, as set, with the gradients that were added up; the next backward pass begins anew."""
         n, adam, gradients = self.master.size, self.adam, self.arenas["gradients"].view(np.float32)
-        self.device.launch("global_norm", NORM_BLOCKS, adam.norm, gradients, n)
+        blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
+        self.device.launch("global_norm", blocks, adam.norm, gradients, n)
         self.device.launch("adamw", n, self.arenas["parameters"], self.master, gradients, self.arenas["adam m"],
                            self.arenas["adam v"], adam.starts, adam.decayed, adam.added_to, adam.decayed.size, n,
                            adam.settings, adam.norm)
