@@ -6,13 +6,18 @@
 The text becomes GPT-2 tokens, with <|endoftext|> before it and after every blank line, so that each speech of a play
 is a document of its own. The first 32,768 tokens are for validation (the first tenth of a text too short for that),
 the rest for training. A file is 256 int32 (magic 20240520, version 1, count), then the tokens as uint16.
+
+What the other programs share with this one is here too: errors for a person, files that are written whole or not at
+all, the numbers and the header of llm.c's files, and the text of tokens.
 """
 import argparse
+import functools
 import http.client
 import os
 import sys
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +25,7 @@ TEXT_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tiny
 TINYSHAKESPEARE = Path("data/tinyshakespeare/tiny_shakespeare_{}.bin")  # {}: train or val
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
+HEADER_BYTES = 1024
 
 
 class UserError(Exception):
@@ -48,6 +54,68 @@ def replace_file(path, chunks):
             temporary.unlink(missing_ok=True)
         except OSError:
             pass  # the folder itself is missing or read-only, which the UserError says
+
+
+def cache_folder():
+    """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
+
+
+BF16 = np.uint16  # NumPy has no bfloat16, so an array holds its bits: the upper half of an fp32's
+
+
+def to_bf16(x):
+    """fp32 numbers rounded to bfloat16, to nearest with ties to even, as its bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def to_float(x):
+    """An array as fp32, from bfloat16's bits or from fp32 as it is."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
+
+
+class FileKind(NamedTuple):
+    """A kind of file: its name, what its header begins with, and how a person gets a good one."""
+    name: str
+    magic: int
+    versions: tuple
+    remedy: str
+
+
+TOKEN_FILE = FileKind("token file", 20240520, (1,),
+                      "prepro_tinyshakespeare.py writes one, also from a text of your own with --input")
+TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it tiktoken is used")
+
+
+def read_header(path, kind):
+    """The 256 ints of a file's header. Raises UserError if the file is not of this kind and version."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(HEADER_BYTES)
+    except OSError as e:
+        raise UserError(f"{path}: could not be read ({e.strerror}); expected a {kind.name}: {kind.remedy}") from None
+    header = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist()
+    if header and header[0] != kind.magic:
+        legacy = "; a file without a header is of an old format" if kind is TOKEN_FILE else ""
+        raise UserError(f"{path}: begins with {header[0]}, and a {kind.name} with {kind.magic}{legacy}: {kind.remedy}")
+    if len(header) < 256:
+        raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; "
+                        f"expected a {kind.name}: {kind.remedy}")
+    if header[1] not in kind.versions:
+        old = " (an old format)" if header[1] < kind.versions[0] else ""
+        expected = " or ".join(map(str, kind.versions))
+        raise UserError(f"{path}: {kind.name} of version {header[1]}{old}; expected version {expected}: {kind.remedy}")
+    return header
+
+
+def check_size(path, kind, expected):
+    """Raise UserError unless the file has exactly the expected number of bytes."""
+    size = os.path.getsize(path)
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
+        raise UserError(f"{path}: {what}: {size:,} bytes, and the header of this {kind.name} promises {expected:,}: "
+                        f"{kind.remedy}")
 
 
 def gpt2_encoding():
@@ -90,7 +158,7 @@ def write_tokens(path, tokens):
     """Write a token file: path, tokens (a sequence of ids below 65,536)."""
     print(f"writing {len(tokens):,} tokens to {path}")
     header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(tokens)
+    header[:3] = TOKEN_FILE.magic, TOKEN_FILE.versions[0], len(tokens)
     replace_file(path, [header, np.asarray(tokens, "<u2")])
 
 
@@ -103,6 +171,75 @@ def prepare(text, encoding, path):
         raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 for training and validation")
     write_tokens(str(path).format("val"), tokens[:val])
     write_tokens(str(path).format("train"), tokens[val:])
+
+
+def data_paths(train, val):
+    """The paths of the tokens to train and to validate on. One that is None has the other's name, with val for train in
+    it or the other way round. Raises UserError.
+
+    If both are None, they are tinyshakespeare's, which is prepared if it is missing. Without a network it is another
+    real text, the language reference that Python carries, so that the trainer always runs. Each thing done without is
+    a loud line.
+    """
+    for given, part, other, flag in ((train, "train", "val", "-j"), (val, "val", "train", "-i")):
+        if given and part not in Path(given).name and not (train and val):
+            raise UserError(f"{given} has no '{part}' in its name: give {flag} too")
+    if train or val:
+        return [train or str(Path(val).with_name(Path(val).name.replace("val", "train"))),
+                val or str(Path(train).with_name(Path(train).name.replace("train", "val")))]
+
+    def paths(pattern):
+        return [str(pattern).format(part) for part in ("train", "val")]
+
+    if all(Path(path).exists() for path in paths(TINYSHAKESPEARE)):
+        return paths(TINYSHAKESPEARE)
+    try:
+        prepare(download_tinyshakespeare(), gpt2_encoding(), TINYSHAKESPEARE)
+        return paths(TINYSHAKESPEARE)
+    except UserError as e:
+        print(f"WARNING: {e}. Training on Python's language reference instead.")
+    try:
+        encoding, name = gpt2_encoding(), "python_reference"
+    except UserError as e:
+        print(f"WARNING: {e}. Every byte of the text is a token of its own.")
+        encoding, name = byte_encoding(), "python_reference_bytes"
+    pattern = Path(f"data/{name}/{name}_{{}}.bin")
+    if not all(Path(path).exists() for path in paths(pattern)):
+        from pydoc_data.topics import topics
+        prepare("\n\n".join(topics[key] for key in sorted(topics)), encoding, pattern)
+    return paths(pattern)
+
+
+def read_tokenizer(path):
+    """The bytes of each token, from a gpt2_tokenizer.bin. Raises UserError."""
+    count = read_header(path, TOKENIZER)[2]
+    data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
+    while at < len(data) and len(words) < count:
+        words.append(data[at + 1 : at + 1 + data[at]])
+        at += 1 + data[at]
+    if len(words) < count or at != len(data):
+        raise UserError(f"{path}: its header promises {count} tokens, and its {len(data):,} bytes are not that many; "
+                        f"{TOKENIZER.remedy}")
+    return words
+
+
+@functools.cache
+def vocabulary():
+    """{token id: its bytes}: by gpt2_tokenizer.bin if it is here, else by tiktoken, else the single bytes only."""
+    if Path("gpt2_tokenizer.bin").exists():
+        return dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
+    try:
+        encoding = gpt2_encoding()
+    except UserError as e:
+        print(f"WARNING: {e}. In samples, tokens of more than one byte are shown as numbers.")
+        encoding = byte_encoding()
+    return {encoding.encode_single_token(word): word for word in encoding.token_byte_values()} | {
+        EOT: END_OF_TEXT.encode()}
+
+
+def decode(tokens):
+    """The text of token ids."""
+    return b"".join(vocabulary().get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
 
 
 def main():

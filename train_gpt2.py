@@ -2,29 +2,39 @@
 
     pip install -r requirements.txt && python train_gpt2.py
 
-It reads from top to bottom: the model as tables, the files, the two devices, the forward pass, the backward pass, the
-update, samples, the program. At a first reading skip the devices. The kernels are in kernels.cu, each forward next to
-its backward. Sizes have the same letters everywhere:
+Read this file from top to bottom, with kernels.cu beside it: the model as tables, the files, the GPU, each layer forward
+beside the same layer backward, the update, the loop, a sample, the flags. The last section, "Faster", is there for
+speed alone. Leave it out at a first reading; `--plain 1` leaves it out of a run.
+
+Sizes have the same letters everywhere:
 
     B   sequences in a batch            L   layers
     T   tokens in a sequence            NH  attention heads
-    C   channels of a token             HS  channels of a head, C/NH
-    V   words of the vocabulary         Vp  V padded, so that the matrix product over it is fast
+    N   tokens in a batch, B*T          C   channels of a token
+    V   words of the vocabulary         HS  channels of a head, C/NH
+    Vp  V padded, so that the matrix product over it is fast
 
-Devices: a GPU through CuPy, or the CPU through a C++ compiler; everything below the devices is the same for both.
+A kernel is a C++ function that a GPU runs many times at once. Five words are enough for the rest:
+
+    thread         One run of the function. It knows its number, and so which part of the work is its own.
+    warp           32 threads, its lanes, that execute each instruction together. What they read together should lie side
+                   by side in memory. They can read each other's registers.
+    block          Up to 1,024 threads on one multiprocessor. They can wait for each other at a barrier.
+    shared memory  Some 200 KB of fast memory on each multiprocessor, for the threads of a block to share.
+    grid           All blocks of a launch. The GPU's 100 or so multiprocessors take them in any order.
+
+Version 1 of each kernel in dev/cuda/ is the loop that one would write first, and the place to start.
 """
 import argparse
 import bisect
 import ctypes
 import dataclasses
-import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,25 +42,54 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-# On a CPU two pools of threads take turns, NumPy's BLAS and the kernels' OpenMP. One that spins while it waits for work
-# keeps the cores from the other, so both are told to sleep; both read this when they are loaded.
+# On a CPU two pools of threads take turns, NumPy's BLAS and the kernels' OpenMP. A pool that busy-waits would block the
+# other, so both are told to sleep. This must be set before NumPy is imported.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 
-from prepro_tinyshakespeare import (END_OF_TEXT, EOT, TINYSHAKESPEARE, UserError, byte_encoding,
-                                    download_tinyshakespeare, gpt2_encoding, prepare, replace_file)
+from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, TOKEN_FILE, FileKind, UserError, cache_folder, check_size,
+                                    data_paths, decode, read_header, replace_file, to_bf16, to_float)
 
 HERE = Path(__file__).resolve().parent
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model: its sizes, and what it keeps in memory
+# The model: its sizes, and tables of all that it keeps in memory
+
+
+class Row(NamedTuple):
+    """A row of a table describes a tensor; with layers, one tensor of this shape for each layer."""
+    name: str
+    shape: tuple
+    dtype: type = np.float32
+    layers: int = 0
+    # A parameter starts as mean + std * normal. Weight decay applies to matrices and embeddings. A matrix's gradient is
+    # a matrix product, all of it at once; any other gradient is a sum to which kernels add.
+    mean: float = 0.0
+    std: float = 0.0
+    decay: bool = False
+    matrix: bool = False
+
+    @property
+    def size(self):
+        return math.prod(self.shape) * max(1, self.layers)
+
+    @property
+    def nbytes(self):
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+LOGIT_ROWS = 8192  # tokens whose logits are computed at a time
+PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column; add_partials adds them
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The sizes of a GPT-2, in the order of a checkpoint's header."""
+    """A GPT-2: its sizes, in the order of a checkpoint's header, and the tables of its tensors.
+
+    `real` is what parameters and activations are stored in: fp32, or bfloat16.
+    """
     maxT: int = 1024
     V: int = 50257
     L: int = 12
@@ -58,176 +97,181 @@ class Config:
     C: int = 768
     Vp: int = 50304
 
-    @staticmethod
-    def from_descriptor(descriptor):
+    FILE = FileKind("checkpoint", 20240326, (3, 5), "llm.c's train_gpt2.py or dev/torch_reference.py writes one")
+    STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
+    SOURCES = (HERE / "kernels.cu",)
+    EOT = EOT  # the token between two texts
+
+    @classmethod
+    def from_descriptor(cls, descriptor):
         """The config of depth N for "dN". d12, d24, d36 and d48 are GPT-2 small, medium, large and XL; the depths
         between them follow the same line, those below d12 have a head for each layer. Raises UserError."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
             raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to d999, such as d12")
         L = int(descriptor[1:])
         NH = 25 if L == 48 else min(L, 12 + max(0, L - 12) // 3)
-        return Config(L=L, NH=NH, C=64 * NH)
+        return cls(L=L, NH=NH, C=64 * NH)
 
+    def check(self, path):
+        """Raise UserError, naming the file that the sizes come from, unless they make a model."""
+        for name, value in dataclasses.asdict(self).items():
+            if not 0 < value < 2**24:
+                raise UserError(f"{path}: {name} = {value} in its header; expected between 1 and {2**24 - 1}")
+        for ok, wish in ((self.C % self.NH == 0, f"C = {self.C} to be divisible by NH = {self.NH}"),
+                         (self.C % 32 == 0, f"C = {self.C} to be a multiple of 32"),
+                         (self.V <= self.Vp, f"V = {self.V} not to exceed Vp = {self.Vp}")):
+            if not ok:
+                raise UserError(f"{path}: expected {wish}")
 
-BF16 = np.uint16  # NumPy has no bfloat16: its bits, the upper half of an fp32's
+    def switches(self):
+        """What kernels.cu is compiled for: the channels of a token, and those of a head."""
+        return [f"-DCHANNELS={self.C}", f"-DHS={self.C // self.NH}"]
 
+    def parameter_table(self, real=np.float32):
+        """The parameters, in the order of a checkpoint. They start as in the GPT-2 paper (Radford et al. 2019, section
+        2.3): 2L matrices add to the residual stream, and so these are scaled down by sqrt(2L)."""
+        C, one, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
+        weight = dict(std=0.02, decay=True, matrix=True)
+        residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
+        return [
+            Row("wte", (self.Vp, C), **one, **weight),  # token embeddings, and the head that makes logits of channels
+            Row("wpe", (self.maxT, C), **one, std=0.02, decay=True),  # position embeddings
+            Row("ln1w", (C,), **each, mean=1.0),
+            Row("ln1b", (C,), **each),
+            Row("qkvw", (3 * C, C), **each, **weight),
+            Row("qkvb", (3 * C,), **each),
+            Row("attprojw", (C, C), **each, **residual),
+            Row("attprojb", (C,), **each),
+            Row("ln2w", (C,), **each, mean=1.0),
+            Row("ln2b", (C,), **each),
+            Row("fcw", (4 * C, C), **each, **weight),
+            Row("fcb", (4 * C,), **each),
+            Row("fcprojw", (C, 4 * C), **each, **residual),
+            Row("fcprojb", (C,), **each),
+            Row("lnfw", (C,), **one, mean=1.0),
+            Row("lnfb", (C,), **one),
+        ]
 
-def to_bf16(x):
-    """fp32 numbers rounded to bfloat16, to nearest with ties to even, as its bits."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    def activation_table(self, B, T, real=np.float32, recompute=False):
+        """What the forward pass leaves behind for the backward pass. With recompute, all layers share one tensor for the
+        outputs of their layernorms and GELUs, which the backward pass computes again."""
+        N, C, L = B * T, self.C, self.L
+        kept = 1 if recompute else L
+        # All logits of a large batch at once would be its largest tensor, so they are computed in parts: at most four,
+        # since each part reads and writes all of wte's gradient again.
+        logit_rows = min(N, max(LOGIT_ROWS, -(-N // 4)))
+        return [
+            Row("residual", (N, C)),  # the residual stream, to which each layer adds twice; always fp32
+            Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
+            Row("ln1_inp", (N, C), real, L),  # what ln1 normalises: a copy of the stream as the layer finds it
+            Row("ln1_mean", (N,), layers=L),
+            Row("ln1_rstd", (N,), layers=L),
+            Row("ln1", (N, C), real, kept),
+            Row("qkv", (N, 3 * C), real, L),  # queries, keys and values, each of NH heads
+            Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
+            Row("atty", (N, C), real, L),
+            Row("ln2_inp", (N, C), real, L),  # a copy of the stream after attention
+            Row("ln2_mean", (N,), layers=L),
+            Row("ln2_rstd", (N,), layers=L),
+            Row("ln2", (N, C), real, kept),
+            Row("fch", (N, 4 * C), real, L),
+            Row("fch_gelu", (N, 4 * C), real, kept),
+            Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
+            Row("lnf_mean", (N,)),
+            Row("lnf_rstd", (N,)),
+            Row("lnf", (N, C), real),
+            Row("logits", (logit_rows, self.Vp), real),  # become their own gradient
+            Row("losses", (N,)),
+        ]
 
+    def backward_table(self, B, T, real=np.float32):
+        """The gradients of activations, which layers use in turn."""
+        N, C = B * T, self.C
+        return [
+            Row("dresidual", (N, C), real),  # of the residual stream, all the way down
+            Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
+            Row("dfch", (N, 4 * C), real),
+            Row("dqkv", (N, 3 * C), real),
+            Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
+            Row("partials", (3, PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward
+        ]
 
-def to_float(x):
-    """An array as fp32, from bfloat16's bits or from fp32 as it is."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
-
-
-class Tensor(NamedTuple):
-    """A row of a table: a tensor. Those of a table lie one behind another in one allocation, an arena. The last three
-    are for parameters: they start as mean + std * normal, and weight decay applies or does not."""
-    name: str
-    shape: tuple
-    dtype: type = np.float32
-    mean: float = 0.0
-    std: float = 0.0
-    decay: bool = False
-
-    @property
-    def size(self):
-        return math.prod(self.shape)
-
-
-def parameter_table(c, real=np.float32):
-    """The parameters, stored as real (fp32, or bfloat16's bits), in the order of a checkpoint. Initialised as in the
-    GPT-2 paper (Radford et al. 2019, section 2.3): the layers that end in the residual stream, fed by 2L of them, are
-    scaled down by sqrt(2L)."""
-    L, C, std, residual_std = c.L, c.C, 0.02, 0.02 / math.sqrt(2 * c.L)
-    weight, residual = dict(dtype=real, std=std, decay=True), dict(dtype=real, std=residual_std, decay=True)
-    zeros, ones = dict(dtype=real), dict(dtype=real, mean=1.0)
-    return [
-        Tensor("wte", (c.Vp, C), **weight),  # token embeddings, and the head that turns channels into logits
-        Tensor("wpe", (c.maxT, C), **weight),  # position embeddings
-        Tensor("ln1w", (L, C), **ones),
-        Tensor("ln1b", (L, C), **zeros),
-        Tensor("qkvw", (L, 3 * C, C), **weight),
-        Tensor("qkvb", (L, 3 * C), **zeros),
-        Tensor("attprojw", (L, C, C), **residual),
-        Tensor("attprojb", (L, C), **zeros),
-        Tensor("ln2w", (L, C), **ones),
-        Tensor("ln2b", (L, C), **zeros),
-        Tensor("fcw", (L, 4 * C, C), **weight),
-        Tensor("fcb", (L, 4 * C), **zeros),
-        Tensor("fcprojw", (L, C, 4 * C), **residual),
-        Tensor("fcprojb", (L, C), **zeros),
-        Tensor("lnfw", (C,), **ones),
-        Tensor("lnfb", (C,), **zeros),
-    ]
+    def flops_per_token(self, T):
+        """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4 backward), and 12*L*C for
+        each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022, appendix B, halved: causal)."""
+        return 6 * sum(row.size for row in self.parameter_table() if row.matrix) + 6 * self.L * self.C * T
 
 
 def batch_table(B, T):
     """A batch, as the host prepares it."""
     return [
-        Tensor("tokens", (B, T), np.int32),
-        Tensor("targets", (B, T), np.int32),
-        Tensor("order", (B * T,), np.int32),  # positions sorted by token, and the lengths of the runs of equal
-        Tensor("run", (B * T,), np.int32),  # tokens in that order: see encoder_backward_wte
-    ]
-
-
-LOGIT_ROWS = 8192
-
-
-def logit_rows(N):
-    """Of how many of N tokens logits are computed at a time: in at most four parts, since each goes over all of dwte
-    again; a large batch's would, all at once, be its largest tensor."""
-    return min(N, max(LOGIT_ROWS, -(-N // 4)))
-
-
-def activation_table(c, B, T, real=np.float32, recompute=False):
-    """What the forward pass leaves behind for the backward pass. With recompute, layernorms' and GELUs' outputs are not
-    kept for each layer (K = 1) but computed again."""
-    L, C, NH = c.L, c.C, c.NH
-    K = 1 if recompute else L
-    return [
-        Tensor("residual", (B, T, C)),  # the residual stream, to which each layer adds twice
-        Tensor("residual1", (L, B, T, C), real),  # what it is when a layer begins,
-        Tensor("ln1", (K, B, T, C), real),
-        Tensor("ln1_mean", (L, B, T)),
-        Tensor("ln1_rstd", (L, B, T)),
-        Tensor("qkv", (L, B, T, 3 * C), real),  # queries, keys and values, each of NH heads
-        Tensor("lse", (L, B, NH, T)),  # log2 of the sum that normalises a row of attention
-        Tensor("atty", (L, B, T, C), real),
-        Tensor("branch", (B, T, C), real),  # what is about to be added to the residual stream
-        Tensor("residual2", (L, B, T, C), real),  # after attention,
-        Tensor("ln2", (K, B, T, C), real),
-        Tensor("ln2_mean", (L, B, T)),
-        Tensor("ln2_rstd", (L, B, T)),
-        Tensor("fch", (L, B, T, 4 * C), real),
-        Tensor("fch_gelu", (K, B, T, 4 * C), real),
-        Tensor("residual3", (B, T, C), real),  # and after the last layer
-        Tensor("lnf", (B, T, C), real),
-        Tensor("lnf_mean", (B, T)),
-        Tensor("lnf_rstd", (B, T)),
-        Tensor("logits", (logit_rows(B * T), c.Vp), real),  # become their own gradient
-        Tensor("losses", (B, T)),
-    ]
-
-
-PARTIAL_ROWS = 256  # a layernorm's gradients are sums of at most so many sums, each over a part of the rows
-
-
-def backward_table(c, B, T, real=np.float32):
-    """The gradients of the activations, each used by all layers in turn."""
-    C = c.C
-    return [
-        Tensor("dresidual", (B, T, C), real),  # of the residual stream, all the way down
-        Tensor("dbranch", (B, T, C), real),
-        Tensor("dfch", (B, T, 4 * C), real),
-        Tensor("dqkv", (B, T, 3 * C), real),
-        Tensor("delta", (B, c.NH, T)),  # of attention: the sum over s of weight * dweight
-        Tensor("partials", (3, PARTIAL_ROWS, C)),
+        Row("tokens", (B, T), np.int32),
+        Row("targets", (B, T), np.int32),  # for each token the one that follows
+        Row("order", (B * T,), np.int32),  # positions sorted by token: see encoder_backward_wte
+        Row("run", (B * T,), np.int32),  # lengths of the runs of equal tokens in that order
     ]
 
 
 ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # in kernels.cu
-NORM_BLOCKS = 1024  # of the norm's sum, at most
+NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
 
 
-def arenas(c, B, T, real, recompute=False):
-    """All that a training run allocates: {arena: table}. In bf16, AdamW works on an fp32 master of the parameters."""
-    fp32 = parameter_table(c)
-    update = [Tensor("settings", (len(ADAMW),)), Tensor("norm", (2 + NORM_BLOCKS,)),
-              Tensor("starts", (len(fp32) + 1,), np.uint64),  # of the parameters, in numbers
-              Tensor("decayed", (len(fp32),), np.int32),  # 1 where weight decay applies, else 0
-              Tensor("added_to", (len(fp32),), np.int32)]  # 1 where a backward pass always adds to the gradient
-    tables = {"parameters": parameter_table(c, real), "master": fp32, "gradients": fp32, "adam m": fp32, "adam v": fp32,
-              "update": update, "batch": batch_table(B, T), "next batch": batch_table(B, T),
-              "activations": activation_table(c, B, T, real, recompute), "backward": backward_table(c, B, T, real)}
-    if real == np.float32:
-        del tables["master"]
-    return tables
+def arena_tables(c, B, T, real, recompute=False):
+    """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
+    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
+    parameters = c.parameter_table()
+    update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)),
+              Row("starts", (len(parameters) + 1,), np.uint64),  # where each parameter starts, counted in numbers
+              Row("decayed", (len(parameters),), np.int32)]  # 1 where weight decay applies, else 0
+    return {"parameters": c.parameter_table(real), **({"master": parameters} if real == BF16 else {}),
+            "gradients": parameters, "adam m": parameters, "adam v": parameters, "update": update,
+            "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
+            "backward": c.backward_table(B, T, real)}
 
 
-ALIGN = 64  # bytes, for loads of 16; no parameter needs padding, since 32 divides C
+# Loads of 16 bytes want aligned tensors. 32 divides C, so parameters need no padding: a checkpoint is the arena's bytes,
+# and AdamW walks over an arena as over one array.
+ALIGN = 64
 
 
 def layout(table):
     """Where the tensors of an arena start, in bytes, and behind them where the arena ends."""
-    starts = [0]
-    for row in table:
-        size = row.size * np.dtype(row.dtype).itemsize
-        starts.append(starts[-1] + (size + ALIGN - 1) // ALIGN * ALIGN)
-    return starts
+    return list(itertools.accumulate((-(-row.nbytes // ALIGN) * ALIGN for row in table), initial=0))
 
 
 def carve(arena, table):
-    """Views of an arena (bytes, on either device): one attribute for each row of its table."""
-    views = {}
+    """Views of an arena (bytes, on the host or a device), one attribute for each row; with layers, (layers, *shape)."""
+    views = SimpleNamespace()
     for row, start in zip(table, layout(table)):
-        end = start + row.size * np.dtype(row.dtype).itemsize
-        views[row.name] = arena[start:end].view(row.dtype).reshape(row.shape)
-    return SimpleNamespace(**views)
+        shape = (row.layers, *row.shape) if row.layers else row.shape
+        setattr(views, row.name, arena[start : start + row.nbytes].view(row.dtype).reshape(shape))
+    return views
+
+
+def of_layer(views, table, l):
+    """The views of layer l alone. Where there are fewer tensors than layers, layers share them."""
+    return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers] for row in table if row.layers})
+
+
+def draw_parameters(c, seed):
+    """Random parameters as one flat fp32 array. Each tensor has a generator of its own, so they can be drawn on all
+    cores at once. The padding of wte stays 0."""
+    table = c.parameter_table()
+    arena = np.empty(layout(table)[-1], np.uint8)
+    params = carve(arena, table)
+
+    def draw(i):
+        row, values = table[i], getattr(params, table[i].name)
+        if row.std:
+            np.random.default_rng([seed, i]).standard_normal(dtype=np.float32, out=values)
+            values *= row.std
+        else:
+            values.fill(row.mean)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(draw, range(len(table))))
+    params.wte[c.V :] = 0
+    return arena.view(np.float32)
 
 
 def gibibytes(n):
@@ -235,68 +279,30 @@ def gibibytes(n):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files: llm.c's formats, each behind a header of 256 int32
-
-HEADER_BYTES = 1024
-STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
-FILES = {  # kind: (magic, versions, how to get a good one); of a checkpoint, 3 is fp32 and 5 bf16
-    "checkpoint": (20240326, (3, 5), "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
-    "debug state": (20240327, (2,), "llm.c's train_gpt2.py or dev/torch_reference.py writes one"),
-    "token file": (20240520, (1,), "prepro_tinyshakespeare.py writes one, also from a text of your own with --input"),
-    "tokenizer": (20240328, (2,), "llm.c's train_gpt2.py writes one; without it tiktoken is used"),
-}
+# Files, byte for byte as llm.c has them: a header of 256 int32, then numbers
 
 
-def read_header(path, kind):
-    """The 256 ints of a file's header. Raises UserError if the file is not of this kind and version."""
-    magic, versions, remedy = FILES[kind]
-    try:
-        with open(path, "rb") as file:
-            header = np.frombuffer(file.read(HEADER_BYTES), "<i4")
-    except ValueError:  # not a whole number of int32
-        header = np.zeros(0, "<i4")
-    except OSError as e:
-        raise UserError(f"{path}: could not be read ({e.strerror}); expected a {kind}: {remedy}") from None
-    if len(header) and header[0] != magic:
-        legacy = "; a file without a header is of an old format" if kind == "token file" else ""
-        raise UserError(f"{path}: begins with {header[0]}, and a {kind} with {magic}{legacy}: {remedy}")
-    if len(header) < 256:
-        raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; expected a {kind}: {remedy}")
-    if header[1] not in versions:
-        old = " (an old format)" if header[1] < versions[0] else ""
-        expected = " or ".join(map(str, versions))
-        raise UserError(f"{path}: {kind} of version {header[1]}{old}; expected version {expected}: {remedy}")
-    return [int(i) for i in header]
-
-
-def check_size(path, kind, expected):
-    """Raise UserError unless the file has exactly the expected number of bytes."""
-    size = os.path.getsize(path)
-    if size != expected:
-        what = "truncated" if size < expected else "too long"
-        raise UserError(f"{path}: {what}: {size:,} bytes, and the header of this {kind} promises {expected:,}: "
-                        f"{FILES[kind][2]}")
-
-
-def check_config(path, c):
-    """Raise UserError unless a config read from path makes sense."""
-    for field, value in dataclasses.asdict(c).items():
-        if not 0 < value < 2**24:
-            raise UserError(f"{path}: {field} = {value} in its header; expected between 1 and {2**24 - 1}")
-    for ok, wish in ((c.C % c.NH == 0, f"C = {c.C} to be divisible by NH = {c.NH}"),
-                     (c.C % 32 == 0, f"C = {c.C} to be a multiple of 32"),
-                     (c.V <= c.Vp, f"V = {c.V} not to exceed Vp = {c.Vp}")):
-        if not ok:
-            raise UserError(f"{path}: expected {wish}")
-
-
-def read_config(path):
-    """The Config of a checkpoint, after checking all that can be checked without reading its tensors."""
-    header = read_header(path, "checkpoint")
-    c = Config(*header[2:8])
-    check_config(path, c)
-    check_size(path, "checkpoint", HEADER_BYTES + layout(parameter_table(c, STORED[header[1]]))[-1])
+def read_config(path, kind=Config):
+    """The config of a checkpoint, after checking all that can be checked without reading its tensors."""
+    header = read_header(path, kind.FILE)
+    c = kind(*header[2 : 2 + len(dataclasses.fields(kind))])
+    c.check(path)
+    check_size(path, kind.FILE, HEADER_BYTES + layout(c.parameter_table(kind.STORED[header[1]]))[-1])
     return c
+
+
+def read_parameters(path, c):
+    """The parameters of a checkpoint of config c (see read_config), one flat array as it is stored."""
+    return np.fromfile(path, c.STORED[read_header(path, c.FILE)[1]], offset=HEADER_BYTES)
+
+
+def write_checkpoint(path, c, parameters):
+    """Write a checkpoint of parameters, fp32 or bf16. Raises UserError; an older file is then untouched."""
+    version = next(version for version, dtype in c.STORED.items() if dtype == parameters.dtype)
+    fields = c.FILE.magic, version, *dataclasses.astuple(c)
+    header = np.zeros(256, "<i4")
+    header[: len(fields)] = fields
+    replace_file(path, [header, parameters])
 
 
 def check_tokens(path, tokens, V):
@@ -307,34 +313,12 @@ def check_tokens(path, tokens, V):
                         "expected a file made with the model's own vocabulary")
 
 
-def read_debug_state(path, c):
-    """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients {name: array}."""
-    header = read_header(path, "debug state")
-    B, T = header[2:4]
-    if B < 1 or not 1 <= T <= c.maxT:
-        raise UserError(f"{path}: B = {B}, T = {T} in its header; expected 1 <= B and 1 <= T <= maxT = {c.maxT}")
-    rows = [Tensor("x", (B, T), np.int32), Tensor("y", (B, T), np.int32), Tensor("logits", (B, T, c.V)),
-            Tensor("loss", ())] + parameter_table(c)
-    check_size(path, "debug state", HEADER_BYTES + sum(4 * row.size for row in rows))
-    state = {}
-    with open(path, "rb") as file:
-        file.seek(HEADER_BYTES)
-        for row in rows:
-            state[row.name] = np.fromfile(file, row.dtype, row.size).reshape(row.shape)
-    x, y, logits, loss = (state.pop(row.name) for row in rows[:4])
-    check_tokens(path, x, c.V)
-    check_tokens(path, y, c.V)
-    return SimpleNamespace(x=x, y=y, logits=logits, loss=float(loss), gradients=state)
-
-
 class DataLoader:
     """Hands out the batches of a token file in order, and begins again at its end."""
 
     def __init__(self, path, B, T, V):
-        count = read_header(path, "token file")[2]
-        if count < 0:
-            raise UserError(f"{path}: its header promises {count} tokens; expected at least B*T+1 = {B * T + 1}")
-        check_size(path, "token file", HEADER_BYTES + 2 * count)
+        count = read_header(path, TOKEN_FILE)[2]
+        check_size(path, TOKEN_FILE, HEADER_BYTES + 2 * count)
         if count < B * T + 1:
             raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
                             "give a longer file, or a smaller -b or -t")
@@ -343,385 +327,115 @@ class DataLoader:
         self.B, self.T, self.batches, self.next = B, T, (count - 1) // (B * T), 0
 
     def next_batch(self):
-        """x and y, both (B,T) int32: the tokens, and for each the token that follows."""
+        """Tokens and targets, both (B,T) int32: for each token the one that follows."""
         size = self.B * self.T
         window = self.tokens[self.next * size : (self.next + 1) * size + 1].astype(np.int32)
         self.next = (self.next + 1) % self.batches
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
+def pack_batch(tokens, targets=None):
+    """The bytes of a batch's arena, from tokens and targets (B,T) int32, and (B,T). Without targets they are 0."""
+    table = batch_table(*tokens.shape)
+    data = np.zeros(layout(table)[-1], np.uint8)
+    batch = carve(data, table)
+    batch.tokens[...], batch.targets[...] = tokens, 0 if targets is None else targets
+    flat = tokens.reshape(-1).astype(np.uint32 if tokens.max() > 65535 else np.uint16)  # NumPy radix-sorts 16 bits
+    batch.order[...] = np.argsort(flat, kind="stable")
+    heads = np.flatnonzero(np.r_[True, np.diff(flat[batch.order].astype(np.int32)) != 0])  # where a new word begins
+    batch.run[heads] = np.diff(heads, append=flat.size)
+    return data, tokens.shape
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Two devices. Each has the same few verbs: empty allocates bytes, put copies an array to the device and get from it,
-# put_beside copies while work goes on and adopt takes what came, zero clears an array, launch runs a kernel,
-# launch_grid one with a grid of its own, matmul multiplies matrices, replay does the same work again, synchronize
-# waits, and free_bytes says how much memory there is.
-
-# How each kernel is shared out: the threads of a block, and what an item is. A NUMBER, of which each thread takes W, as
-# many as 16 bytes hold, or FOUR; a row that takes a WARP; anything that takes a whole BLOCK; COLUMNS, of which a block
-# takes 128 bytes, whether of real or of FP32. Blocks of 256 leave room to fill a multiprocessor evenly; the row of the
-# classifier is long enough for 1,024.
-def NUMBER(threads, W): return threads * W
-def FOUR(threads, W): return threads * 4
-def WARP(threads, W): return threads // 32
-def BLOCK(threads, W): return 1
-def COLUMNS(threads, W): return 8 * W
-def FP32_COLUMNS(threads, W): return 32
+# The device, plain: a few verbs, in which all that follows is written. The last section makes some of them faster, and
+# dev/cpu/device.py has the same verbs for a CPU.
 
 
-LAUNCH = {
-    "encoder_forward": (256, FOUR),
-    "encoder_backward_wte": (256, BLOCK),
-    "encoder_backward_wpe": (256, NUMBER),
-    "layernorm_forward": (256, WARP),
-    "layernorm_again": (256, NUMBER),
-    "layernorm_backward": (256, BLOCK),  # or as many threads as layernorm_sizes says: see GPT2.layernorm_backward
-    "matmul_backward_bias": (256, COLUMNS),
-    "add_partials": (256, FP32_COLUMNS),
-    "attention_forward": (128, BLOCK),
-    "attention_backward_q": (128, BLOCK),
-    "attention_backward_kv": (128, BLOCK),
-    "gelu_forward": (256, NUMBER),
-    "gelu_backward": (256, NUMBER),
-    "fused_classifier": (1024, BLOCK),
-    "global_norm": (512, BLOCK),
-    "adamw": (256, NUMBER),
-}
-SIZES = {"attention_sizes": ("rows", "shared_forward", "shared_backward"),  # of blocks: what kernels.cu says of them
-         "layernorm_sizes": ("threads", "shared_of_warp")}
-SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "size_t": ctypes.c_size_t}
+class Kernel(NamedTuple):
+    """What the host has to know of a kernel, read from the lines where kernels.cu has it."""
+    name: str
+    parameters: list  # (name, NumPy type of a scalar or None for a pointer, whether it is const)
+    threads: int  # of a block
+    covers: list  # how many items a block covers along x, and along y: expressions in threads and W
+
+    def grid(self, items, W, threads=None):
+        """The grid of blocks that covers so many items, or (items along x, along y), and the threads of a block."""
+        threads = threads or self.threads
+        blocks = [-(-count // int(eval(covers, {"threads": threads, "W": W}))) for count, covers in
+                  itertools.zip_longest(items if isinstance(items, tuple) else (items,), self.covers, fillvalue="1")]
+        return tuple(blocks), (threads,)
+
+    def arguments(self, values):
+        """Values as the kernel's parameters want them. Raises UserError if there are too few or too many."""
+        if len(values) != len(self.parameters):
+            raise UserError(f"kernels.cu: {self.name}: {len(self.parameters)} parameters, "
+                            f"and train_gpt2.py calls it with {len(values)} arguments")
+        return tuple(kind(value) if kind else value for value, (_, kind, _) in zip(values, self.parameters))
 
 
-def read_kernels(source):
-    """{name: [parameter, ...]} of the kernels in a CUDA source; a parameter is a scalar's ctypes type, or c_void_p."""
-    kernels = {}
-    declaration = r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)"
-    for name, parameters in re.findall(declaration, source):
-        kernels[name] = []
-        for parameter in map(str.strip, parameters.split(",")):
-            kind = ctypes.c_void_p if "*" in parameter else SCALARS.get(parameter.split()[0])
-            if kind is None:
-                raise UserError(f"kernels.cu: {name}: parameter {parameter}: expected a pointer, {', '.join(SCALARS)}")
-            kernels[name].append(kind)
+SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
+
+
+def read_kernels(sources):
+    """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor one of SCALARS."""
+    kernels, text = {}, "".join(path.read_text(encoding="utf-8") for path in sources)
+    declaration = r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)'
+    for block, name, parameters in re.findall(declaration, text):
+        threads, *covers = block.split(",")
+        kernels[name] = Kernel(name, [], int(threads), covers)
+        for parameter in parameters.replace("__restrict__", "").split(","):
+            *_, kind, label = re.findall(r"\w+", parameter)
+            if "*" not in parameter and kind not in SCALARS:
+                raise UserError(f"kernels.cu: {name}: {' '.join(parameter.split())}: expected a pointer or one of "
+                                f"{', '.join(SCALARS)}")
+            kernels[name].parameters.append((label, None if "*" in parameter else SCALARS[kind], "const" in parameter))
     return kernels
 
 
-def pack_arguments(kernels, name, args, address):
-    """A kernel's arguments in the form of cuLaunchKernel: an array of pointers to the values. A wrong number of them
-    would be read from whatever lies behind, so it is an error here. Returns the array and what it points to."""
-    parameters = kernels.get(name)
-    if parameters is None or len(args) != len(parameters):
-        found = "no such kernel" if parameters is None else f"{len(parameters)} parameters"
-        raise UserError(f"kernels.cu: {name}: {found}, and train_gpt2.py calls it with {len(args)} arguments")
-    values = [t(address(a) if t is ctypes.c_void_p and a is not None else a) for t, a in zip(parameters, args)]
-    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values)), values
-
-
-def grid_of(name, items, device):
-    """The grid for a number of items, or for (items, rows of the grid), and the block: two triples."""
-    x, y = items if isinstance(items, tuple) else (items, 1)
-    threads, unit = LAUNCH[name]
-    threads = min(threads, device.max_threads)
-    return (-(-x // unit(threads, device.W)), y, 1), (threads, 1, 1)
-
-
-def switches(dtype, C, NH):
-    """What kernels.cu is compiled for: its numbers, the channels of a model, and those of a head."""
-    return [f"-D{dtype.upper()}", f"-DCHANNELS={C}", f"-DHS={C // NH}"]
-
-
-def gelu_beside(device, out, gelu_of, dgelu_of):
-    """What a matrix product has not done itself: out (M,N) = gelu(gelu_of), or out *= gelu'(dgelu_of)."""
-    if gelu_of is not None:
-        device.launch("gelu_forward", out.size, out, gelu_of, *out.shape)
-    if dgelu_of is not None:
-        device.launch("gelu_backward", out.size, out, dgelu_of, *out.shape)
-
-
-def cache_folder():
-    """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
-
-
-def round_to_tf32(x):
-    """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their inputs."""
-    return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
-
-
-class Cpu:
-    """The CPU: kernels.cu compiled by g++ or clang++, matrix products by NumPy's BLAS, all on every core.
-
-    CXX names the compiler and CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines.
-    beside are other CUDA files to compile after kernels.cu, whose helpers they may use: the kernel lab's.
-    """
-    name, memory, max_shared, multiprocessors = "cpu", "memory", 227 * 1024 - 1024, 4
-    max_threads = 256  # of a block: at a barrier each costs 25 ns
-
-    def __init__(self, dtype=None, C=768, NH=12, graph=True, beside=()):
-        self.dtype = dtype or "fp32"
-        self.sources = [HERE / "kernels.cu", *beside]
-        self.real = BF16 if self.dtype == "bf16" else np.float32
-        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
-        self.compiled_for, self.switches = (C, NH), switches(self.dtype, C, NH)
-        self.peak_flops = None  # depends on the machine in more ways than can be asked for
-        np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
-        self.kernels = read_kernels("".join(path.read_text(encoding="utf-8") for path in self.sources))
-        self.library = ctypes.CDLL(str(self.build()))
-        for name in self.kernels:
-            function = getattr(self.library, f"launch_{name}")
-            function.restype = ctypes.c_char_p
-            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        for name, fields in SIZES.items():
-            values = (ctypes.c_int * len(fields)).in_dll(self.library, name)
-            setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
-        self.scratch = np.empty(2**20, np.float32)  # 4 MiB: a matmul's result on its way to being added, still in cache
-
-    def __str__(self):
-        return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
-
-    def build(self):
-        """The path of the shared library, compiled if there is none for this source, compiler, flags and processor."""
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-        if not compiler or not shutil.which(compiler):
-            found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
-            raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
-                            "apt install g++; macOS: xcode-select --install), or train on a GPU")
-        flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
-                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches,
-                 *os.environ.get("CXXFLAGS", "").split()]
-        included = [HERE / "dev/cuda_on_cpu.h", *self.sources]
-        source = "".join(f'#include "{path}"\n' for path in included)
-        source += "".join(f"CPU_KERNEL({name})\n" for name in self.kernels)
-        # -### prints what the driver would run, and so what -march=native means on this processor.
-        target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
-        key = hashlib.sha256(b"\0".join([source.encode(), *(path.read_bytes() for path in included), target]))
-        cache = cache_folder()
-        library = cache / f"kernels_{key.hexdigest()[:16]}.so"
-        if library.exists():
-            return library
-        print(f"compiling kernels.cu with {compiler}, once", flush=True)
-        temporary = cache / f"{library.name}.{os.getpid()}"
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            try:
-                for _ in range(2):
-                    done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", temporary], input=source,
-                                          text=True, capture_output=True)
-                    if done.returncode == 0:
-                        os.replace(temporary, library)
-                        return library
-                    if "openmp" not in done.stderr or "-fopenmp" not in flags:
-                        break
-                    flags.remove("-fopenmp")
-                    print(f"{compiler} has no OpenMP: the kernels run on one core")
-            finally:
-                temporary.unlink(missing_ok=True)
-        except OSError as e:
-            raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
-                            "set XDG_CACHE_HOME to a folder that can be written") from None
-        raise UserError(f"{compiler} could not compile kernels.cu:\n{done.stderr.strip()}")
-
-    def free_bytes(self):
-        """How much memory there is to allocate."""
-        try:
-            return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
-        except (OSError, TypeError):  # not Linux
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-    def empty(self, nbytes):
-        try:
-            return np.empty(nbytes, np.uint8)
-        except MemoryError:
-            raise UserError(f"no memory for {gibibytes(nbytes)} more; choose a smaller -b, -t or -e") from None
-
-    def put(self, array, values):
-        array[...] = values
-
-    def put_beside(self, array, values):
-        array[...] = values
-
-    def adopt(self, array, beside):
-        """array = beside, an array that put_beside has filled."""
-        array[...] = beside
-
-    def get(self, array):
-        return array.copy()
-
-    def zero(self, array):
-        array.fill(0)
-
-    def launch(self, name, items, *args, shared=0):
-        """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
-        self.launch_grid(name, *grid_of(name, items, self), *args, shared=shared)
-
-    def launch_grid(self, name, grid, block, *args, shared=0):
-        """The same with a grid of blocks and a block of threads, two triples, of the caller's own."""
-        pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.__array_interface__["data"][0])
-        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in (grid, block))
-        error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
-        if error:
-            raise UserError(f"kernels.cu: {error.decode()}")
-
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu_of=None, dgelu_of=None):
-        """out (M,N) = a (M,K) @ b (K,N), with bias (N) added to each row, or out += a @ b.
-
-        With gelu_of (M,N), that gets the sum, and out its GELU; with dgelu_of (M,N), the product is multiplied by the
-        derivative of GELU there.
-        """
-        result = out if gelu_of is None else gelu_of
-        if self.dtype == "tf32":
-            a, b = round_to_tf32(a), round_to_tf32(b)
-        if self.dtype == "bf16":
-            a, b = to_float(a), to_float(b)
-        if accumulate:
-            rows = max(1, self.scratch.size // out.shape[-1])
-            for i in range(0, out.shape[0], rows):
-                product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
-                out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
-            return
-        product = np.matmul(a, b, out=result if result.dtype == np.float32 else None)
-        if bias is not None:
-            product += to_float(bias)
-        if product is not result:
-            result[...] = to_bf16(product)
-        gelu_beside(self, out, gelu_of, dgelu_of)
-
-    def replay(self, graphs, key, work):
-        """Do work(). On a GPU the same work is recorded and replayed as a graph."""
-        work()
-
-    def synchronize(self):
-        pass
-
-
 NVRTC_OPTIONS = ("-std=c++17",)
-
-
-class CublasLt:
-    """The few functions of cuBLASLt that a matrix product with an epilogue needs, called in the library that CuPy has
-    loaded: CuPy wraps neither these nor any product that a graph could capture.
-
-    cuBLASLt stores matrices by columns, and so sees our arrays transposed: it is asked for out.T = b.T @ a.T, in which
-    the bias goes down each column. The numbers are those of cublasLt.h.
-    """
-    COMPUTE = dict(fp32=68, tf32=77, bf16=68)  # CUBLAS_COMPUTE_32F, and CUBLAS_COMPUTE_32F_FAST_TF32
-    STORED = {np.dtype(np.float32): 0, np.dtype(BF16): 14}  # CUDA_R_32F, CUDA_R_16BF
-    TRANSA, TRANSB, EPILOGUE, BIAS, AUX, AUX_LEADING = 3, 4, 7, 8, 11, 12  # attributes of a product,
-    MAX_WORKSPACE, *MIN_ALIGNMENTS = 1, 5, 6, 7, 8  # and of a preference (addresses are not all multiples of 256)
-    NONE, ADD_BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192  # epilogues; the aux is GELU's input
-    CANDIDATES = 8  # of a shape, timed when it first comes up
-
-    class Algorithm(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
-        _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-                    ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
-
-    WORKSPACE = 32 * 2**20  # what cuBLAS itself would take on Hopper
-
-    def __init__(self, dtype):
-        loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
-        if not loaded:
-            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt brings NVIDIA's libraries")
-        self.library = ctypes.CDLL(loaded[0])
-        self.library.cublasLtGetVersion.restype = ctypes.c_size_t
-        self.compute = self.COMPUTE[dtype]
-        self.handle = self.create("cublasLtCreate")
-        self.one, self.nought = ctypes.c_float(1), ctypes.c_float(0)
-
-    def call(self, name, *args):
-        status = getattr(self.library, name)(*args)
-        if status:
-            raise UserError(f"{name} failed with cuBLAS status {status}")
-
-    def create(self, name, *args):
-        made = ctypes.c_void_p()
-        self.call(name, ctypes.byref(made), *args)
-        return made
-
-    def set(self, function, thing, attribute, value):
-        self.call(function, thing, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
-
-    def describe(self, out, a, b, epilogue):
-        """A product of arrays of these shapes and strides, as cuBLASLt wants to hear it: (description, layouts)."""
-        description = self.create("cublasLtMatmulDescCreate", self.compute, self.STORED[np.dtype(np.float32)])
-        layouts = []
-        for x, transpose in ((b, self.TRANSA), (a, self.TRANSB), (out, None)):
-            rows, columns = (s // x.itemsize for s in x.strides)
-            transposed = columns != 1 and x.shape[1] != 1  # its columns are contiguous, not its rows
-            (m, n), leading = (x.shape[::-1], rows) if not transposed else (x.shape, columns)
-            layouts.append(self.create("cublasLtMatrixLayoutCreate", self.STORED[x.dtype], ctypes.c_uint64(m),
-                                       ctypes.c_uint64(n), ctypes.c_int64(max(m, leading))))
-            if transpose:
-                self.set("cublasLtMatmulDescSetAttribute", description, transpose, ctypes.c_int(transposed))
-        for attribute, value in ((self.EPILOGUE, ctypes.c_int(epilogue)),
-                                 (self.AUX_LEADING, ctypes.c_int64(out.shape[1]))):
-            self.set("cublasLtMatmulDescSetAttribute", description, attribute, value)
-        return description, layouts
-
-    def candidates(self, description, layouts):
-        """The algorithms that cuBLASLt recommends, the one that it takes to be the fastest first."""
-        preference = self.create("cublasLtMatmulPreferenceCreate")
-        for attribute, value in ((self.MAX_WORKSPACE, ctypes.c_size_t(self.WORKSPACE)),
-                                 *((matrix, ctypes.c_uint32(ALIGN)) for matrix in self.MIN_ALIGNMENTS)):
-            self.set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, value)
-        algorithms, found = (self.Algorithm * self.CANDIDATES)(), ctypes.c_int()
-        self.call("cublasLtMatmulAlgoGetHeuristic", self.handle, description, *layouts, layouts[2], preference,
-                  self.CANDIDATES, algorithms, ctypes.byref(found))
-        self.call("cublasLtMatmulPreferenceDestroy", preference)
-        return list(algorithms[: found.value])
-
-    def run(self, description, layouts, algorithm, stream, workspace, out, a, b, accumulate, bias, aux):
-        """The product, with addresses for arrays; bias and aux may be None."""
-        for attribute, pointer in ((self.BIAS, bias), (self.AUX, aux)):
-            if pointer:
-                self.set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_void_p(pointer))
-        b_layout, a_layout, out_layout = layouts
-        out = ctypes.c_void_p(out)
-        self.call("cublasLtMatmul", self.handle, description, ctypes.byref(self.one), ctypes.c_void_p(b), b_layout,
-                  ctypes.c_void_p(a), a_layout, ctypes.byref(self.one if accumulate else self.nought), out, out_layout,
-                  out, out_layout, ctypes.byref(algorithm), ctypes.c_void_p(workspace),
-                  ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
+# What kernels.cu says of itself once it is compiled: the rows of attention's blocks and their bytes of shared memory;
+# the most threads of layernorm_backward's blocks, and the bytes that each of their warps needs.
+SIZES = {"attention_sizes": ("rows", "shared_forward", "shared_backward"),
+         "layernorm_sizes": ("threads", "shared_of_warp")}
 
 
 class Cuda:
-    """An NVIDIA GPU through CuPy: kernels.cu compiled by NVRTC, matrix products by cuBLASLt, all on one stream; a
-    second one copies the next batch."""
-    name, memory, max_threads = "cuda", "device memory", 1024
+    """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it.
 
-    # Dense FLOPs of one multiprocessor in one clock, by compute capability, from NVIDIA's architecture white papers.
+    dtype: "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32. c: the Config
+    that kernels are compiled for, with those of other CUDA files, `beside`, behind them. Raises UserError.
+    """
+    name, memory = "cuda", "device memory"
+    SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
+    # Dense FLOPs of a multiprocessor in a clock, by compute capability, from NVIDIA's architecture white papers.
     FLOPS_PER_CLOCK = {80: dict(fp32=128, tf32=1024, bf16=2048), 86: dict(fp32=256, tf32=256, bf16=512),
                        89: dict(fp32=256, tf32=256, bf16=512), 90: dict(fp32=256, tf32=2048, bf16=4096),
                        100: dict(fp32=256, tf32=4096, bf16=8192), 120: dict(fp32=256, tf32=256, bf16=512)}
 
-    def __init__(self, dtype=None, C=768, NH=12, graph=True, beside=()):
+    def __init__(self, dtype, c, beside=()):
         try:
             import cupy
+            from cupy_backends.cuda.libs import cublas
+            cupy.cuda.runtime.getDeviceCount()
         except ImportError:
             raise UserError("CuPy is not installed, and --device cuda needs it: pip install -r requirements.txt, "
                             "or train with --device cpu") from None
-        try:
-            cupy.cuda.runtime.getDeviceCount()
         except cupy.cuda.runtime.CUDARuntimeError as e:
             raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with --device cpu") from None
-        self.cupy, self.device = cupy, cupy.cuda.Device()
-        capability = int(self.device.compute_capability)
+        self.cupy, self.cublas, self.gpu, self.dtype = cupy, cublas, cupy.cuda.Device(), dtype or "bf16"
+        self.Fault = cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cublas.CUBLASError
+        capability, attributes = int(self.gpu.compute_capability), self.gpu.attributes
         if capability < 80:
             raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
                             "later: train with --device cpu")
-        self.dtype, self.compiled_for = dtype or "bf16", (C, NH)
-        dtype = self.dtype
-        self.real = BF16 if dtype == "bf16" else np.float32
+        self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
-        self.stream = cupy.cuda.Stream(non_blocking=True)  # the default stream cannot be captured
-        self.copy_stream, self.adopted = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Event(disable_timing=True)
-        self.pinned = None  # memory of the host that a copy can be made from while both go on
-        self.cublaslt, self.plans, self.graph = CublasLt(dtype), {}, graph
-        self.workspace = cupy.empty(CublasLt.WORKSPACE, np.uint8)
-        self.fused_gelu = dtype == "bf16"
-        sources = [HERE / "kernels.cu", *beside]
-        source = "".join(path.read_text(encoding="utf-8") for path in sources)
-        self.kernels = read_kernels(source)
-        # Hopper's own instructions are an extra of its architecture, asked for with the a.
-        hopper = ("-arch=sm_90a",) if capability == 90 else ()
-        module = cupy.RawModule(code=source, options=(*NVRTC_OPTIONS, *hopper, *switches(dtype, C, NH)))
+        sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
+        self.kernels, text = read_kernels(sources), "".join(path.read_text(encoding="utf-8") for path in sources)
+        hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target, sm_90 is not enough
+        module = cupy.RawModule(code=text, options=(*NVRTC_OPTIONS, *hopper, f"-D{self.dtype.upper()}",
+                                                    *self.compiled_for))
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
             for name, fields in SIZES.items():
@@ -729,24 +443,20 @@ class Cuda:
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
         except cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
-        flops = self.FLOPS_PER_CLOCK.get(capability, {}).get(dtype)
-        attributes = self.device.attributes
-        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for what kernels declare
+        # 1 KiB is left for the kernels' own __shared__ arrays.
+        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024
         self.multiprocessors = attributes["MultiProcessorCount"]
+        flops = self.FLOPS_PER_CLOCK.get(capability, {}).get(self.dtype)
         self.peak_flops = flops and flops * self.multiprocessors * attributes["ClockRate"] * 1e3
-        version = f"{self.cublaslt.library.cublasLtGetVersion()} {cupy.cuda.runtime.driverGetVersion()}"
-        known = hashlib.sha256(f"{self} {version}".encode()).hexdigest()[:16]
-        self.choices_file = cache_folder() / f"matmul_{known}.json"
-        self.choices = self.saved_choices()
 
     def __str__(self):
-        name = self.cupy.cuda.runtime.getDeviceProperties(self.device.id)["name"].decode()
+        name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
         peak = f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else ""
         return f"{name}, {self.dtype}{peak}"
 
     def free_bytes(self):
-        """How much device memory there is to allocate."""
-        return self.device.mem_info[0]
+        """How much device memory there is for the tables."""
+        return max(0, self.gpu.mem_info[0] - self.SPARE)
 
     def empty(self, nbytes):
         try:
@@ -755,130 +465,76 @@ class Cuda:
             raise UserError(f"no memory for {gibibytes(nbytes)} more; choose a smaller -b, -t or -e") from None
 
     def put(self, array, values):
-        array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape), stream=self.stream)
-
-    def put_beside(self, array, values):
-        """Copy values to array while the stream works on, but not before adopt() has taken what was there."""
-        self.copy_stream.synchronize()  # the last copy has left the pinned memory
-        if self.pinned is None or self.pinned.shape != values.shape:
-            import cupyx
-            self.pinned = cupyx.empty_pinned(values.shape, values.dtype)
-        self.pinned[...] = values
-        self.copy_stream.wait_event(self.adopted)
-        array.set(self.pinned, stream=self.copy_stream)
-
-    def adopt(self, array, beside):
-        """array = beside, an array that put_beside has filled."""
-        self.stream.wait_event(self.copy_stream.record())
-        array.data.copy_from_device_async(beside.data, array.nbytes, self.stream)
-        self.adopted.record(self.stream)
+        """Copy an array of the host's to the device."""
+        array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape))
 
     def get(self, array):
-        return array.get(stream=self.stream)
+        """A copy of an array on the host."""
+        return array.get()
 
     def zero(self, array):
-        array.data.memset_async(0, array.nbytes, self.stream)
+        array.data.memset_async(0, array.nbytes)
 
-    def launch(self, name, items, *args, shared=0):
-        """Run a kernel over its items (see grid_of), with `shared` bytes of dynamic shared memory a block."""
-        self.launch_grid(name, *grid_of(name, items, self), *args, shared=shared)
-
-    def launch_grid(self, name, grid, block, *args, shared=0):
-        """The same with a grid of blocks and a block of threads, two triples, of the caller's own."""
-        pointers, values = pack_arguments(self.kernels, name, args, lambda a: a.data.ptr)
-        function = self.functions[name]
-        if shared > self.max_shared:
-            raise UserError(f"{name} needs {shared} bytes of shared memory a block at this model's sizes, and this GPU "
-                            f"has {self.max_shared}: choose a smaller -e")
+    def launch(self, name, items, *args, threads=None, shared=0):
+        """Run a kernel over its items (see Kernel.grid), each block with `shared` bytes of dynamic shared memory."""
+        if name not in self.kernels:
+            raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
+        function, self.launched = self.functions[name], name
         if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
-        self.cupy.cuda.driver.launchKernel(function.kernel.ptr, *grid, *block, shared, self.stream.ptr,
-                                           ctypes.addressof(pointers), 0)
+        grid, block = self.kernels[name].grid(items, self.W, threads)
+        function(grid, block, self.kernels[name].arguments(args), shared_mem=shared)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu_of=None, dgelu_of=None):
-        """As Cpu.matmul."""
-        lt, aux, result = self.cublaslt, None, out
-        epilogue = lt.NONE if bias is None else lt.ADD_BIAS
-        if self.fused_gelu and gelu_of is not None:
-            epilogue, aux = lt.GELU_AUX_BIAS, gelu_of
-        elif self.fused_gelu and dgelu_of is not None:
-            epilogue, aux = lt.DGELU, dgelu_of
-        elif gelu_of is not None:
-            result = gelu_of
-        pointers = [x if x is None else x.data.ptr for x in (result, a, b)]
-        extras = accumulate, *(x if x is None else x.data.ptr for x in (bias, aux))
-        key = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, accumulate
-        if key not in self.plans:
-            description = lt.describe(result, a, b, epilogue)
-            self.plans[key] = *description, self.choose(str(key), description, result, pointers, extras)
-        lt.run(*self.plans[key], self.stream.ptr, self.workspace.data.ptr, *pointers, *extras)
-        if aux is None:
-            gelu_beside(self, out, gelu_of, dgelu_of)
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """out (M,N) = a (M,K) @ b (K,N), plus bias (N) in each row; with accumulate, out += a @ b.
 
-    def saved_choices(self):
-        """{product: the algorithm that earlier runs have chosen for it}."""
-        try:
-            return json.loads(self.choices_file.read_text())
-        except (OSError, ValueError):  # not there yet, or damaged
-            return {}
+        With gelu (M,N), that becomes the GELU of out. With dgelu_at (M,N), out is multiplied by GELU's derivative there.
 
-    def choose(self, key, description, out, pointers, extras):
-        """The fastest of the algorithms for a product, by timing them on its own operands when it first comes up. The
-        choice is kept, where it can be, for later runs, which then add up in the same order: the same seed, the same
-        bits."""
-        cupy, lt = self.cupy, self.cublaslt
-        if key in self.choices:
-            return lt.Algorithm(algo=(ctypes.c_uint64 * 8)(*self.choices[key]))
-        algorithms, accumulate = lt.candidates(*description), extras[0]
-        if not algorithms:
-            raise UserError(f"cuBLASLt has no algorithm for a product {key}")
-        before, times = None, []
-        if accumulate:  # then what was there is needed again
-            before = self.empty(out.nbytes)
-            before.data.copy_from_device_async(out.data, out.nbytes, self.stream)
-        for algorithm in algorithms:
-            rounds = []
-            for _ in range(4):  # the first of which warms up
-                start, end = cupy.cuda.Event(), cupy.cuda.Event()
-                start.record(self.stream)
-                for _ in range(3):
-                    lt.run(*description, algorithm, self.stream.ptr, self.workspace.data.ptr, *pointers, *extras)
-                end.record(self.stream)
-                end.synchronize()
-                rounds.append(cupy.cuda.get_elapsed_time(start, end))
-            times.append(min(rounds[1:]))
-        if accumulate:
-            out.data.copy_from_device_async(before.data, out.nbytes, self.stream)
-            self.synchronize()
-        del before
-        cupy.get_default_memory_pool().free_all_blocks()
-        best = algorithms[int(np.argmin(times))]
-        self.choices = {**self.saved_choices(), **self.choices, key: list(best.algo)}
-        try:
-            self.choices_file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.choices_file, [json.dumps(self.choices).encode()])
-        except (OSError, UserError):
-            pass  # then the next run chooses again
-        return best
+        cuBLAS stores matrices by columns, and we by rows. So it sees each of our matrices transposed:
+
+            ours          its bytes            the same bytes to cuBLAS
+            | 0 1 2 |                          | 0 3 |
+            | 3 4 5 |     0 1 2 3 4 5          | 1 4 |
+                                               | 2 5 |
+
+        It is asked for out.T = b.T @ a.T, in which a and b have changed places, and what it writes is our out.
+        """
+        lib, handle, types = self.cublas, self.gpu.cublas_handle, {4: 0, 2: 14}  # 4 bytes: CUDA_R_32F, 2: CUDA_R_16BF
+        compute = lib.CUBLAS_COMPUTE_32F_FAST_TF32 if self.dtype == "tf32" else lib.CUBLAS_COMPUTE_32F
+        one, beta = np.ones(1, np.float32), np.float32([accumulate or bias is not None])  # out = one * a @ b + beta * out
+        if bias is not None:
+            out[...] = bias
+        (transpose_a, stride_a), (transpose_b, stride_b) = stride_of(a), stride_of(b)
+        lib.setMathMode(handle, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: sums are fp32, also in parts
+        lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data, b.data.ptr,
+                   types[b.itemsize], stride_b, a.data.ptr, types[a.itemsize], stride_a, beta.ctypes.data,
+                   out.data.ptr, types[out.itemsize], out.shape[1], compute, lib.CUBLAS_GEMM_DEFAULT)
+        self.gelu_of_product(out, gelu, dgelu_at)
+
+    def gelu_of_product(self, out, gelu, dgelu_at):
+        """What remains to be done where a product has no part in GELU."""
+        if gelu is not None:
+            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
+        if dgelu_at is not None:
+            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
+
+    # Two more verbs, for the last section. Here results are read at once, and launches are made one by one.
+    ahead = 0  # steps that may be queued before the results of an earlier one are read
+
+    def fetch(self, array):
+        """A function that returns the numbers which array has when the work queued so far is done."""
+        values = self.get(array)
+        return lambda: values
 
     def replay(self, graphs, key, work):
-        """Do work(), whose launches are the same each time for one key: the second time they are captured in
-        graphs[key], which from then on takes one launch for all. The first time prepares what a capture forbids."""
-        if key not in graphs or not self.graph:
-            graphs[key] = None
-            work()
-            return
-        if graphs[key] is None:
-            self.stream.begin_capture()
-            try:
-                work()
-            finally:
-                graph = self.stream.end_capture()
-            graphs[key] = graph
-        graphs[key].launch(self.stream)
+        """Do work(), whose launches are the same each time for one key."""
+        work()
 
-    def synchronize(self):
-        self.stream.synchronize()
+
+def stride_of(x):
+    """How BLAS is to read a matrix: (0, from row to row), or, if its columns are contiguous, (1, from one to the next)."""
+    rows, columns = (stride // x.itemsize for stride in x.strides)
+    return (0, max(rows, x.shape[1])) if columns == 1 or x.shape[1] == 1 else (1, max(columns, x.shape[0]))
 
 
 def has_gpu():
@@ -890,32 +546,72 @@ def has_gpu():
         return False
 
 
+def make_device(name, dtype, c, plain=False, graph=True, beside=()):
+    """The device "cuda" or "cpu", with the kernels of a config (see Cuda). Raises UserError."""
+    if name == "cuda":
+        return Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
+    try:
+        from dev.cpu.device import Cpu
+    except ModuleNotFoundError as e:
+        raise UserError(f"a CPU needs the folder dev/cpu beside train_gpt2.py ({e}): restore it") from None
+    sources = [*c.SOURCES, *beside]
+    return Cpu(dtype, sources, read_kernels(sources), c.switches(), SIZES)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
+
+# The grids of three kernels follow from what a multiprocessor has room for. Each is worked out here.
+
+
+def attention_launch(device, kernel, B, T, NH):
+    """(blocks, bytes of shared memory): a block has some rows of one head of one sequence."""
+    sizes = device.attention_sizes
+    shared = sizes.shared_forward if kernel == "attention_forward" else sizes.shared_backward
+    return -(-T // sizes.rows) * B * NH, shared
+
+
+def layernorm_backward_launch(device, N):
+    """(blocks, threads, bytes of shared memory): a block on each multiprocessor, with as many warps as fit there."""
+    sizes = device.layernorm_sizes
+    warps = min(sizes.threads // 32, device.max_shared // sizes.shared_of_warp)
+    return min(device.multiprocessors, -(-N // warps), PARTIAL_ROWS), 32 * warps, warps * sizes.shared_of_warp
+
+
+def classifier_launch(device, N, Vp):
+    """(blocks, stages, bytes of shared memory): a block on each multiprocessor, which fetches the next row of logits
+    while it works on one; or, if two rows are too much for shared memory, a block for each row."""
+    shared = 2 * Vp * np.dtype(device.real).itemsize
+    return (min(N, device.multiprocessors), 2, shared) if shared <= device.max_shared else (N, 0, 0)
+
 
 def memory_of(c, device, B, T, recompute, free):
     """The bytes that a model's tables ask for, and the largest B whose tables are within `free` bytes."""
     def asked(B):
-        return sum(layout(table)[-1] for table in arenas(c, B, T, device.real, recompute).values())
+        return sum(layout(table)[-1] for table in arena_tables(c, B, T, device.real, recompute).values())
 
     return asked(B), bisect.bisect_right(range(1, 2**16), free, key=asked)
 
 
 class GPT2:
-    """GPT-2 on a device: forward, backward, and an AdamW update, each in the order in which it is computed.
+    """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
+    recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
 
-    config: its sizes; B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
-    recompute: see activation_table. Everything is allocated here. Raises UserError if the device has too little memory.
+    Another architecture replaces Config, and the methods from layer_forward to head_backward.
     """
+    Config = Config
 
     def __init__(self, config, device, B, T, attention="softmax", recompute=False):
         if T > config.maxT:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
-        if device.compiled_for != (config.C, config.NH):
-            raise UserError(f"the device's kernels are for (C, NH) = {device.compiled_for}, and the model has "
-                            f"{(config.C, config.NH)}: make a device for it")
-        self.config, self.device, self.B, self.T = config, device, B, T
-        self.attention, self.recompute = attention, recompute
+        if device.compiled_for != config.switches():
+            raise UserError(f"the device's kernels are compiled with {' '.join(device.compiled_for)}, and the model "
+                            f"needs {' '.join(config.switches())}: make a device for it")
+        shared = max(device.attention_sizes.shared_forward, device.attention_sizes.shared_backward,
+                     device.layernorm_sizes.shared_of_warp)
+        if shared > device.max_shared:
+            raise UserError(f"C = {config.C}, NH = {config.NH}: a block of a kernel needs {shared:,} bytes of shared "
+                            f"memory, and this device has {device.max_shared:,}; expected smaller heads, or --dtype bf16")
         free = device.free_bytes()
         asked, fits = memory_of(config, device, B, T, recompute, free)
         if asked > free:
@@ -925,22 +621,26 @@ class GPT2:
             raise UserError(f"-b {B} -t {T}: the tables ask for {gibibytes(asked)} of {device.memory}, and "
                             f"{gibibytes(free)} are free; {remedy}")
 
-        tables = arenas(config, B, T, device.real, recompute)
+        self.config, self.device, self.B, self.T, self.recompute = config, device, B, T, recompute
+        self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")  # of attention's scores
+        tables = arena_tables(config, B, T, device.real, recompute)
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
         self.master = self.arenas["master" if device.real == BF16 else "parameters"].view(np.float32)
         for name in ("gradients", "adam m", "adam v", "update"):
             device.zero(self.arenas[name])
+        starts = layout(tables["gradients"])
         self.adam = carve(self.arenas["update"], tables["update"])
-        device.put(self.adam.starts, [start // 4 for start in layout(tables["gradients"])])
-        device.put(self.adam.decayed, [row.decay for row in tables["parameters"]])
-        device.put(self.adam.added_to, [row.name == "wpe" or not row.decay for row in tables["parameters"]])
-        self.fresh = True  # the gradients of the matrices have been used: they are to be set, not added to
-        self.staged = None  # B, T of the next batch, and its bytes on the host
+        device.put(self.adam.starts, [start // 4 for start in starts])
+        device.put(self.adam.decayed, [row.decay for row in tables["gradients"]])
+        # Gradients that are sums, to be cleared when a step begins. Neighbours are cleared together.
+        neighbours = itertools.groupby(zip(tables["gradients"], starts, starts[1:]), lambda item: item[0].matrix)
+        spans = [(group := list(items))[0][1:2] + group[-1][2:] for matrix, items in neighbours if not matrix]
+        self.sums = [self.arenas["gradients"][start:end] for start, end in spans]
+        self.shape = None  # (B,T) of the batch that the activations are laid out for
+        self.graphs = {}  # of a device that has them, by that shape: they hold this model's addresses
         self.step = 0  # updates done
-        self.graphs = {}  # of a GPU, by batch: they hold this model's addresses
-        self.stage = "the start"  # what is being computed, for a person who interrupts it
 
     def set_parameters(self, values):
         """Set all parameters from one flat array, fp32 or bf16, in the order of the table."""
@@ -948,291 +648,310 @@ class GPT2:
         if self.device.real == BF16:
             self.device.put(self.arenas["parameters"].view(BF16), values if values.dtype == BF16 else to_bf16(values))
 
-    def initialize(self, seed):
-        """Random parameters. Each tensor has its own generator, so they can be drawn on all cores at once."""
-        table = parameter_table(self.config)
-        arena = np.empty(layout(table)[-1], np.uint8)
-        params = carve(arena, table)
+    def parameters(self):
+        """All parameters, one flat array of fp32 or bf16 on the host."""
+        return self.device.get(self.arenas["parameters"].view(self.device.real))
 
-        def draw(i):
-            row, values = table[i], getattr(params, table[i].name)
-            values.fill(row.mean)
-            if row.std:
-                np.random.default_rng([seed, i]).standard_normal(dtype=np.float32, out=values)
-                values *= row.std
-            if row.name == "wte":
-                values[self.config.V :] = 0
-
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(draw, range(len(table))))
-        self.set_parameters(arena.view(np.float32))
-
-    def load(self, path):
-        """The parameters of a checkpoint whose config is this model's (see read_config)."""
-        self.set_parameters(np.fromfile(path, STORED[read_header(path, "checkpoint")[1]], offset=HEADER_BYTES))
-
-    def save(self, path):
-        """Write a checkpoint, in bf16 of version 5, else of 3. Raises UserError; an older file is then untouched."""
-        magic, versions, _ = FILES["checkpoint"]
-        header = np.zeros(256, "<i4")
-        header[:8] = magic, versions[self.device.real == BF16], *dataclasses.astuple(self.config)
-        replace_file(path, [header, self.device.get(self.arenas["parameters"])])
-
-    def bind(self, B, T):
+    def lay_out(self, B, T):
         """Lay the activations out for a batch (B,T); a smaller one than at the start uses a part of the arenas."""
-        if (B, T) != getattr(self, "bound", None):
-            self.batch = carve(self.arenas["batch"], batch_table(B, T))
-            self.acts = carve(self.arenas["activations"],
-                              activation_table(self.config, B, T, self.device.real, self.recompute))
-            self.back = carve(self.arenas["backward"], backward_table(self.config, B, T, self.device.real))
-            self.bound = B, T
+        c, real = self.config, self.device.real
+        parameters, activations = c.parameter_table(), c.activation_table(B, T, real, self.recompute)
+        self.batch = carve(self.arenas["batch"], batch_table(B, T))
+        self.acts = carve(self.arenas["activations"], activations)
+        self.back = carve(self.arenas["backward"], c.backward_table(B, T, real))
+        self.layers = [(of_layer(self.params, parameters, l), of_layer(self.grads, parameters, l),
+                        of_layer(self.acts, activations, l)) for l in range(c.L)]
+        self.shape = B, T
 
-    def set_batch(self, **batch):
-        """Copy a batch to the device: tokens (B,T) int32 and, as the work on it needs them, targets (B,T), order and
-        run (B*T) (see runs_of_equal)."""
-        self.bind(*batch["tokens"].shape)
-        for name, values in batch.items():
-            self.device.put(getattr(self.batch, name), values)
+    # The residual stream x (N,C) runs through all layers. A layer reads it twice, each time through a norm, and adds to
+    # it twice:
+    #
+    #     x --+---------------------------------(+)--+-------------------------------(+)--> x, for the next layer
+    #         |                                  |   |                                |
+    #         +-- ln1 -- qkv -- attention -- attproj +-- ln2 -- fc ---- GELU ---- fcproj
+    #         |    |      |         |                |    |      |        |
+    #      ln1_inp ln1   qkv    atty, lse         ln2_inp ln2   fch    fch_gelu       (kept for the backward pass)
+    #
+    # An addition, x = x + branch, is the first thing that the next norm's kernel does, since it reads all of x anyway.
+    # The stream is fp32; its copies ln1_inp and ln2_inp are rounded to real. Backward, dresidual runs from right to left:
+    # at a (+) it goes both ways, and where the stream branched off, the gradients of both ways are added.
 
-    def stage_batch(self, **batch):
-        """Start to copy a whole batch, as above, to the device, while it works on another: train_step() takes it."""
-        table = batch_table(*batch["tokens"].shape)
-        host = np.zeros(layout(table)[-1], np.uint8)
-        for name, view in vars(carve(host, table)).items():
-            view[...] = batch[name].reshape(view.shape)
-        self.staged = *batch["tokens"].shape, host.nbytes
-        self.device.put_beside(self.arenas["next batch"][: host.nbytes], host)
+    def layer_forward(self, l):
+        """Layer l: x = x + attention(ln1(x)), and x = x + mlp(ln2(x)), whose addition is left to the next norm."""
+        p, _, a = self.layers[l]
+        matmul, branch = self.device.matmul, self.acts.branch
 
-    def loss(self):
-        """The mean cross-entropy over the batch, in nats, once a forward pass with targets is done."""
-        return float(self.device.get(self.acts.losses).mean(dtype=np.float64))
+        before = branch if l else None  # the layer before has left this to be added; before layer 0 there is none
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, before, p.ln1w, p.ln1b)  # x += before -> (N,C)
+        matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
+        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
+        matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
-    def norm(self):
-        """The norm of the last update's gradient, before it was clipped; the update is done if it is finite."""
-        return float(self.device.get(self.adam.norm[:1])[0])
+        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # x += branch -> (N,C)
+        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
+        matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
-    def forward(self, tokens, targets=None, training=False):
-        """The logits of tokens (B,T) int32, left in self.acts.logits (B*T,Vp) on the device, or, of a batch that is too
-        large for that (see logit_rows), those of its last part.
+    def layer_backward(self, l):
+        """layer_forward(l), read from its last line to its first; dx is the gradient of x.
 
-        With targets (B,T) int32, returns the loss. With training, backward() may follow.
+        Of a product y = x @ w.T the gradients are dx = dy @ w and dw = dy.T @ x. attproj and fcproj are added to the
+        stream, so the gradient of their bias is the sum of dx's rows; norm_backward has those at hand and sums them too.
         """
-        batch = {"tokens": tokens} if targets is None else {"tokens": tokens, "targets": targets}
-        self.set_batch(**batch, **(runs_of_equal(tokens) if training else {}))
-        self.forward_pass(targets is not None, training)
-        return None if targets is None else self.loss()
+        p, g, a = self.layers[l]
+        d, matmul, accumulate = self.back, self.device.matmul, self.accumulate
+        dx, dinp = d.dresidual, d.dinp
+        if self.recompute:
+            self.compute_again(p, a)
 
-    def train_step(self, **adamw):
-        """Forward, backward and update of the batch that was staged, with AdamW's settings (see set_adamw). It returns
-        before a GPU is done; loss() and norm() wait for it."""
-        def work():
-            self.forward_pass(True, True)
-            self.backward()
-            self.update_pass()
+        matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
+        matmul(d.dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
+        self.bias_backward(g.fcb, d.dfch)  # (N,4C) -> (4C)
+        matmul(g.fcw, d.dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
+        matmul(dinp, d.dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
+        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)  # dx += -> (N,C)
 
-        B, T, size = self.staged
-        self.bind(B, T)
-        self.device.adopt(self.arenas["batch"][:size], self.arenas["next batch"][:size])
-        self.set_adamw(**adamw)
-        self.device.replay(self.graphs, (self.bound, self.fresh), work)
-        self.fresh = True  # as update_pass leaves it, which a replay does not run
+        matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
+        matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
+        self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)  # (N,C) -> (N,C), dq
+        self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # (N,C) -> (N,2C), dk and dv
+        self.bias_backward(g.qkvb, d.dqkv)  # (N,3C) -> (3C)
+        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
+        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
+        before = self.layers[l - 1][1].fcprojb if l else None  # of what layer_forward calls before
+        self.norm_backward(g.ln1w, g.ln1b, before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += -> (N,C)
 
-    def forward_pass(self, with_targets, training):
-        """What forward() computes, from a batch that is on the device. For training it begins the backward pass too:
-        the gradients of lnf, left in dbranch, and of wte as the head, since the logits do not last."""
-        c, p, a, run, matmul = self.config, self.params, self.acts, self.device.launch, self.device.matmul
-        (B, T), C, L = self.bound, c.C, c.L
-        N, sizes = B * T, self.device.attention_sizes
-        blocks = -(-T // sizes.rows) * B * c.NH  # of attention
-        scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
-        branch = None  # what is to be added to the residual stream
+    def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
+        """x = x + branch, unless that is None; copy = x; out = layernorm(x)."""
+        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, self.acts.residual, branch,
+                           weight, bias, len(out))
 
-        run("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)
-        for l in range(L):
-            ln1, ln2, fch_gelu = self.kept(l)
-            self.layernorm(ln1, a.ln1_mean[l], a.ln1_rstd[l], a.residual1[l], branch, p.ln1w[l], p.ln1b[l])
-            matmul(a.qkv[l].reshape(N, 3 * C), ln1, p.qkvw[l].T, bias=p.qkvb[l])
-            run("attention_forward", blocks, a.atty[l], a.lse[l], a.qkv[l], scale, relu, T, c.NH,
-                shared=sizes.shared_forward)
-            branch = a.branch.reshape(N, C)
-            matmul(branch, a.atty[l].reshape(N, C), p.attprojw[l].T, bias=p.attprojb[l])
-
-            self.layernorm(ln2, a.ln2_mean[l], a.ln2_rstd[l], a.residual2[l], branch, p.ln2w[l], p.ln2b[l])
-            matmul(fch_gelu, ln2, p.fcw[l].T, bias=p.fcb[l], gelu_of=a.fch[l].reshape(N, 4 * C))
-            matmul(branch, fch_gelu, p.fcprojw[l].T, bias=p.fcprojb[l])
-        lnf = a.lnf.reshape(N, C)
-        self.layernorm(lnf, a.lnf_mean, a.lnf_rstd, a.residual3, branch, p.lnfw, p.lnfb)
-
-        dlnf, shared = self.back.dbranch.reshape(N, C), 2 * c.Vp * a.logits.itemsize
-        stages = 2 if shared <= self.device.max_shared else 0  # of the classifier, one block a multiprocessor
-        for start in range(0, N, len(a.logits)):  # with the backward pass of the logits, since they are gone thereafter
-            rows = slice(start, min(start + len(a.logits), N))
-            logits = a.logits[: rows.stop - start]
-            matmul(logits, lnf[rows], p.wte.T)
-            if with_targets:
-                run("fused_classifier", min(len(logits), self.device.multiprocessors if stages else N), logits,
-                    a.losses.reshape(N)[rows], self.batch.targets.reshape(N)[rows], 1.0 / N, len(logits), c.V, c.Vp,
-                    int(training), stages, shared=shared if stages else 0)
-            if training:
-                matmul(dlnf[rows], logits, p.wte)
-                matmul(self.grads.wte, logits.T, lnf[rows], accumulate=start > 0 or not self.fresh)
-
-    def kept(self, l):
-        """Layer l's ln1 (N,C), ln2 (N,C) and fch_gelu (N,4*C), or, if they are recomputed, where all layers' go."""
-        return (x[l % len(x)].reshape(-1, x.shape[-1]) for x in (self.acts.ln1, self.acts.ln2, self.acts.fch_gelu))
-
-    def layernorm(self, out, mean, rstd, inp, branch, weight, bias):
-        """Add branch (N,C), unless it is None, to the residual stream, and normalise that: see layernorm_forward."""
-        N = mean.size
-        self.device.launch("layernorm_forward", N, out, mean, rstd, inp, self.acts.residual, branch, weight, bias, N)
-
-    def backward(self):
-        """Add the gradients of the last forward pass, which was for training, to those of the parameters.
-
-        Of a matrix product out = x @ w.T the gradients are dx = dout @ w and dw = dout.T @ x. The bias of a layer that
-        adds to the residual stream has the sum of dresidual's rows, which layernorm_backward takes in passing.
-        """
-        c, p, g, a, d, batch = self.config, self.params, self.grads, self.acts, self.back, self.batch
-        device, run, matmul, bias = self.device, self.device.launch, self.device.matmul, self.bias_backward
-        (B, T), C, L = self.bound, c.C, c.L
-        N, sizes = B * T, device.attention_sizes
-        blocks = -(-T // sizes.rows) * B * c.NH
-        scale, relu = (C // c.NH) ** -0.5, int(self.attention == "relu")
-        dresidual, dbranch, dfch = d.dresidual.reshape(N, C), d.dbranch.reshape(N, C), d.dfch.reshape(N, 4 * C)
-        dqkv, add = d.dqkv.reshape(N, 3 * C), not self.fresh
-
-        device.zero(d.dresidual)
-        self.layernorm_backward(g.lnfw, g.lnfb, g.fcprojb[L - 1], a.residual3, p.lnfw, a.lnf_mean, a.lnf_rstd)
-        for l in reversed(range(L)):
-            ln1, ln2, fch_gelu = self.kept(l)
-            if self.recompute:
-                for out, inp, *others in ((ln1, a.residual1, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b),
-                                          (ln2, a.residual2, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b)):
-                    run("layernorm_again", N * C, out, inp[l], *(x[l] for x in others), N, C)
-                run("gelu_forward", N * 4 * C, fch_gelu, a.fch[l], N, 4 * C)
-            matmul(g.fcprojw[l], dresidual.T, fch_gelu, accumulate=add)
-            matmul(dfch, dresidual, p.fcprojw[l], dgelu_of=a.fch[l].reshape(N, 4 * C))
-            bias(g.fcb[l], dfch)
-            matmul(g.fcw[l], dfch.T, ln2, accumulate=add)
-            matmul(dbranch, dfch, p.fcw[l])
-            self.layernorm_backward(g.ln2w[l], g.ln2b[l], g.attprojb[l], a.residual2[l], p.ln2w[l], a.ln2_mean[l],
-                                    a.ln2_rstd[l])
-
-            matmul(g.attprojw[l], dresidual.T, a.atty[l].reshape(N, C), accumulate=add)
-            matmul(dbranch, dresidual, p.attprojw[l])
-            run("attention_backward_q", blocks, d.dqkv, d.delta, d.dbranch, a.atty[l], a.qkv[l], a.lse[l], scale, relu,
-                T, c.NH, shared=sizes.shared_backward)
-            run("attention_backward_kv", blocks, d.dqkv, d.dbranch, a.qkv[l], a.lse[l], d.delta, scale, relu,
-                T, c.NH, shared=sizes.shared_backward)
-            bias(g.qkvb[l], dqkv)
-            matmul(g.qkvw[l], dqkv.T, ln1, accumulate=add)
-            matmul(dbranch, dqkv, p.qkvw[l])
-            self.layernorm_backward(g.ln1w[l], g.ln1b[l], g.fcprojb[l - 1] if l else None, a.residual1[l], p.ln1w[l],
-                                    a.ln1_mean[l], a.ln1_rstd[l])
-        run("encoder_backward_wte", (N, -(-C // (32 * device.W))), g.wte, dresidual, batch.tokens, batch.order,
-            batch.run, C)
-        run("encoder_backward_wpe", T * C, g.wpe, dresidual, B, T, C)
-        self.fresh = False
-
-    def layernorm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
-        """Add a layernorm's gradients to dresidual, dweight and dbias, and the sum of dresidual's rows to dbias_before,
-        unless that is None; dbranch is the gradient of its output."""
-        (B, T), C, device = self.bound, self.config.C, self.device
-        N, sizes = B * T, device.layernorm_sizes
-        # As many warps as fit, in one block on each multiprocessor; if not even one does, the launch says so.
-        warps = max(1, min(sizes.threads // 32, device.max_shared // sizes.shared_of_warp))
-        blocks = min(device.multiprocessors, -(-N // warps), PARTIAL_ROWS)
-        partials = self.back.partials.reshape(-1)[: 3 * blocks * C].reshape(3, blocks, C)
-        device.launch_grid("layernorm_backward", (blocks, 1, 1), (32 * warps, 1, 1), self.back.dresidual, partials,
-                           self.back.dbranch, inp, weight, mean, rstd, N, shared=warps * sizes.shared_of_warp)
-        device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, partials, blocks, C)
+    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
+        """dx += the gradient of the norm's input, given dinp, that of its output; dweight and dbias += theirs, and
+        dbias_before += the sum of dx's rows, unless it is None."""
+        C, N, device, d = self.config.C, len(inp), self.device, self.back
+        blocks, threads, shared = layernorm_backward_launch(device, N)
+        device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, mean, rstd, N,
+                      threads=threads, shared=shared)
+        device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, d.partials, blocks, C)
 
     def bias_backward(self, dbias, dout):
         """dbias (OC) += the sum over rows of dout (N,OC): in two stages if there are many rows."""
-        N, OC = dout.shape
-        shares = min(64, N // 256)
+        (N, OC), device, partials = dout.shape, self.device, self.back.partials
+        shares = max(1, min(64, N // 256))
+        device.launch("matmul_backward_bias", (OC, shares), dbias if shares == 1 else partials, dout, N, OC)
         if shares > 1:
-            self.device.launch("matmul_backward_bias", (OC, shares), self.back.partials, dout, N, OC)
-            self.device.launch("add_partials", OC, dbias, None, None, self.back.partials, shares, OC)
-        else:
-            self.device.launch("matmul_backward_bias", OC, dbias, dout, N, OC)
+            device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
+
+    def attention(self, kernel, *arrays):
+        """Launch one of attention's three kernels."""
+        (B, T), NH = self.shape, self.config.NH
+        blocks, shared = attention_launch(self.device, kernel, B, T, NH)
+        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, shared=shared)
+
+    def compute_again(self, p, a):
+        """The outputs of a layer's norms and GELU, where they were not kept."""
+        (N, C), launch = a.ln1.shape, self.device.launch
+        launch("layernorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b, N, C)
+        launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b, N, C)
+        launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
+
+    # Where the stream begins: x = wte[token] + wpe[position].
+
+    def embedding_forward(self):
+        (_, T), (N, C), p, a = self.shape, self.acts.residual.shape, self.params, self.acts
+        self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)  # -> (N,C)
+
+    def embedding_backward(self):
+        (B, T), C, g, dx, batch = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
+        self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, batch.tokens, batch.order, batch.run, C)
+        self.device.launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
+
+    # Where it ends: a last norm, logits = lnf @ wte.T, and the loss, which is -log softmax(logits)[target].
+
+    def last_norm_forward(self):
+        p, a = self.params, self.acts
+        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)  # x += branch -> (N,C)
+
+    def last_norm_backward(self):
+        p, g, a = self.params, self.grads, self.acts
+        self.device.zero(self.back.dresidual)
+        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd)
+
+    def head_forward(self, rows):
+        """The logits (rows,Vp) of some of the N tokens, a slice of them."""
+        logits = self.acts.logits[: rows.stop - rows.start]
+        self.device.matmul(logits, self.acts.lnf[rows], self.params.wte.T)  # (rows,C) @ (C,Vp) -> (rows,Vp)
+        return logits
+
+    def loss_forward(self, rows, logits, with_gradient=False):
+        """The losses of these tokens; with_gradient, the same kernel turns logits into the mean loss's gradient."""
+        c, a = self.config, self.acts
+        blocks, stages, shared = classifier_launch(self.device, len(logits), c.Vp)
+        self.device.launch("fused_classifier", blocks, logits, a.losses[rows], self.batch.targets.reshape(-1)[rows],
+                           1 / len(a.losses), len(logits), c.V, c.Vp, with_gradient, stages, shared=shared)
+
+    def head_backward(self, rows, dlogits):
+        """The gradients of these tokens' lnf, into dinp, and of wte as the head, whose parts add up."""
+        p, g, accumulate = self.params, self.grads, self.accumulate or rows.start > 0
+        self.device.matmul(self.back.dinp[rows], dlogits, p.wte)  # (rows,Vp) @ (Vp,C) -> (rows,C)
+        self.device.matmul(g.wte, dlogits.T, self.acts.lnf[rows], accumulate=accumulate)  # -> (Vp,C)
+
+    # All of it, forward and backward.
+
+    def set_batch(self, batch):
+        """Copy a batch that pack_batch made to the device."""
+        data, shape = batch
+        if shape != self.shape:
+            self.lay_out(*shape)
+        self.device.put(self.arenas["batch"][: data.nbytes], data)
+
+    def parts(self):
+        """The N tokens of a batch, in slices whose logits have room."""
+        N, rows = len(self.acts.losses), len(self.acts.logits)
+        return [slice(start, min(start + rows, N)) for start in range(0, N, rows)]
+
+    def forward_pass(self):
+        """From a batch on the device to lnf (N,C)."""
+        self.embedding_forward()
+        for l in range(self.config.L):
+            self.layer_forward(l)
+        self.last_norm_forward()
+
+    def backward_pass(self, micro=0):
+        """From lnf to the loss, and back to the gradients of all parameters.
+
+        A step begins with zero gradients, and its micro-batches add up. A matrix's need no clearing, because the first
+        micro-batch, number 0, sets them.
+        """
+        self.accumulate = micro > 0
+        for gradients in [] if self.accumulate else self.sums:
+            self.device.zero(gradients)
+        for rows in self.parts():  # the logits of a part make room for the next one's, so each goes there and back
+            logits = self.head_forward(rows)
+            self.loss_forward(rows, logits, with_gradient=True)
+            self.head_backward(rows, logits)
+        self.last_norm_backward()
+        for l in reversed(range(self.config.L)):
+            self.layer_backward(l)
+        self.embedding_backward()
+
+    def forward(self, tokens, targets=None):
+        """The mean loss, in nats, of a batch: tokens and targets (B,T). Without targets, None. The logits of the last of
+        parts(), which may be all, are left in acts.logits."""
+        self.set_batch(pack_batch(tokens, targets))
+        self.forward_pass()
+        for rows in self.parts():
+            logits = self.head_forward(rows)
+            if targets is not None:
+                self.loss_forward(rows, logits)
+        return None if targets is None else self.report()()[0]
+
+    def next_logits(self, tokens):
+        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
+        # No token sees those behind it, so padding is harmless, and matrix products of few different sizes come up.
+        padded = np.zeros((1, min(self.T, -(-len(tokens) // 64) * 64)), np.int32)
+        padded[0, : len(tokens)] = tokens
+        self.set_batch(pack_batch(padded))
+        self.forward_pass()
+        logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
+        return to_float(self.device.get(logits))[0, : self.config.V]
+
+    def report(self):
+        """A function that waits for the work queued so far. It returns the mean loss of its batch, and the norm of the
+        last update's gradient, before that was clipped."""
+        losses, norm = self.device.fetch(self.acts.losses), self.device.fetch(self.adam.norm[:1])
+        return lambda: (float(losses().mean(dtype=np.float64)), float(norm()[0]))
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The update
 
     def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
         """AdamW's settings for the next update; a gradient's norm is clipped to `clip`, unless that is 0."""
-        self.step += 1  # first: a Ctrl-C during the launch is only seen when it is done
+        self.step += 1  # before the launch: Python handles a Ctrl-C only behind it, when the update is queued already
         settings = dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2,
                         correction1=1 / (1 - beta1**self.step), correction2=1 / (1 - beta2**self.step), eps=eps,
                         weight_decay=weight_decay, clip=clip)
         self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
 
     def update_pass(self):
-        """An AdamW step, as set, with the gradients that were added up; the next backward pass begins anew."""
-        n, adam, gradients = self.master.size, self.adam, self.arenas["gradients"].view(np.float32)
-        blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
-        self.device.launch("global_norm", blocks, adam.norm, gradients, n)
-        self.device.launch("adamw", n, self.arenas["parameters"], self.master, gradients, self.arenas["adam m"],
-                           self.arenas["adam v"], adam.starts, adam.decayed, adam.added_to, adam.decayed.size, n,
-                           adam.settings, adam.norm)
-        self.fresh = True
+        """An AdamW step with the gradients that were added up. If their norm is not finite, no parameter changes."""
+        n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
+        gradients = arenas["gradients"].view(np.float32)
+        device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
+        device.launch("adamw", n, arenas["parameters"], self.master, gradients, arenas["adam m"], arenas["adam v"],
+                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
 
-    def update(self, **adamw):
-        """One AdamW step, with settings as set_adamw takes them."""
+    def train_step(self, batch, **adamw):
+        """Forward, backward and update of a batch that pack_batch made, with settings as set_adamw takes them. It
+        returns before a GPU is done; report() waits for it."""
+        def work():
+            self.forward_pass()
+            self.backward_pass()
+            self.update_pass()
+
+        self.set_batch(batch)
         self.set_adamw(**adamw)
-        self.update_pass()
-
-
-def runs_of_equal(tokens):
-    """For encoder_backward_wte: order, the positions of tokens (B,T) sorted by token, and run, the length of each run
-    of equal tokens in that order, at its head, and 0 elsewhere; both (B*T,) int32."""
-    flat = tokens.reshape(-1).astype(np.uint32 if tokens.max() > 65535 else np.uint16)  # 16 bits are sorted by radix
-    order = np.argsort(flat, kind="stable").astype(np.int32)
-    heads = np.flatnonzero(np.r_[True, np.diff(flat[order].astype(np.int32)) != 0])
-    run = np.zeros_like(order)
-    run[heads] = np.diff(heads, append=flat.size)
-    return {"order": order, "run": run}
-
-
-def flops_per_token(c, T):
-    """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4 backward), and 12*L*C for
-    each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022, appendix B, halved: it is causal)."""
-    weights = sum(row.size for row in parameter_table(c) if row.decay and row.name != "wpe")
-    return 6 * weights + 6 * c.L * c.C * T
+        self.device.replay(self.graphs, self.shape, work)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Samples
+# The loop
 
 
-def read_tokenizer(path):
-    """The bytes of each token, from a gpt2_tokenizer.bin."""
-    count = read_header(path, "tokenizer")[2]
-    data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
-    while at < len(data) and len(words) < count:
-        words.append(data[at + 1 : at + 1 + data[at]])
-        at += 1 + data[at]
-    if len(words) < count or at != len(data):
-        raise UserError(f"{path}: its header promises {count} tokens, and its {len(data):,} bytes are not that many; "
-                        f"{FILES['tokenizer'][2]}")
-    return words
+def train(model, train_data, val_data, steps, flags, log):
+    """The training loop; lines for main.log go to log. Raises UserError when the loss is no longer a number."""
+    device, tokens_a_step, rng = model.device, model.B * model.T, np.random.default_rng([flags.seed, 1])
+    flops_a_step = tokens_a_step * model.config.flops_per_token(model.T)
+    adamw = {name: getattr(flags, name) for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "clip")}
+    times, losses, queued, clock = [], [], [], 0.0
+
+    def finish(step, report):
+        """Wait for a step that was queued, and print its line."""
+        nonlocal clock
+        loss, norm = report()
+        clock, before = time.perf_counter(), clock
+        times.append(clock - before)
+        losses.append(loss)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise UserError(f"step {step}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
+                            "try a smaller -l, or look at the data")
+        share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
+        print(f"step {step:4d}/{steps} | loss {loss:.6f} | norm {norm:7.4f} | {1e3 * times[-1]:8.2f} ms | "
+              f"{tokens_a_step / times[-1]:9,.0f} tok/s{share}", flush=True)
+        print(f"s:{step} trl:{loss:.6f}", file=log)
+
+    batch = pack_batch(*train_data.next_batch())
+    for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
+        done, last = step - 1, step > steps
+        validates = flags.val_every and (done % flags.val_every == 0 or last)
+        samples = flags.sample_every and flags.sample_tokens and (done and done % flags.sample_every == 0 or last)
+        while len(queued) > (0 if validates or samples or last else device.ahead):
+            finish(*queued.pop(0))
+        if validates:
+            model.stage, val_data.next = f"the validation after step {done}", 0
+            batches = min(flags.val_batches, val_data.batches)
+            val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(batches)) / batches
+            print(f"val loss {val_loss:.6f}", flush=True)
+            print(f"s:{done} tel:{val_loss:.6f}", file=log)
+        if samples:
+            model.stage = f"the sample after step {done}"
+            print(f"generating:\n---\n{decode(sample(model, flags.sample_tokens, rng))}\n---", flush=True)
+        if last:
+            break
+
+        model.stage, clock = f"step {step}", clock if queued else time.perf_counter()
+        model.train_step(batch, **adamw)
+        queued.append((step, model.report()))
+        batch = pack_batch(*train_data.next_batch())  # while a GPU is at work
+
+    if steps:
+        median = float(np.median(times))
+        print(f"{steps} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
+              f"{tokens_a_step / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
 
 
-@functools.cache
-def vocabulary():
-    """{token id: its bytes}: by gpt2_tokenizer.bin if it is here, else by tiktoken, else the single bytes only."""
-    if Path("gpt2_tokenizer.bin").exists():
-        return dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
-    try:
-        encoding = gpt2_encoding()
-    except UserError as e:
-        print(f"WARNING: {e}. In samples, tokens of more than one byte are shown as numbers.")
-        encoding = byte_encoding()
-    return {encoding.encode_single_token(word): word for word in encoding.token_byte_values()} | {
-        EOT: END_OF_TEXT.encode()}
-
-
-def decode(tokens):
-    """The text of token ids."""
-    return b"".join(vocabulary().get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
+# ---------------------------------------------------------------------------------------------------------------------
+# A sample
 
 
 def sample(model, count, rng):
@@ -1240,266 +959,352 @@ def sample(model, count, rng):
 
     Nothing is kept from one token to the next: each is a forward pass over the last T tokens.
     """
-    V = model.config.V
-    tokens = [min(EOT, V - 1)]
+    tokens = [min(model.config.EOT, model.config.V - 1)]
     for _ in range(count):
-        model.forward(np.array([tokens[-model.T :]], np.int32))
-        last = (model.bound[1] - 1) % len(model.acts.logits)
-        logits = to_float(model.device.get(model.acts.logits[last]))[:V].astype(np.float64)
+        logits = model.next_logits(tokens[-model.T :]).astype(np.float64)
         cumulative = np.cumsum(np.exp(logits - logits.max()))
         tokens.append(int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")))
     return tokens[1:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The program
+# Flags, and main
 
 # What a CPU does unless told otherwise: a model that learns something visible in about a minute on two cores.
 CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200
 
+
+def number(kind, least, below=math.inf):
+    """The type of a flag: text as an int or a float, at least `least` and below `below`."""
+    def convert(text):
+        value = kind(text)
+        if not least <= value < below:
+            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}" + (
+                f" and below {below}" if below < math.inf else ", and finite" * (kind is float)))
+        return value
+    convert.__name__ = kind.__name__  # as argparse calls it where text is no number at all
+    return convert
+
+
+COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
+BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # an fp32 that is not denormal
 FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
     ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
     ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
     ("-e", "--model", str, None, "checkpoint, or d12, d24, d36, d48 and the like for GPT-2 of that depth from scratch "
                                  "(default: gpt2_124M.bin if it is here, else d12 on a GPU and d3 on a CPU)"),
     ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
-    ("-b", "--batch-size", int, 4, "B, sequences in a batch"),
-    ("-t", "--seq-len", int, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
-    ("-l", "--learning-rate", float, 3e-4, "learning rate"),
-    ("-x", "--steps", int, None, "steps to train (default: one epoch; on a CPU without -e and gpt2_124M.bin, 200)"),
-    ("-v", "--val-every", int, 20, "steps between validations; 0 for none"),
-    ("-m", "--val-batches", int, 20, "batches of a validation, at most"),
-    ("-s", "--sample-every", int, 20, "steps between samples, with one more after the last step; 0 for none"),
-    ("-g", "--sample-tokens", int, 64, "tokens of a sample"),
-    ("-c", "--weight-decay", float, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
-    (None, "--beta1", float, 0.9, "AdamW's decay of the first moment"),
-    (None, "--beta2", float, 0.999, "AdamW's decay of the second moment"),
-    (None, "--eps", float, 1e-8, "AdamW's epsilon"),
-    (None, "--clip", float, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
-    (None, "--seed", int, 42, "of the initial parameters and of the samples"),
+    ("-b", "--batch-size", COUNT, 4, "B, sequences in a batch"),
+    ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
+    ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
+    ("-x", "--steps", COUNT_OR_0, None, "steps to train (default: an epoch; on a CPU without -e and gpt2_124M.bin 200)"),
+    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations; 0 for none"),
+    ("-m", "--val-batches", COUNT, 20, "batches of a validation, at most"),
+    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),
+    ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
+    ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
+    (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
+    (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
+    (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
+    (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
+    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters and of the samples"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "fp32, with matrix products in tf32, or bf16 for parameters and "
-     "activations too (default: bf16 on a GPU, fp32 on a CPU)"),
-    (None, "--graph", int, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
-    (None, "--recompute", int, 0, "compute layernorms and GELUs again (1) instead of keeping them (0): less memory, "
-     "somewhat slower"),
+                                                      "activations too (default: bf16 on a GPU, fp32 on a CPU)"),
+    (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
+    (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
+    (None, "--recompute", SWITCH, 0, "1: compute layernorms and GELUs again: less memory, somewhat slower"),
     (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
 ]
-
-# What a value of a flag must be, beyond its type.
-LIMITS = [(("batch_size", "seq_len", "val_batches"), lambda v: v >= 1, "at least 1"),
-          (("steps", "val_every", "sample_every", "sample_tokens", "seed"), lambda v: v >= 0, "at least 0"),
-          (("graph", "recompute"), lambda v: v in (0, 1), "0 or 1"),
-          (("learning_rate", "weight_decay", "clip"), lambda v: 0 <= v < math.inf, "a finite number, at least 0"),
-          (("beta1", "beta2"), lambda v: 0 <= v < 1, "at least 0 and below 1"),
-          (("eps",), lambda v: 0 < v < math.inf, "a finite number above 0")]
 
 
 def parse_flags(arguments):
     """The flags of a command line. Raises UserError."""
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UserError(f"{message}; python train_gpt2.py --help lists the flags")
-
-    parser = Parser(description="Train GPT-2 from raw kernels.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Train GPT-2 from raw kernels.", allow_abbrev=False, exit_on_error=False)
     for letter, name, kind, default, text in FLAGS:
         form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
-    flags = parser.parse_args(arguments)
-    for names, good, wish in LIMITS:
-        for name in names:
-            value = getattr(flags, name)
-            if value is not None and not good(value):
-                raise UserError(f"--{name.replace('_', '-')} {value}: expected {wish}")
+    try:
+        flags, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as e:
+        raise UserError(f"{str(e).removeprefix('argument ')}; python train_gpt2.py --help lists the flags") from None
+    if unknown:
+        raise UserError(f"{unknown[0]} is no flag; python train_gpt2.py --help lists them")
     return flags
 
 
-def counterpart(path, part, other, flag):
-    """path with `other` for `part` (train, val) in its file's name. Raises UserError if the name has no such part."""
-    if part not in Path(path).name:
-        raise UserError(f"{path} has no '{part}' in its name: give {flag} too")
-    return str(Path(path).with_name(Path(path).name.replace(part, other)))
-
-
-def default_data():
-    """The paths of tinyshakespeare's training and validation tokens, after preparing them if they are missing.
-
-    Without a network it is another real text, the language reference that Python carries, so that the program always
-    runs; each thing done without is a loud line.
-    """
-    def paths(pattern):
-        return [str(pattern).format(part) for part in ("train", "val")]
-
-    if all(Path(path).exists() for path in paths(TINYSHAKESPEARE)):
-        return paths(TINYSHAKESPEARE)
-    try:
-        prepare(download_tinyshakespeare(), gpt2_encoding(), TINYSHAKESPEARE)
-        return paths(TINYSHAKESPEARE)
-    except UserError as e:
-        print(f"WARNING: {e}. Training on Python's language reference instead.")
-    try:
-        encoding, name = gpt2_encoding(), "python_reference"
-    except UserError as e:
-        print(f"WARNING: {e}. Every byte of the text is a token of its own.")
-        encoding, name = byte_encoding(), "python_reference_bytes"
-    pattern = Path(f"data/{name}/{name}_{{}}.bin")
-    if not all(Path(path).exists() for path in paths(pattern)):
-        from pydoc_data.topics import topics
-        prepare("\n\n".join(topics[key] for key in sorted(topics)), encoding, pattern)
-    return paths(pattern)
-
-
-def show_progress(step=0, steps=0):
-    """A bar on a terminal's last line, or without arguments no bar; nothing where stderr is not a terminal."""
-    if sys.stderr.isatty():
-        bar = "#" * (40 * step // steps) if steps else ""
-        print(f"\r\x1b[K[{bar:.<40}] {step}/{steps}" if steps else "\r\x1b[K", end="\r", file=sys.stderr, flush=True)
-
-
-def train(model, train_data, val_data, steps, flags, log):
-    """The training loop; log(line) writes to main.log. Raises UserError when the loss is no longer a number."""
-    device, tokens_a_step, rng = model.device, model.B * model.T, np.random.default_rng([flags.seed, 1])
-    flops_a_step = tokens_a_step * flops_per_token(model.config, model.T)
-    adamw = dict(learning_rate=flags.learning_rate, beta1=flags.beta1, beta2=flags.beta2, eps=flags.eps,
-                 weight_decay=flags.weight_decay, clip=flags.clip)
-    times, losses = [], []
-
-    def stage_next():
-        tokens, targets = train_data.next_batch()
-        model.stage_batch(tokens=tokens, targets=targets, **runs_of_equal(tokens))
-
-    stage_next()
-    for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
-        done, last = step - 1, step > steps
-        if flags.val_every and (done % flags.val_every == 0 or last):
-            model.stage = f"the validation after step {done}"
-            val_data.next = 0
-            batches = min(flags.val_batches, val_data.batches)
-            val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(batches)) / batches
-            show_progress()
-            print(f"val loss {val_loss:.6f}", flush=True)
-            log(f"s:{done} tel:{val_loss:.6f}")
-        if flags.sample_every and flags.sample_tokens and (done and done % flags.sample_every == 0 or last):
-            model.stage = f"the sample after step {done}"
-            text = decode(sample(model, flags.sample_tokens, rng))
-            show_progress()
-            print(f"generating:\n---\n{text}\n---", flush=True)
-        if last:
-            break
-
-        start = time.perf_counter()
-        model.stage = f"step {step}"
-        model.train_step(**adamw)
-        stage_next()  # while a GPU is at work
-        loss, norm = model.loss(), model.norm()
-        times.append(time.perf_counter() - start)
-        losses.append(loss)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise UserError(f"step {step}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
-                            "try a smaller -l, or look at the data")
-
-        share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
-        show_progress()
-        print(f"step {step:4d}/{steps} | loss {loss:.6f} | norm {norm:7.4f} | {1e3 * times[-1]:8.2f} ms | "
-              f"{tokens_a_step / times[-1]:9,.0f} tok/s{share}", flush=True)
-        log(f"s:{step} trl:{loss:.6f}")
-        show_progress(step, steps)
-    if steps:
-        median = float(np.median(times))
-        print(f"{steps} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-              f"{tokens_a_step / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
-
-
 def open_log(folder):
-    """A function that adds a line to folder/main.log, or drops it if there is no folder. Raises UserError.
+    """folder/main.log to add lines to, or, without a folder, a file that forgets them. Raises UserError.
 
     The lines are llm.c's: s is the step, tel a validation loss, trl a training loss.
     """
-    if folder is None:
-        return lambda line: None
-    path = Path(folder) / "main.log"
+    path = Path(folder) / "main.log" if folder else Path(os.devnull)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a", buffering=1)
+        return open(path, "a", buffering=1)
     except OSError as e:
         raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
                         "give -o a folder that can be") from None
 
-    def log(line):
-        try:
-            print(line, file=file)
-        except OSError as e:
-            raise UserError(f"{path}: could not be written ({e.strerror})") from None
-    return log
 
-
-def main(arguments=None):
+def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Raises UserError."""
     flags = parse_flags(arguments)
     on_gpu = (flags.device or ("cuda" if has_gpu() else "cpu")) == "cuda"
     name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
-    small, name = not name and not on_gpu, name or ("d12" if on_gpu else CPU_MODEL)
+    small = not name and not on_gpu
+    name = name or ("d12" if on_gpu else CPU_MODEL)
     checkpoint = name if Path(name).exists() or name.endswith(".bin") else None
-    c = read_config(checkpoint) if checkpoint else Config.from_descriptor(name)
-    device = (Cuda if on_gpu else Cpu)(flags.dtype, c.C, c.NH, flags.graph)
-    print(f"device       | {device} (--device, --dtype)")
-    origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
-    print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
-          f"{sum(row.size for row in parameter_table(c)):,} parameters (-e)")
+    c = read_config(name, architecture.Config) if checkpoint else architecture.Config.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, 1024 if on_gpu else CPU_T)
-
     if T > c.maxT:
         raise UserError(f"-t {T}: this model has positions for at most maxT = {c.maxT} tokens")
+    device = make_device("cuda" if on_gpu else "cpu", flags.dtype, c, flags.plain, flags.graph)
     log = open_log(flags.output)
-
-    if flags.train_data or flags.val_data:
-        train_path = flags.train_data or counterpart(flags.val_data, "val", "train", "-i")
-        val_path = flags.val_data or counterpart(flags.train_data, "train", "val", "-j")
-    else:
-        train_path, val_path = default_data()
+    train_path, val_path = data_paths(flags.train_data, flags.val_data)
     train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
-    print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
     steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
+
+    origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
+    print(f"device       | {device} (--device, --dtype)")
+    print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
+          f"{sum(row.size for row in c.parameter_table()):,} parameters (-e)")
+    print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
     print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}")
     if small and not flags.seq_len and flags.steps is None:
         print("             | sizes for about a minute on two cores, since there is no GPU; -e d12 is GPT-2 124M")
-
     free = device.free_bytes()
-    model = GPT2(c, device, B, T, flags.attention, bool(flags.recompute))
-    for arena, table in arenas(c, B, T, device.real, flags.recompute).items():
-        largest = max(table, key=lambda row: row.size)
+    model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
+    for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
         print(f"{arena:12} | {gibibytes(layout(table)[-1]):>10} in {len(table)} tensors, "
-              f"of which {largest.name} {largest.shape} is the largest")
-    for recompute in (0, 1):
-        asked, fits = memory_of(c, device, B, T, recompute, free)
-        print(f"{'' if recompute else 'memory':12} | {gibibytes(asked):>10} with --recompute {recompute}; "
-              f"-b {fits} would fit into {gibibytes(free)}")
-    if checkpoint:
-        model.load(checkpoint)
-    else:
-        model.initialize(flags.seed)
+              f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
+    asked, fits = memory_of(c, device, B, T, flags.recompute, free)
+    print(f"memory       | {gibibytes(asked):>10}; -b {fits} would fit into {gibibytes(free)} (--recompute 1: "
+          f"{gibibytes(memory_of(c, device, B, T, 1, free)[0])}, -b {memory_of(c, device, B, T, 1, free)[1]})")
+    model.set_parameters(read_parameters(name, c) if checkpoint else draw_parameters(c, flags.seed))
 
     interrupted = False
     try:
         train(model, train_data, val_data, steps, flags, log)
     except KeyboardInterrupt:
         interrupted = True
-        show_progress()
         print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps",
               flush=True)
+    except device.Fault as e:
+        raise UserError(f"the GPU stopped ({e}) at {device.launched} or a kernel before it: find it with --plain 1, "
+                        "with compute-sanitizer, or with --device cpu") from None
     if flags.output:
         path = Path(flags.output) / f"model_{model.step:08d}.bin"
-        model.save(path)
+        write_checkpoint(path, c, model.parameters())
         print(f"wrote {path}")
     return 130 if interrupted else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faster
+#
+# What each thing here takes off a training step of the 124M model in bf16, measured on an H200 (dev/RESULTS.md):
+#
+#                                                              B=4          B=32
+#     the plain device                                        00.00 ms     00.00 ms
+#     cuBLASLt, which adds the bias in the product            00.00        00.00
+#     its algorithms chosen by timing them                    00.00        00.00
+#     GELU in the product too                                 00.00        00.00
+#     a step as one graph                                     00.00        00.00
+#     copies from pinned memory, and losses read late         00.00        00.00
+
+
+class Algorithm(ctypes.Structure):
+    """A way to compute a product: cublasLt.h's cublasLtMatmulHeuristicResult_t."""
+    _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
+                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+
+
+class FastCuda(Cuda):
+    """Cuda with all that is there for speed alone.
+
+    cuBLASLt multiplies as cuBLAS does, can be captured in a graph, and has epilogues: what it does to numbers of out
+    before they leave the registers. CuPy does not wrap it, so it is called through ctypes in the library that CuPy has
+    loaded. Numbers without a name are those of cublasLt.h.
+    """
+    ahead = 1  # steps that are queued while the host still waits for the one before
+    WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
+    CANDIDATES = 8  # algorithms that are timed when a product first comes up
+    NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
+
+    def __init__(self, dtype, c, beside=(), graph=True):
+        super().__init__(dtype, c, beside)
+        cupy, self.graph, self.fused_gelu, self.plans = self.cupy, graph, self.dtype == "bf16", {}
+        loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
+        if not loaded:
+            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt brings NVIDIA's libraries; "
+                            "--plain 1 does without")
+        self.library = ctypes.CDLL(loaded[0])
+        self.handle, self.workspace = self.new("cublasLtCreate"), cupy.empty(self.WORKSPACE, np.uint8)
+        self.capturing = cupy.cuda.Stream(non_blocking=True)  # CuPy's current stream cannot be captured
+        self.pinned = []  # copies to the device that may still be under way: (host memory, event)
+        self.library.cublasLtGetVersion.restype = ctypes.c_size_t
+        known = f"{self} {self.library.cublasLtGetVersion()} {cupy.cuda.runtime.driverGetVersion()}"
+        self.choices_file = cache_folder() / f"matmul_{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+        self.choices = self.saved_choices()
+
+    def lt(self, name, *args):
+        """Call a function of cuBLASLt."""
+        status = getattr(self.library, name)(*args)
+        if status:
+            raise UserError(f"{name} failed with cuBLAS status {status}; --plain 1 does without it")
+
+    def new(self, name, *args):
+        """What a function of cuBLASLt creates."""
+        made = ctypes.c_void_p()
+        self.lt(name, ctypes.byref(made), *args)
+        return made
+
+    def set(self, kind, thing, attribute, value):
+        self.lt(f"cublasLt{kind}SetAttribute", thing, attribute, ctypes.byref(value),
+                ctypes.c_size_t(ctypes.sizeof(value)))
+
+    def describe(self, out, a, b, epilogue):
+        """A product of arrays of these shapes and strides: (description, layout of b, of a, of out)."""
+        description = self.new("cublasLtMatmulDescCreate", 77 if self.dtype == "tf32" else 68, 0)  # see Cuda.matmul
+        layouts = []
+        for x, transpose in ((b, 3), (a, 4), (out, None)):
+            transposed, leading = leading_dimension(x)
+            rows, columns = x.shape if transposed else x.shape[::-1]
+            layouts.append(self.new("cublasLtMatrixLayoutCreate", {4: 0, 2: 14}[x.itemsize], ctypes.c_uint64(rows),
+                                    ctypes.c_uint64(columns), ctypes.c_int64(leading)))
+            if transpose:
+                self.set("MatmulDesc", description, transpose, ctypes.c_int(transposed))
+        self.set("MatmulDesc", description, 7, ctypes.c_int(epilogue))
+        self.set("MatmulDesc", description, 12, ctypes.c_int64(out.shape[1]))  # rows of GELU's input are as long
+        return description, *layouts
+
+    def candidates(self, description, *layouts):
+        """The algorithms that cuBLASLt recommends, the one that it takes to be the fastest first."""
+        preference, found = self.new("cublasLtMatmulPreferenceCreate"), ctypes.c_int()
+        self.set("MatmulPreference", preference, 1, ctypes.c_size_t(self.WORKSPACE))
+        self.set("MatmulPreference", preference, 3, ctypes.c_uint32(2))  # a sum in several parts is added up in fp32
+        for matrix in (5, 6, 7, 8):
+            self.set("MatmulPreference", preference, matrix, ctypes.c_uint32(ALIGN))
+        algorithms = (Algorithm * self.CANDIDATES)()
+        self.lt("cublasLtMatmulAlgoGetHeuristic", self.handle, description, *layouts, layouts[2], preference,
+                self.CANDIDATES, algorithms, ctypes.byref(found))
+        self.lt("cublasLtMatmulPreferenceDestroy", preference)
+        return list(algorithms[: found.value])
+
+    def multiply(self, plan, algorithm, accumulate, out, a, b, bias, aux):
+        """Queue a product. Arrays are given by their addresses; bias and aux, GELU's input, may be None."""
+        description, b_layout, a_layout, out_layout = plan
+        for attribute, address in ((8, bias), (11, aux)):
+            if address:
+                self.set("MatmulDesc", description, attribute, ctypes.c_void_p(address))
+        one, beta = (ctypes.c_float(x) for x in (1, accumulate))
+        out, stream = ctypes.c_void_p(out), self.cupy.cuda.get_current_stream().ptr
+        self.lt("cublasLtMatmul", self.handle, description, ctypes.byref(one), ctypes.c_void_p(b), b_layout,
+                ctypes.c_void_p(a), a_layout, ctypes.byref(beta), out, out_layout, out, out_layout,
+                ctypes.byref(algorithm), ctypes.c_void_p(self.workspace.data.ptr), ctypes.c_size_t(self.WORKSPACE),
+                ctypes.c_void_p(stream))
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """As Cuda.matmul."""
+        epilogue, result, aux = self.NO_EPILOGUE if bias is None else self.ADD_BIAS, out, None
+        if self.fused_gelu and gelu is not None:
+            epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
+        elif self.fused_gelu and dgelu_at is not None:
+            epilogue, aux = self.TIMES_DGELU, dgelu_at
+        arrays = [x if x is None else x.data.ptr for x in (result, a, b, bias, aux)]
+        key = str((out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, accumulate))
+        if key not in self.plans:
+            plan = self.describe(result, a, b, epilogue)
+            self.plans[key] = plan, self.choose(key, plan, result, accumulate, arrays)
+        self.multiply(*self.plans[key], accumulate, *arrays)
+        if aux is None:
+            self.gelu_of_product(out, gelu, dgelu_at)
+
+    def saved_choices(self):
+        """{product: the algorithm that earlier runs have chosen for it}."""
+        try:
+            return json.loads(self.choices_file.read_text())
+        except (OSError, ValueError):  # not there yet, or damaged
+            return {}
+
+    def choose(self, key, plan, out, accumulate, arrays):
+        """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is
+        saved, so that later runs add up in the same order: the same seed, the same bits."""
+        if key in self.choices:
+            return Algorithm(algo=(ctypes.c_uint64 * 8)(*self.choices[key]))
+        before = out.copy() if accumulate else None  # what out was is needed again
+        algorithms, times, events = self.candidates(*plan), [], [self.cupy.cuda.Event() for _ in range(2)]
+        if not algorithms:
+            raise UserError(f"cuBLASLt has no algorithm for a product {key}; --plain 1 does without it")
+        for algorithm in algorithms:
+            rounds = []
+            for _ in range(4):  # the first of which warms up
+                events[0].record()
+                for _ in range(3):
+                    self.multiply(plan, algorithm, accumulate, *arrays)
+                events[1].record()
+                events[1].synchronize()
+                rounds.append(self.cupy.cuda.get_elapsed_time(*events))
+            times.append(min(rounds[1:]))
+        if accumulate:
+            out[...] = before
+        del before
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        best = algorithms[int(np.argmin(times))]
+        self.choices = self.saved_choices() | self.choices | {key: list(best.algo)}
+        try:
+            self.choices_file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.choices_file, [json.dumps(self.choices).encode()])
+        except (OSError, UserError):
+            pass  # then the next run chooses again
+        return best
+
+    def replay(self, graphs, key, work):
+        """Do work(). The first time it runs plainly, which chooses algorithms; the second time it is recorded as a graph,
+        and from then on that takes one launch for all, without gaps between kernels."""
+        if not self.graph or key not in graphs:
+            work()
+            graphs[key] = None
+            return
+        if graphs[key] is None:
+            with self.capturing:
+                self.capturing.begin_capture()
+                try:
+                    work()
+                finally:
+                    graph = self.capturing.end_capture()
+            graphs[key] = graph
+        graphs[key].launch()
+
+    def put(self, array, values):
+        """From pinned memory, which the GPU reads by itself, so that the host need not wait."""
+        values, stream = np.ascontiguousarray(values, array.dtype), self.cupy.cuda.get_current_stream()
+        while self.pinned and (self.pinned[0][1].done or len(self.pinned) > 8):
+            self.pinned.pop(0)[1].synchronize()
+        memory = self.cupy.cuda.alloc_pinned_memory(values.nbytes)
+        host = np.frombuffer(memory, values.dtype, values.size).reshape(array.shape)
+        host[...] = values.reshape(array.shape)
+        array.set(host, stream=stream)
+        self.pinned.append((host, stream.record()))
+
+    def fetch(self, array):
+        memory = self.cupy.cuda.alloc_pinned_memory(array.nbytes)
+        host, stream = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape), self.cupy.cuda.get_current_stream()
+        array.get(stream=stream, out=host, blocking=False)
+        copied = stream.record()
+
+        def wait():
+            copied.synchronize()
+            return host
+        return wait
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except UserError as e:
+    except (UserError, OSError) as e:
         sys.exit(f"error: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")

@@ -1,0 +1,168 @@
+"""The CPU as a device for train_gpt2.py: kernels.cu compiled by g++ or clang++ with cuda.h, and NumPy's BLAS.
+
+It has the verbs of train_gpt2.Cuda, and imports nothing of that file: run as a script, the trainer is the module
+`__main__`, and an import would make a second one.
+"""
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from prepro_tinyshakespeare import BF16, UserError, cache_folder, to_bf16, to_float
+
+HEADER = Path(__file__).resolve().parent / "cuda.h"
+
+
+def round_to_tf32(x):
+    """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their inputs."""
+    return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
+
+
+class Cpu:
+    """The CPU, all of its cores.
+
+    dtype: "fp32" (the default), "tf32" or "bf16"; sources: CUDA files, with their kernels as train_gpt2.read_kernels
+    gives them, the compiler's switches for a model, and train_gpt2.SIZES. CXX names the compiler and CXXFLAGS adds flags to it: with
+    CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. Raises UserError.
+    """
+    name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024
+    multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
+    max_threads = 256  # of a block: at a barrier each costs 25 ns
+    ahead = 0  # steps: see train_gpt2.Cuda
+    peak_flops = None  # depends on the machine in more ways than can be asked for
+    Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
+
+    def __init__(self, dtype, sources, kernels, switches, sizes):
+        self.dtype, self.compiled_for, self.kernels = dtype or "fp32", switches, kernels
+        self.real = BF16 if self.dtype == "bf16" else np.float32
+        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
+        np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
+        self.library = ctypes.CDLL(str(self.build(sources)))
+        for name in self.kernels:
+            function = getattr(self.library, f"launch_{name}")
+            function.restype = ctypes.c_char_p
+            function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        for name, fields in sizes.items():
+            values = (ctypes.c_int * len(fields)).in_dll(self.library, name)
+            setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
+        self.scratch = np.empty(2**20, np.float32)  # 4 MiB: a matmul's result on its way to being added, still in cache
+
+    def __str__(self):
+        return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
+
+    def build(self, sources):
+        """The path of the shared library, compiled if there is none for these files, flags and this processor."""
+        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+        if not compiler or not shutil.which(compiler):
+            found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
+            raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
+                            "apt install g++; macOS: xcode-select --install), or train on a GPU")
+        flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", f"-D{self.dtype.upper()}", *self.compiled_for,
+                 *os.environ.get("CXXFLAGS", "").split()]
+        included = [HEADER, *sources]
+        source = "".join(f'#include "{path}"\n' for path in included)
+        source += "".join(f"CPU_KERNEL({name})\n" for name in self.kernels)
+        # -### prints what the driver would run, and so what -march=native means on this processor.
+        target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
+        key = hashlib.sha256(b"\0".join([source.encode(), *(path.read_bytes() for path in included), target]))
+        cache = cache_folder()
+        library = cache / f"kernels_{key.hexdigest()[:16]}.so"
+        if library.exists():
+            return library
+        print(f"compiling kernels.cu with {compiler}, once", flush=True)
+        temporary = cache / f"{library.name}.{os.getpid()}"
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            try:
+                for _ in range(2):
+                    done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", temporary], input=source,
+                                          text=True, capture_output=True)
+                    if done.returncode == 0:
+                        os.replace(temporary, library)
+                        return library
+                    if "openmp" not in done.stderr or "-fopenmp" not in flags:
+                        break
+                    flags.remove("-fopenmp")
+                    print(f"{compiler} has no OpenMP: the kernels run on one core")
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as e:
+            raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
+                            "set XDG_CACHE_HOME to a folder that can be written") from None
+        raise UserError(f"{compiler} could not compile kernels.cu:\n{done.stderr.strip()}")
+
+    def free_bytes(self):
+        """How much memory there is to allocate."""
+        try:
+            return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
+        except (OSError, TypeError):  # not Linux
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def empty(self, nbytes):
+        try:
+            return np.empty(nbytes, np.uint8)
+        except MemoryError:
+            raise UserError(f"no memory for {nbytes:,} bytes more; choose a smaller -b, -t or -e") from None
+
+    def put(self, array, values):
+        array[...] = np.reshape(values, array.shape)
+
+    def get(self, array):
+        return array.copy()
+
+    def zero(self, array):
+        array.fill(0)
+
+    def launch(self, name, items, *args, threads=None, shared=0):
+        """Run a kernel over its items, each block with `shared` bytes of dynamic shared memory."""
+        if name not in self.kernels:
+            raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
+        kernel = self.kernels[name]
+        threads = threads or min(kernel.threads, self.max_threads)
+        triples = [(*size, 1, 1)[:3] for size in kernel.grid(items, self.W, threads)]
+        values = [ctypes.c_void_p(None if value is None else value.__array_interface__["data"][0]) if kind is None
+                  else np.ctypeslib.as_ctypes_type(kind)(value) for value, (_, kind, _) in
+                  zip(kernel.arguments(args), kernel.parameters)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in triples)
+        error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
+        if error:
+            raise UserError(f"kernels.cu: {error.decode()}")
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """As train_gpt2.Cuda.matmul."""
+        if self.dtype == "tf32":
+            a, b = round_to_tf32(a), round_to_tf32(b)
+        if self.dtype == "bf16":
+            a, b = to_float(a), to_float(b)
+        if accumulate:
+            rows = max(1, self.scratch.size // out.shape[-1])
+            for i in range(0, out.shape[0], rows):
+                product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
+                out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
+            return
+        product = np.matmul(a, b, out=out if out.dtype == np.float32 else None)
+        if bias is not None:
+            product += to_float(bias)
+        if product is not out:
+            out[...] = to_bf16(product)
+        if gelu is not None:
+            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
+        if dgelu_at is not None:
+            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
+
+    def fetch(self, array):
+        """A function that returns the numbers which array has now."""
+        values = self.get(array)
+        return lambda: values
+
+    def replay(self, graphs, key, work):
+        """Do work()."""
+        work()
