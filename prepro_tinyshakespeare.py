@@ -162,6 +162,22 @@ def write_tokens(path, tokens):
     replace_file(path, [header, np.asarray(tokens, "<u2")])
 
 
+def read_tokens(path, V):
+    """The tokens of a token file, mapped into memory. Raises UserError unless all ids are in 0..V-1."""
+    check_size(path, TOKEN_FILE, HEADER_BYTES + 2 * read_header(path, TOKEN_FILE)[2])
+    tokens = np.memmap(path, "<u2", "r", offset=HEADER_BYTES) if os.path.getsize(path) > HEADER_BYTES else np.zeros(0)
+    check_tokens(path, tokens, V)
+    return tokens
+
+
+def check_tokens(path, tokens, V):
+    """Raise UserError unless all ids are in 0..V-1."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
+        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
+        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}, and the model has V = {V} words; "
+                        "expected a file made with the model's own vocabulary")
+
+
 def prepare(text, encoding, path):
     """Tokenize text (str) and write the two files path.format("val") and path.format("train")."""
     document = END_OF_TEXT + text.replace("\n\n", "\n\n" + END_OF_TEXT)

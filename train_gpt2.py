@@ -49,13 +49,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 
-from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, TOKEN_FILE, FileKind, UserError, cache_folder, check_size,
-                                    data_paths, decode, read_header, replace_file, to_bf16, to_float)
+from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, FileKind, UserError, cache_folder, check_size, data_paths,
+                                    decode, read_header, read_tokens, replace_file, to_bf16, to_float)
 
 HERE = Path(__file__).resolve().parent
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model: its sizes, and tables of all that it keeps in memory
+# ---- The model: its sizes, and tables of all that it keeps in memory
 
 
 class Row(NamedTuple):
@@ -278,8 +277,7 @@ def gibibytes(n):
     return f"{n / 2**30:.2f} GiB"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files, byte for byte as llm.c has them: a header of 256 int32, then numbers
+# ---- Files, byte for byte as llm.c has them: a header of 256 int32, then numbers
 
 
 def read_config(path, kind=Config):
@@ -305,26 +303,15 @@ def write_checkpoint(path, c, parameters):
     replace_file(path, [header, parameters])
 
 
-def check_tokens(path, tokens, V):
-    """Raise UserError unless all ids are in 0..V-1."""
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
-        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
-        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}, and the model has V = {V} words; "
-                        "expected a file made with the model's own vocabulary")
-
-
 class DataLoader:
     """Hands out the batches of a token file in order, and begins again at its end."""
 
     def __init__(self, path, B, T, V):
-        count = read_header(path, TOKEN_FILE)[2]
-        check_size(path, TOKEN_FILE, HEADER_BYTES + 2 * count)
-        if count < B * T + 1:
-            raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
+        self.tokens, self.B, self.T, self.next = read_tokens(path, V), B, T, 0
+        self.batches = (self.tokens.size - 1) // (B * T)
+        if self.batches < 1:
+            raise UserError(f"{path}: {self.tokens.size:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
                             "give a longer file, or a smaller -b or -t")
-        self.tokens = np.memmap(path, "<u2", "r", offset=HEADER_BYTES)
-        check_tokens(path, self.tokens, V)
-        self.B, self.T, self.batches, self.next = B, T, (count - 1) // (B * T), 0
 
     def next_batch(self):
         """Tokens and targets, both (B,T) int32: for each token the one that follows."""
@@ -347,8 +334,7 @@ def pack_batch(tokens, targets=None):
     return data, tokens.shape
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The device, plain: a few verbs, in which all that follows is written. The last section makes some of them faster, and
+# ---- The device, plain: a few verbs, in which all that follows is written. The last section makes some of them faster, and
 # dev/cpu/device.py has the same verbs for a CPU.
 
 
@@ -558,8 +544,7 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=()):
     return Cpu(dtype, sources, read_kernels(sources), c.switches(), SIZES)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
+# ---- The model
 
 # The grids of three kernels follow from what a multiprocessor has room for. Each is worked out here.
 
@@ -630,14 +615,9 @@ class GPT2:
         self.master = self.arenas["master" if device.real == BF16 else "parameters"].view(np.float32)
         for name in ("gradients", "adam m", "adam v", "update"):
             device.zero(self.arenas[name])
-        starts = layout(tables["gradients"])
         self.adam = carve(self.arenas["update"], tables["update"])
-        device.put(self.adam.starts, [start // 4 for start in starts])
+        device.put(self.adam.starts, [start // 4 for start in layout(tables["gradients"])])
         device.put(self.adam.decayed, [row.decay for row in tables["gradients"]])
-        # Gradients that are sums, to be cleared when a step begins. Neighbours are cleared together.
-        neighbours = itertools.groupby(zip(tables["gradients"], starts, starts[1:]), lambda item: item[0].matrix)
-        spans = [(group := list(items))[0][1:2] + group[-1][2:] for matrix, items in neighbours if not matrix]
-        self.sums = [self.arenas["gradients"][start:end] for start, end in spans]
         self.shape = None  # (B,T) of the batch that the activations are laid out for
         self.graphs = {}  # of a device that has them, by that shape: they hold this model's addresses
         self.step = 0  # updates done
@@ -820,12 +800,13 @@ class GPT2:
     def backward_pass(self, micro=0):
         """From lnf to the loss, and back to the gradients of all parameters.
 
-        A step begins with zero gradients, and its micro-batches add up. A matrix's need no clearing, because the first
-        micro-batch, number 0, sets them.
+        A step begins with zero gradients, and its micro-batches add up. A matrix's gradient needs no clearing, because
+        the product of the first micro-batch, number 0, sets it.
         """
         self.accumulate = micro > 0
-        for gradients in [] if self.accumulate else self.sums:
-            self.device.zero(gradients)
+        for row in self.config.parameter_table():
+            if not row.matrix and not self.accumulate:
+                self.device.zero(getattr(self.grads, row.name))
         for rows in self.parts():  # the logits of a part make room for the next one's, so each goes there and back
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)
@@ -862,8 +843,7 @@ class GPT2:
         losses, norm = self.device.fetch(self.acts.losses), self.device.fetch(self.adam.norm[:1])
         return lambda: (float(losses().mean(dtype=np.float64)), float(norm()[0]))
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # The update
+    # ---- The update
 
     def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
         """AdamW's settings for the next update; a gradient's norm is clipped to `clip`, unless that is 0."""
@@ -894,8 +874,7 @@ class GPT2:
         self.device.replay(self.graphs, self.shape, work)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
+# ---- The loop
 
 
 def train(model, train_data, val_data, steps, flags, log):
@@ -950,8 +929,7 @@ def train(model, train_data, val_data, steps, flags, log):
               f"{tokens_a_step / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A sample
+# ---- A sample
 
 
 def sample(model, count, rng):
@@ -967,8 +945,7 @@ def sample(model, count, rng):
     return tokens[1:]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags, and main
+# ---- Flags, and main
 
 # What a CPU does unless told otherwise: a model that learns something visible in about a minute on two cores.
 CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200
@@ -1034,20 +1011,6 @@ def parse_flags(arguments):
     return flags
 
 
-def open_log(folder):
-    """folder/main.log to add lines to, or, without a folder, a file that forgets them. Raises UserError.
-
-    The lines are llm.c's: s is the step, tel a validation loss, trl a training loss.
-    """
-    path = Path(folder) / "main.log" if folder else Path(os.devnull)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a", buffering=1)
-    except OSError as e:
-        raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
-                        "give -o a folder that can be") from None
-
-
 def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Raises UserError."""
     flags = parse_flags(arguments)
@@ -1061,7 +1024,12 @@ def main(arguments=None, architecture=GPT2):
     if T > c.maxT:
         raise UserError(f"-t {T}: this model has positions for at most maxT = {c.maxT} tokens")
     device = make_device("cuda" if on_gpu else "cpu", flags.dtype, c, flags.plain, flags.graph)
-    log = open_log(flags.output)
+    try:  # main.log is as llm.c's: s is the step, trl a training loss, tel a validation loss
+        Path(flags.output or ".").mkdir(parents=True, exist_ok=True)
+        log = open(Path(flags.output) / "main.log" if flags.output else os.devnull, "a", buffering=1)
+    except OSError as e:
+        raise UserError(f"-o {flags.output}: main.log could not be written there ({e.strerror}); "
+                        "give -o a folder where it can") from None
     train_path, val_path = data_paths(flags.train_data, flags.val_data)
     train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
     steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
@@ -1101,8 +1069,7 @@ def main(arguments=None, architecture=GPT2):
     return 130 if interrupted else 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Faster
+# ---- Faster
 #
 # What each thing here takes off a training step of the 124M model in bf16, measured on an H200 (dev/RESULTS.md):
 #
@@ -1115,8 +1082,7 @@ def main(arguments=None, architecture=GPT2):
 #     copies from pinned memory, and losses read late         00.00        00.00
 
 
-class Algorithm(ctypes.Structure):
-    """A way to compute a product: cublasLt.h's cublasLtMatmulHeuristicResult_t."""
+class Algorithm(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
     _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
                 ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
 
@@ -1124,87 +1090,65 @@ class Algorithm(ctypes.Structure):
 class FastCuda(Cuda):
     """Cuda with all that is there for speed alone.
 
-    cuBLASLt multiplies as cuBLAS does, can be captured in a graph, and has epilogues: what it does to numbers of out
-    before they leave the registers. CuPy does not wrap it, so it is called through ctypes in the library that CuPy has
-    loaded. Numbers without a name are those of cublasLt.h.
+    cuBLASLt multiplies as cuBLAS does, but a graph can hold its products, and they have epilogues: work that is done on
+    numbers of out before they leave the registers. CuPy does not wrap it. So it is called through ctypes, in the library
+    that CuPy has loaded. Numbers without a name are those of cublasLt.h.
     """
-    ahead = 1  # steps that are queued while the host still waits for the one before
+    ahead = 1  # a step is queued before the one before has been reported, so that the GPU need not wait for the host
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
-    CANDIDATES = 8  # algorithms that are timed when a product first comes up
+    CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
     NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
 
     def __init__(self, dtype, c, beside=(), graph=True):
         super().__init__(dtype, c, beside)
-        cupy, self.graph, self.fused_gelu, self.plans = self.cupy, graph, self.dtype == "bf16", {}
+        self.graph, self.fused_gelu, self.plans, self.copies = graph, self.dtype == "bf16", {}, []
+        self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CuPy's current stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
-            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt brings NVIDIA's libraries; "
-                            "--plain 1 does without")
+            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt brings it, --plain 1 needs none")
         self.library = ctypes.CDLL(loaded[0])
-        self.handle, self.workspace = self.new("cublasLtCreate"), cupy.empty(self.WORKSPACE, np.uint8)
-        self.capturing = cupy.cuda.Stream(non_blocking=True)  # CuPy's current stream cannot be captured
-        self.pinned = []  # copies to the device that may still be under way: (host memory, event)
+        self.handle, self.workspace = self.create("Create"), self.cupy.empty(self.WORKSPACE, np.uint8)
         self.library.cublasLtGetVersion.restype = ctypes.c_size_t
-        known = f"{self} {self.library.cublasLtGetVersion()} {cupy.cuda.runtime.driverGetVersion()}"
-        self.choices_file = cache_folder() / f"matmul_{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
-        self.choices = self.saved_choices()
+        versions = self.library.cublasLtGetVersion(), self.cupy.cuda.runtime.driverGetVersion()
+        key = hashlib.sha256(f"{self} {versions}".encode()).hexdigest()[:16]
+        self.choices, self.choices_file = {}, cache_folder() / f"matmul_{key}.json"
 
-    def lt(self, name, *args):
+    def call(self, name, *args):
         """Call a function of cuBLASLt."""
-        status = getattr(self.library, name)(*args)
+        status = getattr(self.library, f"cublasLt{name}")(*args)
         if status:
-            raise UserError(f"{name} failed with cuBLAS status {status}; --plain 1 does without it")
+            raise UserError(f"cublasLt{name} failed with status {status}; --plain 1 does without it")
 
-    def new(self, name, *args):
-        """What a function of cuBLASLt creates."""
+    def create(self, name, *args):
         made = ctypes.c_void_p()
-        self.lt(name, ctypes.byref(made), *args)
+        self.call(name, ctypes.byref(made), *args)
         return made
 
     def set(self, kind, thing, attribute, value):
-        self.lt(f"cublasLt{kind}SetAttribute", thing, attribute, ctypes.byref(value),
-                ctypes.c_size_t(ctypes.sizeof(value)))
+        self.call(f"{kind}SetAttribute", thing, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
-    def describe(self, out, a, b, epilogue):
-        """A product of arrays of these shapes and strides: (description, layout of b, of a, of out)."""
-        description = self.new("cublasLtMatmulDescCreate", 77 if self.dtype == "tf32" else 68, 0)  # see Cuda.matmul
+    def describe(self, epilogue, out, a, b, bias, aux):
+        """A product of these arrays, as cuBLASLt wants it: (description, layout of b, of a, of out)."""
+        description = self.create("MatmulDescCreate", 77 if self.dtype == "tf32" else 68, 0)  # compute: see Cuda.matmul
         layouts = []
-        for x, transpose in ((b, 3), (a, 4), (out, None)):
-            transposed, leading = leading_dimension(x)
-            rows, columns = x.shape if transposed else x.shape[::-1]
-            layouts.append(self.new("cublasLtMatrixLayoutCreate", {4: 0, 2: 14}[x.itemsize], ctypes.c_uint64(rows),
-                                    ctypes.c_uint64(columns), ctypes.c_int64(leading)))
-            if transpose:
-                self.set("MatmulDesc", description, transpose, ctypes.c_int(transposed))
-        self.set("MatmulDesc", description, 7, ctypes.c_int(epilogue))
-        self.set("MatmulDesc", description, 12, ctypes.c_int64(out.shape[1]))  # rows of GELU's input are as long
+        for x in (b, a, out):
+            transposed, stride = stride_of(x)
+            m, n = x.shape if transposed else x.shape[::-1]
+            layouts.append(self.create("MatrixLayoutCreate", {4: 0, 2: 14}[x.itemsize], ctypes.c_uint64(m),
+                                       ctypes.c_uint64(n), ctypes.c_int64(stride)))
+        for attribute, value in ((3, ctypes.c_int(stride_of(b)[0])), (4, ctypes.c_int(stride_of(a)[0])),
+                                 (7, ctypes.c_int(epilogue)), (8, address(bias)), (11, address(aux)),
+                                 (12, ctypes.c_int64(out.shape[1]))):  # aux, GELU's input, has rows as long as out's
+            self.set("MatmulDesc", description, attribute, value)
         return description, *layouts
 
-    def candidates(self, description, *layouts):
-        """The algorithms that cuBLASLt recommends, the one that it takes to be the fastest first."""
-        preference, found = self.new("cublasLtMatmulPreferenceCreate"), ctypes.c_int()
-        self.set("MatmulPreference", preference, 1, ctypes.c_size_t(self.WORKSPACE))
-        self.set("MatmulPreference", preference, 3, ctypes.c_uint32(2))  # a sum in several parts is added up in fp32
-        for matrix in (5, 6, 7, 8):
-            self.set("MatmulPreference", preference, matrix, ctypes.c_uint32(ALIGN))
-        algorithms = (Algorithm * self.CANDIDATES)()
-        self.lt("cublasLtMatmulAlgoGetHeuristic", self.handle, description, *layouts, layouts[2], preference,
-                self.CANDIDATES, algorithms, ctypes.byref(found))
-        self.lt("cublasLtMatmulPreferenceDestroy", preference)
-        return list(algorithms[: found.value])
-
-    def multiply(self, plan, algorithm, accumulate, out, a, b, bias, aux):
-        """Queue a product. Arrays are given by their addresses; bias and aux, GELU's input, may be None."""
+    def multiply(self, plan, algorithm, accumulate, out, a, b):
+        """Queue a product that describe() has described."""
         description, b_layout, a_layout, out_layout = plan
-        for attribute, address in ((8, bias), (11, aux)):
-            if address:
-                self.set("MatmulDesc", description, attribute, ctypes.c_void_p(address))
-        one, beta = (ctypes.c_float(x) for x in (1, accumulate))
-        out, stream = ctypes.c_void_p(out), self.cupy.cuda.get_current_stream().ptr
-        self.lt("cublasLtMatmul", self.handle, description, ctypes.byref(one), ctypes.c_void_p(b), b_layout,
-                ctypes.c_void_p(a), a_layout, ctypes.byref(beta), out, out_layout, out, out_layout,
-                ctypes.byref(algorithm), ctypes.c_void_p(self.workspace.data.ptr), ctypes.c_size_t(self.WORKSPACE),
-                ctypes.c_void_p(stream))
+        one, beta, stream = ctypes.c_float(1), ctypes.c_float(accumulate), self.cupy.cuda.get_current_stream().ptr
+        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), b_layout, address(a), a_layout,
+                  ctypes.byref(beta), address(out), out_layout, address(out), out_layout, ctypes.byref(algorithm),
+                  address(self.workspace), ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
@@ -1213,47 +1157,54 @@ class FastCuda(Cuda):
             epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
         elif self.fused_gelu and dgelu_at is not None:
             epilogue, aux = self.TIMES_DGELU, dgelu_at
-        arrays = [x if x is None else x.data.ptr for x in (result, a, b, bias, aux)]
-        key = str((out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, accumulate))
+        product = str((out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, accumulate))
+        key = product, *(x if x is None else x.data.ptr for x in (bias, aux))
         if key not in self.plans:
-            plan = self.describe(result, a, b, epilogue)
-            self.plans[key] = plan, self.choose(key, plan, result, accumulate, arrays)
-        self.multiply(*self.plans[key], accumulate, *arrays)
+            plan = self.describe(epilogue, result, a, b, bias, aux)
+            self.plans[key] = plan, self.choose(product, plan, accumulate, result, a, b)
+        self.multiply(*self.plans[key], accumulate, result, a, b)
         if aux is None:
             self.gelu_of_product(out, gelu, dgelu_at)
 
-    def saved_choices(self):
-        """{product: the algorithm that earlier runs have chosen for it}."""
-        try:
-            return json.loads(self.choices_file.read_text())
-        except (OSError, ValueError):  # not there yet, or damaged
-            return {}
-
-    def choose(self, key, plan, out, accumulate, arrays):
+    def choose(self, product, plan, accumulate, out, a, b):
         """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is
         saved, so that later runs add up in the same order: the same seed, the same bits."""
-        if key in self.choices:
-            return Algorithm(algo=(ctypes.c_uint64 * 8)(*self.choices[key]))
-        before = out.copy() if accumulate else None  # what out was is needed again
-        algorithms, times, events = self.candidates(*plan), [], [self.cupy.cuda.Event() for _ in range(2)]
-        if not algorithms:
-            raise UserError(f"cuBLASLt has no algorithm for a product {key}; --plain 1 does without it")
-        for algorithm in algorithms:
+        try:
+            self.choices = json.loads(self.choices_file.read_text()) | self.choices
+        except (OSError, ValueError):
+            pass  # not there yet, or damaged
+        if product in self.choices:
+            return Algorithm(algo=(ctypes.c_uint64 * 8)(*self.choices[product]))
+
+        preference, algorithms, found = self.create("MatmulPreferenceCreate"), (Algorithm * self.CANDIDATES)(), ctypes.c_int()
+        self.set("MatmulPreference", preference, 1, ctypes.c_size_t(self.WORKSPACE))
+        self.set("MatmulPreference", preference, 3, ctypes.c_uint32(2))  # a sum in several parts is added up in fp32
+        for matrix in (5, 6, 7, 8):
+            self.set("MatmulPreference", preference, matrix, ctypes.c_uint32(ALIGN))
+        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], preference, self.CANDIDATES, algorithms,
+                  ctypes.byref(found))
+        self.call("MatmulPreferenceDestroy", preference)
+        if not found.value:
+            raise UserError(f"cuBLASLt has no algorithm for a product {product}; --plain 1 does without it")
+
+        before = out.copy() if accumulate else None  # what was there is needed again
+        start, end, times = self.cupy.cuda.Event(), self.cupy.cuda.Event(), []
+        for algorithm in algorithms[: found.value]:
             rounds = []
             for _ in range(4):  # the first of which warms up
-                events[0].record()
+                start.record()
                 for _ in range(3):
-                    self.multiply(plan, algorithm, accumulate, *arrays)
-                events[1].record()
-                events[1].synchronize()
-                rounds.append(self.cupy.cuda.get_elapsed_time(*events))
+                    self.multiply(plan, algorithm, accumulate, out, a, b)
+                end.record()
+                end.synchronize()
+                rounds.append(self.cupy.cuda.get_elapsed_time(start, end))
             times.append(min(rounds[1:]))
         if accumulate:
             out[...] = before
         del before
         self.cupy.get_default_memory_pool().free_all_blocks()
         best = algorithms[int(np.argmin(times))]
-        self.choices = self.saved_choices() | self.choices | {key: list(best.algo)}
+        self.choices[product] = list(best.algo)
         try:
             self.choices_file.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.choices_file, [json.dumps(self.choices).encode()])
@@ -1262,8 +1213,8 @@ class FastCuda(Cuda):
         return best
 
     def replay(self, graphs, key, work):
-        """Do work(). The first time it runs plainly, which chooses algorithms; the second time it is recorded as a graph,
-        and from then on that takes one launch for all, without gaps between kernels."""
+        """Do work(). The first time it runs plainly, which chooses algorithms. The second time it is recorded as a graph.
+        From then on, one launch of the graph does it all, without gaps between kernels."""
         if not self.graph or key not in graphs:
             work()
             graphs[key] = None
@@ -1279,26 +1230,30 @@ class FastCuda(Cuda):
         graphs[key].launch()
 
     def put(self, array, values):
-        """From pinned memory, which the GPU reads by itself, so that the host need not wait."""
-        values, stream = np.ascontiguousarray(values, array.dtype), self.cupy.cuda.get_current_stream()
-        while self.pinned and (self.pinned[0][1].done or len(self.pinned) > 8):
-            self.pinned.pop(0)[1].synchronize()
-        memory = self.cupy.cuda.alloc_pinned_memory(values.nbytes)
-        host = np.frombuffer(memory, values.dtype, values.size).reshape(array.shape)
-        host[...] = values.reshape(array.shape)
+        """Batches and settings go through pinned memory, which the GPU reads by itself, so that the host need not wait."""
+        if array.nbytes > 2**24:
+            return super().put(array, values)
+        host, stream = self.pinned(array), self.cupy.cuda.get_current_stream()
+        host[...] = np.reshape(values, array.shape)
         array.set(host, stream=stream)
-        self.pinned.append((host, stream.record()))
+        self.copies = [copy for copy in self.copies if not copy[1].done] + [(host, stream.record())]
 
     def fetch(self, array):
-        memory = self.cupy.cuda.alloc_pinned_memory(array.nbytes)
-        host, stream = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape), self.cupy.cuda.get_current_stream()
+        """As Cuda.fetch, with the copy queued behind the work, and no wait before the function is called."""
+        host, stream = self.pinned(array), self.cupy.cuda.get_current_stream()
         array.get(stream=stream, out=host, blocking=False)
         copied = stream.record()
+        return lambda: (copied.synchronize(), host)[1]
 
-        def wait():
-            copied.synchronize()
-            return host
-        return wait
+    def pinned(self, array):
+        """An array like this one in the host's pinned memory."""
+        memory = self.cupy.cuda.alloc_pinned_memory(array.nbytes)
+        return np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+
+
+def address(array):
+    """A CuPy array's address, or a null pointer for None, as ctypes wants it."""
+    return ctypes.c_void_p(None if array is None else array.data.ptr)
 
 
 if __name__ == "__main__":

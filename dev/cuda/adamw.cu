@@ -21,11 +21,13 @@ __device__ __forceinline__ float clip_factor(AdamW a, float norm) {
 
 // Six kernels, a line of the algorithm each, as a framework runs it that does not fuse: parameters, gradients and
 // moments come and go between them. Nine reads and five writes of the arena, where four and three would do.
+BLOCK(256, threads)
 extern "C" __global__ void adamw1_clip(float* __restrict__ grads, size_t n, const AdamW* __restrict__ settings,
                                        const float* __restrict__ norm) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) grads[i] *= adamw_::clip_factor(*settings, norm[0]);
 }
+BLOCK(256, threads)
 extern "C" __global__ void adamw1_decay(float* __restrict__ master, const size_t* __restrict__ starts,
                                         const int* __restrict__ decayed, int tensors, size_t n,
                                         const AdamW* __restrict__ settings) {
@@ -33,16 +35,19 @@ extern "C" __global__ void adamw1_decay(float* __restrict__ master, const size_t
     if (i < n && decayed[adamw_::tensor_of(starts, tensors, i)])
         master[i] -= settings->learning_rate * settings->weight_decay * master[i];
 }
+BLOCK(256, threads)
 extern "C" __global__ void adamw1_m(float* __restrict__ m, const float* __restrict__ grads, size_t n,
                                     const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) m[i] += settings->rate1 * (grads[i] - m[i]);
 }
+BLOCK(256, threads)
 extern "C" __global__ void adamw1_v(float* __restrict__ v, const float* __restrict__ grads, size_t n,
                                     const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) v[i] += settings->rate2 * (grads[i] * grads[i] - v[i]);
 }
+BLOCK(256, threads)
 extern "C" __global__ void adamw1_step(real* params, float* master, const float* __restrict__ m,
                                        const float* __restrict__ v, size_t n, const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -58,6 +63,7 @@ extern "C" __global__ void adamw1_zero(float* __restrict__ grads, const size_t* 
 }
 
 // All of it in one kernel, a thread a number: each array is read and written once.
+BLOCK(128, threads)
 extern "C" __global__ void adamw2(real* params, float* master, float* __restrict__ grads, float* __restrict__ m,
                                   float* __restrict__ v, const size_t* __restrict__ starts,
                                   const int* __restrict__ decayed, const int* __restrict__ added_to, int tensors,

@@ -6,6 +6,7 @@
 // A thread a query walks over its keys, computes each weight once, and has all three gradients' terms at hand: its own
 // goes to its own row, those of the key and the value to theirs, by 2 HS atomics for each pair, queries waiting for
 // each other.
+BLOCK(64, threads)
 extern "C" __global__ void attention_backward1(float* dqkv, const real* __restrict__ dout,
                                                const real* __restrict__ out, const real* __restrict__ qkv,
                                                const float* __restrict__ lse, float scale, int B, int T, int NH) {
@@ -75,6 +76,7 @@ __device__ __forceinline__ void fill(float (*tile)[HS], const real* head, size_t
 // No atomics: each gradient is summed by a thread that owns its row, in registers, over tiles of the other side in
 // shared memory. The price is that the weights are computed three times, once for dq, dk and dv each: all three
 // together, with what they read, would need 5 HS registers a thread.
+BLOCK(128, threads)
 extern "C" __global__ void attention_backward2_delta(float* __restrict__ delta, const real* __restrict__ dout,
                                                      const real* __restrict__ out, int B, int T, int NH) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -85,6 +87,7 @@ extern "C" __global__ void attention_backward2_delta(float* __restrict__ delta, 
     delta[i] = sum;
 }
 
+BLOCK(128, threads)
 extern "C" __global__ void __launch_bounds__(128) attention_backward2_q(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int T, int NH) {
@@ -111,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_q(
     if (t < T) write(dqkv + (size_t)(head - qkv) + (size_t)t * 3 * C, dq);
 }
 
+BLOCK(128, threads)
 extern "C" __global__ void __launch_bounds__(128) attention_backward2_k(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int T, int NH) {
@@ -142,6 +146,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_k(
     if (t < T) write(dqkv + (size_t)(head - qkv) + (size_t)t * 3 * C + C, dk);
 }
 
+BLOCK(128, threads)
 extern "C" __global__ void __launch_bounds__(128) attention_backward2_v(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, float scale, int T, int NH) {

@@ -3,6 +3,7 @@
 
 // A thread a query, as one would write it in C, with a row of the weights in device memory: scores, exponentials, and
 // the weighted sum of the values, channel by channel. Each of the HS channels reads the row of weights again.
+BLOCK(64, threads)
 extern "C" __global__ void attention_forward1(real* __restrict__ out, float* __restrict__ att,
                                               const real* __restrict__ qkv, float scale, int B, int T, int NH) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -31,6 +32,7 @@ extern "C" __global__ void attention_forward1(real* __restrict__ out, float* __r
 // out; softmax by a warp a row, which finds maximum and sum in one pass, correcting the sum whenever the maximum grows
 // (Milakov and Gimelshein 2018, algorithm 3); and the product with the values, by tiles again. What remains is the
 // weights' way through device memory: written, read, written and read.
+BLOCK(1024, 1, 32)
 extern "C" __global__ void attention_forward2_scores(float* __restrict__ att, const real* __restrict__ qkv,
                                                      float scale, int T, int NH) {
     __shared__ float q[32][33], k[32][33];
@@ -50,6 +52,7 @@ extern "C" __global__ void attention_forward2_scores(float* __restrict__ att, co
     if (query + i < T && key + j <= query + i) att[((size_t)head_number * T + query + i) * T + key + j] = scale * sum;
 }
 
+BLOCK(256, threads / 32)
 extern "C" __global__ void attention_forward2_softmax(float* att, int rows, int T) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
@@ -64,6 +67,7 @@ extern "C" __global__ void attention_forward2_softmax(float* att, int rows, int 
     for (int s = lane; s <= row % T; s += 32) a[s] = expf(a[s] - largest) / sum;
 }
 
+BLOCK(1024, 1, 32)
 extern "C" __global__ void attention_forward2_values(real* __restrict__ out, const float* __restrict__ att,
                                                      const real* __restrict__ qkv, int T, int NH) {
     __shared__ float a[32][33], v[32][33];
@@ -88,6 +92,7 @@ extern "C" __global__ void attention_forward2_values(real* __restrict__ out, con
 // is scaled down. The weights exist only for a tile, in registers, so device memory sees nothing but q, k, v and out.
 // All lanes read the same key at a time, 16 bytes for four multiplications each. The last queries, which see the most
 // keys, come first.
+BLOCK(256, threads)
 extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __restrict__ out,
                                                                      const real* __restrict__ qkv, float scale, int T,
                                                                      int NH) {

@@ -3,6 +3,7 @@
 // softmax, cross-entropy and its gradient would write and read N Vp numbers twice more.
 
 // A thread a row, four passes.
+BLOCK(32, threads)
 extern "C" __global__ void classifier_fused1(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int N, int V, int Vp) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
@@ -17,6 +18,7 @@ extern "C" __global__ void classifier_fused1(real* logits, float* __restrict__ l
 }
 
 // A block a row: whole lines, and enough threads to have many on their way.
+BLOCK(256, 1)
 extern "C" __global__ void classifier_fused2(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int N, int V, int Vp) {
     real* x = logits + (size_t)blockIdx.x * Vp;
@@ -34,6 +36,7 @@ extern "C" __global__ void classifier_fused2(real* logits, float* __restrict__ l
 
 // Two passes instead of three: maximum and sum at once, the sum corrected when the maximum grows. Still a number a
 // lane.
+BLOCK(256, 1)
 extern "C" __global__ void classifier_fused3(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int N, int V, int Vp) {
     real* x = logits + (size_t)blockIdx.x * Vp;
@@ -57,6 +60,7 @@ extern "C" __global__ void classifier_fused3(real* logits, float* __restrict__ l
 // A block goes through several rows: where it has used up 16 bytes of one, it asks for those of the next to be copied
 // there, so that memory is busy in both directions while gradients are stored. A thread reads only what it copied
 // itself.
+BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logits, float* __restrict__ losses,
                                                                      const int* __restrict__ targets, float dloss,
                                                                      int N, int V, int Vp) {

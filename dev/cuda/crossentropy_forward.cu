@@ -1,6 +1,7 @@
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]).
 
 // A thread a row: the maximum, then the sum of exponentials, each a walk of its own through device memory.
+BLOCK(32, threads)
 extern "C" __global__ void crossentropy_forward1(float* __restrict__ losses, const real* __restrict__ logits,
                                                  const int* __restrict__ targets, int N, int V, int Vp) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
@@ -13,6 +14,7 @@ extern "C" __global__ void crossentropy_forward1(float* __restrict__ losses, con
 }
 
 // A block a row: lanes read neighbours, and there are enough of them.
+BLOCK(1024, 1)
 extern "C" __global__ void crossentropy_forward2(float* __restrict__ losses, const real* __restrict__ logits,
                                                  const int* __restrict__ targets, int N, int V, int Vp) {
     const real* x = logits + (size_t)blockIdx.x * Vp;

@@ -1,6 +1,7 @@
 // dlogits (N,Vp) = (probs (N,Vp) - 1 at the target) * dlosses (N), zeros in the padding.
 
 // A thread a number.
+BLOCK(256, threads)
 extern "C" __global__ void crossentropy_softmax_backward1(real* __restrict__ dlogits,
                                                           const float* __restrict__ dlosses,
                                                           const real* __restrict__ probs,
@@ -13,6 +14,7 @@ extern "C" __global__ void crossentropy_softmax_backward1(real* __restrict__ dlo
 }
 
 // 16 bytes a lane, and the row from the grid: no division of 64 bits, and the target is looked for once in W numbers.
+BLOCK(128, W * threads)
 extern "C" __global__ void crossentropy_softmax_backward2(real* __restrict__ dlogits,
                                                           const float* __restrict__ dlosses,
                                                           const real* __restrict__ probs,

@@ -3,6 +3,7 @@
 // A thread a channel of a position; atomics let those of one token add to its row at the same time. All is parallel,
 // but a common word's row is a queue, each addition waits for its turn in L2, and the order is another one on each run:
 // the same seed does not give the same bits.
+BLOCK(256, threads)
 extern "C" __global__ void encoder_backward1(float* dwte, float* dwpe, const real* __restrict__ dout,
                                              const int* __restrict__ tokens, int N, int T, int C) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -15,6 +16,7 @@ extern "C" __global__ void encoder_backward1(float* dwte, float* dwpe, const rea
 
 // A thread a channel, which goes through all positions in order: no two threads meet at an address, so no atomics, and
 // the same bits each time. But there are only C threads for the whole GPU, each with one addition at a time.
+BLOCK(128, threads)
 extern "C" __global__ void encoder_backward2(float* dwte, float* dwpe, const real* __restrict__ dout,
                                              const int* __restrict__ tokens, int N, int T, int C) {
     int c = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,6 +1,7 @@
 // out (B,T,C), the fp32 residual stream, = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1].
 
 // A thread a token, which copies its C channels one by one. Each lane walks along a row of its own.
+BLOCK(64, threads)
 extern "C" __global__ void encoder_forward1(float* __restrict__ out, const int* __restrict__ tokens,
                                             const real* __restrict__ wte, const real* __restrict__ wpe, int N, int T,
                                             int C) {
@@ -12,6 +13,7 @@ extern "C" __global__ void encoder_forward1(float* __restrict__ out, const int* 
 }
 
 // A thread a channel of a token: C times as many threads, and neighbouring lanes touch neighbouring addresses.
+BLOCK(256, threads)
 extern "C" __global__ void encoder_forward2(float* __restrict__ out, const int* __restrict__ tokens,
                                             const real* __restrict__ wte, const real* __restrict__ wpe, int N, int T,
                                             int C) {

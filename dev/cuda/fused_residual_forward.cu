@@ -3,6 +3,7 @@
 
 // Two kernels: this addition, 16 bytes a lane, then layernorm_forward of kernels.cu with branch = null. The sum is
 // written to device memory and read again.
+BLOCK(128, 4 * threads)
 extern "C" __global__ void fused_residual_forward1_add(float* __restrict__ residual,
                                                        const real* __restrict__ branch, int N, int C) {
     size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
@@ -12,6 +13,7 @@ extern "C" __global__ void fused_residual_forward1_add(float* __restrict__ resid
 // One kernel: a warp a row adds, keeps the sum in shared memory, C numbers for each warp, and normalises from there. A
 // lane reads what it wrote itself, so no barrier is needed. 4 bytes less to move for each number, of 14 in bf16 and
 // 20 in fp32, and one launch less.
+BLOCK(128, threads / 32)
 extern "C" __global__ void fused_residual_forward2(real* __restrict__ out, float* __restrict__ mean,
                                                    float* __restrict__ rstd, real* __restrict__ inp, float* residual,
                                                    const real* __restrict__ branch, const real* __restrict__ weight,

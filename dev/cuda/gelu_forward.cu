@@ -8,6 +8,7 @@ __device__ __forceinline__ float gelu(float x) {
 }  // namespace gelu_forward_
 
 // A thread a number, by the formula as it stands. tanhf is some twenty instructions.
+BLOCK(256, threads)
 extern "C" __global__ void gelu_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int OC) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < (size_t)N * OC) from_float(out[i], gelu_forward_::gelu(to_float(inp[i])));
@@ -15,6 +16,7 @@ extern "C" __global__ void gelu_forward1(real* __restrict__ out, const real* __r
 
 // 16 bytes a lane: a quarter or an eighth of the loads, stores and indices. What is left to do for each number is
 // tanhf.
+BLOCK(128, W * threads)
 extern "C" __global__ void gelu_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int OC) {
     size_t i = first_number();
     if (i >= (size_t)N * OC) return;

@@ -2,15 +2,18 @@
 
 // A thread a number, and each block adds its sum to the result: an atomic for every 256 numbers, all to one address,
 // which takes them one at a time. The sum's order is another one on each run. A second kernel takes the root.
+BLOCK(1024, threads)
 extern "C" __global__ void global_norm1(float* norm, const float* __restrict__ grads, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     float sum = block_reduce<warp_sum>(i < n ? grads[i] * grads[i] : 0.0f, 0.0f);
     if (threadIdx.x == 0) atomicAdd(norm, sum);
 }
+BLOCK(1, 1)
 extern "C" __global__ void global_norm1_root(float* norm) { norm[0] = sqrtf(norm[0]); }
 
 // As many blocks as the GPU can run at once, each of which walks through the whole array in strides: an atomic for each
 // of these is nothing. A thread has one load in flight at a time.
+BLOCK(512, 1)
 extern "C" __global__ void global_norm2(float* norm, const float* __restrict__ grads, size_t n) {
     float sum = 0.0f;
     for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)

@@ -3,6 +3,7 @@
 
 // A thread a query walks over its keys, and keeps its output in registers; the sum and the output are scaled down when
 // a larger score comes. Every number of a key or value is read for one multiplication.
+BLOCK(64, threads)
 extern "C" __global__ void gqa_forward1(real* __restrict__ out, const real* __restrict__ inp, float scale, int B, int T,
                                         int NH, int KV) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -26,6 +27,7 @@ extern "C" __global__ void gqa_forward1(real* __restrict__ out, const real* __re
 
 // repeat_kv, and then the trainer's attention_forward for NH heads, on tensor cores: fast, but it writes and reads
 // NH/KV copies of each key and value, in device memory that a grouped cache was to save.
+BLOCK(256, W * threads)
 extern "C" __global__ void gqa_forward2_repeat(real* __restrict__ qkv, const real* __restrict__ inp, int NH, int KV) {
     int i = first_number(), size = 3 * NH * HS;
     if (i >= size) return;
@@ -68,6 +70,7 @@ __device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int
 
 }  // namespace gqa
 
+BLOCK(128, 64)
 extern "C" __global__ void __launch_bounds__(128, 2) gqa_forward3(real* __restrict__ out, const real* __restrict__ inp,
                                                                float scale, int T, int NH, int KV) {
     using gqa::KEYS, gqa::ROWS;

@@ -5,6 +5,7 @@
 // The first is a sum over rows' channels, the others over the rows of a channel: no layout suits both.
 
 // A thread a row. Its part of the sums goes there by atomics, 3 C of them a row, all rows to the same 3 C places.
+BLOCK(32, threads)
 extern "C" __global__ void layernorm_backward1(real* __restrict__ dresidual, float* dweight, float* dbias,
                                                float* before, const real* __restrict__ dout,
                                                const real* __restrict__ inp, const real* __restrict__ weight,
@@ -33,6 +34,7 @@ extern "C" __global__ void layernorm_backward1(real* __restrict__ dresidual, flo
 // A warp a row, and as many rows as there are blocks for; the column sums of a block's rows are added up in its shared
 // memory, still by atomics, but these stay on the multiprocessor. Only the block's totals go to device memory: 3 C
 // atomics a block, not a row.
+BLOCK(512, 1)
 extern "C" __global__ void layernorm_backward2(real* __restrict__ dresidual, float* dweight, float* dbias,
                                                float* before, const real* __restrict__ dout,
                                                const real* __restrict__ inp, const real* __restrict__ weight,

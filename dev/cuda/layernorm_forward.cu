@@ -4,6 +4,7 @@
 // A thread a row, as one would write it in C: the mean, the variance around it, the result. There are only N threads,
 // at N = 8,192 two warps for each multiprocessor of an H200, which has room for 64; and the 32 lanes of a warp read 32
 // rows, so that each of their loads is 32 requests where one would do. The memory waits for the threads.
+BLOCK(64, threads)
 extern "C" __global__ void layernorm_forward1(real* __restrict__ out, float* __restrict__ mean,
                                               float* __restrict__ rstd, real* __restrict__ inp,
                                               const float* __restrict__ residual, const real* __restrict__ weight,
@@ -26,6 +27,7 @@ extern "C" __global__ void layernorm_forward1(real* __restrict__ out, float* __r
 // Enough threads, and lanes that read neighbours: a block a row for the mean, again for the deviation, then a thread
 // for each number. All loads and stores are now whole lines. But the row comes from device memory, or at best from L2,
 // three times, once for each kernel, where the work needs it once.
+BLOCK(256, 1)
 extern "C" __global__ void layernorm_forward2_mean(float* __restrict__ mean, const float* __restrict__ residual,
                                                    int C) {
     float sum = 0.0f;
@@ -34,6 +36,7 @@ extern "C" __global__ void layernorm_forward2_mean(float* __restrict__ mean, con
     if (threadIdx.x == 0) mean[blockIdx.x] = sum / C;
 }
 
+BLOCK(256, 1)
 extern "C" __global__ void layernorm_forward2_rstd(float* __restrict__ rstd, const float* __restrict__ mean,
                                                    const float* __restrict__ residual, int C) {
     float m = mean[blockIdx.x], sum = 0.0f;
@@ -45,6 +48,7 @@ extern "C" __global__ void layernorm_forward2_rstd(float* __restrict__ rstd, con
     if (threadIdx.x == 0) rstd[blockIdx.x] = 1.0f / sqrtf(sum / C + 1e-5f);
 }
 
+BLOCK(256, threads)
 extern "C" __global__ void layernorm_forward2_normalize(real* __restrict__ out, const float* __restrict__ mean,
                                                         const float* __restrict__ rstd, real* __restrict__ inp,
                                                         const float* __restrict__ residual,
@@ -60,6 +64,7 @@ extern "C" __global__ void layernorm_forward2_normalize(real* __restrict__ out, 
 // One kernel: whoever has read a row normalises it too, while it is still in L1, so device memory gives it once. The
 // row's owner is a warp: its two sums are five shuffles each, where a block would wait at barriers, and eight rows of a
 // block are independent of each other. The weight and the bias are read by all warps, and stay in L1.
+BLOCK(1024, threads / 32)
 extern "C" __global__ void layernorm_forward3(real* __restrict__ out, float* __restrict__ mean,
                                               float* __restrict__ rstd, real* __restrict__ inp,
                                               const float* __restrict__ residual, const real* __restrict__ weight,
@@ -83,6 +88,7 @@ extern "C" __global__ void layernorm_forward3(real* __restrict__ out, float* __r
 // The same with 16 bytes a lane: a warp's load is four lines in one instruction instead of one, so that a quarter of
 // the instructions keep as many bytes in flight. Packs of 4, also where real is bf16: with 8 a lane would read 32
 // bytes of the stream by two loads, each of which touches every sector of a kilobyte and takes half of it.
+BLOCK(1024, threads / 32)
 extern "C" __global__ void layernorm_forward4(real* __restrict__ out, float* __restrict__ mean,
                                               float* __restrict__ rstd, real* __restrict__ inp,
                                               const float* __restrict__ residual, const real* __restrict__ weight,

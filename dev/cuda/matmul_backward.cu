@@ -4,6 +4,7 @@
 
 // A thread an element. In dinp a warp shares a row of dout and reads weight in whole lines; in dweight it shares a
 // column of dout, one number from each row, and reads inp in whole lines.
+BLOCK(1024, threads)
 extern "C" __global__ void matmul_backward1_inp(real* __restrict__ dinp, const real* __restrict__ dout,
                                                 const real* __restrict__ weight, int N, int C, int OC) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -14,6 +15,7 @@ extern "C" __global__ void matmul_backward1_inp(real* __restrict__ dinp, const r
     from_float(dinp[i], sum);
 }
 
+BLOCK(1024, threads)
 extern "C" __global__ void matmul_backward1_weight(float* __restrict__ dweight, const real* __restrict__ dout,
                                                    const real* __restrict__ inp, int N, int C, int OC) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -80,20 +82,24 @@ __device__ __forceinline__ void multiply_weight(float* __restrict__ dweight, con
 
 // Tiles of 32 x 32 in shared memory, of which each number serves 32 elements. In shared memory it does not matter which
 // index was the fast one: a tile is loaded along it, and read along the other.
+BLOCK(1024, 32, 32)
 extern "C" __global__ void matmul_backward2_inp(real* __restrict__ dinp, const real* __restrict__ dout,
                                                 const real* __restrict__ weight, int N, int C, int OC) {
     matmul_backward::multiply_inp<32, 1, 32>(dinp, dout, weight, N, C, OC);
 }
+BLOCK(1024, 32, 32)
 extern "C" __global__ void matmul_backward2_weight(float* __restrict__ dweight, const real* __restrict__ dout,
                                                    const real* __restrict__ inp, int N, int C, int OC) {
     matmul_backward::multiply_weight<32, 1, 32>(dweight, dout, inp, N, C, OC);
 }
 
 // 8 x 8 elements a thread, in registers: four multiplications for a load from shared memory instead of a half.
+BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_backward3_inp(
     real* __restrict__ dinp, const real* __restrict__ dout, const real* __restrict__ weight, int N, int C, int OC) {
     matmul_backward::multiply_inp<128, 8, 8>(dinp, dout, weight, N, C, OC);
 }
+BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_backward3_weight(
     float* __restrict__ dweight, const real* __restrict__ dout, const real* __restrict__ inp, int N, int C, int OC) {
     matmul_backward::multiply_weight<128, 8, 8>(dweight, dout, inp, N, C, OC);

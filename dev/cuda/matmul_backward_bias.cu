@@ -1,6 +1,7 @@
 // dbias (OC) += the sum over rows of dout (N,OC).
 
 // A thread a column: lanes read neighbours, but OC threads are few, and each has one addition at a time to do.
+BLOCK(128, threads)
 extern "C" __global__ void matmul_backward_bias1(float* __restrict__ dbias, const real* __restrict__ dout, int N,
                                                  int OC) {
     int o = blockIdx.x * blockDim.x + threadIdx.x;
@@ -12,6 +13,7 @@ extern "C" __global__ void matmul_backward_bias1(float* __restrict__ dbias, cons
 
 // The rows are shared out along the grid's y, and each share adds its sum by an atomic: enough threads, of which
 // 64 wait for each other at an address, in an order that changes from run to run.
+BLOCK(128, threads)
 extern "C" __global__ void matmul_backward_bias2(float* dbias, const real* __restrict__ dout, int N, int OC) {
     int o = blockIdx.x * blockDim.x + threadIdx.x;
     if (o >= OC) return;

@@ -4,6 +4,7 @@
 
 // A thread an element: two loads for each multiplication and addition. Neighbouring lanes share the row of inp, and
 // each walks down a row of weight of its own. The caches save it from device memory, not from its 2 C loads.
+BLOCK(256, threads)
 extern "C" __global__ void matmul_forward1(real* __restrict__ out, const real* __restrict__ inp,
                                            const real* __restrict__ weight, const real* __restrict__ bias, int N, int C,
                                            int OC) {
@@ -18,6 +19,7 @@ extern "C" __global__ void matmul_forward1(real* __restrict__ out, const real* _
 // A block of 32 x 32 threads brings tiles of 32 x 32 of both matrices to shared memory, and uses each number 32 times.
 // The lanes of a warp now load neighbours. A column of 33 numbers, not 32, puts the 32 rows that the lanes of a warp
 // read at the same c in 32 different banks. Each multiplication still takes two loads, if from shared memory.
+BLOCK(1024, 32, 32)
 extern "C" __global__ void matmul_forward2(real* __restrict__ out, const real* __restrict__ inp,
                                            const real* __restrict__ weight, const real* __restrict__ bias, int N, int C,
                                            int OC) {
@@ -37,6 +39,7 @@ extern "C" __global__ void matmul_forward2(real* __restrict__ out, const real* _
 // A block has 128 x 128 elements, and each of its 256 threads 8 x 8 of them in registers. From 8 numbers of each tile
 // it makes 64 products: one load from shared memory for four multiplications, where it was two for one. The tiles lie
 // with c as the slowest index, so that a thread's 8 numbers are neighbours.
+BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_forward3(
     real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
     const real* __restrict__ bias, int N, int C, int OC) {
@@ -70,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward3(
 // of a thread are two groups of 4, 64 apart, so that the 16 lanes side by side read 256 bytes without a gap. And the
 // next tile is loaded into registers while this one is multiplied, then stored to the other of two tiles in shared
 // memory: the loads' latency is hidden behind arithmetic, and one barrier a tile will do.
+BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_forward4(
     real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
     const real* __restrict__ bias, int N, int C, int OC) {
@@ -131,6 +135,7 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward4(
 // by asynchronous copies that need no registers; one of two stages is filled while the other is multiplied. With fp32
 // a product is three of TF32 halves. What cuBLAS has beyond this is Hopper's wgmma, which reads its tiles from shared
 // memory by itself; mma.sync can not keep those tensor cores busy.
+BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
     real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
     const real* __restrict__ bias, int N, int C, int OC) {

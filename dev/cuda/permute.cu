@@ -3,6 +3,7 @@
 
 // A thread a number, with four divisions to find out where it goes. Both sides are whole lines: a head's channels stay
 // neighbours.
+BLOCK(128, threads)
 extern "C" __global__ void permute1(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                     int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -14,6 +15,7 @@ extern "C" __global__ void permute1(real* __restrict__ out, const real* __restri
 
 // 16 bytes a lane: the same divisions for 4 or 8 numbers, and of 32 bits, which take a third of the instructions of
 // those of 64. A block's x and y are parts of the index that need none: y is b and which.
+BLOCK(128, W * threads)
 extern "C" __global__ void permute2(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                     int head) {
     int i = (blockIdx.x * blockDim.x + threadIdx.x) * W, size = NH * T * head;

@@ -3,6 +3,7 @@
 
 // A thread a query, with its output in registers. Its keys and values come from device memory or the caches, one number
 // for one multiplication.
+BLOCK(64, threads)
 extern "C" __global__ void relu_attention_forward1(real* __restrict__ out, const real* __restrict__ qkv, float scale,
                                                    int B, int T, int NH) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -24,6 +25,7 @@ extern "C" __global__ void relu_attention_forward1(real* __restrict__ out, const
 
 // The block's queries share tiles of 32 keys and values in shared memory, read 16 bytes for four multiplications, and
 // each has its own channels in registers too.
+BLOCK(128, threads)
 extern "C" __global__ void __launch_bounds__(256) relu_attention_forward2(real* __restrict__ out,
                                                                           const real* __restrict__ qkv, float scale,
                                                                           int T, int NH) {

@@ -3,6 +3,7 @@
 
 // A thread a number of dout, added to where it came from by an atomic, to zeros: parallel, but dinp has to be fp32, is
 // written more than once, and the order of a sum is another one on each run.
+BLOCK(128, threads)
 extern "C" __global__ void repeat_kv_backward1(float* dinp, const real* __restrict__ dout, int N, int NH, int KV,
                                                int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -14,6 +15,7 @@ extern "C" __global__ void repeat_kv_backward1(float* dinp, const real* __restri
 }
 
 // A thread a number of dinp, which reads all its copies: each place is written once, by one thread, in one order.
+BLOCK(128, threads)
 extern "C" __global__ void repeat_kv_backward2(real* __restrict__ dinp, const real* __restrict__ dout, int N, int NH,
                                                int KV, int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -27,6 +29,7 @@ extern "C" __global__ void repeat_kv_backward2(real* __restrict__ dinp, const re
 }
 
 // 16 bytes a lane, and the row from the grid.
+BLOCK(128, W * threads)
 extern "C" __global__ void repeat_kv_backward3(real* __restrict__ dinp, const real* __restrict__ dout, int N, int NH,
                                                int KV, int head) {
     int i = first_number(), size = (NH + 2 * KV) * head;

@@ -2,6 +2,7 @@
 // and value head stands NH/KV times: attention for as many key heads as query heads then does for fewer.
 
 // A thread a number of out, which finds out by divisions where it comes from.
+BLOCK(128, threads)
 extern "C" __global__ void repeat_kv_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int NH,
                                               int KV, int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -13,6 +14,7 @@ extern "C" __global__ void repeat_kv_forward1(real* __restrict__ out, const real
 }
 
 // 16 bytes a lane, and the row from the grid. The copies are read from L2 or L1: device memory gives each head once.
+BLOCK(128, W * threads)
 extern "C" __global__ void repeat_kv_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int NH,
                                               int KV, int head) {
     int i = first_number(), size = 3 * NH * head;

@@ -1,6 +1,7 @@
 // out (N,C) = inp1 + inp2. Two reads and a write for an addition: nothing to compute, only bytes to keep in flight.
 
 // A thread a number. A warp's load is 128 bytes in fp32, 64 in bf16.
+BLOCK(256, threads)
 extern "C" __global__ void residual_forward1(real* __restrict__ out, const real* __restrict__ inp1,
                                              const real* __restrict__ inp2, int N, int C) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -9,6 +10,7 @@ extern "C" __global__ void residual_forward1(real* __restrict__ out, const real*
 
 // 16 bytes a lane, 512 a warp, so that as many warps have four or eight times as many bytes on their way. The
 // trainer has no such kernel: there the addition is a part of layernorm_forward, see fused_residual_forward.
+BLOCK(1024, W * threads)
 extern "C" __global__ void residual_forward2(real* __restrict__ out, const real* __restrict__ inp1,
                                              const real* __restrict__ inp2, int N, int C) {
     size_t i = first_number();

@@ -2,6 +2,7 @@
 //   dinp (N,C) += rstd * (dnorm - norm * average(dnorm * norm)),  dweight (C) += the sum over rows of dout * norm
 
 // A thread a row, and an atomic for each of its numbers: all rows add to the same C places.
+BLOCK(32, threads)
 extern "C" __global__ void rmsnorm_backward1(real* __restrict__ dinp, float* dweight, const real* __restrict__ dout,
                                              const real* __restrict__ inp, const real* __restrict__ weight,
                                              const float* __restrict__ rstd, int N, int C) {
@@ -20,6 +21,7 @@ extern "C" __global__ void rmsnorm_backward1(real* __restrict__ dinp, float* dwe
 
 // A warp a row, several rows a block, whose sums for dweight are added up in shared memory by atomics that stay on the
 // multiprocessor; only the totals of a block go to device memory.
+BLOCK(512, 1)
 extern "C" __global__ void rmsnorm_backward2(real* __restrict__ dinp, float* dweight, const real* __restrict__ dout,
                                              const real* __restrict__ inp, const real* __restrict__ weight,
                                              const float* __restrict__ rstd, int N, int C) {
@@ -48,6 +50,7 @@ extern "C" __global__ void rmsnorm_backward2(real* __restrict__ dinp, float* dwe
 // memory is touched until the end, and every load of a row is on its way before the first is needed. Then a block's
 // warps are added up in shared memory, as partials (gridDim.x, C), and add_partials of kernels.cu adds up those: no
 // atomics, one order. C is at most 1,024.
+BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256) rmsnorm_backward3(
     real* __restrict__ dinp, float* __restrict__ partials, const real* __restrict__ dout,
     const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ rstd, int N, int C) {

@@ -2,6 +2,7 @@
 // section 4): a layernorm that neither takes the mean away nor adds a bias.
 
 // A thread a row: N threads, whose lanes read 32 rows at a time, a number from each.
+BLOCK(64, threads)
 extern "C" __global__ void rmsnorm_forward1(real* __restrict__ out, float* __restrict__ rstd,
                                             const real* __restrict__ inp, const real* __restrict__ weight, int N,
                                             int C) {
@@ -16,6 +17,7 @@ extern "C" __global__ void rmsnorm_forward1(real* __restrict__ out, float* __res
 }
 
 // A warp a row: lanes read neighbours, the sum is five shuffles, and the second time the row comes from L1.
+BLOCK(1024, threads / 32)
 extern "C" __global__ void rmsnorm_forward2(real* __restrict__ out, float* __restrict__ rstd,
                                             const real* __restrict__ inp, const real* __restrict__ weight, int N,
                                             int C) {
@@ -30,6 +32,7 @@ extern "C" __global__ void rmsnorm_forward2(real* __restrict__ out, float* __res
 }
 
 // 16 bytes a lane, all of a lane's loads of the row on their way before the first is needed.
+BLOCK(128, threads / 32)
 extern "C" __global__ void rmsnorm_forward3(real* __restrict__ out, float* __restrict__ rstd,
                                             const real* __restrict__ inp, const real* __restrict__ weight, int N,
                                             int C) {

@@ -2,6 +2,7 @@
 // of a rotation is its inverse.
 
 // A thread a pair, with the tables (T,HS/2) of cosines and sines.
+BLOCK(128, threads)
 extern "C" __global__ void rope_backward1(real* __restrict__ dinp, const real* __restrict__ dout,
                                           const float* __restrict__ cosines, const float* __restrict__ sines, int N,
                                           int T, int NH, int head) {
@@ -14,6 +15,7 @@ extern "C" __global__ void rope_backward1(real* __restrict__ dinp, const real* _
 }
 
 // 16 bytes a lane, as in the forward pass.
+BLOCK(128, W * threads)
 extern "C" __global__ void rope_backward2(real* __restrict__ dinp, const real* __restrict__ dout,
                                           const float* __restrict__ cosines, const float* __restrict__ sines, int N,
                                           int T, int NH, int head) {

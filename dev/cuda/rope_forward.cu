@@ -3,6 +3,7 @@
 
 // A thread a pair, which computes its own angle: a power, a sine and a cosine of large arguments, some hundred
 // instructions for four numbers. In fp32 the power's last bit, multiplied by t, is also an error of the angle.
+BLOCK(128, threads)
 extern "C" __global__ void rope_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int T, int NH,
                                          int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -15,6 +16,7 @@ extern "C" __global__ void rope_forward1(real* __restrict__ out, const real* __r
 
 // With tables (T,HS/2) of cosines and sines, computed once in double precision. They are a few hundred KB for all heads
 // and sequences, so they stay in L2.
+BLOCK(128, threads)
 extern "C" __global__ void rope_forward2(real* __restrict__ out, const real* __restrict__ inp,
                                          const float* __restrict__ cosines, const float* __restrict__ sines, int N,
                                          int T, int NH, int head) {
@@ -27,6 +29,7 @@ extern "C" __global__ void rope_forward2(real* __restrict__ out, const real* __r
 }
 
 // 16 bytes a lane: two or four pairs, and their entries of the tables as one load each.
+BLOCK(128, W * threads)
 extern "C" __global__ void rope_forward3(real* __restrict__ out, const real* __restrict__ inp,
                                          const float* __restrict__ cosines, const float* __restrict__ sines, int N,
                                          int T, int NH, int head) {

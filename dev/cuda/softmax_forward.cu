@@ -2,6 +2,7 @@
 
 // A thread a row, three passes: the maximum, the sum of exponentials, the quotients. N threads, each in a place of its
 // own, and each pass reads device memory again.
+BLOCK(32, threads)
 extern "C" __global__ void softmax_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
@@ -15,6 +16,7 @@ extern "C" __global__ void softmax_forward1(real* __restrict__ out, const real* 
 
 // A block a row: whole lines, and enough threads. Still three passes; the second and third find the row in L2, if the
 // rows of all blocks at work fit there.
+BLOCK(256, 1)
 extern "C" __global__ void softmax_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
     const real* x = inp + (size_t)blockIdx.x * Vp;
@@ -50,6 +52,7 @@ __device__ __forceinline__ void add(float& top, float& sum, Pack<W> l) {
 
 // Two passes, 16 bytes a lane: each thread sums exponentials below the maximum that it has seen so far, and scales the
 // sum when the maximum grows, which it seldom does.
+BLOCK(1024, 1)
 extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
     const real* x = inp + (size_t)blockIdx.x * Vp;
@@ -72,6 +75,7 @@ extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* 
 // As many blocks as there is room for go through all rows; where a block has used up 16 bytes of its row, it asks for
 // those of its next row to be copied there. So the memory is busy in both directions while results are stored, and only
 // the sums, all in shared memory, are without it. A thread reads only what it copied itself: no barriers but the sums'.
+BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) softmax_forward4(real* __restrict__ out,
                                                                     const real* __restrict__ inp, int N, int V,
                                                                     int Vp) {

@@ -2,6 +2,7 @@
 // s = 1 / (1 + exp(-gate)),  dup = dout * gate * s  and  dgate = dout * up * s * (1 + gate * (1 - s)).
 
 // A thread a number of dout.
+BLOCK(128, threads)
 extern "C" __global__ void swiglu_backward1(real* __restrict__ dinp, const real* __restrict__ dout,
                                             const real* __restrict__ inp, int N, int H) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -13,6 +14,7 @@ extern "C" __global__ void swiglu_backward1(real* __restrict__ dinp, const real*
 }
 
 // 16 bytes a lane: three loads in flight for each thread, and two stores.
+BLOCK(64, W * threads)
 extern "C" __global__ void swiglu_backward2(real* __restrict__ dinp, const real* __restrict__ dout,
                                             const real* __restrict__ inp, int N, int H) {
     int c = first_number();

@@ -2,6 +2,7 @@
 // (Shazeer 2020, section 2).
 
 // A thread a number of out.
+BLOCK(128, threads)
 extern "C" __global__ void swiglu_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int H) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)N * H) return;
@@ -12,6 +13,7 @@ extern "C" __global__ void swiglu_forward1(real* __restrict__ out, const real* _
 
 // 16 bytes a lane of either half, and one exponential of the hardware where results are rounded to bf16. The row comes
 // from the grid, so nothing is divided to find it.
+BLOCK(64, W * threads)
 extern "C" __global__ void swiglu_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int H) {
     int c = first_number();
     size_t row = blockIdx.y;

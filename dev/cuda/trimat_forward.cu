@@ -2,6 +2,7 @@
 // triangle is wanted. What is above it is left as it was.
 
 // A thread an element: HS multiplications, and twice as many loads. Half of the threads have nothing to do.
+BLOCK(1024, threads)
 extern "C" __global__ void trimat_forward1(real* __restrict__ att, const real* __restrict__ qkv, float scale, int B,
                                            int T, int NH) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -16,6 +17,7 @@ extern "C" __global__ void trimat_forward1(real* __restrict__ att, const real* _
 }
 
 // Tiles of 32 x 32 in shared memory. A block above the diagonal returns at once, before it has read anything.
+BLOCK(1024, 1, 32)
 extern "C" __global__ void trimat_forward2(real* __restrict__ att, const real* __restrict__ qkv, float scale, int T,
                                            int NH) {
     __shared__ float q[32][33], k[32][33];
@@ -38,6 +40,7 @@ extern "C" __global__ void trimat_forward2(real* __restrict__ att, const real* _
 
 // 128 x 128 elements a block, 8 x 8 a thread in registers: four multiplications for a load from shared memory instead
 // of a half. A thread's columns are 16 apart, so that what a warp stores are whole lines.
+BLOCK(256, 1, 128)
 extern "C" __global__ void __launch_bounds__(256) trimat_forward3(real* __restrict__ att,
                                                                   const real* __restrict__ qkv, float scale, int T,
                                                                   int NH) {
@@ -74,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(256) trimat_forward3(real* __restri
 
 // Tensor cores: the arithmetic is no longer what takes the time, but the T x T numbers that are written. All channels
 // of the 128 queries and keys are brought to shared memory at once.
+BLOCK(256, 1, 128)
 extern "C" __global__ void __launch_bounds__(256) trimat_forward4(real* __restrict__ att,
                                                                   const real* __restrict__ qkv, float scale, int T,
                                                                   int NH) {

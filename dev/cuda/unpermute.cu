@@ -1,6 +1,7 @@
 // inp (B,NH,T,HS), what batched products leave, to out (B,T,NH,HS), as the next linear layer wants it.
 
 // A thread a number, with three divisions to find out where it comes from.
+BLOCK(128, threads)
 extern "C" __global__ void unpermute1(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                       int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -10,6 +11,7 @@ extern "C" __global__ void unpermute1(real* __restrict__ out, const real* __rest
 }
 
 // 16 bytes a lane, and b from the grid, so that what is divided has 32 bits.
+BLOCK(128, W * threads)
 extern "C" __global__ void unpermute2(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                       int head) {
     int i = (blockIdx.x * blockDim.x + threadIdx.x) * W, size = NH * T * head;
