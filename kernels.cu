@@ -1,8 +1,7 @@
 /*
 Every hand-written kernel of a GPT-2 training step, in the order in which a step meets them, each forward next to its
 backward. train_gpt2.py compiles this file with NVRTC for a GPU, or with a C++ compiler and dev/cpu/cuda.h for a CPU. It
-reads the kernels' names, argument types and block sizes from this text. The matrix products of the linear layers are
-not here: a BLAS library computes them.
+reads the kernels' names, arguments and grids from this text. A BLAS library multiplies the linear layers' matrices.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp; NH heads of
 HS = C/NH channels. Arrays are C-contiguous: the last index named is the fastest. Parameters, activations and their
@@ -15,14 +14,14 @@ Rules that hold for all of them:
   - Every sum is taken in an order that depends on the shapes and the grid alone. There are no float atomics, so every
     run gives the same bits.
 
-Nearly all of them are bound by memory. They do a few operations for each number that they move, and a GPU does some
-fifty in the time that one float takes to arrive. So the 32 lanes of a warp touch adjacent addresses, 16 bytes a lane
-where the shapes allow it; many loads are in flight at once; and nothing is read from device memory twice.
+Nearly all of them are bound by memory: a GPU does some fifty operations in the time that one float takes to arrive. So
+the 32 lanes of a warp touch adjacent addresses, 16 bytes a lane where the shapes allow it; many loads are in flight at
+once; and nothing is read from device memory twice.
 */
 
-// BLOCK stands over each kernel, for the host to read: how many threads a block has, and how many items it covers along
-// x and, with a third argument, along y. The grid is the number of items divided by that. Items are whatever the host
-// counts for this kernel: numbers, rows, columns, or blocks. W is the count of numbers of type real in 16 bytes.
+// BLOCK stands over each kernel, for the host to read: a block has so many threads, and covers so many items along x
+// and, with a third argument, along y. The host divides the number of items by that to get the grid. The comment over
+// a kernel says what its items are. W is the count of numbers of type real in 16 bytes.
 #define BLOCK(threads, ...)
 
 // The shared memory whose size is chosen at launch. The alignment is for the swizzle that at() describes.
@@ -31,13 +30,7 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
-// The file is compiled for one model's C and HS, so that the length of a row is known and a row can lie in registers.
-#ifndef CHANNELS
-#define CHANNELS 768
-#endif
-#ifndef HS
-#define HS 64
-#endif
+// -DCHANNELS=C and -DHS=HS compile the file for one model: a row's length is known, so the row can lie in registers.
 
 constexpr unsigned FULL_WARP = 0xffffffff;
 constexpr float LOWEST = -3.402823466e38f;  // stands for -infinity in a maximum: LOWEST - LOWEST is 0, not NaN
@@ -55,8 +48,7 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// The sum or maximum over a one-dimensional block of whole warps. Every thread must call it, and every thread gets the
-// result.
+// Every thread of a one-dimensional block of whole warps must call it, and gets the result.
 template <float (*warp_reduce)(float)>
 __device__ __forceinline__ float block_reduce(float x, float neutral) {
     __shared__ float of_warp[32];
@@ -105,7 +97,7 @@ __device__ __forceinline__ void copy4(void* shared, const void* global, bool the
                  ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 4 : 0)
                  : "memory");
 }
-// copies_end closes a group of this thread's copies. copies_arrive waits until at most `pending` groups are under way.
+// copies_end closes a group of copies. copies_arrive waits until at most `pending` of a thread's groups are under way.
 __device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;"); }
 template <int pending>
 __device__ __forceinline__ void copies_arrive() {
@@ -164,8 +156,8 @@ __device__ __forceinline__ int row_of_number(size_t i, int C) { return (unsigned
 
 // ---- encoder: token and position embeddings ----
 
-// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]: a token begins as what it is plus where it stands. out
-// is the residual stream. A thread takes 4 channels, which are 16 bytes of out. Items: B*T*C numbers.
+// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]: what a token is, plus where it stands. This begins the
+// residual stream. A thread takes 4 channels, which are 16 bytes of out. Items: B*T*C numbers.
 BLOCK(256, 4 * threads)
 extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* __restrict__ tokens,
                                            const real* __restrict__ wte, const real* __restrict__ wpe,
@@ -178,8 +170,8 @@ extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* _
 
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Items: N positions along x, C channels along y.
 // A common word's gradient has many contributors, and atomics would add them in any order. So the host sorts the
-// positions by token into order (N). Equal tokens are then a run, and run_length (N) holds a run's length at its first
-// position, and 0 at its others. Block (i, y) has work only if a run begins at i: then it owns 32 W channels of that
+// positions by token into order (N), which makes a run of equal tokens. run_length (N) has its length at its first
+// position, and 0 at the others. Block (i, y) has work only if a run begins at i: then it owns 32 W channels of that
 // word's gradient. Its 8 warps share the run, so a word that makes up a tenth of the batch is no bottleneck.
 BLOCK(256, 1, 32 * W)
 extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const real* __restrict__ dout,
@@ -215,28 +207,26 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const 
 
 // ---- residual stream and layernorm (Ba, Kiros and Hinton 2016, section 3) ----
 
-// A warp has a row, so that shuffles alone can sum it, without a barrier. The row lies in the warp's registers: lane i
-// holds packs i, i + 32, i + 64, ... of n columns each. The loop goes over a lane's packs: k is the pack, c its column.
+// A warp has a row, so shuffles can sum it without a barrier. The row lies in registers: lane i of the warp holds packs
+// i, i + 32, i + 64, ... of n columns each. EACH_PACK goes over a lane's packs: k is the pack, c its first column.
 template <int n>
 constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 #define EACH_PACK(n)                                                                                           \
     _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % 32); k < lane_packs<n>; k++, c += 32 * n) \
         if (CHANNELS % (32 * n) == 0 || c < CHANNELS)
 
-// x = x + branch: the residual stream takes in what attention or the MLP has computed. Then the layernorm that the next
-// branch begins with:
+// x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the layernorm that the
+// next of them begins with:
 //   residual (N,C) += branch (N,C), unless branch is null
 //   out (N,C) = (residual - mean) * rstd * weight + bias, with mean (N) and rstd (N) = 1/sqrt(variance + 1e-5) of a row
 //   copy (N,C) = residual, as a real, for the backward pass
-// The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. Both steps in one kernel read and write
-// each number once. A pack is 4 floats of the stream: 8 would be two loads, each of half of every 32 bytes that the
-// memory moves. Items: N rows.
+// The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. With
+// packs of 8, a load would be two of 16 bytes, each of half of every 32 bytes that memory moves. Items: N rows.
 BLOCK(256, threads / 32)
-extern "C" __global__ void residual_layernorm_forward(real* __restrict__ out, float* __restrict__ mean,
-                                                      float* __restrict__ rstd, real* __restrict__ copy,
-                                                      float* residual, const real* __restrict__ branch,
-                                                      const real* __restrict__ weight, const real* __restrict__ bias,
-                                                      int N) {
+extern "C" __global__ void residual_layernorm_forward(
+    real* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
+    float* residual, const real* __restrict__ branch, const real* __restrict__ weight, const real* __restrict__ bias,
+    int N) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
@@ -264,8 +254,8 @@ extern "C" __global__ void residual_layernorm_forward(real* __restrict__ out, fl
     if (threadIdx.x % 32 == 0) mean[row] = m, rstd[row] = s;
 }
 
-// out (N,C) = (inp - mean) * rstd * weight + bias once more, for a backward pass that has not kept it. inp is what the
-// forward pass left as copy. Items: N*C numbers.
+// out (N,C) = (inp - mean) * rstd * weight + bias once more, for a backward pass that has not kept it. inp is the
+// forward pass's copy. Items: N*C numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* __restrict__ inp,
                                            const float* __restrict__ mean, const float* __restrict__ rstd,
@@ -279,14 +269,14 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
     store(out + i, v);
 }
 
-// The layernorm's gradient joins that of the residual stream. With norm = (inp - mean) * rstd and dnorm = dout * weight,
-// of each row:
+// The gradient of a layernorm joins that of the residual stream. With norm = (inp - mean) * rstd and
+// dnorm = dout * weight, of each row:
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
-// partials (3, gridDim.x, C) = for each block and column, the sums over its rows of dout * norm, of dout, and of the new
-// dresidual. add_partials makes of them the gradients of weight, of bias, and of the bias of the linear layer whose
-// output was added to the stream. A warp walks over its rows, and keeps these sums in registers. Copies bring its next
-// row into shared memory (warps, 2 stages, 3, C) while it works on this one, so that each multiprocessor always has some
-// tens of KB under way. One block is enough for that. Items: blocks, of as many warps as shared memory has room for.
+//   partials (3, gridDim.x, C) = of each block's rows the sums of dout * norm, of dout, and of the new dresidual
+// add_partials makes of these the gradients of weight, of bias, and of the bias of the linear layer whose output was
+// added to the stream. A warp keeps the sums of its rows in registers. Copies bring its next row into shared memory
+// (warps, 2 stages, 3, C) while it works on one, so some tens of KB are always under way to each multiprocessor. One
+// block on each is enough for that. Items: blocks, whose warps the host counts: see layernorm_sizes.
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : 256;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
@@ -364,9 +354,9 @@ extern "C" { __constant__ int layernorm_sizes[] = {LAYERNORM_THREADS, 2 * 3 * CH
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// Sums each column of inp (N,OC), over every `shares`-th band of 32 rows, from band `share` on. With one share the sums
-// are added to out (OC). With several they are set in out (shares, OC). In a block, 8 lanes read 128 neighbouring bytes
-// of a row, and the 32 such groups take one row each of a band.
+// Sums each column of inp (N,OC) over every `shares`-th band of 32 rows, from band `share` on. One share is added to
+// out (OC), and several are set in out (shares, OC). In a block, 8 lanes read 128 neighbouring bytes of a row, and the
+// 32 such groups take one row each of a band.
 template <class T>
 __device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, int N, int OC,
                                             int share, int shares) {
@@ -387,16 +377,15 @@ __device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __
     else out[column] += total;
 }
 
-// dbias (OC) += the sum over rows of dout (N,OC). Items: OC columns along x, shares of the rows along y. A tall matrix
-// has several shares. Then their sums are set in dbias (gridDim.y, OC), as partials that add_partials adds up.
+// dbias (OC) += the sum over rows of dout (N,OC). Items: OC columns along x, shares of the rows along y. If there are
+// several shares, their sums are set in dbias (gridDim.y, OC), for add_partials to add up.
 BLOCK(256, 8 * W)
 extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const real* __restrict__ dout,
                                                 int N, int OC) {
     add_columns(dbias, dout, N, OC, blockIdx.y, gridDim.y);
 }
 
-// Each of the first gridDim.y of out1, out2 and out3 (OC) += the sum over rows of its part of partials
-// (gridDim.y, N, OC), unless it is null. Items: OC columns along x, outs along y.
+// Each of the outs (OC), if it is there, += the sum of the rows of its partials (N,OC). Items: OC columns, outs along y.
 BLOCK(256, 32)
 extern "C" __global__ void add_partials(float* out1, float* out2, float* out3, const float* __restrict__ partials,
                                         int N, int OC) {
@@ -407,8 +396,8 @@ extern "C" __global__ void add_partials(float* out1, float* out2, float* out3, c
 // ---- tensor cores ----
 
 // A tensor core multiplies small matrices that a warp holds in its registers: D (16,8) += A (16,16) B (16,8). A Pair is
-// two neighbours along the summed index. The picture shows which lane holds which Pair of A and of B, and which two
-// neighbours of D. Lane 4g + q has q's columns of A and D in rows g and g+8, and q's rows of B in column g.
+// two neighbours along the summed index. The numbers in the picture are lanes: they hold a Pair each of A and of B, and
+// two neighbours of D. So lane 4g + q has rows g and g+8 of A and D, and column g of B.
 //
 //    A  columns 0,1 2,3 4,5 6,7  8,9 .. 14,15    B  column  0  1  2 ..  7          D  columns 0,1 2,3 4,5 6,7
 //    row  0       0   1   2   3    0  ..  3      rows  0,1  0  4  8 .. 28          row  0       0   1   2   3
@@ -455,12 +444,12 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same product in TF32, as two products of 8 summed columns each. There a lane holds columns q and q+4, not 2q and
-// 2q+1. Columns of A and rows of B are permuted alike, so the sum is the same. A tensor core reads the upper 10 bits of
-// a mantissa and drops the others. Adding half of the last bit that it reads makes it round.
-// In TF32 the maximum keeps a NaN: the one that GPUs compute, 0x7fffffff, would overflow to a negative zero.
-// fp32 is three products of TF32 halves, x = big + small. The product of the small halves is left out, since it is
-// beyond the last bit (Ootomo and Yokota 2022, section 3). There a NaN stays one in the small half.
+// The same in TF32, as two products of 8 summed columns. There a lane holds columns q and q+4, not 2q and 2q+1. Columns
+// of A and rows of B are permuted alike, so the sum is the same. A tensor core reads the upper 10 bits of a mantissa.
+// Half of the last of them is added first, so that dropping the others rounds. The NaN that GPUs compute, 0x7fffffff,
+// would overflow to -0 by that, and the maximum keeps it.
+// fp32 is three products of TF32 halves, x = big + small. The product of the small halves is beyond the last bit and is
+// left out (Ootomo and Yokota 2022, section 3). A NaN stays one in the small half.
 __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -495,64 +484,61 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 
 // ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
 
-// Attention is where a token looks at the tokens before it. Of each head, with q, k, v (T,HS) in the rows of
-// qkv (B,T,3,NH,HS), and with scale = 1 / sqrt(HS):
-//   score (T,T) = q k'                                   (a prime is a transpose)
-//   weight (T,T) = softmax(scale * score) over the keys s <= t of query t; in ReLU attention max(0, scale * score)
+// Attention is the only layer in which a token sees others, those before it. Of each head, with q, k, v (T,HS) in the
+// rows of qkv (B,T,3,NH,HS), a prime for a transpose, and scale = 1 / sqrt(HS):
+//   score (T,T) = q k'
+//   weight (T,T) = softmax(scale * score) over the keys s <= t of query t, or for ReLU attention max(0, scale * score)
 //   out (B,T,NH,HS) = weight v
 // Scores and weights are never stored. A block takes ROWS rows of one head, queries or keys, and walks over the other
-// side in tiles that pass through shared memory. While it works on one tile, the next is on its way. A tile's scores
-// live in the registers of the warps that own their rows. With four blocks of queries, and tiles of as many keys:
+// side in tiles that pass through shared memory. While it works on one tile, the next is on its way. The scores live in
+// the registers of the warps that own their rows. With four blocks, and tiles of as many rows:
 //
-//                    tile of keys  0   1   2   3     block starts
-//       block of queries        0  \   .   .   .     last           #  all keys are seen
-//                               1  #   \   .   .                    \  the diagonal runs through the tile
-//                               2  #   #   \   .                    .  no key is seen, and nobody computes it
-//                               3  #   #   #   \     first
+//                        keys  0  1  2  3
+//                 queries  0   \  .  .  .   last to start       #  all keys of the tile are seen
+//                          1   #  \  .  .                       \  the diagonal runs through the tile
+//                          2   #  #  \  .                       .  no key is seen, and the tile is skipped
+//                          3   #  #  #  \   first to start
 //
-// A block of queries walks along its row, and a block of keys down its column, where it starts at the diagonal and where
-// block 0 is the longest. A GPU starts blocks in the order of their numbers, so the longest have the lowest numbers: of
-// all heads, so that short blocks fill the gaps at the end.
-//
-// Each product waits for the one before it, and that is the bound. Several blocks on a multiprocessor fill each other's
-// gaps, as far as their registers allow.
+// A block of queries walks along its row from the left. A block of keys walks down its column from the diagonal, and
+// there column 0 is the first to start. The longest blocks of all heads come first, so that short ones fill the gaps at
+// the end. What bounds attention is that each product waits for the one before. Several blocks on a multiprocessor fill
+// each other's gaps, as far as their registers allow.
 
-// Hopper has a second kind of tensor core instruction. It is used for bf16 and heads of 64 channels.
+// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 channels.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(BF16) && HS == 64
 #define HOPPER 1
 #else
 #define HOPPER 0
 #endif
 
-constexpr int HP = (HS + 15) / 16 * 16;  // channels of a head, padded with zeros to whole products
-constexpr int THREADS = 128;             // of a block: four warps, which on Hopper are one warp group
+constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
+constexpr int THREADS = 128;             // a block is four warps, which on Hopper are one warp group
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
 // registers have room for that in bf16 if heads are short. On Hopper the tensor cores read by themselves.
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;
-constexpr int ROWS = 64 * M;                     // that a block owns
-constexpr int GROUP = HOPPER ? 64 : 16 * M;      // rows that one product needs together: a warp's, or a warp group's
-constexpr int KEYS = 64;                         // in a tile of the forward pass
-constexpr int TILE = HOPPER ? 64 : 32;           // keys or queries in a tile of the backward pass
-constexpr int LD = HOPPER ? HP : HP + 8;         // from row to row of a tile: see at()
-constexpr int SECTION = 64;                      // heads that are worked on at a time: their keys stay in L2
-// Blocks whose registers a multiprocessor must have room for. On Hopper it is worth it to give each block fewer.
+constexpr int ROWS = 64 * M;                 // a block owns them
+constexpr int GROUP = HOPPER ? 64 : 16 * M;  // rows that are multiplied together: those of a warp, or of a warp group
+constexpr int KEYS = 64;                     // a tile of the forward pass has so many
+constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
+constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers apart: see at()
+constexpr int SECTION = 64;                  // so many heads are worked on at a time, and their keys stay in L2
+// A multiprocessor must have registers for so many blocks. On Hopper more blocks are worth a few spilled registers.
 constexpr int FORWARD_BLOCKS = 1, BACKWARD_Q_BLOCKS = HOPPER ? 4 : 1, BACKWARD_KV_BLOCKS = HOPPER ? 3 : 1;
 
 // What the host has to know: rows of a block, and its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
-static_assert(KEYS % 16 == 0 && TILE % 16 == 0, "tiles of whole products");
-static_assert(4 * TILE >= ROWS, "attention_backward_q first loads out to where its tiles will be");
+static_assert(4 * TILE >= ROWS, "attention_backward_q keeps out where its tiles will be");
 
-// What a block owns: ROWS rows of one head, which lie at these offsets.
+// What a block owns: ROWS rows of one head.
 struct Part {
-    int first;               // the block's first row
-    int warp;                // its warp's first row, counted from there
-    int group;               // the first row of its warp's group
-    size_t qkv, out, lse;    // where the head begins in qkv and dqkv, in out and dout, in lse and delta
+    int first;             // the block's first row
+    int warp;              // its warp's first row, counted from there
+    int group;             // the first row of its warp's group
+    size_t qkv, out, lse;  // where the head begins in qkv and dqkv, in out and dout, in lse and delta
 };
 
-// Blocks are numbered by sections of heads, in a section by length, and then by head.
+// A GPU starts blocks in the order of their numbers: by section, then the longest first, and those of a length by head.
 __device__ __forceinline__ Part part_of_block(int T, int NH, bool last_rows_are_longest) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
@@ -562,18 +548,21 @@ __device__ __forceinline__ Part part_of_block(int T, int NH, bool last_rows_are_
     return {first, warp, first + warp / GROUP * GROUP, (row * 3 * NH + h) * HS, (row * NH + h) * HS, (size_t)head * T};
 }
 
-// Which row and which column of a warp's result x[m][n][i] is: see the picture of D.
+// The row and the column of x[m][n][i], an element of a warp's result: see the picture of D.
 __device__ __forceinline__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
 __device__ __forceinline__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
 
-// All elements x[m][n][i] of a result; and all of its rows, whose elements are x[m][n][2 * half] and the one behind it.
-#define EACH_ELEMENT(x)                                                                           \
-    _Pragma("unroll") for (int m = 0; m < M; m++)                                                 \
+// Loops over the elements x[m][n][i] of a result, over its rows (m, half), and over the elements of such a row.
+#define EACH_ELEMENT(x)                           \
+    _Pragma("unroll") for (int m = 0; m < M; m++) \
         _Pragma("unroll") for (int n = 0; n < (int)(sizeof(x[0]) / sizeof(x[0][0])); n++) \
             _Pragma("unroll") for (int i = 0; i < 4; i++)
 #define EACH_ROW                                  \
     _Pragma("unroll") for (int m = 0; m < M; m++) \
         _Pragma("unroll") for (int half = 0; half < 2; half++)
+#define EACH_OF_ROW(x)                                                                \
+    _Pragma("unroll") for (int n = 0; n < (int)(sizeof(x[0]) / sizeof(x[0][0])); n++) \
+        _Pragma("unroll") for (int i = 2 * half; i < 2 * half + 2; i++)
 
 // The maximum, or the sum, of a row of D, which four neighbouring lanes hold.
 __device__ __forceinline__ float row_max(float x) {
@@ -589,7 +578,7 @@ __device__ __forceinline__ float row_sum(float x) {
 // or, for Hopper's tensor cores, a permutation of a row's 8 pieces of 16 bytes, which they know as a 128-byte swizzle.
 __device__ __forceinline__ int at(int row, int c) { return row * LD + (HOPPER ? c ^ row % 8 * 8 : c); }
 
-// Starts to copy rows first..first+rows-1 of a head into a tile. The head's rows are `stride` numbers apart. The tile
+// Start to copy rows first..first+rows-1 of a head into a tile. The head's rows are `stride` numbers apart. The tile
 // has zeros beyond T and HS.
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const real* head, size_t stride, int first, int T) {
@@ -624,8 +613,7 @@ __device__ __forceinline__ void load_square(Pair (&x)[4], const real* tile, int 
 #endif
 }
 
-// Two B side by side, for a product with a tile: their 16 columns are its channels c..c+15, and the sum is over its rows
-// r..r+15.
+// Two B side by side, for a product with a tile: their 16 columns are channels c..c+15 of its rows r..r+15.
 __device__ __forceinline__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
@@ -702,8 +690,7 @@ __device__ __forceinline__ void tiles_fence() {}
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13," \
               "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 
-// What tells them about a tile: where it begins, in units of 16 bytes; that its groups of 8 rows are 1,024 bytes apart;
-// and that its rows of 128 bytes are swizzled.
+// A tile's description: its address in units of 16 bytes, 1,024 bytes from 8 rows to the next 8, a 128-byte swizzle.
 __device__ __forceinline__ unsigned long long describe(const real* tile) {
     return (unsigned)__cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
 }
@@ -719,8 +706,8 @@ __device__ __forceinline__ void wgmma_transposed(float (&d)[8][4], const Pair (&
                  : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
 
-// products_start comes before the first of a group of products, and products_end closes the group. products_arrive waits
-// until at most `pending` groups are under way. D goes in and out, so that the compiler moves no use of it across.
+// products_start goes before a group of products, products_end after it. products_arrive waits until at most `pending`
+// groups are under way. D goes in and out of both, so that the compiler moves no use of it across.
 __device__ __forceinline__ void products_start(float (&d)[8][4]) {
     asm volatile("wgmma.fence.sync.aligned;" : FLOATS32(d)::"memory");
 }
@@ -729,10 +716,9 @@ template <int pending>
 __device__ __forceinline__ void products_arrive(float (&d)[1][8][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %32;" : FLOATS32(d[0]) : "n"(pending) : "memory");
 }
-// What this thread has written to shared memory before it can be read by wgmma after it.
+// Lets wgmma read what this thread has written to shared memory.
 __device__ __forceinline__ void tiles_fence() { asm volatile("fence.proxy.async.shared::cta;"); }
 
-// The group's 64 rows are all of the tile, so r, a warp's first row, is not needed.
 template <int columns>
 __device__ __forceinline__ void multiply_transposed(float (&d)[1][8][4], const real* left, int r, const real* right) {
     products_start(d[0]);
@@ -756,16 +742,16 @@ __device__ __forceinline__ void multiply(float (&d)[1][8][4], const float (&x)[1
 }
 #endif
 
-// Waits for all copies of this thread. After a barrier, which must follow, the tiles are complete.
+// Waits for all copies of the block. Every thread must call it.
 __device__ __forceinline__ void tiles_arrive() {
     copies_end();
     copies_arrive<0>();
     tiles_fence();
+    __syncthreads();
 }
 
-// The causal mask, which is all that keeps a token from seeing the future: a query does not see the keys after it. x has
-// the scores or weights of a warp's rows, and of a tile whose columns begin at `column`. Those not seen become `value`.
-// Only a tile on the diagonal has any.
+// The causal mask: a query does not see the keys after it. x has scores or weights, of a warp's rows and a tile whose
+// columns begin at `column`. Those not seen, of which only tiles on the diagonal have any, become `value`.
 template <bool rows_are_keys, int parts>
 __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value, const Part& part, int column) {
     if (column >= part.group + GROUP || column + 8 * parts <= part.group) return;
@@ -788,16 +774,16 @@ __device__ __forceinline__ void store_rows(real* head, size_t stride, int row, i
             real* to = head + t * stride + c;
             Pack<2> two = {factor(m, half) * x[m][n][2 * half], factor(m, half) * x[m][n][2 * half + 1]};
             if (HS % 2 == 0 && c < HS) store(to, two);
-            if (HS % 2 == 1 && c < HS) from_float(to[0], two[0]);
-            if (HS % 2 == 1 && c + 1 < HS) from_float(to[1], two[1]);
+            for (int j = 0; j < 2; j++)
+                if (HS % 2 == 1 && c + j < HS) from_float(to[j], two[j]);
         }
     }
 }
 
-// Algorithm 1: out as above. For softmax it also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) *
-// scale), from which the backward pass computes the weights again. Exponentials are to base 2, as in hardware. A row's
-// maximum, its total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled
-// down to it (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of all heads.
+// Algorithm 1. For softmax it also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), and from
+// that the backward pass computes the weights again. Exponentials are to base 2, as in hardware. A row's maximum, its
+// total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled down
+// (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
@@ -806,7 +792,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
     Part part = part_of_block(T, NH, true);
     const real* head = qkv + part.qkv;
-    int C = NH * HS;
+    int C = NH * HS, row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
     auto values = [&](int stage) { return keys(stage) + KEYS * LD; };
     auto load_stage = [&](int stage, int key) {
@@ -821,8 +807,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     float scale2 = scale * LOG2_E;
     int end = min(part.first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
-        tiles_arrive();
-        __syncthreads();  // this stage is filled, and nobody reads the other any more
+        tiles_arrive();  // this stage is filled, and nobody reads the other any more
         if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
         if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
 
@@ -833,32 +818,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         auto& weights = scores;  // the paper's P, computed in place
         if (relu) {
             EACH_ELEMENT(weights) weights[m][n][i] = fmaxf(0.0f, scale * scores[m][n][i]);
-        } else {
-            EACH_ROW {
-                float before = maximum[m][half], now = before;
+        } else EACH_ROW {
+            float before = maximum[m][half], now = before;
 #pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-                    now = fmaxf(now, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-                now = row_max(now);
-                float correction = power_of_2(scale2 * (before - now)), sum = 0.0f;
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; i++) {
-                        weights[m][n][i] = power_of_2(scale2 * scores[m][n][i] - scale2 * now);
-                        sum += weights[m][n][i];
-                    }
-                maximum[m][half] = now;
-                total[m][half] = total[m][half] * correction + sum;
-#pragma unroll
-                for (int n = 0; n < HP / 8; n++)
-                    output[m][n][2 * half] *= correction, output[m][n][2 * half + 1] *= correction;
+            for (int n = 0; n < KEYS / 8; n++)
+                now = fmaxf(now, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
+            now = row_max(now);
+            float correction = power_of_2(scale2 * (before - now)), sum = 0.0f;
+            EACH_OF_ROW(weights) {
+                weights[m][n][i] = power_of_2(scale2 * scores[m][n][i] - scale2 * now);
+                sum += weights[m][n][i];
             }
+            maximum[m][half] = now;
+            total[m][half] = total[m][half] * correction + sum;
+            EACH_OF_ROW(output) output[m][n][i] *= correction;
         }
         multiply<KEYS>(output, weights, values(stage));
         products_arrive<0>(output);
     }
-    int row = part.first + part.warp;
     EACH_ROW {
         int t = row + row_of(m, 2 * half);
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
@@ -867,31 +844,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     store_rows(out + part.out, C, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
 }
 
-// The backward pass computes the weights from the scores, and the gradients of the scores from those of the weights,
-// each in place. dscores lack the factor scale, which the results get at the end. lse(m, n, i) and delta(m, n, i) are
-// those of an element's query.
+// In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. The factor
+// scale of dscores is left to the results. lse(m, n, i) and delta(m, n, i) are those of an element's query.
 template <class F>
 __device__ __forceinline__ void weights_from_scores(float (&x)[M][TILE / 8][4], int relu, float scale, F lse) {
-    if (relu) {
-        EACH_ELEMENT(x) x[m][n][i] = fmaxf(0.0f, scale * x[m][n][i]);
-    } else {
-        EACH_ELEMENT(x) x[m][n][i] = power_of_2(scale * LOG2_E * x[m][n][i] - lse(m, n, i));
-    }
+    if (relu) EACH_ELEMENT(x) x[m][n][i] = fmaxf(0.0f, scale * x[m][n][i]);
+    else EACH_ELEMENT(x) x[m][n][i] = power_of_2(scale * LOG2_E * x[m][n][i] - lse(m, n, i));
 }
 template <class F>
 __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4],
                                                       const float (&weights)[M][TILE / 8][4], int relu, F delta) {
-    if (relu) {
-        EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] > 0.0f ? dx[m][n][i] : 0.0f;
-    } else {
-        EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] * (dx[m][n][i] - delta(m, n, i));
-    }
+    if (relu) EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] > 0.0f ? dx[m][n][i] : 0.0f;
+    else EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] * (dx[m][n][i] - delta(m, n, i));
 }
 
-// Algorithm 2 is two kernels here, so that each gradient is summed by one warp, in one order. dqkv is (B,T,3,NH,HS), as
-// qkv. In this first one a block has ROWS queries, and walks over the keys that they see, for dq = dscore k. It also
-// leaves delta (B,NH,T) = the sum over a head's channels of out * dout, the paper's D. That is the sum over a query's
-// keys of weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of all heads.
+// Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv is (B,T,3,NH,HS), as qkv.
+// This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
+// delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
+// weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
@@ -911,7 +881,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     load_tile<ROWS>(douts, dout + part.out, C, part.first, T);
     load_tile<ROWS>(tiles, out + part.out, C, part.first, T);  // out, where the two stages will be
     tiles_arrive();
-    __syncthreads();
     float row_lse[M][2], row_delta[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -937,7 +906,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     int end = min(part.first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
         tiles_arrive();
-        __syncthreads();
         if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
         if (key >= part.group + GROUP) continue;
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
@@ -955,9 +923,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     store_rows(dqkv + part.qkv, 3 * C, row, T, dq, [&](int, int) { return scale; });
 }
 
-// In the second, which runs after it, a block has ROWS keys, and walks over the queries that see them, for
-// dv = weight' dout and dk = dscore' q. Its weights are transposed: their rows are keys. Items: blocks of ROWS keys of
-// all heads.
+// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, for
+// dv = weight' dout and dk = dscore' q. The rows of its weights are keys. Items: blocks of ROWS keys of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
@@ -973,7 +940,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     auto load_stage = [&](int stage, int query) {
         load_tile<TILE>(queries(stage), head, 3 * C, query, T);
         load_tile<TILE>(douts(stage), dout + part.out, C, query, T);
-        int i = threadIdx.x % TILE, t = query + i;  // beyond T, lse becomes 0 and a weight 1, but dout is 0 there
+        int i = threadIdx.x % TILE, t = query + i;  // beyond T a weight is 2^0 = 1, and dout is 0
         if (threadIdx.x < TILE) copy4(&lses[stage][i], lse + part.lse + min(t, T - 1), t < T);
         else if (threadIdx.x < 2 * TILE) copy4(&deltas[stage][i], delta + part.lse + min(t, T - 1), t < T);
     };
@@ -984,7 +951,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
     for (int query = part.first, stage = 0; query < T; query += TILE, stage ^= 1) {
         tiles_arrive();
-        __syncthreads();
         if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
         if (query + TILE <= part.group) continue;  // all of these queries come before the group's keys
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
@@ -1016,8 +982,8 @@ __device__ __forceinline__ float gelu(float x) {
     return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
 }
 
-// With g = 1/(1 + exp(-2u)):  d(x g)/dx = g + x g (1 - g) d(2u)/dx. Far to the left exp overflows to infinity. Then g is
-// 0, which is the right limit.
+// With g = 1/(1 + exp(-2u)):  d(x g)/dx = g + x g (1 - g) d(2u)/dx. Far to the left, exp overflows to infinity and g
+// becomes 0, which is its limit.
 __device__ __forceinline__ float gelu_derivative(float x) {
     float g = 1.0f / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
     return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
@@ -1045,13 +1011,12 @@ extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __
 
 // ---- classifier: softmax, cross-entropy and its gradient ----
 
-// How surprised the model is by each token that follows, and which way the logits must move:
-//   losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target])
-//   logits = dloss * (softmax - 1 at the target), zeros in the padding; without with_gradient they stay as they are
+// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]): how surprised the model is by the next token. If
+// with_gradient, the logits become dloss * (softmax - 1 at the target), and zeros in the padding.
 // The probabilities are never stored. A logit is read from device memory once: a row, which is 100 KB in bf16, waits in
 // shared memory for the second pass. A block takes every gridDim.x-th row, and a thread n logits at a time. With
-// stages = 2 the next row is on its way to shared memory while the block works on one. With stages = 0, for rows that
-// are too long for that, the second pass relies on the caches.
+// stages = 2 the next row is on its way while the block works on one. With stages = 0, for rows that are too long for
+// that, the second pass relies on the caches.
 template <int n>
 __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ losses,
                                               const int* __restrict__ targets, float dloss, int N, int V, int Vp,
@@ -1136,16 +1101,16 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
     if (threadIdx.x == 0) norm[0] = sqrtf(sum), norm[1] = 0.0f;
 }
 
-// The settings of a step. They are in device memory, since a recorded graph cannot change its arguments. rate is 1 - beta:
-// the host computes it, because 1 - 0.999 in fp32 would be wrong by 1e-5 of itself. correction = 1/(1 - beta^step) undoes
-// the moments' start at zero. A gradient whose norm is more than clip is scaled down to it, unless clip is 0.
+// The settings of a step are in device memory, since a recorded graph cannot change its arguments. rate is 1 - beta,
+// which the host computes, because 1 - 0.999 in fp32 would be wrong by 1e-5 of itself. correction = 1/(1 - beta^step)
+// undoes the moments' start at zero. A gradient of a larger norm than clip is scaled down to it, unless clip is 0.
 struct AdamW { float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip; };
 
-// One step for all n parameters, in one launch. Tensor i of `tensors`, which are at most 32, lies at
-// [starts[i], starts[i+1]) of the arenas. The W numbers of a thread are of one tensor, which it finds by bisection, and
-// decayed[i] says if weight decay is for it. The step is made to fp32 master parameters. params are the rounded copy that
-// the other kernels read; in fp32 they are the master itself. If the gradient's norm is not finite, nothing changes.
-// Bound by memory: four reads and three writes of the arena, and in bf16 another write of half of it. Items: n numbers.
+// A step of all n parameters. Tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas, and
+// decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection. The
+// step is made to fp32 master parameters. params are the rounded copy that the other kernels read, or, in fp32, the
+// master itself. If the gradient's norm is not finite, nothing changes. Bound by four reads and three writes of the
+// arena, and in bf16 another write of half of it. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
                                  float* __restrict__ v, const size_t* __restrict__ starts,

@@ -11,9 +11,14 @@ What the other programs share with this one is here too: errors for a person, fi
 all, the numbers and the header of llm.c's files, and the text of tokens.
 """
 import argparse
+import contextlib
+import ctypes
 import functools
 import http.client
+import json
+import math
 import os
+import re
 import sys
 import urllib.request
 from pathlib import Path
@@ -56,6 +61,34 @@ def replace_file(path, chunks):
             pass  # the folder itself is missing or read-only, which the UserError says
 
 
+def number(kind, least, below=math.inf):
+    """The type of a flag: text as an int or a float, at least `least` and below `below`."""
+    def convert(text):
+        if not least <= kind(text) < below:
+            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}, and below {below}")
+        return kind(text)
+    convert.__name__ = kind.__name__  # as argparse calls it where text is no number at all
+    return convert
+
+
+def parse_flags(description, table, arguments=None):
+    """The flags of a command line. A row of the table is a letter or None, a long name, a type or a tuple of choices, a
+    default, and what it is. Raises UserError."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False, exit_on_error=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for letter, name, kind, default, text in table:
+        form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
+    try:
+        flags, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as e:
+        raise UserError(f"{str(e).removeprefix('argument ')}; --help lists the flags") from None
+    if unknown:
+        raise UserError(f"{unknown[0]} is no flag; --help lists them")
+    return flags
+
+
 def cache_folder():
     """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
@@ -73,6 +106,34 @@ def to_bf16(x):
 def to_float(x):
     """An array as fp32, from bfloat16's bits or from fp32 as it is."""
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
+
+
+def read_cache(name):
+    """What write_cache kept under a name, a dict, or an empty one."""
+    try:
+        return json.loads((cache_folder() / f"{name}.json").read_text())
+    except (OSError, ValueError):  # not there yet, or damaged
+        return {}
+
+
+def write_cache(name, values):
+    """Keep a dict for later runs, together with what others have kept since; where it cannot be written, it is lost."""
+    with contextlib.suppress(OSError, UserError):
+        replace_file(cache_folder() / f"{name}.json", [json.dumps(read_cache(name) | values).encode()])
+
+
+def open_log(folder):
+    """folder/main.log, to add lines to, or, without a folder, a file that forgets them. Raises UserError.
+
+    The lines are llm.c's: s is the step, trl a training loss, tel a validation loss.
+    """
+    path = Path(folder) / "main.log" if folder else Path(os.devnull)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a", buffering=1)
+    except OSError as e:
+        raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
+                        "give -o a folder that can be") from None
 
 
 class FileKind(NamedTuple):
@@ -109,6 +170,13 @@ def read_header(path, kind):
     return header
 
 
+def write_file(path, kind, fields, numbers):
+    """Write a file of a kind: its header, which goes on with these fields behind the magic number, then the numbers."""
+    header = np.zeros(256, "<i4")
+    header[: 1 + len(fields)] = kind.magic, *fields
+    replace_file(path, [header, numbers])
+
+
 def check_size(path, kind, expected):
     """Raise UserError unless the file has exactly the expected number of bytes."""
     size = os.path.getsize(path)
@@ -116,6 +184,58 @@ def check_size(path, kind, expected):
         what = "truncated" if size < expected else "too long"
         raise UserError(f"{path}: {what}: {size:,} bytes, and the header of this {kind.name} promises {expected:,}: "
                         f"{kind.remedy}")
+
+
+class Kernel(NamedTuple):
+    """What kernels.cu says of a kernel: BLOCK(threads, items along x, items along y), and its parameters."""
+    threads: int  # of a block
+    covers: list  # the items that a block covers, as expressions in threads and W
+    parameters: list  # (name, NumPy type or, of a pointer, None, whether it is const)
+
+    def plan(self, items, args, W, threads=None):
+        """(grid, block, arguments) of a launch over so many items, or (items along x, along y). Raises UserError if there
+        are not as many arguments as parameters."""
+        if len(args) != len(self.parameters):
+            raise UserError(f"kernels.cu: a kernel is launched with {len(args)} arguments, and has as parameters "
+                            f"{', '.join(name for name, *_ in self.parameters)}")
+        threads = threads or self.threads
+        of_block = [int(eval(size, {"threads": threads, "W": W})) for size in self.covers] + [1]
+        items = items if isinstance(items, tuple) else (items,)
+        return (tuple(-(-count // size) for count, size in zip(items, of_block)), (threads,),
+                tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters)))
+
+
+SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
+
+
+def read_kernels(sources):
+    """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor one of SCALARS."""
+    kernels, text = {}, "".join(path.read_text(encoding="utf-8") for path in sources)
+    for block, name, parameters in re.findall(
+            r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)', text):
+        threads, *covers = block.split(",")
+        kernels[name] = Kernel(int(threads), covers, [])
+        for parameter in parameters.replace("__restrict__", "").split(","):
+            *_, kind, label = re.findall(r"\w+", parameter)
+            if "*" not in parameter and kind not in SCALARS:
+                raise UserError(f"kernels.cu: {name}: {kind} {label}: expected a pointer or one of {', '.join(SCALARS)}")
+            kernels[name].parameters.append((label, None if "*" in parameter else SCALARS[kind], "const" in parameter))
+    return kernels
+
+
+# What kernels.cu says of itself, once it is compiled, in constant arrays: the rows of attention's blocks and their bytes
+# of shared memory; the most threads of layernorm_backward's blocks, and the bytes of shared memory of a warp of theirs.
+SIZES = {"attention_sizes": ("rows", "shared_forward", "shared_backward"),
+         "layernorm_sizes": ("threads", "shared_of_warp")}
+
+
+def has_gpu():
+    """Whether NVIDIA's driver reports a GPU: asked of the driver itself, since CuPy takes a second to import."""
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    except OSError:
+        return False
 
 
 def gpt2_encoding():
@@ -157,9 +277,7 @@ def download_tinyshakespeare():
 def write_tokens(path, tokens):
     """Write a token file: path, tokens (a sequence of ids below 65,536)."""
     print(f"writing {len(tokens):,} tokens to {path}")
-    header = np.zeros(256, "<i4")
-    header[:3] = TOKEN_FILE.magic, TOKEN_FILE.versions[0], len(tokens)
-    replace_file(path, [header, np.asarray(tokens, "<u2")])
+    write_file(path, TOKEN_FILE, (TOKEN_FILE.versions[0], len(tokens)), np.asarray(tokens, "<u2"))
 
 
 def read_tokens(path, V):
@@ -258,11 +376,14 @@ def decode(tokens):
     return b"".join(vocabulary().get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
 
 
+FLAGS = [
+    (None, "--input", str, None, "a UTF-8 text, instead of downloading tinyshakespeare"),
+    (None, "--name", str, None, "writes data/NAME/NAME_{train,val}.bin (default: the input's name)"),
+]
+
+
 def main():
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--input", metavar="FILE", help="a UTF-8 text, instead of downloading tinyshakespeare")
-    flags.add_argument("--name", help="writes data/NAME/NAME_{train,val}.bin (default: the input's name)")
-    flags = flags.parse_args()
+    flags = parse_flags(__doc__, FLAGS)
     encoding = gpt2_encoding()
     if flags.input is None:
         text = download_tinyshakespeare()

@@ -2,11 +2,9 @@
 
     pip install -r requirements.txt && python train_gpt2.py
 
-Read this file from top to bottom, with kernels.cu beside it: the model as tables, the files, the GPU, each layer forward
-beside the same layer backward, the update, the loop, a sample, the flags. The last section, "Faster", is there for
-speed alone. Leave it out at a first reading; `--plain 1` leaves it out of a run.
-
-Sizes have the same letters everywhere:
+Read this file from top to bottom, with kernels.cu beside it: the model as tables, the files, the GPU, a layer forward
+beside the same layer backward, the update, the loop, a sample, the flags. The last section, "Faster", is for speed alone:
+leave it out at a first reading, as `--plain 1` does in a run. Sizes have the same letters everywhere:
 
     B   sequences in a batch            L   layers
     T   tokens in a sequence            NH  attention heads
@@ -14,24 +12,21 @@ Sizes have the same letters everywhere:
     V   words of the vocabulary         HS  channels of a head, C/NH
     Vp  V padded, so that the matrix product over it is fast
 
-A kernel is a C++ function that a GPU runs many times at once. Five words are enough for the rest:
+A kernel is a C++ function that a GPU runs many times at once:
 
     thread         One run of the function. It knows its number, and so which part of the work is its own.
-    warp           32 threads, its lanes, that execute each instruction together. What they read together should lie side
-                   by side in memory. They can read each other's registers.
+    warp           32 threads, its lanes, which execute each instruction together and can read each other's registers.
+                   The numbers that they load together should lie side by side in memory.
     block          Up to 1,024 threads on one multiprocessor. They can wait for each other at a barrier.
-    shared memory  Some 200 KB of fast memory on each multiprocessor, for the threads of a block to share.
+    shared memory  Some 200 KB of fast memory on each multiprocessor, which the threads of a block share.
     grid           All blocks of a launch. The GPU's 100 or so multiprocessors take them in any order.
 
 Version 1 of each kernel in dev/cuda/ is the loop that one would write first, and the place to start.
 """
-import argparse
 import bisect
 import ctypes
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -42,15 +37,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-# On a CPU two pools of threads take turns, NumPy's BLAS and the kernels' OpenMP. A pool that busy-waits would block the
-# other, so both are told to sleep. This must be set before NumPy is imported.
+# On a CPU, NumPy's threads and the kernels' take turns. One that busy-waits would block the others, so all are told to
+# sleep. This must be set before NumPy is imported.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 
-from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, FileKind, UserError, cache_folder, check_size, data_paths,
-                                    decode, read_header, read_tokens, replace_file, to_bf16, to_float)
+from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, SIZES, FileKind, UserError, check_size, data_paths, decode,
+                                    has_gpu, number, open_log, parse_flags, read_cache, read_header, read_kernels,
+                                    read_tokens, to_bf16, to_float, write_cache, write_file)
 
 HERE = Path(__file__).resolve().parent
 
@@ -63,12 +59,10 @@ class Row(NamedTuple):
     shape: tuple
     dtype: type = np.float32
     layers: int = 0
-    # A parameter starts as mean + std * normal. Weight decay applies to matrices and embeddings. A matrix's gradient is
-    # a matrix product, all of it at once; any other gradient is a sum to which kernels add.
-    mean: float = 0.0
+    mean: float = 0.0  # a parameter starts as mean + std * normal
     std: float = 0.0
-    decay: bool = False
-    matrix: bool = False
+    decay: bool = False  # weight decay applies
+    matrix: bool = False  # its gradient is one matrix product; any other gradient is a sum to which kernels add
 
     @property
     def size(self):
@@ -85,10 +79,8 @@ PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A GPT-2: its sizes, in the order of a checkpoint's header, and the tables of its tensors.
-
-    `real` is what parameters and activations are stored in: fp32, or bfloat16.
-    """
+    """A GPT-2: its sizes, in the order of a checkpoint's header, and the tables of its tensors. `real` is the type in
+    which parameters and activations are stored, fp32 or bfloat16."""
     maxT: int = 1024
     V: int = 50257
     L: int = 12
@@ -103,8 +95,8 @@ class Config:
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of depth N for "dN". d12, d24, d36 and d48 are GPT-2 small, medium, large and XL; the depths
-        between them follow the same line, those below d12 have a head for each layer. Raises UserError."""
+        """The config of depth N for "dN". d12, d24, d36 and d48 are GPT-2 small, medium, large and XL. Depths between
+        them follow the same line; those below d12 have a head for each layer. Raises UserError."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
             raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to d999, such as d12")
         L = int(descriptor[1:])
@@ -113,14 +105,11 @@ class Config:
 
     def check(self, path):
         """Raise UserError, naming the file that the sizes come from, unless they make a model."""
-        for name, value in dataclasses.asdict(self).items():
-            if not 0 < value < 2**24:
-                raise UserError(f"{path}: {name} = {value} in its header; expected between 1 and {2**24 - 1}")
-        for ok, wish in ((self.C % self.NH == 0, f"C = {self.C} to be divisible by NH = {self.NH}"),
-                         (self.C % 32 == 0, f"C = {self.C} to be a multiple of 32"),
-                         (self.V <= self.Vp, f"V = {self.V} not to exceed Vp = {self.Vp}")):
+        for ok, wish in ((all(0 < size < 2**24 for size in dataclasses.astuple(self)), "sizes between 1 and 2**24 - 1"),
+                         (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
+                         (self.C % 32 == 0, "C to be a multiple of 32"), (self.V <= self.Vp, "V not to exceed Vp")):
             if not ok:
-                raise UserError(f"{path}: expected {wish}")
+                raise UserError(f"{path}: its header says {self}; expected {wish}")
 
     def switches(self):
         """What kernels.cu is compiled for: the channels of a token, and those of a head."""
@@ -128,7 +117,7 @@ class Config:
 
     def parameter_table(self, real=np.float32):
         """The parameters, in the order of a checkpoint. They start as in the GPT-2 paper (Radford et al. 2019, section
-        2.3): 2L matrices add to the residual stream, and so these are scaled down by sqrt(2L)."""
+        2.3): the 2L matrices that add to the residual stream are scaled down by sqrt(2L)."""
         C, one, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
         weight = dict(std=0.02, decay=True, matrix=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
@@ -152,8 +141,8 @@ class Config:
         ]
 
     def activation_table(self, B, T, real=np.float32, recompute=False):
-        """What the forward pass leaves behind for the backward pass. With recompute, all layers share one tensor for the
-        outputs of their layernorms and GELUs, which the backward pass computes again."""
+        """What the forward pass leaves behind for the backward pass. With recompute, layers share one tensor for the
+        outputs of norms and GELUs, which the backward pass computes again."""
         N, C, L = B * T, self.C, self.L
         kept = 1 if recompute else L
         # All logits of a large batch at once would be its largest tensor, so they are computed in parts: at most four,
@@ -228,9 +217,7 @@ def arena_tables(c, B, T, real, recompute=False):
             "backward": c.backward_table(B, T, real)}
 
 
-# Loads of 16 bytes want aligned tensors. 32 divides C, so parameters need no padding: a checkpoint is the arena's bytes,
-# and AdamW walks over an arena as over one array.
-ALIGN = 64
+ALIGN = 64  # bytes, for loads of 16. Parameters have no gaps, since 32 divides C: a checkpoint is the arena's bytes.
 
 
 def layout(table):
@@ -253,28 +240,21 @@ def of_layer(views, table, l):
 
 
 def draw_parameters(c, seed):
-    """Random parameters as one flat fp32 array. Each tensor has a generator of its own, so they can be drawn on all
-    cores at once. The padding of wte stays 0."""
+    """Random parameters, one flat fp32 array. Each tensor has a generator of its own, so that all cores can draw."""
     table = c.parameter_table()
     arena = np.empty(layout(table)[-1], np.uint8)
     params = carve(arena, table)
 
     def draw(i):
-        row, values = table[i], getattr(params, table[i].name)
-        if row.std:
-            np.random.default_rng([seed, i]).standard_normal(dtype=np.float32, out=values)
-            values *= row.std
-        else:
-            values.fill(row.mean)
+        values = getattr(params, table[i].name)
+        np.random.default_rng([seed, i]).standard_normal(dtype=np.float32, out=values)
+        values *= table[i].std
+        values += table[i].mean
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(draw, range(len(table))))
-    params.wte[c.V :] = 0
+    params.wte[c.V :] = 0  # padding
     return arena.view(np.float32)
-
-
-def gibibytes(n):
-    return f"{n / 2**30:.2f} GiB"
 
 
 # ---- Files, byte for byte as llm.c has them: a header of 256 int32, then numbers
@@ -297,10 +277,7 @@ def read_parameters(path, c):
 def write_checkpoint(path, c, parameters):
     """Write a checkpoint of parameters, fp32 or bf16. Raises UserError; an older file is then untouched."""
     version = next(version for version, dtype in c.STORED.items() if dtype == parameters.dtype)
-    fields = c.FILE.magic, version, *dataclasses.astuple(c)
-    header = np.zeros(256, "<i4")
-    header[: len(fields)] = fields
-    replace_file(path, [header, parameters])
+    write_file(path, c.FILE, (version, *dataclasses.astuple(c)), parameters)
 
 
 class DataLoader:
@@ -334,70 +311,25 @@ def pack_batch(tokens, targets=None):
     return data, tokens.shape
 
 
-# ---- The device, plain: a few verbs, in which all that follows is written. The last section makes some of them faster, and
+# ---- The device, plain: a few verbs, in which all that follows is written. The last section makes some of them faster;
 # dev/cpu/device.py has the same verbs for a CPU.
 
 
-class Kernel(NamedTuple):
-    """What the host has to know of a kernel, read from the lines where kernels.cu has it."""
-    name: str
-    parameters: list  # (name, NumPy type of a scalar or None for a pointer, whether it is const)
-    threads: int  # of a block
-    covers: list  # how many items a block covers along x, and along y: expressions in threads and W
-
-    def grid(self, items, W, threads=None):
-        """The grid of blocks that covers so many items, or (items along x, along y), and the threads of a block."""
-        threads = threads or self.threads
-        blocks = [-(-count // int(eval(covers, {"threads": threads, "W": W}))) for count, covers in
-                  itertools.zip_longest(items if isinstance(items, tuple) else (items,), self.covers, fillvalue="1")]
-        return tuple(blocks), (threads,)
-
-    def arguments(self, values):
-        """Values as the kernel's parameters want them. Raises UserError if there are too few or too many."""
-        if len(values) != len(self.parameters):
-            raise UserError(f"kernels.cu: {self.name}: {len(self.parameters)} parameters, "
-                            f"and train_gpt2.py calls it with {len(values)} arguments")
-        return tuple(kind(value) if kind else value for value, (_, kind, _) in zip(values, self.parameters))
-
-
-SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
-
-
-def read_kernels(sources):
-    """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor one of SCALARS."""
-    kernels, text = {}, "".join(path.read_text(encoding="utf-8") for path in sources)
-    declaration = r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)'
-    for block, name, parameters in re.findall(declaration, text):
-        threads, *covers = block.split(",")
-        kernels[name] = Kernel(name, [], int(threads), covers)
-        for parameter in parameters.replace("__restrict__", "").split(","):
-            *_, kind, label = re.findall(r"\w+", parameter)
-            if "*" not in parameter and kind not in SCALARS:
-                raise UserError(f"kernels.cu: {name}: {' '.join(parameter.split())}: expected a pointer or one of "
-                                f"{', '.join(SCALARS)}")
-            kernels[name].parameters.append((label, None if "*" in parameter else SCALARS[kind], "const" in parameter))
-    return kernels
-
-
 NVRTC_OPTIONS = ("-std=c++17",)
-# What kernels.cu says of itself once it is compiled: the rows of attention's blocks and their bytes of shared memory;
-# the most threads of layernorm_backward's blocks, and the bytes that each of their warps needs.
-SIZES = {"attention_sizes": ("rows", "shared_forward", "shared_backward"),
-         "layernorm_sizes": ("threads", "shared_of_warp")}
 
 
 class Cuda:
     """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it.
 
     dtype: "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32. c: the Config
-    that kernels are compiled for, with those of other CUDA files, `beside`, behind them. Raises UserError.
+    that kernels are compiled for. beside: more CUDA files to compile behind kernels.cu. Raises UserError.
     """
     name, memory = "cuda", "device memory"
     SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
-    # Dense FLOPs of a multiprocessor in a clock, by compute capability, from NVIDIA's architecture white papers.
-    FLOPS_PER_CLOCK = {80: dict(fp32=128, tf32=1024, bf16=2048), 86: dict(fp32=256, tf32=256, bf16=512),
-                       89: dict(fp32=256, tf32=256, bf16=512), 90: dict(fp32=256, tf32=2048, bf16=4096),
-                       100: dict(fp32=256, tf32=4096, bf16=8192), 120: dict(fp32=256, tf32=256, bf16=512)}
+    # Dense FLOPs of a multiprocessor in a clock, by compute capability: NVIDIA's architecture white papers.
+    FLOPS_PER_CLOCK = {"fp32": {80: 128, 86: 256, 89: 256, 90: 256, 100: 256, 120: 256},
+                       "tf32": {80: 1024, 86: 256, 89: 256, 90: 2048, 100: 4096, 120: 256},
+                       "bf16": {80: 2048, 86: 512, 89: 512, 90: 4096, 100: 8192, 120: 512}}
 
     def __init__(self, dtype, c, beside=()):
         try:
@@ -417,11 +349,16 @@ class Cuda:
                             "later: train with --device cpu")
         self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
+        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
+        self.multiprocessors = attributes["MultiProcessorCount"]
+        flops = self.FLOPS_PER_CLOCK[self.dtype].get(capability, 0)
+        self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
+
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
-        self.kernels, text = read_kernels(sources), "".join(path.read_text(encoding="utf-8") for path in sources)
-        hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target, sm_90 is not enough
-        module = cupy.RawModule(code=text, options=(*NVRTC_OPTIONS, *hopper, f"-D{self.dtype.upper()}",
-                                                    *self.compiled_for))
+        hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
+        module = cupy.RawModule(code="".join(path.read_text(encoding="utf-8") for path in sources), options=(
+            *NVRTC_OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for))
+        self.kernels = read_kernels(sources)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
             for name, fields in SIZES.items():
@@ -429,16 +366,10 @@ class Cuda:
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
         except cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
-        # 1 KiB is left for the kernels' own __shared__ arrays.
-        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024
-        self.multiprocessors = attributes["MultiProcessorCount"]
-        flops = self.FLOPS_PER_CLOCK.get(capability, {}).get(self.dtype)
-        self.peak_flops = flops and flops * self.multiprocessors * attributes["ClockRate"] * 1e3
 
     def __str__(self):
         name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
-        peak = f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else ""
-        return f"{name}, {self.dtype}{peak}"
+        return f"{name}, {self.dtype}" + (f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else "")
 
     def free_bytes(self):
         """How much device memory there is for the tables."""
@@ -448,11 +379,12 @@ class Cuda:
         try:
             return self.cupy.empty(nbytes, np.uint8)
         except MemoryError:
-            raise UserError(f"no memory for {gibibytes(nbytes)} more; choose a smaller -b, -t or -e") from None
+            raise UserError(f"no memory for {nbytes / 2**30:.2f} GiB more; choose a smaller -b, -t or -e") from None
 
     def put(self, array, values):
-        """Copy an array of the host's to the device."""
-        array.set(np.ascontiguousarray(values, array.dtype).reshape(array.shape))
+        """Copy an array of the host's to one on the device."""
+        values = np.ascontiguousarray(values, array.dtype).reshape(array.shape)
+        array.set(values, stream=self.cupy.cuda.get_current_stream())
 
     def get(self, array):
         """A copy of an array on the host."""
@@ -462,19 +394,19 @@ class Cuda:
         array.data.memset_async(0, array.nbytes)
 
     def launch(self, name, items, *args, threads=None, shared=0):
-        """Run a kernel over its items (see Kernel.grid), each block with `shared` bytes of dynamic shared memory."""
+        """Run a kernel over so many items; what of them a block covers, BLOCK(...) over the kernel says. Each block has
+        `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
         function, self.launched = self.functions[name], name
         if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
-        grid, block = self.kernels[name].grid(items, self.W, threads)
-        function(grid, block, self.kernels[name].arguments(args), shared_mem=shared)
+        function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """out (M,N) = a (M,K) @ b (K,N), plus bias (N) in each row; with accumulate, out += a @ b.
 
-        With gelu (M,N), that becomes the GELU of out. With dgelu_at (M,N), out is multiplied by GELU's derivative there.
+        With gelu (M,N), that becomes GELU of out. With dgelu_at (M,N), out is multiplied by GELU's derivative there.
 
         cuBLAS stores matrices by columns, and we by rows. So it sees each of our matrices transposed:
 
@@ -487,11 +419,11 @@ class Cuda:
         """
         lib, handle, types = self.cublas, self.gpu.cublas_handle, {4: 0, 2: 14}  # 4 bytes: CUDA_R_32F, 2: CUDA_R_16BF
         compute = lib.CUBLAS_COMPUTE_32F_FAST_TF32 if self.dtype == "tf32" else lib.CUBLAS_COMPUTE_32F
-        one, beta = np.ones(1, np.float32), np.float32([accumulate or bias is not None])  # out = one * a @ b + beta * out
+        lib.setMathMode(handle, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: all sums are fp32
         if bias is not None:
             out[...] = bias
+        one, beta = np.ones(1, np.float32), np.float32([accumulate or bias is not None])  # out = one a @ b + beta out
         (transpose_a, stride_a), (transpose_b, stride_b) = stride_of(a), stride_of(b)
-        lib.setMathMode(handle, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: sums are fp32, also in parts
         lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data, b.data.ptr,
                    types[b.itemsize], stride_b, a.data.ptr, types[a.itemsize], stride_a, beta.ctypes.data,
                    out.data.ptr, types[out.itemsize], out.shape[1], compute, lib.CUBLAS_GEMM_DEFAULT)
@@ -518,18 +450,9 @@ class Cuda:
 
 
 def stride_of(x):
-    """How BLAS is to read a matrix: (0, from row to row), or, if its columns are contiguous, (1, from one to the next)."""
+    """How BLAS is to read a matrix: (0, the stride of its rows) or, if columns are contiguous, (1, the stride of these)."""
     rows, columns = (stride // x.itemsize for stride in x.strides)
     return (0, max(rows, x.shape[1])) if columns == 1 or x.shape[1] == 1 else (1, max(columns, x.shape[0]))
-
-
-def has_gpu():
-    """Whether NVIDIA's driver reports a GPU: asked of the driver itself, since CuPy takes a second to import."""
-    try:
-        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-        return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
-    except OSError:
-        return False
 
 
 def make_device(name, dtype, c, plain=False, graph=True, beside=()):
@@ -540,13 +463,10 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=()):
         from dev.cpu.device import Cpu
     except ModuleNotFoundError as e:
         raise UserError(f"a CPU needs the folder dev/cpu beside train_gpt2.py ({e}): restore it") from None
-    sources = [*c.SOURCES, *beside]
-    return Cpu(dtype, sources, read_kernels(sources), c.switches(), SIZES)
+    return Cpu(dtype, c, beside)
 
 
 # ---- The model
-
-# The grids of three kernels follow from what a multiprocessor has room for. Each is worked out here.
 
 
 def attention_launch(device, kernel, B, T, NH):
@@ -596,15 +516,13 @@ class GPT2:
                      device.layernorm_sizes.shared_of_warp)
         if shared > device.max_shared:
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block of a kernel needs {shared:,} bytes of shared "
-                            f"memory, and this device has {device.max_shared:,}; expected smaller heads, or --dtype bf16")
+                            f"memory, and this device has {device.max_shared:,}: choose smaller heads, or --dtype bf16")
         free = device.free_bytes()
-        asked, fits = memory_of(config, device, B, T, recompute, free)
+        (asked, fits), (_, fits_again) = (memory_of(config, device, B, T, again, free) for again in (recompute, True))
         if asked > free:
-            remedy = f"the largest -b that fits is {fits}" if fits else "not even -b 1 fits: choose a smaller -t or -e"
-            if not recompute and memory_of(config, device, B, T, True, free)[0] <= free:
-                remedy += "; or with --recompute 1 this one does"
-            raise UserError(f"-b {B} -t {T}: the tables ask for {gibibytes(asked)} of {device.memory}, and "
-                            f"{gibibytes(free)} are free; {remedy}")
+            raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
+                            f"{free / 2**30:.2f} GiB are free; the largest -b that fits is {fits}, or with --recompute 1 "
+                            f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
 
         self.config, self.device, self.B, self.T, self.recompute = config, device, B, T, recompute
         self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")  # of attention's scores
@@ -632,8 +550,13 @@ class GPT2:
         """All parameters, one flat array of fp32 or bf16 on the host."""
         return self.device.get(self.arenas["parameters"].view(self.device.real))
 
-    def lay_out(self, B, T):
-        """Lay the activations out for a batch (B,T); a smaller one than at the start uses a part of the arenas."""
+    def set_batch(self, batch):
+        """Copy a batch that pack_batch made to the device, and lay the activations out for it. A batch that is smaller
+        than (B,T) uses a part of the arenas."""
+        data, (B, T) = batch
+        self.device.put(self.arenas["batch"][: data.nbytes], data)
+        if (B, T) == self.shape:
+            return
         c, real = self.config, self.device.real
         parameters, activations = c.parameter_table(), c.activation_table(B, T, real, self.recompute)
         self.batch = carve(self.arenas["batch"], batch_table(B, T))
@@ -641,6 +564,8 @@ class GPT2:
         self.back = carve(self.arenas["backward"], c.backward_table(B, T, real))
         self.layers = [(of_layer(self.params, parameters, l), of_layer(self.grads, parameters, l),
                         of_layer(self.acts, activations, l)) for l in range(c.L)]
+        rows = len(self.acts.logits)  # the parts of the N tokens whose logits are computed together
+        self.parts = [slice(start, min(start + rows, B * T)) for start in range(0, B * T, rows)]
         self.shape = B, T
 
     # The residual stream x (N,C) runs through all layers. A layer reads it twice, each time through a norm, and adds to
@@ -653,8 +578,8 @@ class GPT2:
     #      ln1_inp ln1   qkv    atty, lse         ln2_inp ln2   fch    fch_gelu       (kept for the backward pass)
     #
     # An addition, x = x + branch, is the first thing that the next norm's kernel does, since it reads all of x anyway.
-    # The stream is fp32; its copies ln1_inp and ln2_inp are rounded to real. Backward, dresidual runs from right to left:
-    # at a (+) it goes both ways, and where the stream branched off, the gradients of both ways are added.
+    # The stream is fp32; its copies ln1_inp and ln2_inp are rounded to real. Its gradient, dresidual, runs from right to
+    # left: a (+) sends it both ways, and where the stream branched off, the gradients of both ways are added.
 
     def layer_forward(self, l):
         """Layer l: x = x + attention(ln1(x)), and x = x + mlp(ln2(x)), whose addition is left to the next norm."""
@@ -675,13 +600,16 @@ class GPT2:
         """layer_forward(l), read from its last line to its first; dx is the gradient of x.
 
         Of a product y = x @ w.T the gradients are dx = dy @ w and dw = dy.T @ x. attproj and fcproj are added to the
-        stream, so the gradient of their bias is the sum of dx's rows; norm_backward has those at hand and sums them too.
+        stream, so the gradient of their bias is the sum of dx's rows: norm_backward, which has those, sums them too.
         """
         p, g, a = self.layers[l]
         d, matmul, accumulate = self.back, self.device.matmul, self.accumulate
         dx, dinp = d.dresidual, d.dinp
         if self.recompute:
-            self.compute_again(p, a)
+            (N, C), launch = a.ln1.shape, self.device.launch
+            launch("layernorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b, N, C)
+            launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b, N, C)
+            launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
 
         matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
         matmul(d.dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
@@ -728,13 +656,6 @@ class GPT2:
         blocks, shared = attention_launch(self.device, kernel, B, T, NH)
         self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, shared=shared)
 
-    def compute_again(self, p, a):
-        """The outputs of a layer's norms and GELU, where they were not kept."""
-        (N, C), launch = a.ln1.shape, self.device.launch
-        launch("layernorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b, N, C)
-        launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b, N, C)
-        launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
-
     # Where the stream begins: x = wte[token] + wpe[position].
 
     def embedding_forward(self):
@@ -776,20 +697,6 @@ class GPT2:
         self.device.matmul(self.back.dinp[rows], dlogits, p.wte)  # (rows,Vp) @ (Vp,C) -> (rows,C)
         self.device.matmul(g.wte, dlogits.T, self.acts.lnf[rows], accumulate=accumulate)  # -> (Vp,C)
 
-    # All of it, forward and backward.
-
-    def set_batch(self, batch):
-        """Copy a batch that pack_batch made to the device."""
-        data, shape = batch
-        if shape != self.shape:
-            self.lay_out(*shape)
-        self.device.put(self.arenas["batch"][: data.nbytes], data)
-
-    def parts(self):
-        """The N tokens of a batch, in slices whose logits have room."""
-        N, rows = len(self.acts.losses), len(self.acts.logits)
-        return [slice(start, min(start + rows, N)) for start in range(0, N, rows)]
-
     def forward_pass(self):
         """From a batch on the device to lnf (N,C)."""
         self.embedding_forward()
@@ -807,7 +714,7 @@ class GPT2:
         for row in self.config.parameter_table():
             if not row.matrix and not self.accumulate:
                 self.device.zero(getattr(self.grads, row.name))
-        for rows in self.parts():  # the logits of a part make room for the next one's, so each goes there and back
+        for rows in self.parts:  # the logits of a part make room for the next one's, so each goes there and back
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)
             self.head_backward(rows, logits)
@@ -817,11 +724,11 @@ class GPT2:
         self.embedding_backward()
 
     def forward(self, tokens, targets=None):
-        """The mean loss, in nats, of a batch: tokens and targets (B,T). Without targets, None. The logits of the last of
-        parts(), which may be all, are left in acts.logits."""
+        """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None. Its logits are left in
+        acts.logits, if there are several parts the last one's."""
         self.set_batch(pack_batch(tokens, targets))
         self.forward_pass()
-        for rows in self.parts():
+        for rows in self.parts:
             logits = self.head_forward(rows)
             if targets is not None:
                 self.loss_forward(rows, logits)
@@ -951,30 +858,18 @@ def sample(model, count, rng):
 CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200
 
 
-def number(kind, least, below=math.inf):
-    """The type of a flag: text as an int or a float, at least `least` and below `below`."""
-    def convert(text):
-        value = kind(text)
-        if not least <= value < below:
-            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}" + (
-                f" and below {below}" if below < math.inf else ", and finite" * (kind is float)))
-        return value
-    convert.__name__ = kind.__name__  # as argparse calls it where text is no number at all
-    return convert
-
-
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
-BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # an fp32 that is not denormal
+BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
 FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
     ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
     ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
     ("-e", "--model", str, None, "checkpoint, or d12, d24, d36, d48 and the like for GPT-2 of that depth from scratch "
-                                 "(default: gpt2_124M.bin if it is here, else d12 on a GPU and d3 on a CPU)"),
+     "(default: gpt2_124M.bin if it is here, else d12 on a GPU and d3 on a CPU)"),
     ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
     ("-b", "--batch-size", COUNT, 4, "B, sequences in a batch"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
     ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
-    ("-x", "--steps", COUNT_OR_0, None, "steps to train (default: an epoch; on a CPU without -e and gpt2_124M.bin 200)"),
+    ("-x", "--steps", COUNT_OR_0, None, "steps to train (default: an epoch; on a CPU without a model 200)"),
     ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations; 0 for none"),
     ("-m", "--val-batches", COUNT, 20, "batches of a validation, at most"),
     ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),
@@ -986,8 +881,8 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
     (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
     (None, "--seed", COUNT_OR_0, 42, "of the initial parameters and of the samples"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
-    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "fp32, with matrix products in tf32, or bf16 for parameters and "
-                                                      "activations too (default: bf16 on a GPU, fp32 on a CPU)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "of the model; tf32: fp32 with matrix products in TF32 (default: "
+     "bf16 on a GPU, fp32 on a CPU)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
     (None, "--recompute", SWITCH, 0, "1: compute layernorms and GELUs again: less memory, somewhat slower"),
@@ -995,46 +890,23 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
 ]
 
 
-def parse_flags(arguments):
-    """The flags of a command line. Raises UserError."""
-    parser = argparse.ArgumentParser(description="Train GPT-2 from raw kernels.", allow_abbrev=False, exit_on_error=False)
-    for letter, name, kind, default, text in FLAGS:
-        form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
-        shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
-    try:
-        flags, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as e:
-        raise UserError(f"{str(e).removeprefix('argument ')}; python train_gpt2.py --help lists the flags") from None
-    if unknown:
-        raise UserError(f"{unknown[0]} is no flag; python train_gpt2.py --help lists them")
-    return flags
-
-
 def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Raises UserError."""
-    flags = parse_flags(arguments)
-    on_gpu = (flags.device or ("cuda" if has_gpu() else "cpu")) == "cuda"
+    flags = parse_flags("Train GPT-2 from raw kernels.", FLAGS, arguments)
+    place = flags.device or ("cuda" if has_gpu() else "cpu")
     name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
-    small = not name and not on_gpu
-    name = name or ("d12" if on_gpu else CPU_MODEL)
-    checkpoint = name if Path(name).exists() or name.endswith(".bin") else None
-    c = read_config(name, architecture.Config) if checkpoint else architecture.Config.from_descriptor(name)
-    B, T = flags.batch_size, flags.seq_len or min(c.maxT, 1024 if on_gpu else CPU_T)
-    if T > c.maxT:
-        raise UserError(f"-t {T}: this model has positions for at most maxT = {c.maxT} tokens")
-    device = make_device("cuda" if on_gpu else "cpu", flags.dtype, c, flags.plain, flags.graph)
-    try:  # main.log is as llm.c's: s is the step, trl a training loss, tel a validation loss
-        Path(flags.output or ".").mkdir(parents=True, exist_ok=True)
-        log = open(Path(flags.output) / "main.log" if flags.output else os.devnull, "a", buffering=1)
-    except OSError as e:
-        raise UserError(f"-o {flags.output}: main.log could not be written there ({e.strerror}); "
-                        "give -o a folder where it can") from None
+    small = not name and place == "cpu"
+    name = name or (CPU_MODEL if small else "d12")
+    from_file = Path(name).exists() or name.endswith(".bin")
+    c = read_config(name, architecture.Config) if from_file else architecture.Config.from_descriptor(name)
+    B, T = flags.batch_size, flags.seq_len or min(c.maxT, CPU_T if place == "cpu" else 1024)
+    device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
+    log = open_log(flags.output)
     train_path, val_path = data_paths(flags.train_data, flags.val_data)
     train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
     steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
 
-    origin = "" if checkpoint else f" from scratch, seed {flags.seed}"
+    origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
           f"{sum(row.size for row in c.parameter_table()):,} parameters (-e)")
@@ -1045,18 +917,17 @@ def main(arguments=None, architecture=GPT2):
     free = device.free_bytes()
     model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
     for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
-        print(f"{arena:12} | {gibibytes(layout(table)[-1]):>10} in {len(table)} tensors, "
+        print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
               f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
     asked, fits = memory_of(c, device, B, T, flags.recompute, free)
-    print(f"memory       | {gibibytes(asked):>10}; -b {fits} would fit into {gibibytes(free)} (--recompute 1: "
-          f"{gibibytes(memory_of(c, device, B, T, 1, free)[0])}, -b {memory_of(c, device, B, T, 1, free)[1]})")
-    model.set_parameters(read_parameters(name, c) if checkpoint else draw_parameters(c, flags.seed))
+    print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
+    model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
 
-    interrupted = False
+    status = 0
     try:
         train(model, train_data, val_data, steps, flags, log)
     except KeyboardInterrupt:
-        interrupted = True
+        status = 130
         print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps",
               flush=True)
     except device.Fault as e:
@@ -1066,7 +937,7 @@ def main(arguments=None, architecture=GPT2):
         path = Path(flags.output) / f"model_{model.step:08d}.bin"
         write_checkpoint(path, c, model.parameters())
         print(f"wrote {path}")
-    return 130 if interrupted else 0
+    return status
 
 
 # ---- Faster
@@ -1082,16 +953,11 @@ def main(arguments=None, architecture=GPT2):
 #     copies from pinned memory, and losses read late         00.00        00.00
 
 
-class Algorithm(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
-    _fields_ = [("algo", ctypes.c_uint64 * 8), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
-
-
 class FastCuda(Cuda):
     """Cuda with all that is there for speed alone.
 
     cuBLASLt multiplies as cuBLAS does, but a graph can hold its products, and they have epilogues: work that is done on
-    numbers of out before they leave the registers. CuPy does not wrap it. So it is called through ctypes, in the library
+    numbers of out before they leave the registers. CuPy does not wrap it, so it is called through ctypes, in the library
     that CuPy has loaded. Numbers without a name are those of cublasLt.h.
     """
     ahead = 1  # a step is queued before the one before has been reported, so that the GPU need not wait for the host
@@ -1101,17 +967,20 @@ class FastCuda(Cuda):
 
     def __init__(self, dtype, c, beside=(), graph=True):
         super().__init__(dtype, c, beside)
-        self.graph, self.fused_gelu, self.plans, self.copies = graph, self.dtype == "bf16", {}, []
+        from cupyx import empty_like_pinned
+        from cupyx.profiler import benchmark
+        self.empty_like_pinned, self.benchmark = empty_like_pinned, benchmark
+        self.graph, self.fused_gelu, self.plans = graph, self.dtype == "bf16", {}
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CuPy's current stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
-            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt brings it, --plain 1 needs none")
+            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt; --plain 1 does without it")
         self.library = ctypes.CDLL(loaded[0])
-        self.handle, self.workspace = self.create("Create"), self.cupy.empty(self.WORKSPACE, np.uint8)
+        self.handle, self.workspace = self.create(""), self.cupy.empty(self.WORKSPACE, np.uint8)
         self.library.cublasLtGetVersion.restype = ctypes.c_size_t
         versions = self.library.cublasLtGetVersion(), self.cupy.cuda.runtime.driverGetVersion()
-        key = hashlib.sha256(f"{self} {versions}".encode()).hexdigest()[:16]
-        self.choices, self.choices_file = {}, cache_folder() / f"matmul_{key}.json"
+        self.cache = re.sub(r"\W+", "_", f"matmul {self} {versions}")
+        self.choices = read_cache(self.cache)  # {product: the algorithm that an earlier run has chosen for it}
 
     def call(self, name, *args):
         """Call a function of cuBLASLt."""
@@ -1119,36 +988,36 @@ class FastCuda(Cuda):
         if status:
             raise UserError(f"cublasLt{name} failed with status {status}; --plain 1 does without it")
 
-    def create(self, name, *args):
+    def create(self, kind, *args, attributes=()):
+        """An object of cuBLASLt, with these (attribute, value) set."""
         made = ctypes.c_void_p()
-        self.call(name, ctypes.byref(made), *args)
+        self.call(f"{kind}Create", ctypes.byref(made), *args)
+        for attribute, value in attributes:
+            size = ctypes.c_size_t(ctypes.sizeof(value))
+            self.call(f"{kind}SetAttribute", made, attribute, ctypes.byref(value), size)
         return made
-
-    def set(self, kind, thing, attribute, value):
-        self.call(f"{kind}SetAttribute", thing, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
     def describe(self, epilogue, out, a, b, bias, aux):
         """A product of these arrays, as cuBLASLt wants it: (description, layout of b, of a, of out)."""
-        description = self.create("MatmulDescCreate", 77 if self.dtype == "tf32" else 68, 0)  # compute: see Cuda.matmul
+        (transpose_b, _), (transpose_a, _), _ = strides = [stride_of(x) for x in (b, a, out)]
+        description = self.create("MatmulDesc", 77 if self.dtype == "tf32" else 68, 0, attributes=(
+            (3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)), (7, ctypes.c_int(epilogue)),
+            (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1]))))  # aux is GELU's input
         layouts = []
-        for x in (b, a, out):
-            transposed, stride = stride_of(x)
+        for x, (transposed, stride) in zip((b, a, out), strides):
             m, n = x.shape if transposed else x.shape[::-1]
-            layouts.append(self.create("MatrixLayoutCreate", {4: 0, 2: 14}[x.itemsize], ctypes.c_uint64(m),
-                                       ctypes.c_uint64(n), ctypes.c_int64(stride)))
-        for attribute, value in ((3, ctypes.c_int(stride_of(b)[0])), (4, ctypes.c_int(stride_of(a)[0])),
-                                 (7, ctypes.c_int(epilogue)), (8, address(bias)), (11, address(aux)),
-                                 (12, ctypes.c_int64(out.shape[1]))):  # aux, GELU's input, has rows as long as out's
-            self.set("MatmulDesc", description, attribute, value)
+            sizes = ctypes.c_uint64(m), ctypes.c_uint64(n), ctypes.c_int64(stride)
+            layouts.append(self.create("MatrixLayout", {4: 0, 2: 14}[x.itemsize], *sizes))
         return description, *layouts
 
     def multiply(self, plan, algorithm, accumulate, out, a, b):
         """Queue a product that describe() has described."""
         description, b_layout, a_layout, out_layout = plan
         one, beta, stream = ctypes.c_float(1), ctypes.c_float(accumulate), self.cupy.cuda.get_current_stream().ptr
+        algorithm, workspace = ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace)
         self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), b_layout, address(a), a_layout,
-                  ctypes.byref(beta), address(out), out_layout, address(out), out_layout, ctypes.byref(algorithm),
-                  address(self.workspace), ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
+                  ctypes.byref(beta), address(out), out_layout, address(out), out_layout, algorithm, workspace,
+                  ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
@@ -1169,52 +1038,31 @@ class FastCuda(Cuda):
     def choose(self, product, plan, accumulate, out, a, b):
         """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is
         saved, so that later runs add up in the same order: the same seed, the same bits."""
-        try:
-            self.choices = json.loads(self.choices_file.read_text()) | self.choices
-        except (OSError, ValueError):
-            pass  # not there yet, or damaged
         if product in self.choices:
-            return Algorithm(algo=(ctypes.c_uint64 * 8)(*self.choices[product]))
+            return np.array(self.choices[product], np.uint64)
 
-        preference, algorithms, found = self.create("MatmulPreferenceCreate"), (Algorithm * self.CANDIDATES)(), ctypes.c_int()
-        self.set("MatmulPreference", preference, 1, ctypes.c_size_t(self.WORKSPACE))
-        self.set("MatmulPreference", preference, 3, ctypes.c_uint32(2))  # a sum in several parts is added up in fp32
-        for matrix in (5, 6, 7, 8):
-            self.set("MatmulPreference", preference, matrix, ctypes.c_uint32(ALIGN))
-        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], preference, self.CANDIDATES, algorithms,
-                  ctypes.byref(found))
+        preference = self.create("MatmulPreference", attributes=(
+            (1, ctypes.c_size_t(self.WORKSPACE)), (3, ctypes.c_uint32(2)),  # a sum in several parts is added up in fp32
+            *((matrix, ctypes.c_uint32(ALIGN)) for matrix in (5, 6, 7, 8))))
+        algorithms, found = np.zeros((self.CANDIDATES, 12), np.uint64), ctypes.c_int()  # the first 8 of 12 matter
+        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], preference, self.CANDIDATES,
+                  ctypes.c_void_p(algorithms.ctypes.data), ctypes.byref(found))
         self.call("MatmulPreferenceDestroy", preference)
         if not found.value:
             raise UserError(f"cuBLASLt has no algorithm for a product {product}; --plain 1 does without it")
-
-        before = out.copy() if accumulate else None  # what was there is needed again
-        start, end, times = self.cupy.cuda.Event(), self.cupy.cuda.Event(), []
-        for algorithm in algorithms[: found.value]:
-            rounds = []
-            for _ in range(4):  # the first of which warms up
-                start.record()
-                for _ in range(3):
-                    self.multiply(plan, algorithm, accumulate, out, a, b)
-                end.record()
-                end.synchronize()
-                rounds.append(self.cupy.cuda.get_elapsed_time(start, end))
-            times.append(min(rounds[1:]))
-        if accumulate:
-            out[...] = before
-        del before
+        scratch = self.cupy.empty_like(out) if accumulate else out  # what is added to must not be added to twice
+        times = [self.benchmark(self.multiply, (plan, algorithm, accumulate, scratch, a, b), n_repeat=9, n_warmup=3)
+                 .gpu_times.min() for algorithm in algorithms[: found.value]]
+        del scratch
         self.cupy.get_default_memory_pool().free_all_blocks()
         best = algorithms[int(np.argmin(times))]
-        self.choices[product] = list(best.algo)
-        try:
-            self.choices_file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.choices_file, [json.dumps(self.choices).encode()])
-        except (OSError, UserError):
-            pass  # then the next run chooses again
+        self.choices[product] = best[:8].tolist()
+        write_cache(self.cache, self.choices)
         return best
 
     def replay(self, graphs, key, work):
-        """Do work(). The first time it runs plainly, which chooses algorithms. The second time it is recorded as a graph.
-        From then on, one launch of the graph does it all, without gaps between kernels."""
+        """Do work(). The first time it runs plainly, which chooses algorithms; the second time it is recorded as a graph.
+        From then on one launch of the graph does it all, without gaps between kernels."""
         if not self.graph or key not in graphs:
             work()
             graphs[key] = None
@@ -1229,26 +1077,12 @@ class FastCuda(Cuda):
             graphs[key] = graph
         graphs[key].launch()
 
-    def put(self, array, values):
-        """Batches and settings go through pinned memory, which the GPU reads by itself, so that the host need not wait."""
-        if array.nbytes > 2**24:
-            return super().put(array, values)
-        host, stream = self.pinned(array), self.cupy.cuda.get_current_stream()
-        host[...] = np.reshape(values, array.shape)
-        array.set(host, stream=stream)
-        self.copies = [copy for copy in self.copies if not copy[1].done] + [(host, stream.record())]
-
     def fetch(self, array):
-        """As Cuda.fetch, with the copy queued behind the work, and no wait before the function is called."""
-        host, stream = self.pinned(array), self.cupy.cuda.get_current_stream()
+        """As Cuda.fetch, but the copy is queued behind the work, and only the function waits for it."""
+        stream, host = self.cupy.cuda.get_current_stream(), self.empty_like_pinned(array)
         array.get(stream=stream, out=host, blocking=False)
         copied = stream.record()
         return lambda: (copied.synchronize(), host)[1]
-
-    def pinned(self, array):
-        """An array like this one in the host's pinned memory."""
-        memory = self.cupy.cuda.alloc_pinned_memory(array.nbytes)
-        return np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
 
 
 def address(array):

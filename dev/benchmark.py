@@ -1,7 +1,8 @@
-"""Measure a training step on a GPU: against PyTorch, against the roofline, and kernel by kernel.
+"""Measure a training step on a GPU: against PyTorch, against the roofline, without what is there for speed alone, and
+kernel by kernel.
 
     pip install -r requirements.txt -r dev/requirements.txt
-    python dev/benchmark.py                             # all of it, in about eight minutes on an H200
+    python dev/benchmark.py                             # all of it, in about nine minutes on an H200
     python dev/benchmark.py --no-torch --rows "B=32"    # one row, without the peer
     python dev/benchmark.py --rows none --dtype tf32 -b 4    # only the kernels, of another configuration
 
@@ -16,6 +17,7 @@ import datetime
 import io
 import json
 import math
+import os
 import platform
 import re
 import shlex
@@ -33,8 +35,8 @@ import numpy as np
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
-from prepro_tinyshakespeare import UserError, replace_file, write_tokens  # noqa: E402
-from train_gpt2 import Config, Cuda, DataLoader, flops_per_token, has_gpu, parameter_table, to_bf16  # noqa: E402
+from prepro_tinyshakespeare import UserError, replace_file, to_bf16, write_tokens  # noqa: E402
+from train_gpt2 import Config, Cuda, DataLoader, FastCuda, has_gpu, read_kernels  # noqa: E402
 
 T = 1024
 STEPS = 30  # of ours, whose median is that of all of them, the first two included
@@ -54,7 +56,7 @@ class Row(NamedTuple):
     flags: tuple = ()  # of train_gpt2.py, beyond the usual; a row with a flag that it does not have is left out
 
     def __str__(self):
-        parameters = sum(row.size for row in parameter_table(Config.from_descriptor(self.model)))
+        parameters = sum(row.size for row in Config.from_descriptor(self.model).parameter_table())
         extra = "".join(f", {flag.lstrip('-')}" for flag in self.flags if flag.startswith("-"))
         return f"{self.model} {parameters / 1e6:.0f}M {self.dtype} B={self.B}{extra}"
 
@@ -68,22 +70,35 @@ ROWS = [
     Row("d12", "bf16", 64, ((PLAIN, "cudnn"), (PLAIN, "flash"))),
     Row("d24", "bf16", 8, ((PLAIN, "cudnn"),)),
     Row("d48", "bf16", 8, ((PLAIN, "cudnn"),)),
+    Row("d48", "bf16", 32, ((PLAIN, "cudnn"),)),
     Row("d48", "bf16", 32, ((PLAIN, "cudnn"),), ("--recompute", "1")),
+]
+PLAIN_TOO = ROWS[:4]  # measured with --plain 1 too, and in bf16 with each of FASTER
+
+# What the last section of train_gpt2.py adds to the plain device, one thing after the other.
+FASTER = [
+    "the plain device",
+    "cuBLASLt, which adds the bias in the product",
+    "its algorithms chosen by timing them",
+    "GELU in the product too",
+    "a step as one graph",
+    "copies from pinned memory, and losses read late",
 ]
 
 # A kernel's bytes are those of its arrays, once: read if the parameter is const, else written. But these are read too:
 READ_TOO = {
-    "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "layernorm_forward.residual",
+    "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "residual_layernorm_forward.residual",
     "layernorm_backward.dresidual", "add_partials.out1", "add_partials.out2", "add_partials.out3", "gelu_backward.dinp",
     "fused_classifier.logits", "adamw.master", "adamw.m", "adamw.v",
 }
-# Of these only a part is touched, as many bytes; a has the kernel's arguments by name, its grid, and words, the
-# distinct tokens of a batch.
+# Of these only a part is touched, as many bytes; a has the kernel's arguments by name, its items, (along x, along
+# y), and words, the distinct tokens of a batch.
 TOUCHED = {
     "encoder_forward.wte": lambda a: a.words * a.C * a.wte.itemsize,
     "encoder_backward_wte.dwte": lambda a: a.words * a.C * a.dwte.itemsize,
-    "matmul_backward_bias.dbias": lambda a: a.grid[1] * a.OC * a.dbias.itemsize,
-    "add_partials.partials": lambda a: a.grid[1] * a.N * a.OC * a.partials.itemsize,
+    "layernorm_backward.partials": lambda a: a.items[0] * a.partials[:, 0].nbytes,
+    "matmul_backward_bias.dbias": lambda a: a.items[1] * a.OC * a.dbias.itemsize,
+    "add_partials.partials": lambda a: a.items[1] * a.N * a.OC * a.partials.itemsize,
     "adamw.params": lambda a: a.params.nbytes if a.params.nbytes < a.master.nbytes else 0,  # in fp32 they are master
 }
 # These are bound by FLOPs: how many products of a (T,T) and a (T,HS) matrix, half of it masked, a launch does for each
@@ -95,37 +110,32 @@ PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backwa
 # What a step launches, and the bytes and FLOPs of it
 
 
-class Recorder(Cuda):
-    """A Cuda that notes the launches of each step, and, if it is timed, the events around each of them.
+class Recorder(FastCuda):
+    """A FastCuda that notes the launches of each step, and, if it is timed, the events around each of them.
 
-    A training step begins with replay. A step that is timed is not a graph: its launches wait behind a few copies until
-    the host has queued most of them, so that no time between two events is the host's.
+    A step is what goes through replay. One that is timed is not a graph: its launches wait behind a few graphs of the
+    same step. So the GPU runs at a step's clock, and the host, which is well ahead, has no part in the times.
     """
     timed = False
-    within = False  # a matrix product, of which a GELU beside it is a part
-    steps = []  # for each step its launches: what, event before, event behind; what is (name, grid, arguments)
-    HEAD_START = 25e-3 * 4e12  # bytes: 25 ms of copying on the fastest GPU
+    notes = None  # the launches of the step that is noted now: what, event before, event behind
+    steps = []  # those of all steps; what is (name, items, arguments)
+    HEAD_START = 4  # graphs
 
     def event(self):
-        if self.timed:
-            event = self.cupy.cuda.Event()
-            event.record(self.stream)
-            return event
+        return self.cupy.cuda.get_current_stream().record(self.cupy.cuda.Event()) if self.timed else None
 
     @contextlib.contextmanager
-    def noted(self, name, grid, arguments):
-        if self.within or not self.steps:
-            yield
-            return
-        before = self.event()
-        self.within = name == "matmul"
+    def noted(self, name, items, arguments):
+        notes, self.notes = self.notes, None  # what is launched within is a part of it, as GELU of a product
+        before = None if notes is None else self.event()
         yield
-        self.within = False
-        self.steps[-1].append(((name, grid, arguments), before, self.event()))
+        if notes is not None:
+            notes.append(((name, items, arguments), before, self.event()))
+        self.notes = notes
 
-    def launch_grid(self, name, grid, block, *arguments, **named):
-        with self.noted(name, grid, arguments):
-            super().launch_grid(name, grid, block, *arguments, **named)
+    def launch(self, name, items, *arguments, threads=None, shared=0):
+        with self.noted(name, items if isinstance(items, tuple) else (items, 1), arguments):
+            super().launch(name, items, *arguments, threads=threads, shared=shared)
 
     def matmul(self, out, a, b, *arguments, **named):
         with self.noted("matmul", None, (out, a, b)):
@@ -136,40 +146,30 @@ class Recorder(Cuda):
             super().zero(array)
 
     def replay(self, graphs, key, work):
-        self.steps.append([])
-        if not self.timed:
-            return super().replay(graphs, key, work)
-        if not hasattr(self, "copied"):
-            self.copied = self.empty(2**29)
-        half = self.copied.size // 2
-        for _ in range(math.ceil(self.HEAD_START / self.copied.size)):
-            self.copied.data.copy_from_device_async(self.copied[half:].data, half, self.stream)
-        work()
-
-
-def signatures():
-    """{kernel: [(parameter's name, it is a pointer, it is const), ...]}, from kernels.cu."""
-    source = (TOP / "kernels.cu").read_text(encoding="utf-8")
-    found = {}
-    for name in train_gpt2.read_kernels(source):
-        parameters = re.search(rf"__global__[^;{{]*?\b{name}\(([^)]*)\)", source)[1].split(",")
-        found[name] = [(re.findall(r"\w+", p)[-1], "*" in p, "const" in p) for p in parameters]
-    return found
+        for _ in range(self.HEAD_START if self.timed else 0):
+            super().replay(graphs, key, work)
+        self.notes = []
+        self.steps.append(self.notes)
+        if self.timed:
+            work()
+        else:
+            super().replay(graphs, key, work)
+        self.notes = None
 
 
 def check_tables():
     """Say so on stderr if a table above names what kernels.cu does not have; such rows count for nothing."""
-    kernels = signatures()
-    known = {f"{kernel}.{name}" for kernel, parameters in kernels.items() for name, *_ in parameters} | set(kernels)
+    kernels = read_kernels(Config.SOURCES)
+    known = {f"{kernel}.{name}" for kernel in kernels for name, *_ in kernels[kernel].parameters} | set(kernels)
     needed = {f"{key.split('.')[0]}.{name}" for key, formula in TOUCHED.items() for name in formula.__code__.co_names
-              if name not in ("words", "grid", "itemsize", "nbytes")}
+              if name not in ("words", "items", "itemsize", "nbytes")}
     for stale in sorted((READ_TOO | set(TOUCHED) | needed | set(PRODUCTS)) - known):
         print(f"WARNING: dev/benchmark.py has a row for {stale}, which is not in kernels.cu", file=sys.stderr)
 
 
 def work_of(what, c, B, words, kernels):
     """A launch's label and its work: ("FLOP", how many) for matrix products and attention, else ("B", how many)."""
-    name, grid, arguments = what
+    name, items, arguments = what
     if name == "matmul":
         out, a = arguments[:2]
         M, N, K = *out.shape[-2:], a.shape[-1]
@@ -178,10 +178,10 @@ def work_of(what, c, B, words, kernels):
         return name, "B", arguments[0].nbytes
     if name in PRODUCTS:
         return name, "FLOP", PRODUCTS[name] * B * T * T * c.C
-    total = 0
-    a = SimpleNamespace(grid=grid, words=words, **{p[0]: v for p, v in zip(kernels[name], arguments)})
-    for (parameter, pointer, const), value in zip(kernels[name], arguments):
-        if pointer and value is not None:
+    total, parameters = 0, kernels[name].parameters
+    a = SimpleNamespace(items=items, words=words, **{p[0]: v for p, v in zip(parameters, arguments)})
+    for (parameter, scalar, const), value in zip(parameters, arguments):
+        if not scalar and value is not None:
             key, touched = f"{name}.{parameter}", value.nbytes
             with contextlib.suppress(AttributeError):  # a row that check_tables has named
                 touched = TOUCHED[key](a) if key in TOUCHED else touched
@@ -193,17 +193,25 @@ def work_of(what, c, B, words, kernels):
 # The jobs, each of which is a process
 
 
-def run_trainer(row, steps, tokens):
-    """Train with train_gpt2.py, and return what it prints and what each launch of each step was (see Recorder)."""
-    train_gpt2.Cuda = Recorder
-    output = io.StringIO()
+def run_trainer(row, steps, tokens, device, *flags):
+    """Train with train_gpt2.py, with this class for FastCuda, and return what it prints."""
+    train_gpt2.FastCuda, output = device, io.StringIO()
     with contextlib.redirect_stdout(output):
         train_gpt2.main(["-e", row.model, "--dtype", row.dtype, "-b", str(row.B), "-t", str(T), "-x", str(steps),
-                         "-v", "0", "-s", "0", "-i", tokens, "-j", tokens, "--device", "cuda", *row.flags])
-    recorded = [step for step in Recorder.steps if step]
-    if not recorded:
-        raise UserError("train_gpt2.py launched nothing after Cuda.replay: mend Recorder")
-    return output.getvalue(), recorded
+                         "-v", "0", "-s", "0", "-i", tokens, "-j", tokens, "--device", "cuda", *row.flags, *flags])
+    return output.getvalue()
+
+
+def recorded_steps():
+    """What each launch of each step was (see Recorder)."""
+    steps = [step for step in Recorder.steps if step]
+    if not steps:
+        raise UserError("train_gpt2.py launched nothing in Cuda.replay: mend Recorder")
+    return steps
+
+
+def median_of(output):
+    return float(re.search(r"median ([\d.]+) ms", output)[1])
 
 
 def words_of(row, tokens):
@@ -214,25 +222,40 @@ def words_of(row, tokens):
 
 def ours_job(row, tokens):
     """A step as the trainer does it: its ms, memory and FLOPs, and the bytes of what is not counted in FLOPs."""
-    output, recorded = run_trainer(row, STEPS, tokens)
+    ms = median_of(run_trainer(row, STEPS, tokens, Recorder))
     import cupy
-    c, kernels, words = Config.from_descriptor(row.model), signatures(), words_of(row, tokens)
-    work = [work_of(what, c, row.B, words, kernels)[1:] for what, *_ in recorded[0]]
-    return dict(ms=float(re.search(r"median ([\d.]+) ms", output)[1]),
-                memory=cupy.get_default_memory_pool().total_bytes(),
-                flops=row.B * T * flops_per_token(c, T), bytes=sum(amount for unit, amount in work if unit == "B"))
+    c, kernels, words = Config.from_descriptor(row.model), read_kernels(Config.SOURCES), words_of(row, tokens)
+    work = [work_of(what, c, row.B, words, kernels)[1:] for what, *_ in recorded_steps()[0]]
+    return dict(ms=ms, memory=cupy.get_default_memory_pool().total_bytes(), flops=row.B * T * c.flops_per_token(T),
+                bytes=sum(amount for unit, amount in work if unit == "B"))
+
+
+def faster_job(row, count, tokens):
+    """A step's ms with the first `count` things that FASTER adds to the plain device."""
+    class Some(FastCuda):
+        CANDIDATES = FastCuda.CANDIDATES if count > 1 else 1
+
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.graph, self.fused_gelu = count > 3, count > 2 and self.fused_gelu
+
+    if count < 5:
+        Some.put, Some.fetch, Some.ahead = Cuda.put, Cuda.fetch, Cuda.ahead
+    # Where algorithms are not timed, none may come from a run that did. From 2 on, all have the ones that 2 has chosen.
+    os.environ["XDG_CACHE_HOME"] = f"{tokens}.{min(count, 2)}"
+    return dict(ms=median_of(run_trainer(row, STEPS, tokens, Some, "--plain", str(int(count == 0)))))
 
 
 def kernels_job(row, tokens):
     """The launches of a step by label: [{label, unit, launches, us (of the median launch), ms and work (of all)}]."""
     Recorder.timed = True
-    _, recorded = run_trainer(row, PROFILED, tokens)
+    run_trainer(row, PROFILED, tokens, Recorder)
     import cupy
-    recorded = recorded[2:]
+    recorded = recorded_steps()[2:]
     if len({tuple(what[0] for what, *_ in step) for step in recorded}) > 1:
         raise UserError("the steps of train_gpt2.py differ in what they launch")
     ms = np.median([[cupy.cuda.get_elapsed_time(*events) for _, *events in step] for step in recorded], axis=0)
-    c, kernels, words = Config.from_descriptor(row.model), signatures(), words_of(row, tokens)
+    c, kernels, words = Config.from_descriptor(row.model), read_kernels(Config.SOURCES), words_of(row, tokens)
     launches = {}
     for (what, *_), time_ in zip(recorded[0], ms):
         label, unit, amount = work_of(what, c, row.B, words, kernels)
@@ -254,23 +277,23 @@ def ceilings_job(dtypes):
         times = []
         for _ in range(repeats + 5):  # the first ones wake the GPU up
             before, after = cupy.cuda.Event(), cupy.cuda.Event()
-            before.record(device.stream)
+            before.record()
             work(*arguments)
-            after.record(device.stream)
+            after.record()
             after.synchronize()
             times.append(1e-3 * cupy.cuda.get_elapsed_time(before, after))
         return float(np.median(times[5:]))
 
     a, b = (np.random.default_rng(i).standard_normal((size, size), dtype=np.float32) for i in range(2))
     for dtype in dtypes:
-        device = Cuda(dtype)
+        device = FastCuda(dtype, Config())
         arrays = [device.empty(size * size * np.dtype(device.real).itemsize).view(device.real).reshape(size, size)
                   for _ in range(3)]
         for array, values in zip(arrays, (a, b)):
             device.put(array, values if device.real == np.float32 else to_bf16(values))
         rates[dtype] = 2 * size**3 / seconds(device.matmul, arrays[2], arrays[0], arrays[1].T)
     source, target = device.empty(2**30), device.empty(2**30)
-    copy = seconds(target.data.copy_from_device_async, source.data, 2**30, device.stream)
+    copy = seconds(target.data.copy_from_device_async, source.data, 2**30)
     version = cupy.cuda.runtime.runtimeGetVersion()
     return dict(copy=2 * 2**30 / copy, rates=rates, gpu=str(device).split(",")[0],
                 versions=f"CuPy {cupy.__version__} with CUDA {version // 1000}.{version % 1000 // 10}")
@@ -347,7 +370,7 @@ def torch_job(row, mode, attention, tokens, device="cuda", steps=TORCH_STEPS):
                 memory=torch.cuda.max_memory_allocated() if device == "cuda" else 0)
 
 
-JOBS = {"ours": ours_job, "kernels": kernels_job, "ceilings": ceilings_job, "torch": torch_job}
+JOBS = {"ours": ours_job, "faster": faster_job, "kernels": kernels_job, "ceilings": ceilings_job, "torch": torch_job}
 
 
 def run_job(name, *arguments, timeout=TIMEOUT):
@@ -379,22 +402,38 @@ def milliseconds(result):
     return result if isinstance(result, str) else f"{result['ms']:.2f}"
 
 
-def step_table(rows, ours, torch, ceilings):
-    """The Markdown of the table of steps: ours {Row: result}, torch {Row: {mode: result}}."""
-    lines = ["| GPT-2 | ours, ms | tok/s | GiB | PyTorch, ms | mode | GiB | ratio | roofline, ms | share |",
-             "| --- | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |"]
+def step_table(rows, ours, faster, torch, ceilings):
+    """The Markdown of the table of steps: ours {Row: result}, faster {Row: [result, ...]}, the first of which is the
+    plain device's, torch {Row: {mode: result}}."""
+    lines = ["| GPT-2 | ours, ms | tok/s | GiB | plain, ms | PyTorch, ms | mode | GiB | ratio | roofline, ms | share |",
+             "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |"]
     for row in rows:
         mine = ours[row]
         good = {mode: result for mode, result in torch[row].items() if not isinstance(result, str)}
         best = min(good, key=lambda mode: good[mode]["ms"], default=None)
-        cells = [str(row), "failed" if isinstance(mine, str) else milliseconds(mine)] + 8 * [""]
+        cells = [str(row), "failed" if isinstance(mine, str) else milliseconds(mine)] + 9 * [""]
+        if row in faster:
+            cells[4] = "failed" if isinstance(faster[row][0], str) else milliseconds(faster[row][0])
         if best:
-            cells[4:7] = milliseconds(good[best]), " ".join(best), f"{good[best]['memory'] / 2**30:.1f}"
+            cells[5:8] = milliseconds(good[best]), " ".join(best), f"{good[best]['memory'] / 2**30:.1f}"
         if not isinstance(mine, str):
             roofline = 1e3 * (mine["flops"] / ceilings["rates"][row.dtype] + mine["bytes"] / ceilings["copy"])
             cells[2:4] = f"{1e3 * row.B * T / mine['ms']:,.0f}", f"{mine['memory'] / 2**30:.1f}"
-            cells[7] = f"{good[best]['ms'] / mine['ms']:.2f}" if best else ""
-            cells[8:] = f"{roofline:.2f}", f"{roofline / mine['ms']:.0%}"
+            cells[8] = f"{good[best]['ms'] / mine['ms']:.2f}" if best else ""
+            cells[9:] = f"{roofline:.2f}", f"{roofline / mine['ms']:.0%}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def faster_table(faster):
+    """The Markdown of what each of FASTER saves: faster {Row: [result, ...]}."""
+    lines = [f"| added, one after the other | {' | '.join(f'{row}, ms | saves' for row in faster)} |",
+             f"| --- |{' ---: | ---: |' * len(faster)}"]
+    for i, added in enumerate(FASTER):
+        cells = [added]
+        for results in faster.values():
+            both = i and all(isinstance(result, dict) for result in results[i - 1 : i + 1])
+            cells += [milliseconds(results[i]), f"{results[i - 1]['ms'] - results[i]['ms']:.2f}" if both else ""]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -419,23 +458,27 @@ def kernel_table(row, kernels, ceilings):
 
 CEILINGS_TEXT = """{versions}. All of it is of one run, and so are the ceilings: a copy of 1 GiB within the GPU moves
 {copy:.2f} TB/s, read and written; a product of 8192 x 8192 matrices does, in TFLOP/s, {rates}."""
-STEPS_TEXT = """Whole training steps, T={T}, median, with the copy of a batch to the GPU and the read of the loss; the
-tokens are random, distributed as words are. GiB is what each one's allocator took at most. Ours: `python train_gpt2.py
--e MODEL --dtype DTYPE -b B -x {STEPS} -v 0 -s 0`. PyTorch: in the torch.compile mode and with the attention named, bf16
-by autocast, fused AdamW; the ratio is its time to ours. The roofline is the FLOPs that a step needs (6 for a weight and
-token, and attention's, half of it masked) at the measured rate of products, and then the bytes of our other kernels at
-that of the copy; the share is of it in our time."""
-KERNELS_TEXT = """Launched one by one between two events, which cost a little too; of each launch the median of {steps}
-steps, and "us each" is the median over a step's launches.{whole} A kernel's bytes are those of its arrays, each of them
-once; what still lies in L2 comes faster than the copy. Matrix products (M x N x K) and attention are counted in FLOPs,
-of attention those that the kernel does, also where it computes scores again."""
+STEPS_TEXT = """Whole training steps, T={T}, median. A step includes the copy of its batch to the GPU and the read of
+the loss. The tokens are random, distributed as words are. GiB is what each one's allocator took at most. Ours is
+`python train_gpt2.py -e MODEL --dtype DTYPE -b B -x {STEPS} -v 0 -s 0`; plain is the same with `--plain 1`. PyTorch is
+in the torch.compile mode and with the attention named, bf16 by autocast, with fused AdamW. The ratio is its time to
+ours. The roofline is the FLOPs that a step needs at the measured rate of products, and then the bytes of our other
+kernels at that of the copy. FLOPs are 6 for a weight and token, and attention's, half of it masked. The share is the
+roofline's in our time."""
+FASTER_TEXT = """The section Faster adds these to the plain device, one after the other. The last line is the trainer as
+it is. From the third line on, algorithms are those that were chosen for it."""
+KERNELS_TEXT = """Launched one by one between two events, which cost a little too, right behind {before} whole steps. A
+launch's time is the median of {steps} steps, and "us each" is the median over a step's launches.{whole} A kernel's
+bytes are those of its arrays, each of them once. What still lies in L2 comes faster than the copy. Matrix products
+(M x N x K) and attention are counted in FLOPs: of attention those that the kernel does, also where it computes scores
+again."""
 
 
 def paragraph(text, **values):
     return textwrap.fill(" ".join(text.split()).format(**values), 120, break_long_words=False, break_on_hyphens=False)
 
 
-def report(rows, ours, torch, profiled, kernels, ceilings, command):
+def report(rows, ours, faster, torch, profiled, kernels, ceilings, command):
     """The Markdown that goes between the markers."""
     driver = "unknown"
     with contextlib.suppress(OSError, IndexError):
@@ -450,16 +493,19 @@ def report(rows, ours, torch, profiled, kernels, ceilings, command):
     if rows:
         tried = [f"- {row}: {' '.join(mode)}: {milliseconds(result)}"
                  for row in rows for mode, result in torch[row].items()]
-        parts += [paragraph(STEPS_TEXT, T=T, STEPS=STEPS), "\n".join(step_table(rows, ours, torch, ceilings)),
+        parts += [paragraph(STEPS_TEXT, T=T, STEPS=STEPS), "\n".join(step_table(rows, ours, faster, torch, ceilings)),
                   *[f"Ours, {row}: {ours[row]}" for row in rows if isinstance(ours[row], str)],
                   *(["All that was tried of PyTorch, ms:", "\n".join(tried)] if tried else [])]
+    whole = {row: results for row, results in faster.items() if len(results) == len(FASTER)}
+    if whole:
+        parts += ["### What the section Faster saves", paragraph(FASTER_TEXT), "\n".join(faster_table(whole))]
     parts.append(f"### {profiled}, kernel by kernel")
     if isinstance(kernels, str):
         parts.append(kernels)
     else:
         whole = ours.get(profiled)
         whole = f" The whole step, as one graph, takes {whole['ms']:.2f} ms." if isinstance(whole, dict) else ""
-        parts += [paragraph(KERNELS_TEXT, steps=PROFILED - 2, whole=whole),
+        parts += [paragraph(KERNELS_TEXT, before=Recorder.HEAD_START, steps=PROFILED - 2, whole=whole),
                   "\n".join(kernel_table(profiled, kernels, ceilings)), f"![A step's time by kernel]({CHART})"]
     return "\n\n".join(parts)
 
@@ -513,8 +559,8 @@ def main():
     flags.add_argument("-e", "--model", default="d12", help="of the table of kernels (default: d12)")
     flags.add_argument("--dtype", choices=("fp32", "tf32", "bf16"), default="bf16", help="its dtype (default: bf16)")
     flags.add_argument("-b", "--batch-size", type=int, default=32, help="its B (default: 32)")
-    flags.add_argument("--minutes", type=float, default=8, help="run nothing of PyTorch beyond as many "
-                       "(default: 8); each row's first mode comes before any second")
+    flags.add_argument("--minutes", type=float, default=10, help="run nothing of PyTorch beyond as many "
+                       "(default: 10); each row's first mode comes before any second")
     flags.add_argument("--out", metavar="FILE", help=f"write there, and {CHART} beside it, what would be written to "
                        f"dev/{RESULTS.name}")
     flags.add_argument("--job", help=argparse.SUPPRESS)
@@ -556,16 +602,22 @@ def main():
         if isinstance(ceilings, str):
             raise UserError(f"the ceilings could not be measured: {ceilings}")
         ours = {row: run_job("ours", row, tokens) for row in rows}
+        faster = {row: [] for row in rows if row in PLAIN_TOO}
+        for row, results in faster.items():
+            for count in range(len(FASTER) if row.dtype == "bf16" else 1):
+                results.append(run_job("faster", row, count, tokens))
         kernels = run_job("kernels", profiled, tokens)
-        torch = {row: {} for row in rows}
+        torch, peers = {row: {} for row in rows}, {}
         for i in range(0 if given.no_torch else max((len(row.modes) for row in rows), default=0)):
             for row in rows:
                 if i < len(row.modes):
-                    left = start + 60 * given.minutes - time.perf_counter()
-                    torch[row][row.modes[i]] = run_job("torch", row, *row.modes[i], tokens, timeout=min(TIMEOUT, left))
+                    left, peer = start + 60 * given.minutes - time.perf_counter(), (*row[:3], row.modes[i])
+                    if peer not in peers:  # it knows nothing of our flags
+                        peers[peer] = run_job("torch", row, *row.modes[i], tokens, timeout=min(TIMEOUT, left))
+                    torch[row][row.modes[i]] = peers[peer]
 
     command = shlex.join(["python", "dev/benchmark.py", *sys.argv[1:]])
-    text = report(rows, ours, torch, profiled, kernels, ceilings, command)
+    text = report(rows, ours, faster, torch, profiled, kernels, ceilings, command)
     print(f"\n{text}\n")
     head, tail = before.split(MARKERS[0])[0], before.split(MARKERS[1])[1]
     replace_file(out, [f"{head}{MARKERS[0]}\n{text}\n{MARKERS[1]}{tail}".encode()])

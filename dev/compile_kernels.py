@@ -3,10 +3,11 @@
     python dev/compile_kernels.py            # sm_80 sm_90a sm_100 sm_120
     python dev/compile_kernels.py sm_90a
 
-A table for each dtype, a row a kernel: registers a thread and bytes of static shared memory, for each GPU, at a head
-size of 64. A kernel that spills more than a few registers to memory, or that needs so many that its block cannot be
-launched, is an error, with exit status 1; so it is at a head size of 128, which is compiled for the last GPU named. For
-that one the kernel lab's files are compiled too: some of its naive versions may spill.
+There is a table for each dtype, with a row for each kernel: registers of a thread and bytes of static shared memory, on
+each GPU, for heads of 64 channels. Three things are errors, and make the exit status 1: a warning of the compiler, a
+kernel that spills more than a few registers to memory, and a kernel that needs so many registers that no block of it
+can be launched. The last GPU named is compiled for twice more, by the same rules: once with heads of 128 channels, and
+once with the kernel lab's files, whose naive versions may spill.
 """
 import re
 import sys
@@ -17,53 +18,51 @@ from cupy_backends.cuda.libs import nvrtc
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from train_gpt2 import LAUNCH, NVRTC_OPTIONS, read_kernels, switches  # noqa: E402
+from train_gpt2 import NVRTC_OPTIONS, Config, read_kernels  # noqa: E402
 
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
 SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
+SMALL, LARGE_HEADS = Config(C=768, NH=12), Config(C=1024, NH=8)
+LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
+faults = []
 
 
-def compile_for(gpu, dtype, C, NH, source):
-    """{kernel: (registers, bytes of shared memory, bytes spilled)} of kernels.cu on a GPU such as sm_90a."""
-    program = nvrtc.createProgram(source, "kernels.cu", [], [])
+def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED):
+    """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a.
+    Notes the faults that it finds."""
+    sources = [*c.SOURCES, *beside]
+    text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
+    program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *NVRTC_OPTIONS, *switches(dtype, C, NH)])
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *NVRTC_OPTIONS, f"-D{dtype.upper()}",
+                                       *c.switches()])
     except nvrtc.NVRTCError:
-        sys.exit(f"{gpu}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")
-    report = {}
-    for entry in nvrtc.getProgramLog(program).split("Compiling ")[1:]:
+        sys.exit(f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")
+    log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}
+    faults.extend(f"{where}: {line.strip()}" for line in log.splitlines() if re.search(r"\bwarning\b", line))
+    for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
-        report[name] = int(registers), int(shared or 0), int(stores) + int(loads)
+        report[name] = int(registers), int(shared or 0)
+        if int(stores) + int(loads) > spilled:
+            faults.append(f"{where}: {name} spills {int(stores) + int(loads)} bytes")
+        # A kernel that is launched with more threads than its BLOCK says has __launch_bounds__, which ptxas keeps to.
+        if int(registers) * kernels[name].threads > REGISTERS:
+            faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
     return report
-
-
-def faults_of(report, where):
-    """What is wrong with the kernels of a report, a line each."""
-    for name, (registers, _, spilled) in report.items():
-        if spilled > SPILLED:
-            yield f"{where}: {name} spills {spilled} bytes"
-        if registers * LAUNCH[name][0] > REGISTERS:
-            yield f"{where}: {name} needs {registers} registers for each of {LAUNCH[name][0]} threads"
 
 
 def main():
     gpus = sys.argv[1:] or ["sm_80", "sm_90a", "sm_100", "sm_120"]
-    source = (TOP / "kernels.cu").read_text(encoding="utf-8")
-    print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers a thread, bytes of shared memory")
-    lab = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
-    lab = "".join(path.read_text(encoding="utf-8") for path in lab)
-    faults = []
+    print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     for dtype in ("fp32", "tf32", "bf16"):
-        reports = {gpu: compile_for(gpu, dtype, 768, 12, source) for gpu in gpus}
-        print(f"\n{dtype:24}" + "".join(f"{gpu:>14}" for gpu in gpus))
-        for name in read_kernels(source):
-            print(f"{name:24}" + "".join("{:8}{:6}".format(*reports[gpu][name]) for gpu in gpus))
-        for gpu, report in reports.items():
-            faults += faults_of(report, f"{gpu} {dtype}")
-        faults += faults_of(compile_for(gpus[-1], dtype, 1024, 8, source), f"{gpus[-1]} {dtype} HS=128")
-        compile_for(gpus[-1], dtype, 768, 12, source + lab)
+        reports = [compile_for(gpu, dtype, SMALL) for gpu in gpus]
+        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
+        for name in read_kernels(SMALL.SOURCES):
+            print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
+        compile_for(gpus[-1], dtype, LARGE_HEADS)
+        compile_for(gpus[-1], dtype, SMALL, LAB, spilled=2**20)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     return 1 if faults else 0

@@ -9,8 +9,9 @@ writes, for a model of any shape with random weights and one batch of random tok
                             and the gradient of every weight in the checkpoint's order, all fp32
     PREFIX_losses.json      the loss before each of ten AdamW steps on that batch, and the hyperparameters
 
-With --checkpoint FILE the weights come from FILE, and only the last two files are written. Every header is 256
-little-endian int32; tensors are little-endian and C-contiguous.
+With --checkpoint FILE the weights come from FILE, and only the last two files are written. With --autocast the last
+file also says how far PyTorch's own bf16 is from the truth: see autocast_errors. Every header is 256 little-endian
+int32; tensors are little-endian and C-contiguous.
 
 The weights are rounded to fp32 before anything is computed, so the checkpoint holds them exactly. Everything after
 that is float64, and is rounded to fp32 only as it is written: the truth should be more exact than what it judges,
@@ -144,7 +145,7 @@ def attention(q, k, v, kind):
     """
     T, HS = q.shape[-2:]
     score = q @ k.mT / math.sqrt(HS)  # (B, NH, T, T)
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
     if kind == "softmax":
         att = score.masked_fill(future, -math.inf).softmax(-1)
     else:
@@ -169,6 +170,20 @@ def forward(weights, shape, x, y, kind):
     return logits, F.cross_entropy(logits.view(B * T, -1), y.reshape(B * T))
 
 
+def autocast_errors(weights, shape, x, y, kind, truth):
+    """{tensor: relative error} of PyTorch's mixed precision: weights in fp32, and a forward pass and a loss under
+    autocast to bfloat16, on a GPU if there is one. The errors are those of "loss", "logits" and the gradient of each
+    weight against `truth`, which has them in float64, and they are measured by Frobenius norm."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = {name: weight.detach().float().to(device).requires_grad_() for name, weight in weights.items()}
+    with torch.autocast(device, dtype=torch.bfloat16):
+        logits, loss = forward(weights, shape, x.to(device), y.to(device), kind)
+    loss.backward()
+    found = {"loss": loss, "logits": logits} | {name: weight.grad for name, weight in weights.items()}
+    errors = {name: (found[name].cpu().double() - value).norm() / value.norm() for name, value in truth.items()}
+    return {name: float(f"{error:.3g}") for name, error in errors.items()}
+
+
 def header(*values):
     return np.array(values + (0,) * (256 - len(values)), "<i4").tobytes()
 
@@ -191,6 +206,7 @@ def parse_flags():
     parser.add_argument("prefix", help="of the names of the files that are written")
     parser.add_argument("--checkpoint", help="take the shape and the weights from this version-3 checkpoint")
     parser.add_argument("--attention", choices=["softmax", "relu"], default="softmax")
+    parser.add_argument("--autocast", action="store_true", help="also measure the errors of PyTorch's autocast to bf16")
     flags = MODEL_FLAGS | RUN_FLAGS
     for name, (default, text) in flags.items():
         parser.add_argument(
@@ -238,7 +254,7 @@ def main():
         for decay, rate in ((True, args.weight_decay), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), eps=args.eps)
-    losses = []
+    losses, autocast = [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
         logits, loss = forward(weights, shape, x, y, args.attention)
@@ -254,8 +270,11 @@ def main():
                 as_bytes(loss),
                 *(as_bytes(weight.grad) for weight in weights.values()),
             )
+            if args.autocast:
+                truth = {"loss": loss, "logits": logits} | {name: weight.grad for name, weight in weights.items()}
+                autocast["autocast_errors"] = autocast_errors(weights, shape, x, y, args.attention, truth)
         optimizer.step()
-    report = {name: getattr(args, name) for name in HYPERPARAMETERS} | {"losses": losses}
+    report = {name: getattr(args, name) for name in HYPERPARAMETERS} | {"losses": losses} | autocast
     write(f"{args.prefix}_losses.json", json.dumps(report, indent=2).encode() + b"\n")
 
 

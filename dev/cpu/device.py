@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import BF16, UserError, cache_folder, to_bf16, to_float
+from prepro_tinyshakespeare import BF16, SIZES, UserError, cache_folder, read_kernels, to_bf16, to_float
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 
@@ -27,9 +27,8 @@ def round_to_tf32(x):
 class Cpu:
     """The CPU, all of its cores.
 
-    dtype: "fp32" (the default), "tf32" or "bf16"; sources: CUDA files, with their kernels as train_gpt2.read_kernels
-    gives them, the compiler's switches for a model, and train_gpt2.SIZES. CXX names the compiler and CXXFLAGS adds flags to it: with
-    CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. Raises UserError.
+    dtype: "fp32" (the default), "tf32" or "bf16"; c and beside as for train_gpt2.Cuda. CXX names the compiler and
+    CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. Raises UserError.
     """
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
@@ -38,8 +37,9 @@ class Cpu:
     peak_flops = None  # depends on the machine in more ways than can be asked for
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
-    def __init__(self, dtype, sources, kernels, switches, sizes):
-        self.dtype, self.compiled_for, self.kernels = dtype or "fp32", switches, kernels
+    def __init__(self, dtype, c, beside=()):
+        sources = [*c.SOURCES, *beside]
+        self.dtype, self.compiled_for, self.kernels = dtype or "fp32", c.switches(), read_kernels(sources)
         self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
@@ -48,7 +48,7 @@ class Cpu:
             function = getattr(self.library, f"launch_{name}")
             function.restype = ctypes.c_char_p
             function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        for name, fields in sizes.items():
+        for name, fields in SIZES.items():
             values = (ctypes.c_int * len(fields)).in_dll(self.library, name)
             setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
         self.scratch = np.empty(2**20, np.float32)  # 4 MiB: a matmul's result on its way to being added, still in cache
@@ -126,12 +126,11 @@ class Cpu:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
         kernel = self.kernels[name]
         threads = threads or min(kernel.threads, self.max_threads)
-        triples = [(*size, 1, 1)[:3] for size in kernel.grid(items, self.W, threads)]
-        values = [ctypes.c_void_p(None if value is None else value.__array_interface__["data"][0]) if kind is None
-                  else np.ctypeslib.as_ctypes_type(kind)(value) for value, (_, kind, _) in
-                  zip(kernel.arguments(args), kernel.parameters)]
+        grid, block, args = kernel.plan(items, args, self.W, threads)
+        values = [ctypes.c_void_p(None if arg is None else arg.__array_interface__["data"][0]) if kind is None
+                  else np.ctypeslib.as_ctypes_type(kind)(arg) for arg, (_, kind, _) in zip(args, kernel.parameters)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        grid, block = ((ctypes.c_uint * 3)(*triple) for triple in triples)
+        grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")

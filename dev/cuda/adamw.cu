@@ -1,7 +1,6 @@
-// AdamW (Loshchilov and Hutter 2017, algorithm 2) on n fp32 numbers, master, of which params is the copy in bf16, if
-// there is one. Tensor i of them starts at starts[i], has weight decay if decayed[i], and its gradient, clipped by
-// the norm of all, is zero afterwards if added_to[i]. AdamW's settings are in device memory: rate = 1 - beta,
-// correction = 1 / (1 - beta^step).
+// A step of AdamW (Loshchilov and Hutter 2017, algorithm 2) for n fp32 numbers, master. In bf16 params is a rounded
+// copy of them. Tensor i starts at starts[i], and has weight decay if decayed[i]. The gradients are clipped by the norm
+// of all. AdamW's settings are in device memory: rate = 1 - beta, and correction = 1 / (1 - beta^step).
 
 namespace adamw_ {
 
@@ -19,14 +18,16 @@ __device__ __forceinline__ float clip_factor(AdamW a, float norm) {
 
 }  // namespace adamw_
 
-// Six kernels, a line of the algorithm each, as a framework runs it that does not fuse: parameters, gradients and
-// moments come and go between them. Nine reads and five writes of the arena, where four and three would do.
+// Five kernels, one for each line of the algorithm. This is how a framework runs it that does not fuse. Parameters,
+// gradients and moments come and go between the kernels: nine reads and five writes of the arena, where four and three
+// would do.
 BLOCK(256, threads)
-extern "C" __global__ void adamw1_clip(float* __restrict__ grads, size_t n, const AdamW* __restrict__ settings,
-                                       const float* __restrict__ norm) {
+extern "C" __global__ void adamw1_clip(float* __restrict__ clipped, const float* __restrict__ grads, size_t n,
+                                       const AdamW* __restrict__ settings, const float* __restrict__ norm) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) grads[i] *= adamw_::clip_factor(*settings, norm[0]);
+    if (i < n) clipped[i] = adamw_::clip_factor(*settings, norm[0]) * grads[i];
 }
+
 BLOCK(256, threads)
 extern "C" __global__ void adamw1_decay(float* __restrict__ master, const size_t* __restrict__ starts,
                                         const int* __restrict__ decayed, int tensors, size_t n,
@@ -35,18 +36,21 @@ extern "C" __global__ void adamw1_decay(float* __restrict__ master, const size_t
     if (i < n && decayed[adamw_::tensor_of(starts, tensors, i)])
         master[i] -= settings->learning_rate * settings->weight_decay * master[i];
 }
+
 BLOCK(256, threads)
 extern "C" __global__ void adamw1_m(float* __restrict__ m, const float* __restrict__ grads, size_t n,
                                     const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) m[i] += settings->rate1 * (grads[i] - m[i]);
 }
+
 BLOCK(256, threads)
 extern "C" __global__ void adamw1_v(float* __restrict__ v, const float* __restrict__ grads, size_t n,
                                     const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) v[i] += settings->rate2 * (grads[i] * grads[i] - v[i]);
 }
+
 BLOCK(256, threads)
 extern "C" __global__ void adamw1_step(real* params, float* master, const float* __restrict__ m,
                                        const float* __restrict__ v, size_t n, const AdamW* __restrict__ settings) {
@@ -56,18 +60,13 @@ extern "C" __global__ void adamw1_step(real* params, float* master, const float*
     master[i] -= a.learning_rate * m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
     if (sizeof(real) < sizeof(float)) from_float(params[i], master[i]);
 }
-extern "C" __global__ void adamw1_zero(float* __restrict__ grads, const size_t* __restrict__ starts,
-                                       const int* __restrict__ added_to, int tensors, size_t n) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n && added_to[adamw_::tensor_of(starts, tensors, i)]) grads[i] = 0.0f;
-}
 
 // All of it in one kernel, a thread a number: each array is read and written once.
 BLOCK(128, threads)
-extern "C" __global__ void adamw2(real* params, float* master, float* __restrict__ grads, float* __restrict__ m,
+extern "C" __global__ void adamw2(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
                                   float* __restrict__ v, const size_t* __restrict__ starts,
-                                  const int* __restrict__ decayed, const int* __restrict__ added_to, int tensors,
-                                  size_t n, const AdamW* __restrict__ settings, const float* __restrict__ norm) {
+                                  const int* __restrict__ decayed, int tensors, size_t n,
+                                  const AdamW* __restrict__ settings, const float* __restrict__ norm) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     AdamW a = *settings;
@@ -79,7 +78,6 @@ extern "C" __global__ void adamw2(real* params, float* master, float* __restrict
     p -= a.learning_rate * (change + (decayed[tensor] ? a.weight_decay : 0.0f) * p);
     master[i] = p;
     if (sizeof(real) < sizeof(float)) from_float(params[i], p);
-    if (added_to[tensor]) grads[i] = 0.0f;
 }
 
 // adamw in kernels.cu: 16 bytes a lane, one bisection for W numbers, and no step at all with a gradient that is not

@@ -75,7 +75,8 @@ __device__ __forceinline__ void fill(float (*tile)[HS], const real* head, size_t
 
 // No atomics: each gradient is summed by a thread that owns its row, in registers, over tiles of the other side in
 // shared memory. The price is that the weights are computed three times, once for dq, dk and dv each: all three
-// together, with what they read, would need 5 HS registers a thread.
+// together, with what they read, would need 5 HS registers a thread. Items: T queries, or keys, along x, B*NH heads
+// along y.
 BLOCK(128, threads)
 extern "C" __global__ void attention_backward2_delta(float* __restrict__ delta, const real* __restrict__ dout,
                                                      const real* __restrict__ out, int B, int T, int NH) {
@@ -93,9 +94,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_q(
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int T, int NH) {
     using namespace attention_backward_;
     __shared__ __align__(16) float k[SHARED_ROWS][HS], v[SHARED_ROWS][HS];
-    int threads = blockDim.x, blocks = (T + threads - 1) / threads, C = NH * HS;
-    int head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
-    int first = (blocks - 1 - (int)blockIdx.x % blocks) * threads, t = first + threadIdx.x;
+    int threads = blockDim.x, head_number = blockIdx.y, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int first = (gridDim.x - 1 - blockIdx.x) * threads, t = first + threadIdx.x;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float q[HS], dy[HS], dq[HS] = {}, my_lse = 0.0f, my_delta = 0.0f;
     read(q, head + (size_t)t * 3 * C, t < T);
@@ -121,9 +121,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_k(
     using namespace attention_backward_;
     __shared__ __align__(16) float q[SHARED_ROWS][HS], dy[SHARED_ROWS][HS];
     __shared__ float of_query[2][SHARED_ROWS];
-    int threads = blockDim.x, blocks = (T + threads - 1) / threads, C = NH * HS;
-    int head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
-    int first = blockIdx.x % blocks * threads, t = first + threadIdx.x;
+    int threads = blockDim.x, head_number = blockIdx.y, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int first = blockIdx.x * threads, t = first + threadIdx.x;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float k[HS], v[HS], dk[HS] = {};
     read(k, head + (size_t)t * 3 * C + C, t < T);
@@ -153,9 +152,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_v(
     using namespace attention_backward_;
     __shared__ __align__(16) float q[SHARED_ROWS][HS], dy[SHARED_ROWS][HS];
     __shared__ float of_query[SHARED_ROWS];
-    int threads = blockDim.x, blocks = (T + threads - 1) / threads, C = NH * HS;
-    int head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH;
-    int first = blockIdx.x % blocks * threads, t = first + threadIdx.x;
+    int threads = blockDim.x, head_number = blockIdx.y, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    int first = blockIdx.x * threads, t = first + threadIdx.x;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float k[HS], dv[HS] = {};
     read(k, head + (size_t)t * 3 * C + C, t < T);

@@ -31,7 +31,8 @@ extern "C" __global__ void attention_forward1(real* __restrict__ out, float* __r
 // Three kernels, each shaped for what it does: scores by tiles of 32 x 32, of which those above the diagonal are left
 // out; softmax by a warp a row, which finds maximum and sum in one pass, correcting the sum whenever the maximum grows
 // (Milakov and Gimelshein 2018, algorithm 3); and the product with the values, by tiles again. What remains is the
-// weights' way through device memory: written, read, written and read.
+// weights' way through device memory: written, read, written and read. Items of the first and the last: all heads'
+// tiles of keys, or of channels, along x, and T queries along y.
 BLOCK(1024, 1, 32)
 extern "C" __global__ void attention_forward2_scores(float* __restrict__ att, const real* __restrict__ qkv,
                                                      float scale, int T, int NH) {
@@ -91,17 +92,15 @@ extern "C" __global__ void attention_forward2_values(real* __restrict__ out, con
 // over the keys in tiles of 32 that the block shares; when the maximum of its scores grows, what it has summed so far
 // is scaled down. The weights exist only for a tile, in registers, so device memory sees nothing but q, k, v and out.
 // All lanes read the same key at a time, 16 bytes for four multiplications each. The last queries, which see the most
-// keys, come first.
+// keys, come first. Items: T queries along x, B*NH heads along y.
 BLOCK(256, threads)
 extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __restrict__ out,
                                                                      const real* __restrict__ qkv, float scale, int T,
                                                                      int NH) {
     constexpr int KEYS = 32;
     __shared__ __align__(16) float k[KEYS][HS], v[KEYS][HS];
-    int threads = blockDim.x, blocks = (T + threads - 1) / threads;
-    int head_number = blockIdx.x / blocks;
-    int b = head_number / NH, h = head_number % NH, C = NH * HS;
-    int first = (blocks - 1 - (int)blockIdx.x % blocks) * threads, t = first + threadIdx.x;
+    int threads = blockDim.x, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int first = (gridDim.x - 1 - blockIdx.x) * threads, t = first + threadIdx.x;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float q[HS], o[HS], top = LOWEST, sum = 0.0f;
 #pragma unroll

@@ -1,8 +1,8 @@
-// residual (N,C), the fp32 stream, += branch (N,C), what a layer adds to it; inp (N,C) = the sum as a real; and out
+// residual (N,C), the fp32 stream, += branch (N,C), what a layer adds to it; copy (N,C) = the sum as a real; and out
 // = its layernorm, with mean and rstd. This stands between any two branches of a transformer.
 
-// Two kernels: this addition, 16 bytes a lane, then layernorm_forward of kernels.cu with branch = null. The sum is
-// written to device memory and read again.
+// Two kernels: this addition, 16 bytes a lane, then residual_layernorm_forward of kernels.cu with branch = null. The
+// sum is written to device memory and read again.
 BLOCK(128, 4 * threads)
 extern "C" __global__ void fused_residual_forward1_add(float* __restrict__ residual,
                                                        const real* __restrict__ branch, int N, int C) {
@@ -15,7 +15,7 @@ extern "C" __global__ void fused_residual_forward1_add(float* __restrict__ resid
 // 20 in fp32, and one launch less.
 BLOCK(128, threads / 32)
 extern "C" __global__ void fused_residual_forward2(real* __restrict__ out, float* __restrict__ mean,
-                                                   float* __restrict__ rstd, real* __restrict__ inp, float* residual,
+                                                   float* __restrict__ rstd, real* __restrict__ copy, float* residual,
                                                    const real* __restrict__ branch, const real* __restrict__ weight,
                                                    const real* __restrict__ bias, int N, int C) {
     DYNAMIC_SHARED(float, shared);  // (warps, C)
@@ -28,7 +28,7 @@ extern "C" __global__ void fused_residual_forward2(real* __restrict__ out, float
         Pack<4> v = load<4>(residual + start + c) + load<4>(branch + start + c);
         store(x + c, v);
         store(residual + start + c, v);
-        store(inp + start + c, v);
+        store(copy + start + c, v);
         for (int i = 0; i < 4; i++) sum += v[i];
     }
     float m = warp_sum(sum) / C;
@@ -46,5 +46,6 @@ extern "C" __global__ void fused_residual_forward2(real* __restrict__ out, float
     if (lane == 0) mean[row] = m, rstd[row] = s;
 }
 
-// layernorm_forward in kernels.cu, with a branch: the sum stays in registers, since a row's length is known when it is
-// compiled. Nothing limits the warps of a multiprocessor but these, and all loads of a row are on their way at once.
+// residual_layernorm_forward in kernels.cu, with a branch: the sum stays in registers, since a row's length is known
+// when it is compiled. Nothing limits the warps of a multiprocessor but these, and all loads of a row are on their way
+// at once.

@@ -8,6 +8,7 @@ extern "C" __global__ void global_norm1(float* norm, const float* __restrict__ g
     float sum = block_reduce<warp_sum>(i < n ? grads[i] * grads[i] : 0.0f, 0.0f);
     if (threadIdx.x == 0) atomicAdd(norm, sum);
 }
+
 BLOCK(1, 1)
 extern "C" __global__ void global_norm1_root(float* norm) { norm[0] = sqrtf(norm[0]); }
 

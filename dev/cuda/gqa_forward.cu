@@ -36,10 +36,11 @@ extern "C" __global__ void gqa_forward2_repeat(real* __restrict__ qkv, const rea
     store(qkv + row * size + i, load<W>(inp + (row * (NH + 2 * KV) + from) * HS + c));
 }
 
-// Flash attention on tensor cores that knows the groups. To a key head, the queries of its NH/KV heads are just
-// NH/KV T rows, row r being position r / (NH/KV): a block has 64 of these rows, so that a tile of keys and values that
-// it brought to shared memory serves all heads of the group at once. A warp has 16 rows, their scores for 64 keys, and
-// their output, in registers; the next tile is on its way meanwhile. HS is a multiple of 16.
+// Flash attention on tensor cores that knows the groups. To a key head, the queries of its NH/KV heads are just NH/KV T
+// rows, row r being position r / (NH/KV): a block has 64 of these rows, so that a tile of keys and values that it
+// brought to shared memory serves all heads of the group at once. A warp has 16 rows, their scores for 64 keys, and
+// their output, in registers; the next tile is on its way meanwhile. HS is a multiple of 16. Items: a group's rows
+// along x, B*KV groups along y.
 namespace gqa {
 
 constexpr int ROWS = 64, KEYS = 64, LD = HS + 8;
@@ -75,9 +76,8 @@ extern "C" __global__ void __launch_bounds__(128, 2) gqa_forward3(real* __restri
                                                                float scale, int T, int NH, int KV) {
     using gqa::KEYS, gqa::ROWS;
     DYNAMIC_SHARED(real, shared);  // (2, 2, KEYS, LD): two stages of keys and values
-    int group = NH / KV, rows = group * T, blocks = (rows + ROWS - 1) / ROWS, stride = (NH + 2 * KV) * HS;
-    int b = blockIdx.x / blocks / KV, kv = blockIdx.x / blocks % KV;
-    int first = (blocks - 1 - (int)blockIdx.x % blocks) * ROWS;
+    int group = NH / KV, rows = group * T, stride = (NH + 2 * KV) * HS;
+    int b = blockIdx.y / KV, kv = blockIdx.y % KV, first = (gridDim.x - 1 - blockIdx.x) * ROWS;
     int warp_row = threadIdx.x / 32 * 16, g = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     const real *queries = inp + (size_t)b * T * stride + kv * group * HS;
     const real* keys = inp + (size_t)b * T * stride + (NH + kv) * HS;

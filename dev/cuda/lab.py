@@ -7,15 +7,14 @@
     python dev/cuda/lab.py --all                      # does so with all kernels, and writes RESULTS.md and ladders.svg
     python dev/cuda/lab.py --check                    # only checks, all versions of all kernels at small odd shapes
 
-The versions of a kernel are in the .cu file of its name, which is compiled after kernels.cu; what they are given, what
-NumPy says to it, and how they are launched, is in ladders.py. Without a GPU everything is checked on the CPU device,
-and nothing is timed. A version that fails, or whose result is wrong, is an error line, and an error in the table; the
-others go on, and the exit status is 1.
+The versions of a kernel are in the .cu file of its name, which is compiled after kernels.cu. ladders.py says what they
+are given, how they are launched, and what NumPy makes of the same inputs. Without a GPU everything is checked on the
+CPU device, and nothing is timed. A version that fails, or whose result is wrong, gets an error line, and an error in
+the table. The others go on, and the exit status is 1.
 """
 import argparse
 import contextlib
 import functools
-import itertools
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +28,9 @@ LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
 from ladders import LADDERS, Draw  # noqa: E402
 
+from prepro_tinyshakespeare import BF16, UserError, replace_file, to_float  # noqa: E402
 from test_gpt2 import KERNEL_LIMIT, stored  # noqa: E402
-from train_gpt2 import BF16, Cpu, Cuda, UserError, has_gpu, read_kernels, replace_file, to_float  # noqa: E402
+from train_gpt2 import Config, has_gpu, make_device, read_kernels  # noqa: E402
 
 DTYPES = ("fp32", "tf32", "bf16")
 HALF_A_UNIT = 2**-8  # the most that rounding to bf16 changes a number, relative to it
@@ -96,7 +96,7 @@ class Bench:
         shapes = {name: values.shape for name, values in {**self.expected, **arrays}.items()}
         size = sum(types[name].itemsize * math.prod(shape) for name, shape in shapes.items())
         self.sets = []
-        for _ in range(min(1024, 2 * device.device.attributes["L2CacheSize"] // size + 1) if timed else 1):
+        for _ in range(min(1024, 2 * device.gpu.attributes["L2CacheSize"] // size + 1) if timed else 1):
             a = SimpleNamespace(**vars(self.given), W=device.W, itemsize=np.dtype(device.real).itemsize)
             for name, shape in shapes.items():
                 setattr(a, name, allocate(device, shape, types[name]))
@@ -127,13 +127,13 @@ class Bench:
             self.fill(SimpleNamespace(**scratch), [name])
         for a in self.sets:
             every = SimpleNamespace(**{**vars(a), **scratch, **choice})
-            yield functools.partial(version.launch, Launch(self.device, every), every, self.ladder)
+            yield functools.partial(version.launch, self.device, every, self.ladder)
 
     def error(self, version, number, choice, work):
         """Launch a version on the first set, fresh; None, or a line that says what is wrong with its results."""
         self.fill(self.sets[0], self.expected)
         work()
-        self.device.synchronize()
+        synchronize(self.device)
         limits = {**{dtype: KERNEL_LIMIT for dtype in DTYPES}, **(version.limits or self.ladder.limits or {})}
         for name, truth in self.truth.items():
             array = getattr(self.sets[0], name)
@@ -146,23 +146,6 @@ class Bench:
 def words(choice):
     """What was chosen, for a person: "threads=256"."""
     return ", ".join(f"{key}={value}" for key, value in choice.items())
-
-
-class Launch:
-    """launch(kernel, unit, items, *args): a kernel over its items, of which a block of so many threads takes
-    unit(threads, W); items may be a pair, for a grid of two dimensions."""
-
-    used = set()  # all kernels that were launched
-
-    def __init__(self, device, a):
-        self.device, self.threads = device, getattr(a, "threads", None)
-
-    def __call__(self, kernel, unit, items, *args, threads=None, shared=0):
-        x, y = items if isinstance(items, tuple) else (items, 1)
-        threads = threads or self.threads
-        grid = (math.ceil(x / unit(threads, self.device.W)), y, 1)
-        self.used.add(kernel)
-        self.device.launch_grid(kernel, grid, (threads, 1, 1), *args, shared=shared)
 
 
 OF_ONE = 30  # times the limit of a whole tensor, by which one element may be off: the worst of 20 million is, by 10
@@ -201,12 +184,12 @@ def time_rounds(device, works):
     a CUDA event before and behind: at least 32 launches, so that neither the events nor the start of the graph count,
     and as many rounds as fit into 50 ms, at least 3 and at most 20. What takes more than 10 ms is timed one by one.
     """
-    events = [device.cupy.cuda.Event() for _ in range(2)]
+    events, stream = [device.cupy.cuda.Event() for _ in range(2)], device.cupy.cuda.get_current_stream()
 
     def elapsed(work):
-        events[0].record(device.stream)
+        events[0].record()
         work()
-        events[1].record(device.stream)
+        events[1].record()
         events[1].synchronize()
         return device.cupy.cuda.get_elapsed_time(*events) / 1e3
 
@@ -214,16 +197,15 @@ def time_rounds(device, works):
     if once > 0.01:
         return float(np.median([elapsed(work) for work in (3 * works)[:3]]))
     count = len(works) * math.ceil(32 / len(works) if once < 1e-3 else 1)
-    device.stream.begin_capture()
+    stream.begin_capture()
     try:
         for i in range(count):
             works[i % len(works)]()
     finally:
-        graph = device.stream.end_capture()
-    replay = lambda: graph.launch(device.stream)
-    replay()
+        graph = stream.end_capture()
+    graph.launch()
     rounds = min(20, max(3, round(0.05 / (count * max(once, 1e-6)))))
-    return float(np.median([elapsed(replay) for _ in range(rounds)])) / count
+    return float(np.median([elapsed(graph.launch) for _ in range(rounds)])) / count
 
 
 def time_torch(bench):
@@ -245,7 +227,7 @@ def time_torch(bench):
         return torch.as_tensor(value, device="cuda")
 
     torch.backends.cuda.matmul.allow_tf32 = device.dtype == "tf32"
-    with torch.cuda.stream(torch.cuda.ExternalStream(device.stream.ptr)):
+    with torch.cuda.stream(torch.cuda.ExternalStream(device.cupy.cuda.get_current_stream().ptr)):
         tensors = [SimpleNamespace(**{name: tensor(value) for name, value in vars(a).items()}) for a in bench.sets]
         return time_rounds(device, [ladder.torch(torch, x) for x in tensors])
 
@@ -261,9 +243,9 @@ def ceiling(device, what):
         one, two, cupy, times = device.empty(2**30), device.empty(2**30), device.cupy, []
         for _ in range(10):
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(device.stream)
-            two.data.copy_from_device_async(one.data, one.nbytes, device.stream)
-            end.record(device.stream)
+            start.record()
+            two.data.copy_from_device_async(one.data, one.nbytes)
+            end.record()
             end.synchronize()
             times.append(1e-3 * cupy.cuda.get_elapsed_time(start, end))
         CEILINGS[what] = 2 * one.nbytes / float(np.median(times))
@@ -313,28 +295,41 @@ def timing_of(bench, version, number, choice, seconds):
 
 
 def model_of(ladder, sizes):
-    """The channels and heads (C, NH) that kernels are compiled for. Most do not care, and so share a compilation."""
+    """The channels and heads (C, NH) that kernels are compiled for. Most kernels work for any C, and share a
+    compilation."""
     if ladder.compiled_for_C:
         return sizes["C"], sizes["C"] // (64 if sizes["C"] % 64 == 0 else 32)
     return 12 * sizes.get("HS", 64), 12
 
 
+launched = set()  # the names of all kernels that were launched
+
+
 @functools.cache
 def device_of(name, dtype, C, NH, kernels):
-    """A device with kernels.cu and the lab's files of some kernels."""
+    """A device with kernels.cu and the lab's files of some kernels. It notes what it launches."""
     files = (LAB / "tiles.cu", *(LAB / f"{kernel}.cu" for kernel in kernels))
-    return {"cpu": Cpu, "cuda": Cuda}[name](dtype, C, NH, beside=[path for path in files if path.exists()])
+    device = make_device(name, dtype, Config(C=C, NH=NH), beside=[path for path in files if path.exists()])
+    launch = device.launch
+
+    def launch_and_note(kernel, *args, **options):
+        launched.add(kernel)
+        launch(kernel, *args, **options)
+
+    device.launch = launch_and_note
+    return device
 
 
-def choices_of(version):
-    """Each combination of what can be chosen for a version: {"threads": 256, ...}."""
-    return [dict(zip(version.tries, values)) for values in itertools.product(*version.tries.values())]
+def synchronize(device):
+    """Wait for all work of a GPU. Raises what its kernels have raised."""
+    if device.name == "cuda":
+        device.gpu.synchronize()
 
 
 def run_version(bench, number, timed, show):
     """Check a version with each choice and, if timed, time it. Returns (error lines, the best Timing or None)."""
     version, timings, errors = bench.ladder.versions[number - 1], [], []
-    for choice in choices_of(version):
+    for choice in version.choices(bench.device):
         try:
             works = list(bench.launches(version, choice))
             error = bench.error(version, number, choice, works[0])
@@ -360,7 +355,7 @@ def one_line(e):
 def is_lost(device):
     """Whether a kernel's fault, such as an address that does not exist, has taken the GPU from this process."""
     try:
-        device.synchronize()
+        synchronize(device)
         return False
     except Exception:
         return True
@@ -435,12 +430,14 @@ def run(name, ladders, number, shapes, dtypes, timed, show, report):
     if name == "cpu":  # a compiler takes a core
         with ThreadPoolExecutor() as pool:
             list(pool.map(device_for, sorted(compiled, key=lambda key: -len(compiled[key]))))
-    results = Results()
+    results, stream = Results(), None  # a stream of the lab's own, since CuPy's default one cannot be recorded
     for ladder in ladders:
         for sizes, (dtype, *model) in wanted(ladder):
             device = device_for((dtype, *model))
             results.device = str(device).split(",")[0]
-            with device.stream if name == "cuda" else contextlib.nullcontext():
+            if name == "cuda" and not stream:
+                stream = device.cupy.cuda.Stream(non_blocking=True)
+            with stream or contextlib.nullcontext():
                 run_ladder(ladder, device, sizes, numbers_of(ladder, dtype, number), timed, show, results)
             if is_lost(device):
                 results.fail(ladder.name, None, dtype, "", "the GPU is lost to this process: the rest was not run")
@@ -448,6 +445,7 @@ def run(name, ladders, number, shapes, dtypes, timed, show, report):
                 return results
             if name == "cuda":
                 device.cupy.get_default_memory_pool().free_all_blocks()
+                device.cupy.get_default_pinned_memory_pool().free_all_blocks()
         report(ladder, results)
     return results
 
@@ -596,8 +594,7 @@ def main():
     results = run(name, ladders, flags.version, shapes, [flags.dtype] if flags.dtype else DTYPES, timed,
                   bool(flags.kernel and not flags.check), report)
     if not (flags.kernel or flags.dtype or results.failures):
-        source = "".join((LAB / f"{ladder.name}.cu").read_text(encoding="utf-8") for ladder in ladders)
-        for kernel in sorted(read_kernels(source).keys() - Launch.used):
+        for kernel in sorted(read_kernels([LAB / f"{ladder.name}.cu" for ladder in ladders]).keys() - launched):
             results.fail(kernel, None, "", "", f"{kernel} has no row in ladders.py")
     print(f"{results.runs} runs, {len(results.failures)} wrong")
     return 1 if results.failures else 0

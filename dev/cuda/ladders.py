@@ -1,21 +1,24 @@
-"""The kernels of the lab: for each its shapes, its versions, and what NumPy says.
+"""The kernels of the lab: for each its shapes, its versions, and what NumPy computes from the same inputs.
 
-A kernel is a function under @ladder. Given the sizes in a namespace `a`, it puts the kernel's inputs there, float64 or
-integers from a seeded generator, rounded to what the device will store, and returns {output: what NumPy says, in
-float64}, where NaN stands for any value. An input that is also an output is updated in place. The decorator's rows are
+A kernel is a function under @ladder, its problem. It is given a namespace `a` with the sizes. It puts the inputs there,
+which are float64 or integers. A seeded generator draws them, and they are rounded to what the device will store. The
+function returns {output: what NumPy computes, in float64}, where NaN stands for any value. An output that is among the
+inputs too is updated in place. The arguments of the decorator are
 
-    shape, checks       the shape to time, and small odd ones to check
+    shape, checks       the shape to time, and small odd shapes to check
     args                the names in `a` of the kernel's arguments, if most versions have the same
-    versions            a Version each, the last of them the trainer's own where the trainer has the kernel
+    versions            a Version each; if the trainer has the kernel, the last of them is the trainer's
     fp32                the arrays that are fp32 in every dtype; the others are real, as kernels.cu calls it
-    flops, traffic      what it has to compute, and its bytes if they are not all of the inputs and outputs, once each
+    flops, traffic      the FLOPs that it takes; and the bytes, if they are not those of each input and output once
     compiled_for_C      whether it calls kernels that are compiled for a model's channels, C
     limits              {dtype: largest relative error}, if not that of a kernel in test_gpt2.py
     torch               what PyTorch would do, for comparison: (torch, tensors) -> a function
 
-To add a version: a function in the kernel's .cu file, and a row here.
+A version's launch is given by expressions in the names of `a`, as in "N*C". Four names are there besides those of the
+problem: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real; threads; and what is in `more`.
 """
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,23 +26,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from prepro_tinyshakespeare import UserError
 from test_gpt2 import (ATTENTION_LIMITS, attention, bf16, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm,
                        f32, gelu, heads, layernorm, moments, softmax, transposed)
-from train_gpt2 import (ADAMW, BLOCK, COLUMNS, FOUR, FP32_COLUMNS, LAUNCH, NUMBER, PARTIAL_ROWS, WARP, UserError,
-                        runs_of_equal)
+from train_gpt2 import (ADAMW, PARTIAL_ROWS, attention_launch, batch_table, carve, classifier_launch,
+                        layernorm_backward_launch, pack_batch)
 
-
-def THREAD(threads, W): return threads  # the items of a block when each thread takes one; the others are the trainer's
+ALL = "fp32", "tf32", "bf16"  # the dtypes of a version that uses tensor cores; to the others tf32 is fp32
 
 
 class Version(NamedTuple):
     what: str  # a line that says what it changes
-    run: str | Callable  # a kernel's name, or a function (launch, a) that launches several
-    unit: Callable = None  # how a kernel is shared out, and over how many items: sizes to multiply, as in "N*C"
-    items: str = None
-    threads: tuple = (64, 128, 256, 512, 1024)  # of a block, to try; none for a library's
-    args: str = None
-    shared: Callable = None  # a -> bytes of dynamic shared memory
+    run: str | Callable  # a kernel's name, or a function (device, a) that launches several
+    items: str = None  # what the kernel's BLOCK shares out; with a comma, how many along x and how many along y
+    threads: tuple = (64, 128, 256, 512, 1024)  # of a block, to try; () takes as many as BLOCK says
+    args: str = None  # the names in `a` of the kernel's arguments, if not those of the ladder
+    shared: str = "0"  # bytes of dynamic shared memory
     scratch: Callable = None  # a -> {name: shape} of more arrays
     more: dict = {}  # what else can be chosen, {name: values to try}
     dtypes: tuple = ("fp32", "bf16")
@@ -47,17 +49,19 @@ class Version(NamedTuple):
     library: str = ""  # its name, if that is what it calls
     fits: Callable = None  # a -> whether it does these sizes
 
-    @property
-    def tries(self):
-        return {**({"threads": self.threads} if self.threads else {}), **self.more}
+    def choices(self, device):
+        """Each combination of what can be chosen: {"threads": 256, ...}."""
+        threads = self.threads or (() if callable(self.run) else (device.kernels[self.run].threads,))
+        tries = {**({"threads": threads} if threads else {}), **self.more}
+        return [dict(zip(tries, values)) for values in itertools.product(*tries.values())]
 
-    def launch(self, launch, a, ladder):
+    def launch(self, device, a, ladder):
         if callable(self.run):
-            self.run(launch, a)
+            self.run(device, a)
             return
+        items, shared = (eval(expression, {}, vars(a)) for expression in (self.items, self.shared))
         args = [getattr(a, name) for name in (self.args or ladder.args).split()]
-        items = math.prod(getattr(a, name) for name in self.items.split("*"))
-        launch(self.run, self.unit, items, *args, shared=self.shared(a) if self.shared else 0)
+        device.launch(self.run, items, *args, threads=a.threads, shared=shared)
 
 
 class Ladder(NamedTuple):
@@ -128,9 +132,9 @@ ROWS = ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=2,T=10,C=768", "B=1,T=5,C=1600")  # o
 
 @ladder("B=8,T=1024,C=768,V=50257", *(f"{shape},V=257" for shape in ROWS), args="out tokens wte wpe N T C",
         fp32="out", traffic=lambda a: (a.N + a.T) * a.C * a.itemsize + 4 * a.N * (a.C + 1), versions=(
-    Version("a thread a token", "encoder_forward1", THREAD, "N", threads=(32, 64, 128, 256)),
-    Version("a thread a channel", "encoder_forward2", THREAD, "N*C"),
-    Version("4 channels a lane: the trainer's", "encoder_forward", FOUR, "N*C"),
+    Version("a thread a token", "encoder_forward1", "N", threads=(32, 64, 128, 256)),
+    Version("a thread a channel", "encoder_forward2", "N*C"),
+    Version("4 channels a lane: the trainer's", "encoder_forward", "N*C"),
 ))
 def encoder_forward(a, draw):
     """out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]"""
@@ -139,16 +143,15 @@ def encoder_forward(a, draw):
     return dict(out=a.wte[a.tokens] + a.wpe)
 
 
-def trainers_encoder_backward(launch, a):
-    launch("encoder_backward_wte", BLOCK, (a.N, -(-a.C // (32 * a.W))), a.dwte, a.dout, a.tokens, a.order, a.run, a.C,
-           threads=LAUNCH["encoder_backward_wte"][0])
-    launch("encoder_backward_wpe", NUMBER, a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C)
+def trainers_encoder_backward(device, a):
+    device.launch("encoder_backward_wte", (a.N, a.C), a.dwte, a.dout, a.tokens, a.order, a.run, a.C)
+    device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C, threads=a.threads)
 
 
 @ladder("B=8,T=1024,C=768,V=50257", *(f"{shape},V=17" for shape in ROWS), args="dwte dwpe dout tokens N T C",
         fp32="dwte dwpe", traffic=lambda a: a.N * a.C * a.itemsize + 8 * (a.words + a.T) * a.C, versions=(
-    Version("a thread a channel of a token, with atomics", "encoder_backward1", THREAD, "N*C"),
-    Version("a thread a channel, all tokens in order", "encoder_backward2", THREAD, "C", threads=(32, 64, 128)),
+    Version("a thread a channel of a token, with atomics", "encoder_backward1", "N*C"),
+    Version("a thread a channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
     Version("runs of equal tokens: the trainer's", trainers_encoder_backward, threads=(64, 128, 256, 512)),
 ),
         held_back="a block of 256 threads for each token moves one row, most of its warps idle: it is made "
@@ -157,8 +160,8 @@ def encoder_backward(a, draw):
     """dwte (V,C)[tokens (B,T)] and dwpe (maxT,C)[t] += dout (B,T,C)"""
     a.N = a.B * a.T
     a.tokens = np.where(draw.rng.random((a.B, a.T)) < 0.1, a.V - 1, draw.words(a.V, a.B, a.T)).astype(np.int32)
-    runs, a.words = runs_of_equal(a.tokens), len(np.unique(a.tokens))
-    a.order, a.run = runs["order"], runs["run"]
+    batch, a.words = carve(pack_batch(a.tokens)[0], batch_table(a.B, a.T)), len(np.unique(a.tokens))
+    a.order, a.run = batch.order, batch.run
     a.dwte, a.dwpe, a.dout = draw.fp32(a.V, a.C), draw.fp32(a.T, a.C), draw(a.B, a.T, a.C)
     dwte, order = a.dwte.copy(), np.argsort(a.tokens.reshape(-1), kind="stable")
     words, starts = np.unique(a.tokens.reshape(-1)[order], return_index=True)
@@ -170,43 +173,39 @@ def encoder_backward(a, draw):
 # Layernorm, and the residual stream before it
 
 
+TRAINERS_LAYERNORM = "out mean rstd copy residual branch weight bias N"
+
+
+def layernorm_in_three(device, a):
+    device.launch("layernorm_forward2_mean", a.N, a.mean, a.residual, a.C, threads=a.threads)
+    device.launch("layernorm_forward2_rstd", a.N, a.rstd, a.mean, a.residual, a.C, threads=a.threads)
+    device.launch("layernorm_forward2_normalize", a.N * a.C, a.out, a.mean, a.rstd, a.copy, a.residual, a.weight,
+                  a.bias, a.N, a.C, threads=a.threads)
+
+
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="residual mean rstd", compiled_for_C=True,
-        args="out mean rstd inp residual weight bias N C", versions=(
-    Version("a thread a row", "layernorm_forward1", THREAD, "N", threads=(32, 64, 128, 256)),
-    Version("three kernels: means, deviations, and a thread a number", lambda launch, a: (
-        launch("layernorm_forward2_mean", BLOCK, a.N, a.mean, a.residual, a.C),
-        launch("layernorm_forward2_rstd", BLOCK, a.N, a.rstd, a.mean, a.residual, a.C),
-        launch("layernorm_forward2_normalize", THREAD, a.N * a.C, a.out, a.mean, a.rstd, a.inp, a.residual, a.weight,
-               a.bias, a.N, a.C)), threads=(128, 256, 512)),
-    Version("one kernel, a warp a row", "layernorm_forward3", WARP, "N"),
-    Version("16 bytes a lane", "layernorm_forward4", WARP, "N"),
-    Version("the row in registers: the trainer's", "layernorm_forward", WARP, "N", threads=(64, 128, 256, 512),
-            args="out mean rstd inp residual no_branch weight bias N"),
+        args="out mean rstd copy residual weight bias N C", versions=(
+    Version("a thread a row", "layernorm_forward1", "N", threads=(32, 64, 128, 256)),
+    Version("three kernels: means, deviations, and a thread a number", layernorm_in_three, threads=(128, 256, 512)),
+    Version("one kernel, a warp a row", "layernorm_forward3", "N"),
+    Version("16 bytes a lane", "layernorm_forward4", "N"),
+    Version("the row in registers: the trainer's", "residual_layernorm_forward", "N", threads=(64, 128, 256, 512),
+            args=TRAINERS_LAYERNORM),
 ), torch=lambda torch, x: lambda: torch.nn.functional.layer_norm(
     x.residual.to(x.weight.dtype), x.weight.shape, x.weight, x.bias))
 def layernorm_forward(a, draw):
-    """out (N,C) = the layernorm of residual, with its mean and rstd, and inp = residual as a real"""
-    a.N, a.no_branch = a.B * a.T, None
+    """out (N,C) = the layernorm of residual, with its mean and rstd, and copy = residual as a real"""
+    a.N, a.branch = a.B * a.T, None
     a.residual, a.weight, a.bias = draw.fp32(a.N, a.C), draw(a.C), draw(a.C)
     mean, rstd = moments(a.residual)
-    return dict(out=layernorm(a.residual, a.weight, a.bias), mean=mean[:, 0], rstd=rstd[:, 0], inp=a.residual)
+    return dict(out=layernorm(a.residual, a.weight, a.bias), mean=mean[:, 0], rstd=rstd[:, 0], copy=a.residual)
 
 
-def add_partials(launch, outs, partials):
-    """Add partials (len(outs),rows,columns) to the outs."""
-    rows, columns = partials.shape[-2:]
-    launch("add_partials", FP32_COLUMNS, (columns, len(outs)), *outs, *[None] * (3 - len(outs)), partials, rows,
-           columns, threads=LAUNCH["add_partials"][0])
-
-
-def trainers_layernorm_backward(launch, a):
-    sizes, device = launch.device.layernorm_sizes, launch.device
-    warps = min(a.threads, sizes.threads, device.max_shared // sizes.shared_of_warp * 32) // 32
-    blocks = min(device.multiprocessors, -(-a.N // warps))
-    partials = a.partials[: 3 * blocks].reshape(3, blocks, a.C)
-    launch("layernorm_backward", BLOCK, blocks, a.dresidual, partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
-           threads=32 * warps, shared=warps * sizes.shared_of_warp)
-    add_partials(launch, [a.dweight, a.dbias, a.before], partials)
+def trainers_layernorm_backward(device, a):
+    blocks, threads, shared = layernorm_backward_launch(device, a.N)
+    device.launch("layernorm_backward", blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
+                  threads=threads, shared=shared)
+    device.launch("add_partials", (a.C, 3), a.dweight, a.dbias, a.before, a.partials, blocks, a.C)
 
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
@@ -214,12 +213,11 @@ BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
 
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="mean rstd dweight dbias before partials", compiled_for_C=True,
         args="dresidual dweight dbias before dout inp weight mean rstd N C", versions=(
-    Version("a thread a row, with atomics", "layernorm_backward1", THREAD, "N", threads=(32, 64, 128, 256)),
-    Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
-        "layernorm_backward2", BLOCK, a.blocks, a.dresidual, a.dweight, a.dbias, a.before, a.dout, a.inp, a.weight,
-        a.mean, a.rstd, a.N, a.C, shared=12 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
-    Version("sums in registers, rows by asynchronous copies: the trainer's", trainers_layernorm_backward,
-            threads=(128, 256, 384), scratch=lambda a: dict(partials=(3 * PARTIAL_ROWS, a.C))),
+    Version("a thread a row, with atomics", "layernorm_backward1", "N", threads=(32, 64, 128, 256)),
+    Version("a warp a row, atomics in shared memory", "layernorm_backward2", "blocks", threads=(128, 256, 512),
+            shared="4 * 3*C", more=dict(blocks=BLOCKS)),
+    Version("sums in registers, rows by asynchronous copies: the trainer's", trainers_layernorm_backward, threads=(),
+            scratch=lambda a: dict(partials=(3, PARTIAL_ROWS, a.C))),
 ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
     x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]),
         held_back="each of 1,584 warps has five or six rows, so the wait for the first, the sum over the "
@@ -237,8 +235,8 @@ def layernorm_backward(a, draw):
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, args="out inp1 inp2 N C", versions=(
-    Version("a thread a number", "residual_forward1", THREAD, "N*C"),
-    Version("16 bytes a lane", "residual_forward2", NUMBER, "N*C"),
+    Version("a thread a number", "residual_forward1", "N*C"),
+    Version("16 bytes a lane", "residual_forward2", "N*C"),
 ), torch=lambda torch, x: lambda: x.inp1 + x.inp2)
 def residual_forward(a, draw):
     """out (N,C) = inp1 + inp2"""
@@ -247,44 +245,32 @@ def residual_forward(a, draw):
     return dict(out=a.inp1 + a.inp2)
 
 
-TRAINERS_LAYERNORM = "out mean rstd inp residual branch weight bias N"
-
-
-def add_then_normalize(launch, a):
-    launch("fused_residual_forward1_add", FOUR, a.N * a.C, a.residual, a.branch, a.N, a.C)
-    launch("layernorm_forward", WARP, a.N, a.out, a.mean, a.rstd, a.inp, a.residual, None, a.weight, a.bias, a.N)
+def add_then_normalize(device, a):
+    device.launch("fused_residual_forward1_add", a.N * a.C, a.residual, a.branch, a.N, a.C, threads=a.threads)
+    device.launch("residual_layernorm_forward", a.N, a.out, a.mean, a.rstd, a.copy, a.residual, None, a.weight, a.bias,
+                  a.N, threads=a.threads)
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="residual mean rstd", compiled_for_C=True,
         args=TRAINERS_LAYERNORM + " C", traffic=lambda a: a.N * (a.C * (8 + 3 * a.itemsize) + 8), versions=(
-    Version("two kernels: an addition, layernorm_forward", add_then_normalize, threads=(128, 256, 512)),
-    Version("one kernel, the sum kept in shared memory", "fused_residual_forward2", WARP, "N", threads=(64, 128, 256),
-            shared=lambda a: a.threads // 32 * a.C * 4),
-    Version("the sum in registers: the trainer's", "layernorm_forward", WARP, "N", threads=(64, 128, 256, 512),
+    Version("two kernels: an addition, then the layernorm", add_then_normalize, threads=(128, 256, 512)),
+    Version("one kernel, the sum kept in shared memory", "fused_residual_forward2", "N", threads=(64, 128, 256),
+            shared="threads // 32 * 4*C"),
+    Version("the sum in registers: the trainer's", "residual_layernorm_forward", "N", threads=(64, 128, 256, 512),
             args=TRAINERS_LAYERNORM),
 ))
 def fused_residual_forward(a, draw):
-    """residual (N,C) += branch, inp = residual as a real, and out = its layernorm"""
+    """residual (N,C) += branch, copy = residual as a real, and out = its layernorm"""
     a.N = a.B * a.T
     a.residual, a.branch, a.weight, a.bias = draw.fp32(a.N, a.C), draw(a.N, a.C), draw(a.C), draw(a.C)
     residual = f32(a.residual + a.branch)
     mean, rstd = moments(residual)
-    return dict(residual=residual, inp=residual, out=layernorm(residual, a.weight, a.bias), mean=mean[:, 0],
+    return dict(residual=residual, copy=residual, out=layernorm(residual, a.weight, a.bias), mean=mean[:, 0],
                 rstd=rstd[:, 0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Matrix products
-
-
-def matmul_by_library(launch, a):
-    launch.device.matmul(a.out, a.inp, a.weight.T, bias=a.bias)
-
-
-def tiles_of(launch, a, name, size, shared=0):
-    """Blocks of size x size of out (N,OC), those of a row of blocks next to each other."""
-    launch(name, BLOCK, (-(-a.OC // size), -(-a.N // size)), a.out, a.inp, a.weight, a.bias, a.N, a.C, a.OC,
-           shared=shared)
 
 
 # Of sums of some thousand products. Tensor cores truncate where they add.
@@ -293,20 +279,15 @@ TENSOR_CORE_LIMITS = MATMUL_LIMITS | {"fp32": 1e-4}
 
 
 @ladder("B=8,T=1024,C=768,OC=3072", "B=1,T=1,C=32,OC=1", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=257",
-        flops=lambda a: 2 * a.N * a.C * a.OC, limits=MATMUL_LIMITS, versions=(
-    Version("a thread an element", lambda launch, a: launch(
-        "matmul_forward1", THREAD, a.N * a.OC, a.out, a.inp, a.weight, a.bias, a.N, a.C, a.OC), threads=(256, 1024)),
-    Version("tiles of 32 x 32 in shared memory", lambda launch, a: tiles_of(launch, a, "matmul_forward2", 32),
-            threads=(1024,)),
-    Version("8 x 8 elements a thread, in registers", lambda launch, a: tiles_of(launch, a, "matmul_forward3", 128),
-            threads=(256,)),
-    Version("16 bytes a load, and the next tile on its way", lambda launch, a: tiles_of(
-        launch, a, "matmul_forward4", 128), threads=(256,)),
-    Version("tensor cores, by mma.sync", lambda launch, a: tiles_of(
-        launch, a, "matmul_forward5", 128, shared=2 * 256 * (128 // a.itemsize + 8) * a.itemsize), threads=(256,),
-        dtypes=("fp32", "tf32", "bf16"), limits=TENSOR_CORE_LIMITS),
-    Version("cuBLAS, as the trainer does", matmul_by_library, threads=(), dtypes=("fp32", "tf32", "bf16"),
-            library="cuBLAS"),
+        args="out inp weight bias N C OC", flops=lambda a: 2 * a.N * a.C * a.OC, limits=MATMUL_LIMITS, versions=(
+    Version("a thread an element", "matmul_forward1", "N*OC", threads=(256, 1024)),
+    Version("tiles of 32 x 32 in shared memory", "matmul_forward2", "OC, N", threads=()),
+    Version("8 x 8 elements a thread, in registers", "matmul_forward3", "OC, N", threads=()),
+    Version("16 bytes a load, and the next tile on its way", "matmul_forward4", "OC, N", threads=()),
+    Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(),
+            shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=ALL, limits=TENSOR_CORE_LIMITS),
+    Version("cuBLAS, as the trainer does", lambda device, a: device.matmul(a.out, a.inp, a.weight.T, bias=a.bias),
+            threads=(), dtypes=ALL, library="cuBLAS"),
 ))
 def matmul_forward(a, draw):
     """out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC)"""
@@ -315,28 +296,30 @@ def matmul_forward(a, draw):
     return dict(out=a.inp @ a.weight.T + a.bias)
 
 
-def matmul_backward_pair(name, size):
-    """A function that launches the two products, by a thread an element, or by a block size x size."""
-    def run(launch, a):
-        tiles = lambda rows: (-(-a.C // size), -(-rows // size)) if size > 1 else rows * a.C
-        unit = BLOCK if size > 1 else THREAD
-        launch(f"{name}_inp", unit, tiles(a.N), a.dinp, a.dout, a.weight, a.N, a.C, a.OC)
-        launch(f"{name}_weight", unit, tiles(a.OC), a.dweight, a.dout, a.inp, a.N, a.C, a.OC)
+def matmul_backward_elements(device, a):
+    device.launch("matmul_backward1_inp", a.N * a.C, a.dinp, a.dout, a.weight, a.N, a.C, a.OC, threads=a.threads)
+    device.launch("matmul_backward1_weight", a.OC * a.C, a.dweight, a.dout, a.inp, a.N, a.C, a.OC, threads=a.threads)
+
+
+def matmul_backward_tiles(name):
+    """A function that launches the two products of a version whose blocks have tiles of the results."""
+    def run(device, a):
+        device.launch(f"{name}_inp", (a.C, a.N), a.dinp, a.dout, a.weight, a.N, a.C, a.OC, threads=a.threads)
+        device.launch(f"{name}_weight", (a.C, a.OC), a.dweight, a.dout, a.inp, a.N, a.C, a.OC, threads=a.threads)
     return run
 
 
-def matmul_backward_by_library(launch, a):
-    launch.device.matmul(a.dinp, a.dout, a.weight)
-    launch.device.matmul(a.dweight, a.dout.T, a.inp, accumulate=True)
+def matmul_backward_by_library(device, a):
+    device.matmul(a.dinp, a.dout, a.weight)
+    device.matmul(a.dweight, a.dout.T, a.inp, accumulate=True)
 
 
 @ladder("B=8,T=1024,C=768,OC=3072", "B=1,T=1,C=32,OC=8", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=264",
         fp32="dweight", flops=lambda a: 4 * a.N * a.C * a.OC, versions=(
-    Version("a thread an element", matmul_backward_pair("matmul_backward1", 1), threads=(256, 1024)),
-    Version("tiles of 32 x 32 in shared memory", matmul_backward_pair("matmul_backward2", 32), threads=(1024,)),
-    Version("8 x 8 elements a thread, in registers", matmul_backward_pair("matmul_backward3", 128), threads=(256,)),
-    Version("cuBLAS, as the trainer does", matmul_backward_by_library, threads=(), dtypes=("fp32", "tf32", "bf16"),
-            library="cuBLAS"),
+    Version("a thread an element", matmul_backward_elements, threads=(256, 1024)),
+    Version("tiles of 32 x 32 in shared memory", matmul_backward_tiles("matmul_backward2"), threads=(1024,)),
+    Version("8 x 8 elements a thread, in registers", matmul_backward_tiles("matmul_backward3"), threads=(256,)),
+    Version("cuBLAS, as the trainer does", matmul_backward_by_library, threads=(), dtypes=ALL, library="cuBLAS"),
 ), limits=MATMUL_LIMITS)
 def matmul_backward(a, draw):
     """dinp (N,C) = dout (N,OC) weight (OC,C), and dweight (OC,C) += dout' inp (N,C)"""
@@ -345,19 +328,18 @@ def matmul_backward(a, draw):
     return dict(dinp=a.dout @ a.weight, dweight=a.dweight + a.dout.T @ a.inp)
 
 
-def trainers_matmul_backward_bias(launch, a):
-    launch("matmul_backward_bias", COLUMNS, (a.OC, a.shares), a.partials, a.dout, a.N, a.OC)
-    add_partials(launch, [a.dbias], a.partials)
+def trainers_matmul_backward_bias(device, a):
+    device.launch("matmul_backward_bias", (a.OC, a.shares), a.partials, a.dout, a.N, a.OC)
+    device.launch("add_partials", a.OC, a.dbias, None, None, a.partials, a.shares, a.OC)
 
 
 @ladder("B=8,T=1024,OC=3072", "B=1,T=2,OC=32", "B=3,T=9,OC=288", "B=1,T=140,OC=1600", fp32="dbias partials",
         args="dbias dout N OC", versions=(
-    Version("a thread a column", "matmul_backward_bias1", THREAD, "OC", threads=(32, 64, 128)),
-    Version("the rows shared out, with atomics", lambda launch, a: launch(
-        "matmul_backward_bias2", THREAD, (a.OC, a.shares), a.dbias, a.dout, a.N, a.OC), threads=(128, 256),
-        more=dict(shares=(16, 64, 256))),
-    Version("16 bytes a lane, no atomics: the trainer's", trainers_matmul_backward_bias, threads=(256,),
-            more=dict(shares=(16, 32, 64)), scratch=lambda a: dict(partials=(1, a.shares, a.OC))),
+    Version("a thread a column", "matmul_backward_bias1", "OC", threads=(32, 64, 128)),
+    Version("the rows shared out, with atomics", "matmul_backward_bias2", "OC, shares", threads=(128, 256),
+            more=dict(shares=(16, 64, 256))),
+    Version("16 bytes a lane, no atomics: the trainer's", trainers_matmul_backward_bias, threads=(),
+            more=dict(shares=(16, 32, 64)), scratch=lambda a: dict(partials=(a.shares, a.OC))),
 ), torch=lambda torch, x: lambda: x.dout.sum(0),
         held_back="the second launch, which adds up the shares, takes two or three of them")
 def matmul_backward_bias(a, draw):
@@ -385,26 +367,17 @@ def join_heads(a, x):
     return x.reshape(a.B, a.NH, a.T, a.HS).swapaxes(1, 2).reshape(a.B, a.T, -1)
 
 
-def by_queries(name, args):
-    """A function that launches a kernel whose blocks have as many queries of a head as threads."""
-    def run(launch, a):
-        launch(name, BLOCK, -(-a.T // a.threads) * a.B * a.NH, *(getattr(a, arg) for arg in args.split()))
-    return run
+def trainers_attention(device, a, relu=0):
+    blocks, shared = attention_launch(device, "attention_forward", a.B, a.T, a.NH)
+    device.launch("attention_forward", blocks, a.out, a.lse, a.qkv, a.scale, relu, a.T, a.NH, shared=shared)
 
 
-def trainers_attention(launch, a, relu=0):
-    sizes = launch.device.attention_sizes
-    launch("attention_forward", BLOCK, -(-a.T // sizes.rows) * a.B * a.NH, a.out, a.lse, a.qkv, a.scale, relu, a.T,
-           a.NH, threads=LAUNCH["attention_forward"][0], shared=sizes.shared_forward)
-
-
-def materialized_attention(launch, a):
-    rows, tiles = a.B * a.NH * a.T, -(-a.T // 32)
-    launch("attention_forward2_scores", BLOCK, (a.B * a.NH * tiles, tiles), a.att, a.qkv, a.scale, a.T, a.NH,
-           threads=1024)
-    launch("attention_forward2_softmax", WARP, rows, a.att, rows, a.T)
-    launch("attention_forward2_values", BLOCK, (a.B * a.NH * -(-a.HS // 32), tiles), a.out, a.att, a.qkv, a.T, a.NH,
-           threads=1024)
+def materialized_attention(device, a):
+    heads, tiles, channel_tiles = a.B * a.NH, -(-a.T // 32), -(-a.HS // 32)
+    device.launch("attention_forward2_scores", (heads * tiles, a.T), a.att, a.qkv, a.scale, a.T, a.NH, threads=1024)
+    device.launch("attention_forward2_softmax", heads * a.T, a.att, heads * a.T, a.T, threads=a.threads)
+    device.launch("attention_forward2_values", (heads * channel_tiles, a.T), a.out, a.att, a.qkv, a.T, a.NH,
+                  threads=1024)
 
 
 def torch_attention(torch, x):
@@ -414,14 +387,13 @@ def torch_attention(torch, x):
 
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="att lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
         limits=ATTENTION_LIMITS, versions=(
-    Version("a thread a query, its weights in device memory", lambda launch, a: launch(
-        "attention_forward1", THREAD, a.B * a.NH * a.T, a.out, a.att, a.qkv, a.scale, a.B, a.T, a.NH),
-        threads=(64, 256), scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
+    Version("a thread a query, its weights in device memory", "attention_forward1", "B*NH*T", threads=(64, 256),
+            args="out att qkv scale B T NH", scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
     Version("three kernels: tiles, online softmax, tiles", materialized_attention, threads=(128, 256),
             scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
-    Version("flash in fp32", by_queries("attention_forward3", "out qkv scale T NH"), threads=(64, 128, 256)),
-    Version("flash on tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention, threads=(128,),
-            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
+    Version("flash in fp32", "attention_forward3", "T, B*NH", threads=(64, 128, 256), args="out qkv scale T NH"),
+    Version("flash on tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention, threads=(), dtypes=ALL,
+            scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
 ), torch=torch_attention)
 def attention_forward(a, draw):
     """out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
@@ -429,26 +401,28 @@ def attention_forward(a, draw):
     return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), *split_heads(a, a.qkv), step=1)))
 
 
-def attention_backward_without_atomics(launch, a):
-    launch("attention_backward2_delta", THREAD, a.B * a.NH * a.T, a.delta, a.dout, a.out, a.B, a.T, a.NH)
-    by_queries("attention_backward2_q", "dqkv dout qkv lse delta scale T NH")(launch, a)
-    by_queries("attention_backward2_k", "dqkv dout qkv lse delta scale T NH")(launch, a)
-    by_queries("attention_backward2_v", "dqkv dout qkv lse scale T NH")(launch, a)
+def attention_backward_with_atomics(device, a):
+    device.zero(a.dqkv)
+    device.launch("attention_backward1", a.B * a.NH * a.T, a.dqkv, a.dout, a.out, a.qkv, a.lse, a.scale, a.B, a.T, a.NH,
+                  threads=a.threads)
 
 
-def attention_backward_with_atomics(launch, a):
-    launch.device.zero(a.dqkv)
-    launch("attention_backward1", THREAD, a.B * a.NH * a.T, a.dqkv, a.dout, a.out, a.qkv, a.lse, a.scale, a.B, a.T,
-           a.NH)
+def attention_backward_without_atomics(device, a):
+    rows, inputs = (a.T, a.B * a.NH), (a.dqkv, a.dout, a.qkv, a.lse)
+    device.launch("attention_backward2_delta", a.B * a.NH * a.T, a.delta, a.dout, a.out, a.B, a.T, a.NH,
+                  threads=a.threads)
+    device.launch("attention_backward2_q", rows, *inputs, a.delta, a.scale, a.T, a.NH, threads=a.threads)
+    device.launch("attention_backward2_k", rows, *inputs, a.delta, a.scale, a.T, a.NH, threads=a.threads)
+    device.launch("attention_backward2_v", rows, *inputs, a.scale, a.T, a.NH, threads=a.threads)
 
 
-def trainers_attention_backward(launch, a):
-    sizes = launch.device.attention_sizes
-    blocks = -(-a.T // sizes.rows) * a.B * a.NH
-    launch("attention_backward_q", BLOCK, blocks, a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse, a.scale, 0, a.T, a.NH,
-           threads=LAUNCH["attention_backward_q"][0], shared=sizes.shared_backward)
-    launch("attention_backward_kv", BLOCK, blocks, a.dqkv, a.dout, a.qkv, a.lse, a.delta, a.scale, 0, a.T, a.NH,
-           threads=LAUNCH["attention_backward_kv"][0], shared=sizes.shared_backward)
+def trainers_attention_backward(device, a):
+    blocks, shared = attention_launch(device, "attention_backward_q", a.B, a.T, a.NH)
+    device.launch("attention_backward_q", blocks, a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse, a.scale, 0, a.T, a.NH,
+                  shared=shared)
+    blocks, shared = attention_launch(device, "attention_backward_kv", a.B, a.T, a.NH)
+    device.launch("attention_backward_kv", blocks, a.dqkv, a.dout, a.qkv, a.lse, a.delta, a.scale, 0, a.T, a.NH,
+                  shared=shared)
 
 
 def torch_attention_backward(torch, x):
@@ -463,8 +437,8 @@ def torch_attention_backward(torch, x):
     Version("a thread a query, with atomics", attention_backward_with_atomics, threads=(64, 256), dtypes=("fp32",)),
     Version("a thread a row of dq, dk or dv", attention_backward_without_atomics, threads=(64, 128),
             scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
-    Version("tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention_backward, threads=(128,),
-            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+    Version("tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention_backward, threads=(), dtypes=ALL,
+            scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
 ), torch=torch_attention_backward)
 def attention_backward(a, draw):
     """dqkv (B,T,3,NH,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
@@ -484,12 +458,11 @@ def attention_backward(a, draw):
 
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
         limits=ATTENTION_LIMITS, versions=(
-    Version("a thread a query", lambda launch, a: launch(
-        "relu_attention_forward1", THREAD, a.B * a.NH * a.T, a.out, a.qkv, a.scale, a.B, a.T, a.NH), threads=(64, 256)),
-    Version("tiles of keys in shared memory", by_queries("relu_attention_forward2", "out qkv scale T NH"),
-            threads=(64, 128, 256)),
+    Version("a thread a query", "relu_attention_forward1", "B*NH*T", threads=(64, 256), args="out qkv scale B T NH"),
+    Version("tiles of keys in shared memory", "relu_attention_forward2", "T, B*NH", threads=(64, 128, 256),
+            args="out qkv scale T NH"),
     Version("tensor cores, by mma.sync or wgmma: the trainer's", functools.partial(trainers_attention, relu=1),
-            threads=(128,), dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
+            threads=(), dtypes=ALL, scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
 ))
 def relu_attention_forward(a, draw):
     """out (B,T,NH,HS) = max(0, q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
@@ -497,23 +470,14 @@ def relu_attention_forward(a, draw):
     return dict(out=join_heads(a, in_parts(functools.partial(attention, "relu"), *split_heads(a, a.qkv), step=1)))
 
 
-def trimat_tiles(name, size, shared=lambda a: 0):
-    """A function that launches a kernel whose blocks have size x size scores of a head."""
-    def run(launch, a):
-        tiles = -(-a.T // size)
-        launch(name, BLOCK, (a.B * a.NH * tiles, tiles), a.att, a.qkv, a.scale, a.T, a.NH, shared=shared(a))
-    return run
-
-
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, limits=TENSOR_CORE_LIMITS | dict(tf32=2e-3),
-        flops=lambda a: 2 * pairs_seen(a) * a.HS,
+        args="att qkv scale T NH", flops=lambda a: 2 * pairs_seen(a) * a.HS,
         traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
-    Version("a thread an element", lambda launch, a: launch(
-        "trimat_forward1", THREAD, a.B * a.NH * a.T**2, a.att, a.qkv, a.scale, a.B, a.T, a.NH), threads=(256, 1024)),
-    Version("tiles of 32 x 32 in shared memory", trimat_tiles("trimat_forward2", 32), threads=(1024,)),
-    Version("8 x 8 elements a thread, in registers", trimat_tiles("trimat_forward3", 128), threads=(256,)),
-    Version("tensor cores", trimat_tiles("trimat_forward4", 128, lambda a: -(-a.HS * a.itemsize // 128) * 256 * (
-        128 // a.itemsize + 8) * a.itemsize), threads=(256,), dtypes=("fp32", "tf32", "bf16")),
+    Version("a thread an element", "trimat_forward1", "B*NH*T*T", threads=(256, 1024), args="att qkv scale B T NH"),
+    Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=()),
+    Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=()),
+    Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(), dtypes=ALL,
+            shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
 ))
 def trimat_forward(a, draw):
     """att (B,NH,T,T) = q k' / sqrt(HS) on and below the diagonal, from qkv (B,T,3,NH,HS)"""
@@ -524,26 +488,22 @@ def trimat_forward(a, draw):
 
 
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, args="out inp B T NH HS", versions=(
-    Version("a thread a number", "permute1", THREAD, "numbers"),
-    Version("16 bytes a lane, 32-bit divisions", lambda launch, a: launch(
-        "permute2", NUMBER, (a.NH * a.T * a.HS, 3 * a.B), a.out, a.inp, a.B, a.T, a.NH, a.HS)),
+    Version("a thread a number", "permute1", "3*B*T*NH*HS"),
+    Version("16 bytes a lane, 32-bit divisions", "permute2", "NH*T*HS, 3*B"),
 ), torch=lambda torch, x: lambda: x.inp.view(x.B, x.T, 3, x.NH, x.HS).permute(2, 0, 3, 1, 4).contiguous())
 def permute(a, draw):
     """inp (B,T,3,NH,HS) to out (3,B,NH,T,HS)"""
     a.inp = draw(a.B, a.T, 3, a.NH, a.HS)
-    a.numbers = a.inp.size
     return dict(out=a.inp.transpose(2, 0, 3, 1, 4).copy())
 
 
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, args="out inp B T NH HS", versions=(
-    Version("a thread a number", "unpermute1", THREAD, "numbers"),
-    Version("16 bytes a lane, 32-bit divisions", lambda launch, a: launch(
-        "unpermute2", NUMBER, (a.NH * a.T * a.HS, a.B), a.out, a.inp, a.B, a.T, a.NH, a.HS)),
+    Version("a thread a number", "unpermute1", "B*NH*T*HS"),
+    Version("16 bytes a lane, 32-bit divisions", "unpermute2", "NH*T*HS, B"),
 ), torch=lambda torch, x: lambda: x.inp.transpose(1, 2).contiguous())
 def unpermute(a, draw):
     """inp (B,NH,T,HS) to out (B,T,NH,HS)"""
     a.inp = draw(a.B, a.NH, a.T, a.HS)
-    a.numbers = a.inp.size
     return dict(out=a.inp.swapaxes(1, 2).copy())
 
 
@@ -552,9 +512,9 @@ def unpermute(a, draw):
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, args="out inp N OC", versions=(
-    Version("a thread a number, by tanh", "gelu_forward1", THREAD, "N*OC"),
-    Version("16 bytes a lane", "gelu_forward2", NUMBER, "N*OC"),
-    Version("one exponential: the trainer's", "gelu_forward", NUMBER, "N*OC"),
+    Version("a thread a number, by tanh", "gelu_forward1", "N*OC"),
+    Version("16 bytes a lane", "gelu_forward2", "N*OC"),
+    Version("one exponential: the trainer's", "gelu_forward", "N*OC"),
 ), torch=lambda torch, x: lambda: torch.nn.functional.gelu(x.inp, approximate="tanh"))
 def gelu_forward(a, draw):
     """out (N,4C) = gelu(inp)"""
@@ -564,9 +524,9 @@ def gelu_forward(a, draw):
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, args="dinp inp N OC", versions=(
-    Version("a thread a number, by tanh", "gelu_backward1", THREAD, "N*OC"),
-    Version("16 bytes a lane", "gelu_backward2", NUMBER, "N*OC"),
-    Version("one exponential: the trainer's", "gelu_backward", NUMBER, "N*OC"),
+    Version("a thread a number, by tanh", "gelu_backward1", "N*OC"),
+    Version("16 bytes a lane", "gelu_backward2", "N*OC"),
+    Version("one exponential: the trainer's", "gelu_backward", "N*OC"),
 ), torch=lambda torch, x: lambda: torch.ops.aten.gelu_backward(x.dinp, x.inp, approximate="tanh"))
 def gelu_backward(a, draw):
     """dinp (N,4C), the gradient of gelu(inp), becomes that of inp"""
@@ -594,19 +554,13 @@ def pad(a, x):
     return np.pad(x, ((0, 0), (0, a.Vp - a.V)))
 
 
-def a_row_in_shared(name, args):
-    """A function that launches as many blocks as can be chosen, with a row of Vp numbers each in shared memory."""
-    return lambda launch, a: launch(name, BLOCK, min(a.blocks, a.N), *(getattr(a, arg) for arg in args.split()),
-                                    shared=a.Vp * a.itemsize)
-
-
 @ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="out inp N V Vp", versions=(
-    Version("a thread a row, three passes", "softmax_forward1", THREAD, "N", threads=(32, 128),
+    Version("a thread a row, three passes", "softmax_forward1", "N", threads=(32, 128),
             limits=dict(fp32=1e-4)),  # a sum of 50,257 numbers one by one
-    Version("a block a row, three passes", "softmax_forward2", BLOCK, "N", threads=(256, 512, 1024)),
-    Version("two passes, 16 bytes a lane", "softmax_forward3", BLOCK, "N", threads=(256, 512, 1024)),
-    Version("one pass, the next row on its way", a_row_in_shared("softmax_forward4", "out inp N V Vp"),
-            threads=(512, 1024), more=dict(blocks=(132, 264))),
+    Version("a block a row, three passes", "softmax_forward2", "N", threads=(256, 512, 1024)),
+    Version("two passes, 16 bytes a lane", "softmax_forward3", "N", threads=(256, 512, 1024)),
+    Version("one pass, the next row on its way", "softmax_forward4", "min(blocks, N)", threads=(512, 1024),
+            shared="Vp*itemsize", more=dict(blocks=(132, 264))),
 ), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))
 def softmax_forward(a, draw):
     """out (N,Vp) = softmax(inp) over the first V columns, zeros in the others"""
@@ -620,16 +574,15 @@ def torch_cross_entropy(torch, x):
     return lambda: torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
 
-def trainers_classifier(launch, a, with_gradient):
-    shared, device = 2 * a.Vp * a.itemsize, launch.device
-    stages = 2 if shared <= device.max_shared else 0
-    launch("fused_classifier", BLOCK, min(a.N, device.multiprocessors if stages else a.N), a.logits, a.losses,
-           a.targets, a.dloss, a.N, a.V, a.Vp, int(with_gradient), stages, shared=shared if stages else 0)
+def trainers_classifier(device, a, with_gradient):
+    blocks, stages, shared = classifier_launch(device, a.N, a.Vp)
+    device.launch("fused_classifier", blocks, a.logits, a.losses, a.targets, a.dloss, a.N, a.V, a.Vp, with_gradient,
+                  stages, threads=a.threads, shared=shared)
 
 
 @ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="losses logits targets N V Vp", fp32="losses", versions=(
-    Version("a thread a row, two passes", "crossentropy_forward1", THREAD, "N", threads=(32, 128)),
-    Version("a block a row", "crossentropy_forward2", BLOCK, "N", threads=(256, 512, 1024)),
+    Version("a thread a row, two passes", "crossentropy_forward1", "N", threads=(32, 128)),
+    Version("a block a row", "crossentropy_forward2", "N", threads=(256, 512, 1024)),
     Version("one pass, 16 bytes a lane: the trainer's", functools.partial(trainers_classifier, with_gradient=False),
             threads=(256, 512, 1024)),
 ), torch=torch_cross_entropy,
@@ -643,9 +596,8 @@ def crossentropy_forward(a, draw):
 
 
 @ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="dlogits dlosses probs targets N V Vp", fp32="dlosses", versions=(
-    Version("a thread a number", "crossentropy_softmax_backward1", THREAD, "N*Vp"),
-    Version("16 bytes a lane", lambda launch, a: launch("crossentropy_softmax_backward2", NUMBER, (
-        a.Vp, a.N), a.dlogits, a.dlosses, a.probs, a.targets, a.N, a.V, a.Vp)),
+    Version("a thread a number", "crossentropy_softmax_backward1", "N*Vp"),
+    Version("16 bytes a lane", "crossentropy_softmax_backward2", "Vp, N"),
 ))
 def crossentropy_softmax_backward(a, draw):
     """dlogits (N,Vp) = (probs - 1 at the target) * dlosses (N)"""
@@ -658,12 +610,12 @@ def crossentropy_softmax_backward(a, draw):
 
 
 @ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="logits losses targets dloss N V Vp", fp32="losses", versions=(
-    Version("a thread a row, four passes", "classifier_fused1", THREAD, "N", threads=(32, 128),
+    Version("a thread a row, four passes", "classifier_fused1", "N", threads=(32, 128),
             limits=dict(fp32=1e-4)),
-    Version("a block a row, three passes", "classifier_fused2", BLOCK, "N", threads=(256, 512, 1024)),
-    Version("two passes", "classifier_fused3", BLOCK, "N", threads=(256, 512, 1024)),
-    Version("16 bytes a lane, one row in shared memory", a_row_in_shared(
-        "classifier_fused4", "logits losses targets dloss N V Vp"), threads=(512, 1024), more=dict(blocks=(132, 264))),
+    Version("a block a row, three passes", "classifier_fused2", "N", threads=(256, 512, 1024)),
+    Version("two passes", "classifier_fused3", "N", threads=(256, 512, 1024)),
+    Version("16 bytes a lane, one row in shared memory", "classifier_fused4", "min(blocks, N)", threads=(512, 1024),
+            shared="Vp*itemsize", more=dict(blocks=(132, 264))),
     Version("two rows in shared memory, if they fit: the trainer's", functools.partial(
         trainers_classifier, with_gradient=True), threads=(256, 512, 1024)),
 ),
@@ -686,21 +638,22 @@ def classifier_fused(a, draw):
 # The update
 
 
-def norm_with_atomics(name, blocks=None):
-    def run(launch, a):
-        launch.device.zero(a.norm)
-        launch(name, THREAD if blocks is None else BLOCK, blocks(a) if blocks else a.n, a.norm, a.grads, a.n)
-        launch("global_norm1_root", BLOCK, 1, a.norm, threads=1)
+def norm_with_atomics(name, items):
+    """A function that launches a kernel over items(a), which adds to zero, and the root."""
+    def run(device, a):
+        device.zero(a.norm)
+        device.launch(name, items(a), a.norm, a.grads, a.n, threads=a.threads)
+        device.launch("global_norm1_root", 1, a.norm)
     return run
 
 
-@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="grads norm", limits=dict(fp32=1e-4), versions=(
-    Version("a thread a number, an atomic a block", norm_with_atomics("global_norm1"), dtypes=("fp32",)),
+@ladder("n=124475904", "n=32", "n=9600", "n=300032", args="norm grads n", fp32="grads norm", limits=dict(fp32=1e-4),
+        versions=(
+    Version("a thread a number, an atomic a block", norm_with_atomics("global_norm1", lambda a: a.n), dtypes=("fp32",)),
     Version("as many blocks as run at once", norm_with_atomics("global_norm2", lambda a: a.blocks), dtypes=("fp32",),
             threads=(256, 512), more=dict(blocks=BLOCKS)),
-    Version("16 bytes a lane, no float atomics: the trainer's", lambda launch, a: launch(
-        "global_norm", BLOCK, a.blocks, a.norm, a.grads, a.n), dtypes=("fp32",), threads=(256, 512),
-        more=dict(blocks=BLOCKS)),
+    Version("16 bytes a lane, no float atomics: the trainer's", "global_norm", "blocks", dtypes=("fp32",),
+            threads=(256, 512), more=dict(blocks=BLOCKS)),
 ), torch=lambda torch, x: lambda: torch.linalg.vector_norm(x.grads))
 def global_norm(a, draw):
     """norm[0] = the square root of the sum of the squares of grads (n)"""
@@ -708,21 +661,21 @@ def global_norm(a, draw):
     return dict(norm=np.r_[np.sqrt(np.square(a.grads).sum()), 0, np.full(max(BLOCKS), np.nan)])
 
 
-def adamw_line_by_line(launch, a):
-    launch("adamw1_clip", THREAD, a.n, a.grads, a.n, a.settings, a.norm)
-    launch("adamw1_decay", THREAD, a.n, a.master, a.starts, a.decayed, a.tensors, a.n, a.settings)
-    launch("adamw1_m", THREAD, a.n, a.m, a.grads, a.n, a.settings)
-    launch("adamw1_v", THREAD, a.n, a.v, a.grads, a.n, a.settings)
-    launch("adamw1_step", THREAD, a.n, a.params, a.master, a.m, a.v, a.n, a.settings)
-    launch("adamw1_zero", THREAD, a.n, a.grads, a.starts, a.added_to, a.tensors, a.n)
+def adamw_line_by_line(device, a):
+    launch = functools.partial(device.launch, threads=a.threads)
+    launch("adamw1_clip", a.n, a.clipped, a.grads, a.n, a.settings, a.norm)
+    launch("adamw1_decay", a.n, a.master, a.starts, a.decayed, a.tensors, a.n, a.settings)
+    launch("adamw1_m", a.n, a.m, a.clipped, a.n, a.settings)
+    launch("adamw1_v", a.n, a.v, a.clipped, a.n, a.settings)
+    launch("adamw1_step", a.n, a.params, a.master, a.m, a.v, a.n, a.settings)
 
 
-@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="master grads m v settings norm",
-        args="params master grads m v starts decayed added_to tensors n settings norm",
-        traffic=lambda a: (28 + a.itemsize % 4) * a.n + 4 * a.zeroed, versions=(
-    Version("six kernels, a line of the algorithm each", adamw_line_by_line, threads=(256, 512, 1024)),
-    Version("one kernel, a thread a number", "adamw2", THREAD, "n"),
-    Version("16 bytes a lane: the trainer's", "adamw", NUMBER, "n"),
+@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="master grads clipped m v settings norm",
+        args="params master grads m v starts decayed tensors n settings norm", versions=(
+    Version("five kernels, a line of the algorithm each", adamw_line_by_line, threads=(256, 512, 1024),
+            scratch=lambda a: dict(clipped=(a.n,))),
+    Version("one kernel, a thread a number", "adamw2", "n"),
+    Version("16 bytes a lane: the trainer's", "adamw", "n"),
 ))
 def adamw(a, draw):
     """a step of AdamW on n numbers, clipped, in 16 tensors of arenas; params are rounded copies of the master"""
@@ -731,7 +684,6 @@ def adamw(a, draw):
     a.settings, a.norm, a.tensors = f32([values[name] for name in ADAMW]), np.array([2.5]), min(16, a.n // 32)
     a.starts = np.append(np.arange(a.tensors) * (a.n // a.tensors // 32 * 32), a.n).astype(np.uint64)
     a.decayed = np.resize(np.int32([1, 0, 0]), a.tensors)
-    a.added_to = np.resize(np.int32([0, 1, 0, 0, 0]), a.tensors)
     a.master, a.grads, a.m, a.v = draw.fp32(a.n), draw.fp32(a.n), draw.fp32(a.n), abs(draw.fp32(a.n))
     s = dict(zip(ADAMW, a.settings))
 
@@ -741,15 +693,13 @@ def adamw(a, draw):
         change = m * s["correction1"] / (np.sqrt(v * s["correction2"]) + s["eps"])
         return p - s["learning_rate"] * (change + s["weight_decay"] * decayed * p), m, v
 
-    decayed, zeroed = (np.repeat(x.astype(bool), np.diff(a.starts.astype(np.int64))) for x in (a.decayed, a.added_to))
-    a.zeroed = int(zeroed.sum())
+    decayed = np.repeat(a.decayed.astype(bool), np.diff(a.starts.astype(np.int64)))
     master, m, v = (x.reshape(-1) for x in in_parts(step, *(
         x.reshape(-1, 32) for x in (a.master, a.grads, a.m, a.v, decayed))))
-    expected = dict(master=master, m=m, v=v, grads=np.where(zeroed, 0, np.nan))  # the others may be clipped, or not
     if draw.bf16:
-        return dict(expected, params=master)
+        return dict(master=master, m=m, v=v, params=master)
     a.params = None  # in fp32 they are the master
-    return expected
+    return dict(master=master, m=m, v=v)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -757,9 +707,9 @@ def adamw(a, draw):
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd", args="out rstd inp weight N C", versions=(
-    Version("a thread a row", "rmsnorm_forward1", THREAD, "N", threads=(32, 64, 128, 256)),
-    Version("a warp a row", "rmsnorm_forward2", WARP, "N"),
-    Version("16 bytes a lane", "rmsnorm_forward3", WARP, "N"),
+    Version("a thread a row", "rmsnorm_forward1", "N", threads=(32, 64, 128, 256)),
+    Version("a warp a row", "rmsnorm_forward2", "N"),
+    Version("16 bytes a lane", "rmsnorm_forward3", "N"),
 ), torch=lambda torch, x: lambda: torch.nn.functional.rms_norm(x.inp, x.inp.shape[-1:], x.weight, 1e-5))
 def rmsnorm_forward(a, draw):
     """out (N,C) = inp * rstd * weight, with rstd of each row"""
@@ -769,20 +719,19 @@ def rmsnorm_forward(a, draw):
     return dict(out=a.inp * rstd[:, None] * a.weight, rstd=rstd)
 
 
-def rmsnorm_backward_in_registers(launch, a):
-    launch("rmsnorm_backward3", BLOCK, a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
-           shared=a.threads // 32 * a.C * 4)
-    add_partials(launch, [a.dweight], a.partials)
+def rmsnorm_backward_in_registers(device, a):
+    device.launch("rmsnorm_backward3", a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
+                  threads=a.threads, shared=a.threads // 32 * 4 * a.C)
+    device.launch("add_partials", a.C, a.dweight, None, None, a.partials, a.blocks, a.C)
 
 
 @ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C",
         versions=(
-    Version("a thread a row, with atomics", "rmsnorm_backward1", THREAD, "N", threads=(32, 64, 128, 256)),
-    Version("a warp a row, atomics in shared memory", lambda launch, a: launch(
-        "rmsnorm_backward2", BLOCK, a.blocks, a.dinp, a.dweight, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
-        shared=4 * a.C), threads=(128, 256, 512), more=dict(blocks=BLOCKS)),
+    Version("a thread a row, with atomics", "rmsnorm_backward1", "N", threads=(32, 64, 128, 256)),
+    Version("a warp a row, atomics in shared memory", "rmsnorm_backward2", "blocks", threads=(128, 256, 512),
+            shared="4*C", more=dict(blocks=BLOCKS)),
     Version("16 bytes a lane, sums in registers", rmsnorm_backward_in_registers, threads=(128, 256),
-            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(1, a.blocks, a.C)), fits=lambda a: a.C <= 1024),
+            more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(a.blocks, a.C)), fits=lambda a: a.C <= 1024),
 ),
         held_back="each warp has a few rows, so the wait for the first, the sum over the warps at the end and "
                   "the second launch weigh as much as the rows")
@@ -810,25 +759,25 @@ def rotate(x, cosines, sines):
 
 
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="cosines sines", args="out inp cosines sines N T NH HS", versions=(
-    Version("a thread a pair, which computes its angle", "rope_forward1", THREAD, "pairs", args="out inp N T NH HS",
+    Version("a thread a pair, which computes its angle", "rope_forward1", "N*NH*HS // 2", args="out inp N T NH HS",
             limits=dict(fp32=1e-4)),
-    Version("tables of cosines and sines", "rope_forward2", THREAD, "pairs"),
-    Version("16 bytes a lane", "rope_forward3", NUMBER, "N*NH*HS"),
+    Version("tables of cosines and sines", "rope_forward2", "N*NH*HS // 2"),
+    Version("16 bytes a lane", "rope_forward3", "N*NH*HS"),
 ))
 def rope_forward(a, draw):
     """out (B,T,NH,HS) = the pairs of channels of inp, turned by an angle for each position"""
-    a.N, a.pairs, a.inp = a.B * a.T, a.B * a.T * a.NH * a.HS // 2, draw(a.B, a.T, a.NH, a.HS)
+    a.N, a.inp = a.B * a.T, draw(a.B, a.T, a.NH, a.HS)
     a.cosines, a.sines = rotation(a)
     return dict(out=rotate(a.inp, a.cosines, a.sines))
 
 
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="cosines sines", args="dinp dout cosines sines N T NH HS", versions=(
-    Version("a thread a pair", "rope_backward1", THREAD, "pairs"),
-    Version("16 bytes a lane", "rope_backward2", NUMBER, "N*NH*HS"),
+    Version("a thread a pair", "rope_backward1", "N*NH*HS // 2"),
+    Version("16 bytes a lane", "rope_backward2", "N*NH*HS"),
 ))
 def rope_backward(a, draw):
     """dinp (B,T,NH,HS) = dout, turned back"""
-    a.N, a.pairs, a.dout = a.B * a.T, a.B * a.T * a.NH * a.HS // 2, draw(a.B, a.T, a.NH, a.HS)
+    a.N, a.dout = a.B * a.T, draw(a.B, a.T, a.NH, a.HS)
     a.cosines, a.sines = rotation(a)
     return dict(dinp=rotate(a.dout, a.cosines, -a.sines))
 
@@ -841,8 +790,8 @@ def sigmoid(x):
 
 
 @ladder("B=8,T=1024,H=2048", *ROWS_H, args="out inp N H", versions=(
-    Version("a thread a number", "swiglu_forward1", THREAD, "N*H"),
-    Version("16 bytes a lane", lambda launch, a: launch("swiglu_forward2", NUMBER, (a.H, a.N), a.out, a.inp, a.N, a.H)),
+    Version("a thread a number", "swiglu_forward1", "N*H"),
+    Version("16 bytes a lane", "swiglu_forward2", "H, N"),
 ))
 def swiglu_forward(a, draw):
     """out (N,H) = silu(gate) * up, the halves of inp (N,2H)"""
@@ -853,9 +802,8 @@ def swiglu_forward(a, draw):
 
 
 @ladder("B=8,T=1024,H=2048", *ROWS_H, args="dinp dout inp N H", versions=(
-    Version("a thread a number", "swiglu_backward1", THREAD, "N*H"),
-    Version("16 bytes a lane", lambda launch, a: launch(
-        "swiglu_backward2", NUMBER, (a.H, a.N), a.dinp, a.dout, a.inp, a.N, a.H)),
+    Version("a thread a number", "swiglu_backward1", "N*H"),
+    Version("16 bytes a lane", "swiglu_backward2", "H, N"),
 ))
 def swiglu_backward(a, draw):
     """dinp (N,2H) of silu(gate) * up"""
@@ -883,40 +831,38 @@ def repeat_heads(a, inp):
 
 
 @ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, args="out inp N NH KV HS", versions=(
-    Version("a thread a number", "repeat_kv_forward1", THREAD, "numbers"),
-    Version("16 bytes a lane", lambda launch, a: launch(
-        "repeat_kv_forward2", NUMBER, (3 * a.NH * a.HS, a.N), a.out, a.inp, a.N, a.NH, a.KV, a.HS)),
+    Version("a thread a number", "repeat_kv_forward1", "N*3*NH*HS"),
+    Version("16 bytes a lane", "repeat_kv_forward2", "3*NH*HS, N"),
 ))
 def repeat_kv_forward(a, draw):
     """out (B,T,3,NH,HS) = inp (B,T,NH+2KV,HS) with each key and value head NH/KV times"""
     set_groups(a)
-    a.inp, a.numbers = draw(a.B, a.T, a.NH + 2 * a.KV, a.HS), a.N * 3 * a.NH * a.HS
+    a.inp = draw(a.B, a.T, a.NH + 2 * a.KV, a.HS)
     return dict(out=repeat_heads(a, a.inp))
 
 
-def repeat_kv_backward_with_atomics(launch, a):
-    launch.device.zero(a.dinp)
-    launch("repeat_kv_backward1", THREAD, a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.KV, a.HS)
+def repeat_kv_backward_with_atomics(device, a):
+    device.zero(a.dinp)
+    device.launch("repeat_kv_backward1", a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.KV, a.HS,
+                  threads=a.threads)
 
 
 @ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, args="dinp dout N NH KV HS", versions=(
     Version("a thread a number of dout, with atomics", repeat_kv_backward_with_atomics, dtypes=("fp32",)),
-    Version("a thread a number of dinp", "repeat_kv_backward2", THREAD, "numbers"),
-    Version("16 bytes a lane", lambda launch, a: launch(
-        "repeat_kv_backward3", NUMBER, (a.in_heads * a.HS, a.N), a.dinp, a.dout, a.N, a.NH, a.KV, a.HS)),
+    Version("a thread a number of dinp", "repeat_kv_backward2", "N*(NH + 2*KV)*HS"),
+    Version("16 bytes a lane", "repeat_kv_backward3", "(NH + 2*KV)*HS, N"),
 ))
 def repeat_kv_backward(a, draw):
     """dinp (B,T,NH+2KV,HS) = dout (B,T,3,NH,HS), summed over the copies of a head"""
     set_groups(a)
-    a.in_heads, a.dout = a.NH + 2 * a.KV, draw(a.B, a.T, 3, a.NH, a.HS)
-    a.numbers = a.N * a.in_heads * a.HS
+    a.dout = draw(a.B, a.T, 3, a.NH, a.HS)
     dkv = a.dout[:, :, 1:].reshape(a.B, a.T, 2 * a.KV, a.NH // a.KV, a.HS).sum(3)
     return dict(dinp=np.concatenate([a.dout[:, :, 0], dkv], 2))
 
 
-def repeat_and_attend(launch, a):
-    launch("gqa_forward2_repeat", NUMBER, (3 * a.NH * a.HS, a.N), a.qkv, a.inp, a.NH, a.KV, threads=256)
-    trainers_attention(launch, a)
+def repeat_and_attend(device, a):
+    device.launch("gqa_forward2_repeat", (3 * a.NH * a.HS, a.N), a.qkv, a.inp, a.NH, a.KV)
+    trainers_attention(device, a)
 
 
 def torch_grouped_attention(torch, x):
@@ -926,15 +872,12 @@ def torch_grouped_attention(torch, x):
 
 @ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
         limits=ATTENTION_LIMITS, versions=(
-    Version("a thread a query", lambda launch, a: launch(
-        "gqa_forward1", THREAD, a.B * a.NH * a.T, a.out, a.inp, a.scale, a.B, a.T, a.NH, a.KV), threads=(64, 256)),
-    Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(128,),
-            dtypes=("fp32", "tf32", "bf16"), scratch=lambda a: dict(
-                lse=(a.B, a.NH, a.T), qkv=(a.B, a.T, 3, a.NH, a.HS))),
-    Version("a tile of keys serves a group's heads; by mma.sync, and so behind 2 on Hopper", lambda launch, a: launch(
-        "gqa_forward3", BLOCK, a.B * a.KV * -(-a.NH // a.KV * a.T // 64), a.out, a.inp, a.scale, a.T, a.NH, a.KV,
-        shared=4 * 64 * (a.HS + 8) * a.itemsize), threads=(128,), dtypes=("fp32", "tf32", "bf16"),
-        fits=lambda a: a.HS % 16 == 0),
+    Version("a thread a query", "gqa_forward1", "B*NH*T", threads=(64, 256), args="out inp scale B T NH KV"),
+    Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(), dtypes=ALL,
+            scratch=lambda a: dict(lse=(a.B, a.NH, a.T), qkv=(a.B, a.T, 3, a.NH, a.HS))),
+    Version("a tile of keys serves a group's heads; by mma.sync, and so behind 2 on Hopper", "gqa_forward3",
+            "NH//KV*T, B*KV", threads=(), args="out inp scale T NH KV", shared="4 * 64 * (HS + 8)*itemsize", dtypes=ALL,
+            fits=lambda a: a.HS % 16 == 0),
 ), torch=torch_grouped_attention)
 def gqa_forward(a, draw):
     """out (B,T,NH,HS) = causal softmax attention of inp (B,T,NH+2KV,HS), NH/KV heads to each key and value"""

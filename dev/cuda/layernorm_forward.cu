@@ -1,12 +1,12 @@
 // out (N,C) = (residual - mean) * rstd * weight + bias, with mean and rstd = 1/sqrt(variance + 1e-5) of each row of the
-// fp32 residual stream, and inp (N,C) = residual as a real, which the backward pass will want.
+// fp32 residual stream, and copy (N,C) = residual as a real, which the backward pass will want.
 
 // A thread a row, as one would write it in C: the mean, the variance around it, the result. There are only N threads,
 // at N = 8,192 two warps for each multiprocessor of an H200, which has room for 64; and the 32 lanes of a warp read 32
 // rows, so that each of their loads is 32 requests where one would do. The memory waits for the threads.
 BLOCK(64, threads)
 extern "C" __global__ void layernorm_forward1(real* __restrict__ out, float* __restrict__ mean,
-                                              float* __restrict__ rstd, real* __restrict__ inp,
+                                              float* __restrict__ rstd, real* __restrict__ copy,
                                               const float* __restrict__ residual, const real* __restrict__ weight,
                                               const real* __restrict__ bias, int N, int C) {
     int row = blockIdx.x * blockDim.x + threadIdx.x;
@@ -18,7 +18,7 @@ extern "C" __global__ void layernorm_forward1(real* __restrict__ out, float* __r
     for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
     float s = 1.0f / sqrtf(variance / C + 1e-5f);
     for (int c = 0; c < C; c++) {
-        from_float(inp[(size_t)row * C + c], x[c]);
+        from_float(copy[(size_t)row * C + c], x[c]);
         from_float(out[(size_t)row * C + c], (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
     }
     mean[row] = m, rstd[row] = s;
@@ -50,14 +50,14 @@ extern "C" __global__ void layernorm_forward2_rstd(float* __restrict__ rstd, con
 
 BLOCK(256, threads)
 extern "C" __global__ void layernorm_forward2_normalize(real* __restrict__ out, const float* __restrict__ mean,
-                                                        const float* __restrict__ rstd, real* __restrict__ inp,
+                                                        const float* __restrict__ rstd, real* __restrict__ copy,
                                                         const float* __restrict__ residual,
                                                         const real* __restrict__ weight, const real* __restrict__ bias,
                                                         int N, int C) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)N * C) return;
     int row = i / C, c = i % C;
-    from_float(inp[i], residual[i]);
+    from_float(copy[i], residual[i]);
     from_float(out[i], (residual[i] - mean[row]) * rstd[row] * to_float(weight[c]) + to_float(bias[c]));
 }
 
@@ -66,7 +66,7 @@ extern "C" __global__ void layernorm_forward2_normalize(real* __restrict__ out, 
 // block are independent of each other. The weight and the bias are read by all warps, and stay in L1.
 BLOCK(1024, threads / 32)
 extern "C" __global__ void layernorm_forward3(real* __restrict__ out, float* __restrict__ mean,
-                                              float* __restrict__ rstd, real* __restrict__ inp,
+                                              float* __restrict__ rstd, real* __restrict__ copy,
                                               const float* __restrict__ residual, const real* __restrict__ weight,
                                               const real* __restrict__ bias, int N, int C) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -79,7 +79,7 @@ extern "C" __global__ void layernorm_forward3(real* __restrict__ out, float* __r
     for (int c = lane; c < C; c += 32) sum += (x[c] - m) * (x[c] - m);
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
     for (int c = lane; c < C; c += 32) {
-        from_float(inp[(size_t)row * C + c], x[c]);
+        from_float(copy[(size_t)row * C + c], x[c]);
         from_float(out[(size_t)row * C + c], (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
     }
     if (lane == 0) mean[row] = m, rstd[row] = s;
@@ -90,7 +90,7 @@ extern "C" __global__ void layernorm_forward3(real* __restrict__ out, float* __r
 // bytes of the stream by two loads, each of which touches every sector of a kilobyte and takes half of it.
 BLOCK(1024, threads / 32)
 extern "C" __global__ void layernorm_forward4(real* __restrict__ out, float* __restrict__ mean,
-                                              float* __restrict__ rstd, real* __restrict__ inp,
+                                              float* __restrict__ rstd, real* __restrict__ copy,
                                               const float* __restrict__ residual, const real* __restrict__ weight,
                                               const real* __restrict__ bias, int N, int C) {
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -111,13 +111,13 @@ extern "C" __global__ void layernorm_forward4(real* __restrict__ out, float* __r
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
     for (int c = 4 * lane; c < C; c += 128) {
         Pack<4> v = load<4>(x + c), w = load<4>(weight + c), b = load<4>(bias + c);
-        store(inp + start + c, v);
+        store(copy + start + c, v);
         for (int i = 0; i < 4; i++) v[i] = (v[i] - m) * s * w[i] + b[i];
         store(out + start + c, v);
     }
     if (lane == 0) mean[row] = m, rstd[row] = s;
 }
 
-// layernorm_forward in kernels.cu, with branch = null. It is compiled for its C, so the loops over a row are
+// residual_layernorm_forward in kernels.cu, with branch = null. It is compiled for its C, so the loops over a row are
 // unrolled and the row has registers of known names: it is loaded once, all of its loads are on their way before the
 // first number is needed, and L1 is left to the weight and the bias.

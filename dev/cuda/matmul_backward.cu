@@ -87,6 +87,7 @@ extern "C" __global__ void matmul_backward2_inp(real* __restrict__ dinp, const r
                                                 const real* __restrict__ weight, int N, int C, int OC) {
     matmul_backward::multiply_inp<32, 1, 32>(dinp, dout, weight, N, C, OC);
 }
+
 BLOCK(1024, 32, 32)
 extern "C" __global__ void matmul_backward2_weight(float* __restrict__ dweight, const real* __restrict__ dout,
                                                    const real* __restrict__ inp, int N, int C, int OC) {
@@ -99,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(256) matmul_backward3_inp(
     real* __restrict__ dinp, const real* __restrict__ dout, const real* __restrict__ weight, int N, int C, int OC) {
     matmul_backward::multiply_inp<128, 8, 8>(dinp, dout, weight, N, C, OC);
 }
+
 BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_backward3_weight(
     float* __restrict__ dweight, const real* __restrict__ dout, const real* __restrict__ inp, int N, int C, int OC) {

@@ -24,16 +24,15 @@ extern "C" __global__ void relu_attention_forward1(real* __restrict__ out, const
 }
 
 // The block's queries share tiles of 32 keys and values in shared memory, read 16 bytes for four multiplications, and
-// each has its own channels in registers too.
+// each has its own channels in registers too. Items: T queries along x, B*NH heads along y.
 BLOCK(128, threads)
 extern "C" __global__ void __launch_bounds__(256) relu_attention_forward2(real* __restrict__ out,
                                                                           const real* __restrict__ qkv, float scale,
                                                                           int T, int NH) {
     constexpr int KEYS = 32;
     __shared__ __align__(16) float k[KEYS][HS], v[KEYS][HS];
-    int threads = blockDim.x, blocks = (T + threads - 1) / threads;
-    int head_number = blockIdx.x / blocks, b = head_number / NH, h = head_number % NH, C = NH * HS;
-    int first = (blocks - 1 - (int)blockIdx.x % blocks) * threads, t = first + threadIdx.x;
+    int threads = blockDim.x, b = blockIdx.y / NH, h = blockIdx.y % NH, C = NH * HS;
+    int first = (gridDim.x - 1 - blockIdx.x) * threads, t = first + threadIdx.x;
     const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
     float q[HS], o[HS];
 #pragma unroll

@@ -9,7 +9,8 @@ extern "C" __global__ void residual_forward1(real* __restrict__ out, const real*
 }
 
 // 16 bytes a lane, 512 a warp, so that as many warps have four or eight times as many bytes on their way. The
-// trainer has no such kernel: there the addition is a part of layernorm_forward, see fused_residual_forward.
+// trainer has no such kernel: there the addition is a part of residual_layernorm_forward. See
+// fused_residual_forward.
 BLOCK(1024, W * threads)
 extern "C" __global__ void residual_forward2(real* __restrict__ out, const real* __restrict__ inp1,
                                              const real* __restrict__ inp2, int N, int C) {

@@ -16,7 +16,8 @@ extern "C" __global__ void trimat_forward1(real* __restrict__ att, const real* _
     from_float(att[i], scale * sum);
 }
 
-// Tiles of 32 x 32 in shared memory. A block above the diagonal returns at once, before it has read anything.
+// Tiles of 32 x 32 in shared memory. A block above the diagonal returns at once, before it has read anything. Items,
+// here and below: all heads' tiles of keys along x, T queries along y.
 BLOCK(1024, 1, 32)
 extern "C" __global__ void trimat_forward2(real* __restrict__ att, const real* __restrict__ qkv, float scale, int T,
                                            int NH) {

@@ -1,0 +1,497 @@
+"""Test what test_gpt2.py leaves out: the steps of a training run, files, refusals, and the command line.
+
+    python dev/test_files.py                  # on the CPU, and the steps on a GPU too if there is one
+    python dev/test_files.py --device cpu     # only on this one
+
+`python test_gpt2.py` runs this too. Here nothing is compared with a formula. A step is compared with the same step made
+in another way, a file with what was written, and a refusal with what it must say.
+"""
+import argparse
+import contextlib
+import dataclasses
+import math
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import train_gpt2  # noqa: E402
+from prepro_tinyshakespeare import (TOKEN_FILE, TOKENIZER, UserError, read_header, read_tokenizer,  # noqa: E402
+                                    to_bf16, to_float, write_tokens)
+from test_gpt2 import (AUTOCAST_MARGIN, BF16_LIMIT, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT, LIMITS,  # noqa: E402
+                       check, device_of, dump_limit, gradients, poison, poisoned_model, read_debug_state, run, stored,
+                       summary, words)
+from train_gpt2 import (GPT2, Config, DataLoader, batch_table, carve, draw_parameters, has_gpu,  # noqa: E402
+                        make_device, memory_of, pack_batch, read_config, read_kernels, read_parameters,
+                        write_checkpoint)
+
+
+# ---- The steps of a training run: the same bits again, no more memory, other ways to the same gradients
+
+
+def micro_batches(device):
+    """A step's micro-batches add up. Of the gradients before it, be they NaN or another step's, nothing is left."""
+    model, batches, alone = poisoned_model(device, 2, 20), words(257, 3, 2, 2, 20), []
+    for batch in batches:
+        poison(model, "gradients")
+        alone.append(gradients(model, batch))
+    together, again = gradients(model, *batches), gradients(model, batches[0])
+    for name in together:
+        yield f"sum of d{name}", together[name], sum(np.float64(one[name]) for one in alone), KERNEL_LIMIT
+        yield f"d{name} after other micro-batches", again[name], alone[0][name], EXACT
+
+
+def repeated_steps(device):
+    """Runs of one seed end in the same bits, in steps of two shapes. Their steps are made by train_step, with reports
+    that are read late, or pass by pass. A fast GPU records train_step's second step of each shape as a graph, and after
+    that no more memory is taken."""
+    runs, memory, settings = [], [], dict(learning_rate=1e-2, weight_decay=0.1, clip=0.5)
+    for pass_by_pass in (False, False, True):
+        model, reports, generator = poisoned_model(device, 2, 20), [], np.random.default_rng(1)
+        for step in range(7):
+            B, T = ((2, 20), (1, 13))[step % 2]
+            x, y = generator.integers(257, size=(2, B, T), dtype=np.int32)
+            model.forward(y[:1, :7], x[:1, :7])  # a validation between two steps
+            if pass_by_pass:
+                gradients(model, (x, y))
+                model.set_adamw(**settings)
+                model.update_pass()
+                reports.append(model.report()())
+            else:
+                model.train_step(pack_batch(x, y), **settings)
+                reports.append(model.report())
+            if device.name == "cuda":
+                memory.append((device.free_bytes(), device.cupy.get_default_memory_pool().total_bytes()))
+        reports = [report if pass_by_pass else report() for report in reports]
+        runs.append([reports, *(device.get(model.arenas[name]) for name in ("adam m", "adam v", "parameters"))])
+    for name, *found, by_passes in zip(("losses, norms", "m", "v", "parameters"), *runs):
+        yield name, np.stack(found), np.stack([by_passes] * 2), EXACT
+    if memory:
+        yield "memory, free and in CuPy's pool", np.array(memory[4:7]), np.array(memory[3:4] * 3), EXACT
+
+
+def clipped_gradients(device):
+    """The norm of a gradient, and what is left of one that is clipped to half of it, seen in AdamW's first moment. The
+    update leaves the gradient itself alone."""
+    model, batch = poisoned_model(device, 2, 20), words(257, 2, 2, 20)
+    for clip, left in ((0, 1), (0.5, 0.5), (2, 1)):
+        gradient = np.concatenate([array.ravel() for array in gradients(model, batch).values()])
+        norm = np.linalg.norm(np.float64(gradient))
+        model.set_adamw(clip=clip * norm, beta1=0)
+        model.update_pass()
+        yield f"norm, clip {clip}", model.report()()[1], norm
+        yield f"m, clip {clip}", device.get(model.arenas["adam m"].view(np.float32)), left * gradient
+        yield f"gradient, clip {clip}", device.get(model.arenas["gradients"].view(np.float32)), gradient, EXACT
+
+
+def other_ways(device):
+    """What is computed again, and logits of a part of the batch at a time, give the gradients of what is kept."""
+    batches, found, memory = words(257, 2, 2, 2, 21), [], []  # 42 tokens: parts of 11, 11, 11 and 9
+    for recompute, rows in ((False, 42), (True, 42), (False, 7)):
+        with mock.patch("train_gpt2.LOGIT_ROWS", rows):
+            model = poisoned_model(device, 2, 21, recompute=recompute)
+            found.append(gradients(model, *batches) | {"loss": model.report()()[0]})
+            memory.append(model.arenas["activations"].nbytes)
+    for i, way in ((1, "recomputed"), (2, "in parts")):
+        check(f"{device.dtype} other ways: less memory {way}", memory[i] < memory[0], f"{memory[i]} < {memory[0]}")
+        for name, gradient in found[i].items():
+            yield f"{way}: {name if name == 'loss' else 'd' + name}", gradient, found[0][name], LIMITS[device.dtype]
+
+
+def smaller_batches(device):
+    """A model for (2,maxT), given (B,t): no logit depends on later tokens, and the gradients of a batch are the average
+    of those of its two rows. A bias's gradient is taken in two stages from 520 tokens, in one from fewer."""
+    T, limit = 260, LIMITS[device.dtype]
+    model = poisoned_model(device, 2, T)
+    model.set_parameters(draw_parameters(model.config, 42))
+    x, y = words(257, 2, 2, T)
+    model.forward(x)
+    logits = to_float(device.get(model.acts.logits)).reshape(2, T, -1)
+    for t in (1, 50, T):
+        model.forward(x[:1, :t])
+        yield f"logits of (1,{t})", device.get(model.acts.logits), logits[0, :t], limit
+        rows = gradients(model, (x[:1, :t], y[:1, :t]), (x[1:, :t], y[1:, :t]))
+        for name, gradient in gradients(model, (x[:, :t], y[:, :t])).items():
+            yield f"d{name} of (2,{t})", 2 * gradient, rows[name], limit
+
+
+def next_logits(device):
+    """The logits of the next token are the last row of a forward pass without padding."""
+    T = 100
+    model, tokens = poisoned_model(device, 2, T), words(257, T)
+    for n in (1, 63, 64, 65, T):
+        model.forward(tokens[None, :n])
+        expected = to_float(device.get(model.acts.logits))[n - 1, :257]
+        poison(model, "activations")
+        yield f"after {n} tokens", model.next_logits(tokens[:n].tolist()), expected, LIMITS[device.dtype]
+
+
+def test_steps(device_name, dtype, plain):
+    """All of these on one device."""
+    device = device_of(device_name, dtype, 32, 1, plain)
+    for name, test in (("micro-batches:", micro_batches), ("again:", repeated_steps), ("clipped:", clipped_gradients),
+                       ("other ways:", other_ways), ("smaller batches:", smaller_batches),
+                       ("next logits", next_logits)):
+        run(f"{dtype} {name}", test, device)
+
+
+# ---- Files
+
+SMALL = Config(maxT=40, V=257, L=1, NH=1, C=32, Vp=384)
+PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
+GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
+    "checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, read_config),
+    "debug state": (DEBUG_STATE, (2, 8), 4 * (2 * 16 + 16 * 257 + 1) + PARAMETERS,
+                    lambda path: read_debug_state(path, SMALL)),
+    "token file": (TOKEN_FILE, (100,), 200, lambda path: DataLoader(path, 2, 8, 257)),
+    "tokenizer": (TOKENIZER, (100, 99), 100, read_tokenizer),
+}
+BAD_FILES = [  # kind, what the message says (a regular expression), {index: int32} that makes it so, and the size from
+    # that of a good file
+    *((kind, *row) for kind in GOOD_FILES for row in (
+        ("could not be read", {}, lambda size: None),
+        ("truncated within its header", {}, lambda size: 0),
+        ("truncated within its header", {}, lambda size: 1023),
+        ("promises", {}, lambda size: size - 1),
+        ("promises", {}, lambda size: size + 1),
+        ("begins with 1", {0: 1}),
+        (r"version 0 \(an old format\)", {1: 0}),
+        ("version 9; expected", {1: 9}))),
+    ("checkpoint", "too long", {1: 5}),  # of bf16, and twice as long as its header promises
+    ("checkpoint", "maxT ?= ?0", {2: 0}),
+    ("checkpoint", "V ?= ?-1", {3: -1}),
+    ("checkpoint", "L ?= ?1073741824", {4: 2**30}),
+    ("checkpoint", "NH ?= ?3.* divisible|divisible by NH ?= ?3", {5: 3}),
+    ("checkpoint", "C ?= ?48.* multiple of 32", {6: 48}),
+    ("checkpoint", "V ?= ?257.* not to exceed Vp", {7: 256}),
+    ("debug state", "B = 0", {2: 0}),
+    ("debug state", "truncated", {2: 2**30}),
+    ("debug state", "T = -1", {3: -1}),
+    ("debug state", "T <= maxT = 40", {3: 41}),
+    ("debug state", "token 1 is -1", {257: -1}),
+    ("debug state", "token 0 is 257", {256 + 16: 257}),
+    ("token file", r"prepro_tinyshakespeare\.py", {0: 50256 + (318 << 16)}),  # of an old format, without a header
+    ("token file", "too long", {2: -1}),
+    ("token file", "truncated", {2: 2**31 - 1}),
+    ("token file", "token 1 is 257", {256: 5 + (257 << 16)}),
+    ("token file", r"needs B\*T\+1 = 17", {2: 16}, lambda size: 1024 + 32),
+    ("token file", r"needs B\*T\+1 = 17", {2: 0}, lambda size: 1024),
+]
+
+
+def refusal(function, *args):
+    """The message of the UserError that a call raises, or None."""
+    try:
+        function(*args)
+    except UserError as e:
+        return str(e)
+
+
+def check_refusal(name, wish, function, *args):
+    """Check that a call is refused in one line that says this (a regular expression)."""
+    message = refusal(function, *args)
+    check(f"{name}: {wish}", message and re.fullmatch(f".*{wish}.*", message), message)
+
+
+def bad_files(device_name, folder):
+    """Each is refused in one line that names it and says what is wrong."""
+    for label, wish, change, *resize in [*((kind, None, {}) for kind in GOOD_FILES), *BAD_FILES]:
+        (kind, sizes, body, read), path = GOOD_FILES[label], folder / "file.bin"
+        content = np.zeros(256 + body // 4, "<i4")
+        content[: 2 + len(sizes)] = kind.magic, kind.versions[0], *sizes
+        for index, number in change.items():
+            content[index] = number
+        size = resize[0](content.nbytes) if resize else content.nbytes
+        path.write_bytes(content.tobytes().ljust(size or 0, b"\0")[:size])
+        if size is None:
+            path.unlink()
+        found = refusal(read, path)
+        ok = found == wish or found and wish and re.fullmatch(f"{path}: .*({wish}).*", found)
+        check(f"{label}: {wish or 'a good one'}", ok, "" if ok else repr(found))
+
+
+def good_files(device_name, folder):
+    """What is written is read again, in fp32 and in bf16, and a full disk leaves the old file as it was."""
+    path, copy = folder / "model.bin", folder / "copy.bin"
+    models = [GPT2(SMALL, device_of(device_name, dtype, 32, 1), 1, 1) for dtype in ("fp32", "bf16")]
+    for model, version in zip(models, (3, 5)):
+        model.set_parameters(draw_parameters(SMALL, 42))
+        write_checkpoint(path, SMALL, model.parameters())
+        dtype, numbers = model.device.dtype, np.fromfile(path, model.device.real, offset=1024)
+        found = read_header(path, Config.FILE)[1], read_config(path)
+        check(f"checkpoint: version {version} for {dtype}", found == (version, SMALL), f"{found}")
+        for other in models:
+            other.set_parameters(read_parameters(path, SMALL))
+            write_checkpoint(copy, SMALL, other.parameters())
+            master, again = other.device.get(other.master), np.fromfile(copy, other.device.real, offset=1024)
+            check(f"checkpoint: written in {dtype}, read and written in {other.device.dtype}", np.array_equal(
+                master, to_float(numbers)) and np.array_equal(again, stored(master, other.device.real)))
+    check("checkpoint: what was read, written again", path.read_bytes() == copy.read_bytes())
+    other_numbers = to_bf16(draw_parameters(SMALL, 43))
+    room, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit))  # as if the disk were full from there on
+    message = refusal(write_checkpoint, path, SMALL, other_numbers)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit))
+    check("checkpoint: a full disk", message and re.fullmatch(f"{path}: .*", message), message)
+    check("checkpoint: the old one is intact", path.read_bytes() == copy.read_bytes())
+    check("checkpoint: no temporary file is left", {p.name for p in folder.iterdir()} == {"model.bin", "copy.bin"})
+
+    tokens = words(257, 41)
+    with contextlib.redirect_stdout(None):
+        write_tokens(path, tokens)
+    check("token file: its header", read_header(path, TOKEN_FILE) == [20240520, 1, 41] + 253 * [0])
+    data = DataLoader(path, 2, 8, 257)
+    for start in (0, 16, 0):
+        batch = [tokens[i : i + 16].reshape(2, 8) for i in (start, start + 1)]
+        check(f"token file: the batch from {start}", np.array_equal(data.next_batch(), batch))
+
+
+def packed_batches(device_name, folder):
+    """The host's part of encoder_backward_wte: positions in the order of their tokens, and the lengths of runs."""
+    for V in (1, 300, 70000):  # the last does not fit into 16 bits
+        tokens, targets = words(V, 2, 3, 50)
+        data, shape = pack_batch(tokens, targets)
+        batch = carve(data, batch_table(*shape))
+        yield f"tokens, V={V}", np.stack([batch.tokens, batch.targets]), np.stack([tokens, targets]), EXACT
+        order = sorted(range(150), key=tokens.ravel().tolist().__getitem__)
+        yield f"order, V={V}", batch.order, np.int32(order), EXACT
+        ordered = tokens.ravel()[order].tolist()
+        runs = [ordered.count(word) if i == 0 or ordered[i - 1] != word else 0 for i, word in enumerate(ordered)]
+        yield f"runs, V={V}", batch.run, np.int32(runs), EXACT
+    yield "no targets", carve(pack_batch(tokens)[0], batch_table(*shape)).targets, np.zeros((3, 50), np.int32), EXACT
+
+
+def first_parameters(device_name, folder):
+    """Parameters start as in the GPT-2 paper, each tensor with numbers of its own; the padding of wte is 0."""
+    c, small = Config(maxT=300, V=1000, L=3, NH=2, C=64, Vp=1024), 0.02 / math.sqrt(6)
+    params = carve(draw_parameters(c, 1).view(np.uint8), c.parameter_table())
+    deviations = dict(wte=0.02, wpe=0.02, qkvw=0.02, fcw=0.02, attprojw=small, fcprojw=small)
+    for name, array in vars(params).items():
+        values = array[: c.V].ravel()
+        if name in deviations:
+            yield f"{name}, deviation", values.std(), np.float64(deviations[name]), 5 / math.sqrt(2 * values.size)
+            yield f"{name}, mean", 1 + values.mean(), 1, 5 * deviations[name] / math.sqrt(values.size)
+        else:
+            yield name, values, np.full(values.shape, name.endswith("w"), np.float32), EXACT
+    yield "wte, padding", params.wte[c.V :], np.zeros((24, 64), np.float32), EXACT
+    different = {float(getattr(params, name).ravel()[0] / deviations[name]) for name in deviations}
+    yield "tensors that differ", len(different), len(deviations), EXACT
+    yield "the same seed", draw_parameters(c, 1), np.concatenate([x.ravel() for x in vars(params).values()]), EXACT
+    yield "another seed is another model", np.array_equal(draw_parameters(c, 2), draw_parameters(c, 1)), False, EXACT
+    for name, sizes, count in (("d12", (12, 12, 768), 124475904), ("d24", (24, 16, 1024), 354871296),
+                               ("d36", (36, 20, 1280), 774090240), ("d48", (48, 25, 1600), 1557686400),
+                               ("d3", (3, 3, 192), None), ("d18", (18, 14, 896), None)):
+        c = Config.from_descriptor(name)
+        yield f"sizes of {name}", np.array([c.L, c.NH, c.C]), np.array(sizes), EXACT
+        if count:
+            yield f"parameters of {name}", sum(row.size for row in c.parameter_table()), count, EXACT
+
+
+def limits(device_name, folder):
+    """A dump's own measure of what bf16 costs is taken for the tensors that it names, in bf16 alone."""
+    report = {"autocast_errors": {"wte": 0.02, "logits": 1e-4}}
+    for dtype, tensor, wish in (("bf16", "wte", 0.02 * AUTOCAST_MARGIN), ("bf16", "logits", BF16_LIMIT),
+                                ("bf16", "loss", LIMITS["bf16"]), ("fp32", "wte", LIMITS["fp32"])):
+        check(f"limit of {tensor} in {dtype}", dump_limit(dtype, report, tensor) == wish)
+    check("limit without a report", dump_limit("bf16", {}, "wte") == LIMITS["bf16"])
+
+
+# ---- What a device or a model refuses
+
+KERNEL_FILE = """
+#define BLOCK(threads, ...)
+extern "C" { __constant__ int attention_sizes[] = {1, 1, 1}, layernorm_sizes[] = {32, 1}; }
+BLOCK(32, threads)
+extern "C" __global__ void fill(float* out, float value, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = value;
+}
+extern "C" __global__ void without_block(float* out) { out[0] = 1.0f; }
+"""
+
+
+def kernel_files(device_name, folder):
+    """A kernel without a BLOCK, and a launch with too few arguments or too many, are refused."""
+    path = folder / "kernels.cu"
+    path.write_text(KERNEL_FILE)
+
+    class OneKernel(Config):
+        SOURCES = (path,)
+
+    with contextlib.redirect_stdout(None):
+        device = make_device(device_name, "fp32", OneKernel(), plain=True)
+    out = device.empty(4 * 50).view(np.float32)
+    device.put(out, np.zeros(50))
+    device.launch("fill", 40, out, 3, 40)
+    yield "a kernel of 40 items", device.get(out), np.float32([3] * 40 + [0] * 10), EXACT
+    check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block", 1, out)
+    check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
+    check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
+    path.write_text(KERNEL_FILE.replace("float value", "double value"))
+    check_refusal("kernel", "fill: double value: expected a pointer or one of int, float, size_t", read_kernels, [path])
+
+
+def models_too_large(device_name, folder):
+    """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
+    device = device_of(device_name, "fp32", 32, 1)
+    c = dataclasses.replace(SMALL, L=24)
+
+    def allocate(nbytes):
+        raise AssertionError("allocated before it was refused")
+
+    def tables(B, recompute):
+        return memory_of(c, device, B, 40, recompute, 0)[0]
+
+    sizes = device.attention_sizes
+    with mock.patch.object(device, "empty", allocate):
+        check_refusal("model", r"\(?.*-DCHANNELS=32.*-DCHANNELS=64", GPT2, dataclasses.replace(c, C=64), device, 1, 1)
+        check_refusal("model", "-t 41: .* at most maxT = 40 tokens", GPT2, c, device, 1, 41)
+        for shared in (sizes.shared_forward, sizes.shared_backward):
+            with mock.patch.object(device, "max_shared", shared - 1):
+                check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
+        for free, B, wish in ((tables(3, False), 4, "the largest -b that fits is 3; or with --recompute 1 this one"),
+                              (tables(3, False), 50, "the largest -b that fits is 3"),
+                              (tables(4, False) - 1, 4, "the largest -b that fits is 3; or"),
+                              (tables(1, True) - 1, 1, "not even -b 1 fits: choose a smaller -t or -e")):
+            with mock.patch.object(device, "free_bytes", lambda free=free: free):
+                check_refusal(f"model of -b {B}", wish, GPT2, c, device, B, 40)
+    with mock.patch.object(device, "free_bytes", lambda: tables(3, False)):
+        model = GPT2(c, device, 3, 40)
+    found = sum(arena.nbytes for arena in model.arenas.values())
+    yield "bytes that a model takes, as foretold", found, tables(3, False), EXACT
+
+
+# ---- The command line
+
+TINY = FIXTURES / "gpt2_tiny.bin"
+
+
+def token_files(folder):
+    """Write two token files, one of them too short."""
+    with contextlib.redirect_stdout(None):
+        write_tokens(folder / "tokens.bin", words(257, 200))
+        write_tokens(folder / "short.bin", words(257, 16))
+
+
+def command_line(device_name, folder):
+    """train_gpt2.py says in one line what it was given wrong, and trains twice to the same bits."""
+    token_files(folder)
+    tiny = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
+    trained = [(dtype, f"{dtype}_{again}") for dtype in ("fp32", "bf16") for again in (1, 2)]
+    others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
+        ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"))]
+    for wish, *flags in [("--batch-size.* 0: ", "-b", "0"), ("--nonsense", "--nonsense"), ("1.5", "-t", "1.5"),
+                         ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
+                         ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
+                         ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
+                         ("--recompute.* 2: ", "--recompute", "2"), ("--plain.* 2: ", "--plain", "2"),
+                         ("step 2/3: the loss is", *tiny, "-l", "1e30", "--dtype", "fp32"),
+                         *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
+                         *((None, *tiny, *flags, "-o", name) for name, *flags in others),
+                         *((None, *tiny, "--dtype", dtype, "-o", name) for dtype, name in trained)]:
+        done = subprocess.run([sys.executable, HERE.parent / "train_gpt2.py", "--device", device_name, *flags],
+                              cwd=folder, capture_output=True, text=True)
+        ok = done.returncode == (wish is not None) and re.fullmatch(
+            f"error: .*{wish}.*\n" if wish else "", done.stderr)
+        name = wish or "three steps " + " ".join(map(str, flags[len(tiny) :]))
+        check(f"train_gpt2.py: {name}", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+
+    def result(name):
+        return folder / name / "model_00000003.bin"
+
+    for (dtype, one), (_, two) in (trained[:2], trained[2:]):
+        check(f"train_gpt2.py: its checkpoint in {dtype} is one", read_config(result(one)) == read_config(TINY))
+        same = result(one).read_bytes() == result(two).read_bytes() != TINY.read_bytes()
+        check(f"train_gpt2.py: the same bits again in {dtype}", same)
+    c = read_config(TINY)
+    for name, *_ in others:  # by other ways, and so not to the same bits on every device
+        yield f"{name}", read_parameters(result(name), c), read_parameters(result("fp32_1"), c), 1e-4
+    lines = (folder / "fp32_1" / "main.log").read_text()
+    steps = "".join(rf"s:{step} trl:\d\.\d{{6}}\n" for step in (1, 2, 3))
+    ok = re.fullmatch(rf"s:0 tel:\d\.\d{{6}}\n{steps}s:3 tel:\d\.\d{{6}}\n", lines)
+    check("train_gpt2.py: its log", ok, "" if ok else repr(lines))
+
+
+def without_the_cpu_folder(device_name, folder):
+    """The files of the top level alone say what a CPU needs."""
+    for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
+        shutil.copy(HERE.parent / name, folder)
+    done = subprocess.run([sys.executable, folder / "train_gpt2.py", "--device", "cpu"], capture_output=True, text=True,
+                          cwd=folder)
+    ok = done.returncode == 1 and re.fullmatch("error: .*dev/cpu.*\n", done.stderr)
+    check("train_gpt2.py: without dev/cpu", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+
+
+def interrupted_runs(device_name, folder):
+    """A fault of the GPU names the kernel. Ctrl-C ends a run, which counts the steps that its weights have taken."""
+    device, c = device_of(device_name, "fp32", 64, 2), read_config(TINY)
+    token_files(folder)
+
+    class Broken(Exception):
+        pass
+
+    def train(steps, output, failing=None, exception=None, after=0):
+        """main() on this device, where a kernel is the last to run: one that `after` others of its name precede."""
+        seen = []
+
+        def launch(name, *args, **keywords):
+            type(device).launch(device, name, *args, **keywords)
+            device.launched = name
+            seen.append(name)
+            if name == failing and seen.count(name) > after:
+                raise exception
+
+        arguments = ["--device", device_name, "-e", TINY, "-b", "2", "-t", "8", "-x", steps, "-v", "0", "-s", "0",
+                     "-i", folder / "tokens.bin", "-j", folder / "tokens.bin", "-o", folder / output]
+        with (contextlib.redirect_stdout(None), mock.patch("train_gpt2.make_device", return_value=device),
+              mock.patch.multiple(device, create=True, launch=launch, launched=None, Fault=Broken)):
+            return train_gpt2.main([str(argument) for argument in arguments])
+
+    check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or a kernel before it", train, 3,
+                  "fault", "global_norm", Broken("an illegal address"), 1)
+    whole = {}
+    for steps in (1, 2):
+        train(steps, f"whole_{steps}")
+        whole[steps] = read_parameters(folder / f"whole_{steps}" / f"model_{steps:08d}.bin", c)
+    # In step 2: a forward pass launches attention_forward once for each layer.
+    for kernel, after, done in (("attention_forward", c.L, 1), ("encoder_backward_wte", 1, 1), ("adamw", 1, 2)):
+        status = train(3, kernel, kernel, KeyboardInterrupt(), after)
+        yield f"Ctrl-C at {kernel}, exit status", status, 130, EXACT
+        [path] = (folder / kernel).glob("model_*.bin")
+        check(f"Ctrl-C at {kernel}: {done} steps are counted", path.name == f"model_{done:08d}.bin", path.name)
+        yield f"Ctrl-C at {kernel}, weights", read_parameters(path, c), whole[done], EXACT
+
+
+# ---- The program
+
+
+def test_files(device_name):
+    """All but the steps, each in a folder of its own; what needs a device is on this one."""
+    for test in (bad_files, good_files, packed_batches, first_parameters, limits, kernel_files, models_too_large,
+                 command_line, without_the_cpu_folder, interrupted_runs):
+        with tempfile.TemporaryDirectory() as folder:
+            run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Test steps, files, refusals and the command line.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
+    flags = parser.parse_args()
+    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
+        for dtype in LIMITS:
+            for plain in (1, 0) if name == "cuda" else (1,):
+                test_steps(name, dtype, plain)
+    test_files(name)
+    return summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
