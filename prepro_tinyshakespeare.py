@@ -24,6 +24,11 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
+# On a CPU, NumPy's threads and the kernels' take turns. One that busy-waits would block the others, so all are told to
+# sleep. NumPy reads this when it is imported.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import numpy as np
 
 TEXT_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -35,6 +40,16 @@ HEADER_BYTES = 1024
 
 class UserError(Exception):
     """Something that the user can mend. The message is one line: what was found, what was expected, what to do."""
+
+
+def run(main):
+    """Run a program: main() returns its exit status, and an error is one line and status 1."""
+    try:
+        sys.exit(main())
+    except (UserError, OSError) as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 def replace_file(path, chunks):
@@ -193,8 +208,8 @@ class Kernel(NamedTuple):
     parameters: list  # (name, NumPy type or, of a pointer, None, whether it is const)
 
     def plan(self, items, args, W, threads=None):
-        """(grid, block, arguments) of a launch over so many items, or (items along x, along y). Raises UserError if there
-        are not as many arguments as parameters."""
+        """(grid, block, arguments) of a launch over so many items, or (items along x, along y). Raises UserError unless
+        there are as many arguments as parameters."""
         if len(args) != len(self.parameters):
             raise UserError(f"kernels.cu: a kernel is launched with {len(args)} arguments, and has as parameters "
                             f"{', '.join(name for name, *_ in self.parameters)}")
@@ -217,14 +232,15 @@ def read_kernels(sources):
         kernels[name] = Kernel(int(threads), covers, [])
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)
-            if "*" not in parameter and kind not in SCALARS:
-                raise UserError(f"kernels.cu: {name}: {kind} {label}: expected a pointer or one of {', '.join(SCALARS)}")
-            kernels[name].parameters.append((label, None if "*" in parameter else SCALARS[kind], "const" in parameter))
+            pointer = "*" in parameter
+            if not pointer and kind not in SCALARS:
+                raise UserError(f"kernels.cu: {name}: {kind} {label}: expected a pointer, {', '.join(SCALARS)}")
+            kernels[name].parameters.append((label, None if pointer else SCALARS[kind], "const" in parameter))
     return kernels
 
 
-# What kernels.cu says of itself, once it is compiled, in constant arrays: the rows of attention's blocks and their bytes
-# of shared memory; the most threads of layernorm_backward's blocks, and the bytes of shared memory of a warp of theirs.
+# What kernels.cu, once it is compiled, says of itself in constant arrays: the rows of attention's blocks and their
+# bytes of shared memory; the most threads of layernorm_backward's blocks, and a warp's bytes of shared memory there.
 SIZES = {"attention_sizes": ("rows", "shared_forward", "shared_backward"),
          "layernorm_sizes": ("threads", "shared_of_warp")}
 
@@ -315,7 +331,7 @@ def data_paths(train, val):
     real text, the language reference that Python carries, so that the trainer always runs. Each thing done without is
     a loud line.
     """
-    for given, part, other, flag in ((train, "train", "val", "-j"), (val, "val", "train", "-i")):
+    for given, part, flag in ((train, "train", "-j"), (val, "val", "-i")):
         if given and part not in Path(given).name and not (train and val):
             raise UserError(f"{given} has no '{part}' in its name: give {flag} too")
     if train or val:
@@ -401,9 +417,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

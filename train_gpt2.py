@@ -3,8 +3,8 @@
     pip install -r requirements.txt && python train_gpt2.py
 
 Read this file from top to bottom, with kernels.cu beside it: the model as tables, the files, the GPU, a layer forward
-beside the same layer backward, the update, the loop, a sample, the flags. The last section, "Faster", is for speed alone:
-leave it out at a first reading, as `--plain 1` does in a run. Sizes have the same letters everywhere:
+beside the same layer backward, the update, the loop, a sample, the flags. The last section, "Faster", is there for
+speed alone: leave it out at a first reading, as `--plain 1` does in a run. Sizes have the same letters everywhere:
 
     B   sequences in a batch            L   layers
     T   tokens in a sequence            NH  attention heads
@@ -15,8 +15,7 @@ leave it out at a first reading, as `--plain 1` does in a run. Sizes have the sa
 A kernel is a C++ function that a GPU runs many times at once:
 
     thread         One run of the function. It knows its number, and so which part of the work is its own.
-    warp           32 threads, its lanes, which execute each instruction together and can read each other's registers.
-                   The numbers that they load together should lie side by side in memory.
+    warp           32 threads, its lanes, which execute each instruction together and should load neighbouring numbers.
     block          Up to 1,024 threads on one multiprocessor. They can wait for each other at a barrier.
     shared memory  Some 200 KB of fast memory on each multiprocessor, which the threads of a block share.
     grid           All blocks of a launch. The GPU's 100 or so multiprocessors take them in any order.
@@ -28,25 +27,17 @@ import ctypes
 import dataclasses
 import itertools
 import math
-import os
 import re
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-# On a CPU, NumPy's threads and the kernels' take turns. One that busy-waits would block the others, so all are told to
-# sleep. This must be set before NumPy is imported.
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-import numpy as np
-
 from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, SIZES, FileKind, UserError, check_size, data_paths, decode,
                                     has_gpu, number, open_log, parse_flags, read_cache, read_header, read_kernels,
-                                    read_tokens, to_bf16, to_float, write_cache, write_file)
+                                    read_tokens, run, to_bf16, to_float, write_cache, write_file)
+import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
 
@@ -73,8 +64,11 @@ class Row(NamedTuple):
         return self.size * np.dtype(self.dtype).itemsize
 
 
+ALIGN = 64  # bytes, for loads of 16. Parameters have no gaps, since 32 divides C: a checkpoint is the arena's bytes.
 LOGIT_ROWS = 8192  # tokens whose logits are computed at a time
 PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column; add_partials adds them
+NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
+ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # in kernels.cu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +139,8 @@ class Config:
         outputs of norms and GELUs, which the backward pass computes again."""
         N, C, L = B * T, self.C, self.L
         kept = 1 if recompute else L
-        # All logits of a large batch at once would be its largest tensor, so they are computed in parts: at most four,
-        # since each part reads and writes all of wte's gradient again.
+        # All logits at once would be the largest tensor, so they are computed in parts: at most four, since each part
+        # reads and writes all of wte's gradient again.
         logit_rows = min(N, max(LOGIT_ROWS, -(-N // 4)))
         return [
             Row("residual", (N, C)),  # the residual stream, to which each layer adds twice; always fp32
@@ -200,10 +194,6 @@ def batch_table(B, T):
     ]
 
 
-ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # in kernels.cu
-NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
-
-
 def arena_tables(c, B, T, real, recompute=False):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
     bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
@@ -215,9 +205,6 @@ def arena_tables(c, B, T, real, recompute=False):
             "gradients": parameters, "adam m": parameters, "adam v": parameters, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
             "backward": c.backward_table(B, T, real)}
-
-
-ALIGN = 64  # bytes, for loads of 16. Parameters have no gaps, since 32 divides C: a checkpoint is the arena's bytes.
 
 
 def layout(table):
@@ -315,21 +302,15 @@ def pack_batch(tokens, targets=None):
 # dev/cpu/device.py has the same verbs for a CPU.
 
 
-NVRTC_OPTIONS = ("-std=c++17",)
-
-
 class Cuda:
-    """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it.
-
-    dtype: "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32. c: the Config
-    that kernels are compiled for. beside: more CUDA files to compile behind kernels.cu. Raises UserError.
-    """
-    name, memory = "cuda", "device memory"
+    """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it. dtype:
+    "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
+    kernels are compiled for; beside: more CUDA files to compile behind kernels.cu. Raises UserError."""
+    name, memory, OPTIONS = "cuda", "device memory", ("-std=c++17",)
     SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
-    # Dense FLOPs of a multiprocessor in a clock, by compute capability: NVIDIA's architecture white papers.
-    FLOPS_PER_CLOCK = {"fp32": {80: 128, 86: 256, 89: 256, 90: 256, 100: 256, 120: 256},
-                       "tf32": {80: 1024, 86: 256, 89: 256, 90: 2048, 100: 4096, 120: 256},
-                       "bf16": {80: 2048, 86: 512, 89: 512, 90: 4096, 100: 8192, 120: 512}}
+    # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32 and bf16: NVIDIA's architecture white papers.
+    FLOPS_PER_CLOCK = {80: (128, 1024, 2048), 86: (256, 256, 512), 89: (256, 256, 512), 90: (256, 2048, 4096),
+                       100: (256, 4096, 8192), 120: (256, 256, 512)}
 
     def __init__(self, dtype, c, beside=()):
         try:
@@ -351,13 +332,13 @@ class Cuda:
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
         self.multiprocessors = attributes["MultiProcessorCount"]
-        flops = self.FLOPS_PER_CLOCK[self.dtype].get(capability, 0)
+        flops = self.FLOPS_PER_CLOCK.get(capability, (0, 0, 0))[("fp32", "tf32", "bf16").index(self.dtype)]
         self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
 
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
         hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
         module = cupy.RawModule(code="".join(path.read_text(encoding="utf-8") for path in sources), options=(
-            *NVRTC_OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for))
+            *self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for))
         self.kernels = read_kernels(sources)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
@@ -436,8 +417,7 @@ class Cuda:
         if dgelu_at is not None:
             self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
 
-    # Two more verbs, for the last section. Here results are read at once, and launches are made one by one.
-    ahead = 0  # steps that may be queued before the results of an earlier one are read
+    ahead = 0  # steps that may be queued before an earlier one's results are read: see the last section
 
     def fetch(self, array):
         """A function that returns the numbers which array has when the work queued so far is done."""
@@ -450,7 +430,7 @@ class Cuda:
 
 
 def stride_of(x):
-    """How BLAS is to read a matrix: (0, the stride of its rows) or, if columns are contiguous, (1, the stride of these)."""
+    """How BLAS is to read a matrix: (0, its rows' stride), or, if its columns are contiguous, (1, its columns' stride)."""
     rows, columns = (stride // x.itemsize for stride in x.strides)
     return (0, max(rows, x.shape[1])) if columns == 1 or x.shape[1] == 1 else (1, max(columns, x.shape[0]))
 
@@ -501,17 +481,15 @@ def memory_of(c, device, B, T, recompute, free):
 class GPT2:
     """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
     recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
-
-    Another architecture replaces Config, and the methods from layer_forward to head_backward.
-    """
+    Another architecture replaces Config, and the methods from layer_forward to head_backward."""
     Config = Config
 
     def __init__(self, config, device, B, T, attention="softmax", recompute=False):
         if T > config.maxT:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         if device.compiled_for != config.switches():
-            raise UserError(f"the device's kernels are compiled with {' '.join(device.compiled_for)}, and the model "
-                            f"needs {' '.join(config.switches())}: make a device for it")
+            raise UserError(f"the device's kernels are compiled for {' '.join(device.compiled_for)}: expected a device "
+                            f"for {' '.join(config.switches())}")
         shared = max(device.attention_sizes.shared_forward, device.attention_sizes.shared_backward,
                      device.layernorm_sizes.shared_of_warp)
         if shared > device.max_shared:
@@ -521,7 +499,7 @@ class GPT2:
         (asked, fits), (_, fits_again) = (memory_of(config, device, B, T, again, free) for again in (recompute, True))
         if asked > free:
             raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
-                            f"{free / 2**30:.2f} GiB are free; the largest -b that fits is {fits}, or with --recompute 1 "
+                            f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 1 "
                             f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
 
         self.config, self.device, self.B, self.T, self.recompute = config, device, B, T, recompute
@@ -551,8 +529,7 @@ class GPT2:
         return self.device.get(self.arenas["parameters"].view(self.device.real))
 
     def set_batch(self, batch):
-        """Copy a batch that pack_batch made to the device, and lay the activations out for it. A batch that is smaller
-        than (B,T) uses a part of the arenas."""
+        """Copy a batch of pack_batch to the device. If it is smaller than (B,T), it uses a part of the arenas."""
         data, (B, T) = batch
         self.device.put(self.arenas["batch"][: data.nbytes], data)
         if (B, T) == self.shape:
@@ -568,8 +545,7 @@ class GPT2:
         self.parts = [slice(start, min(start + rows, B * T)) for start in range(0, B * T, rows)]
         self.shape = B, T
 
-    # The residual stream x (N,C) runs through all layers. A layer reads it twice, each time through a norm, and adds to
-    # it twice:
+    # The residual stream x (N,C) runs through all layers. Each reads it twice, through a norm, and adds to it twice:
     #
     #     x --+---------------------------------(+)--+-------------------------------(+)--> x, for the next layer
     #         |                                  |   |                                |
@@ -578,8 +554,8 @@ class GPT2:
     #      ln1_inp ln1   qkv    atty, lse         ln2_inp ln2   fch    fch_gelu       (kept for the backward pass)
     #
     # An addition, x = x + branch, is the first thing that the next norm's kernel does, since it reads all of x anyway.
-    # The stream is fp32; its copies ln1_inp and ln2_inp are rounded to real. Its gradient, dresidual, runs from right to
-    # left: a (+) sends it both ways, and where the stream branched off, the gradients of both ways are added.
+    # The stream is fp32, its copies ln1_inp and ln2_inp are rounded to real. Its gradient, dresidual, runs from right
+    # to left: a (+) sends it both ways, and where the stream branched off, the gradients of both ways are added.
 
     def layer_forward(self, l):
         """Layer l: x = x + attention(ln1(x)), and x = x + mlp(ln2(x)), whose addition is left to the next norm."""
@@ -597,11 +573,9 @@ class GPT2:
         matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
     def layer_backward(self, l):
-        """layer_forward(l), read from its last line to its first; dx is the gradient of x.
-
-        Of a product y = x @ w.T the gradients are dx = dy @ w and dw = dy.T @ x. attproj and fcproj are added to the
-        stream, so the gradient of their bias is the sum of dx's rows: norm_backward, which has those, sums them too.
-        """
+        """layer_forward(l), read from its last line to its first; dx is the gradient of x. Of a product y = x @ w.T the
+        gradients are dx = dy @ w and dw = dy.T @ x. attproj and fcproj are added to the stream, so the gradient of
+        their bias is the sum of dx's rows: norm_backward, which has those at hand, sums them too."""
         p, g, a = self.layers[l]
         d, matmul, accumulate = self.back, self.device.matmul, self.accumulate
         dx, dinp = d.dresidual, d.dinp
@@ -656,9 +630,8 @@ class GPT2:
         blocks, shared = attention_launch(self.device, kernel, B, T, NH)
         self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, shared=shared)
 
-    # Where the stream begins: x = wte[token] + wpe[position].
-
     def embedding_forward(self):
+        """Where the stream begins: x = wte[token] + wpe[position]."""
         (_, T), (N, C), p, a = self.shape, self.acts.residual.shape, self.params, self.acts
         self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)  # -> (N,C)
 
@@ -667,9 +640,8 @@ class GPT2:
         self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, batch.tokens, batch.order, batch.run, C)
         self.device.launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
-    # Where it ends: a last norm, logits = lnf @ wte.T, and the loss, which is -log softmax(logits)[target].
-
     def last_norm_forward(self):
+        """Where the stream ends. logits = lnf @ wte.T follow, and the loss of a token, -log softmax(logits)[target]."""
         p, a = self.params, self.acts
         self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)  # x += branch -> (N,C)
 
@@ -705,11 +677,8 @@ class GPT2:
         self.last_norm_forward()
 
     def backward_pass(self, micro=0):
-        """From lnf to the loss, and back to the gradients of all parameters.
-
-        A step begins with zero gradients, and its micro-batches add up. A matrix's gradient needs no clearing, because
-        the product of the first micro-batch, number 0, sets it.
-        """
+        """From lnf to the loss, and back to the gradients of all parameters. A step begins with zero gradients, and its
+        micro-batches add up. A matrix's gradient needs no clearing: the product of micro-batch 0 sets it."""
         self.accumulate = micro > 0
         for row in self.config.parameter_table():
             if not row.matrix and not self.accumulate:
@@ -736,7 +705,7 @@ class GPT2:
 
     def next_logits(self, tokens):
         """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
-        # No token sees those behind it, so padding is harmless, and matrix products of few different sizes come up.
+        # No token sees those behind it, so padding is harmless; with it, products of few different sizes come up.
         padded = np.zeros((1, min(self.T, -(-len(tokens) // 64) * 64)), np.int32)
         padded[0, : len(tokens)] = tokens
         self.set_batch(pack_batch(padded))
@@ -745,8 +714,7 @@ class GPT2:
         return to_float(self.device.get(logits))[0, : self.config.V]
 
     def report(self):
-        """A function that waits for the work queued so far. It returns the mean loss of its batch, and the norm of the
-        last update's gradient, before that was clipped."""
+        """A function that waits for the work queued so far: (the batch's mean loss, the gradient's norm before a clip)."""
         losses, norm = self.device.fetch(self.acts.losses), self.device.fetch(self.adam.norm[:1])
         return lambda: (float(losses().mean(dtype=np.float64)), float(norm()[0]))
 
@@ -769,8 +737,7 @@ class GPT2:
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
 
     def train_step(self, batch, **adamw):
-        """Forward, backward and update of a batch that pack_batch made, with settings as set_adamw takes them. It
-        returns before a GPU is done; report() waits for it."""
+        """A step on a batch of pack_batch, with set_adamw's settings. A GPU may still be at it then; report() waits."""
         def work():
             self.forward_pass()
             self.backward_pass()
@@ -794,9 +761,8 @@ def train(model, train_data, val_data, steps, flags, log):
     def finish(step, report):
         """Wait for a step that was queued, and print its line."""
         nonlocal clock
-        loss, norm = report()
-        clock, before = time.perf_counter(), clock
-        times.append(clock - before)
+        (loss, norm), start, clock = report(), clock, time.perf_counter()
+        times.append(clock - start)
         losses.append(loss)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise UserError(f"step {step}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
@@ -840,10 +806,8 @@ def train(model, train_data, val_data, steps, flags, log):
 
 
 def sample(model, count, rng):
-    """Token ids (count), each drawn from the model's distribution after end-of-text and the tokens before it.
-
-    Nothing is kept from one token to the next: each is a forward pass over the last T tokens.
-    """
+    """Token ids (count), each drawn from the model's distribution after end-of-text and the tokens before it. Nothing
+    is kept from one token to the next: each is a forward pass over the last T tokens."""
     tokens = [min(model.config.EOT, model.config.V - 1)]
     for _ in range(count):
         logits = model.next_logits(tokens[-model.T :]).astype(np.float64)
@@ -856,8 +820,6 @@ def sample(model, count, rng):
 
 # What a CPU does unless told otherwise: a model that learns something visible in about a minute on two cores.
 CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200
-
-
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
 FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
@@ -881,8 +843,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
     (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
     (None, "--seed", COUNT_OR_0, 42, "of the initial parameters and of the samples"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
-    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "of the model; tf32: fp32 with matrix products in TF32 (default: "
-     "bf16 on a GPU, fp32 on a CPU)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
     (None, "--recompute", SWITCH, 0, "1: compute layernorms and GELUs again: less memory, somewhat slower"),
@@ -891,7 +852,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
 
 
 def main(arguments=None, architecture=GPT2):
-    """Everything from the flags to the last checkpoint. Raises UserError."""
+    """Everything from the flags to the last checkpoint. Returns the exit status. Raises UserError."""
     flags = parse_flags("Train GPT-2 from raw kernels.", FLAGS, arguments)
     place = flags.device or ("cuda" if has_gpu() else "cpu")
     name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
@@ -911,9 +872,8 @@ def main(arguments=None, architecture=GPT2):
     print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
           f"{sum(row.size for row in c.parameter_table()):,} parameters (-e)")
     print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
-    print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}")
-    if small and not flags.seq_len and flags.steps is None:
-        print("             | sizes for about a minute on two cores, since there is no GPU; -e d12 is GPT-2 124M")
+    minute = "; about a minute on two cores, -e d12 is GPT-2 124M" if small and flags.steps is None else ""
+    print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}{minute}")
     free = device.free_bytes()
     model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
     for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
@@ -928,11 +888,10 @@ def main(arguments=None, architecture=GPT2):
         train(model, train_data, val_data, steps, flags, log)
     except KeyboardInterrupt:
         status = 130
-        print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps",
-              flush=True)
+        print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps")
     except device.Fault as e:
-        raise UserError(f"the GPU stopped ({e}) at {device.launched} or a kernel before it: find it with --plain 1, "
-                        "with compute-sanitizer, or with --device cpu") from None
+        raise UserError(f"the GPU stopped ({e}) at {device.launched} or a launch before it: find the fault with "
+                        "--plain 1, compute-sanitizer, or --device cpu") from None
     if flags.output:
         path = Path(flags.output) / f"model_{model.step:08d}.bin"
         write_checkpoint(path, c, model.parameters())
@@ -940,9 +899,7 @@ def main(arguments=None, architecture=GPT2):
     return status
 
 
-# ---- Faster
-#
-# What each thing here takes off a training step of the 124M model in bf16, measured on an H200 (dev/RESULTS.md):
+# ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here (see dev/RESULTS.md):
 #
 #                                                              B=4          B=32
 #     the plain device                                        00.00 ms     00.00 ms
@@ -954,12 +911,9 @@ def main(arguments=None, architecture=GPT2):
 
 
 class FastCuda(Cuda):
-    """Cuda with all that is there for speed alone.
-
-    cuBLASLt multiplies as cuBLAS does, but a graph can hold its products, and they have epilogues: work that is done on
-    numbers of out before they leave the registers. CuPy does not wrap it, so it is called through ctypes, in the library
-    that CuPy has loaded. Numbers without a name are those of cublasLt.h.
-    """
+    """Cuda with all that is there for speed alone. cuBLASLt multiplies as cuBLAS does, but a graph can hold its
+    products, and they have epilogues: work on the numbers of out before they leave the registers. CuPy does not wrap it,
+    so it is called through ctypes, in the library that CuPy has loaded. Numbers without a name are cublasLt.h's."""
     ahead = 1  # a step is queued before the one before has been reported, so that the GPU need not wait for the host
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
@@ -967,10 +921,8 @@ class FastCuda(Cuda):
 
     def __init__(self, dtype, c, beside=(), graph=True):
         super().__init__(dtype, c, beside)
-        from cupyx import empty_like_pinned
-        from cupyx.profiler import benchmark
-        self.empty_like_pinned, self.benchmark = empty_like_pinned, benchmark
-        self.graph, self.fused_gelu, self.plans = graph, self.dtype == "bf16", {}
+        import cupyx.profiler
+        self.cupyx, self.graph, self.fused_gelu, self.plans = cupyx, graph, self.dtype == "bf16", {}
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CuPy's current stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
@@ -1051,8 +1003,8 @@ class FastCuda(Cuda):
         if not found.value:
             raise UserError(f"cuBLASLt has no algorithm for a product {product}; --plain 1 does without it")
         scratch = self.cupy.empty_like(out) if accumulate else out  # what is added to must not be added to twice
-        times = [self.benchmark(self.multiply, (plan, algorithm, accumulate, scratch, a, b), n_repeat=9, n_warmup=3)
-                 .gpu_times.min() for algorithm in algorithms[: found.value]]
+        times = [self.cupyx.profiler.benchmark(self.multiply, (plan, algorithm, accumulate, scratch, a, b), n_repeat=9,
+                                               n_warmup=3).gpu_times.min() for algorithm in algorithms[: found.value]]
         del scratch
         self.cupy.get_default_memory_pool().free_all_blocks()
         best = algorithms[int(np.argmin(times))]
@@ -1061,8 +1013,8 @@ class FastCuda(Cuda):
         return best
 
     def replay(self, graphs, key, work):
-        """Do work(). The first time it runs plainly, which chooses algorithms; the second time it is recorded as a graph.
-        From then on one launch of the graph does it all, without gaps between kernels."""
+        """Do work(): plainly the first time, which chooses algorithms. The second time it is recorded as a graph, and
+        from then on one launch of that does it all, without gaps between kernels."""
         if not self.graph or key not in graphs:
             work()
             graphs[key] = None
@@ -1079,7 +1031,7 @@ class FastCuda(Cuda):
 
     def fetch(self, array):
         """As Cuda.fetch, but the copy is queued behind the work, and only the function waits for it."""
-        stream, host = self.cupy.cuda.get_current_stream(), self.empty_like_pinned(array)
+        stream, host = self.cupy.cuda.get_current_stream(), self.cupyx.empty_like_pinned(array)
         array.get(stream=stream, out=host, blocking=False)
         copied = stream.record()
         return lambda: (copied.synchronize(), host)[1]
@@ -1091,9 +1043,4 @@ def address(array):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (UserError, OSError) as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

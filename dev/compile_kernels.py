@@ -41,7 +41,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED):
     except nvrtc.NVRTCError:
         sys.exit(f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")
     log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}
-    faults.extend(f"{where}: {line.strip()}" for line in log.splitlines() if re.search(r"\bwarning\b", line))
+    faults.extend(f"{where}: {line.strip()}" for line in log.splitlines() if re.search(r"\bwarning( #|\s*:)", line))
     for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
         report[name] = int(registers), int(shared or 0)

@@ -24,14 +24,14 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
-from prepro_tinyshakespeare import (TOKEN_FILE, TOKENIZER, UserError, read_header, read_tokenizer,  # noqa: E402
-                                    to_bf16, to_float, write_tokens)
+from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
+                                    read_tokenizer, to_bf16, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_MARGIN, BF16_LIMIT, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT, LIMITS,  # noqa: E402
                        check, device_of, dump_limit, gradients, poison, poisoned_model, read_debug_state, run, stored,
                        summary, words)
-from train_gpt2 import (GPT2, Config, DataLoader, batch_table, carve, draw_parameters, has_gpu,  # noqa: E402
-                        make_device, memory_of, pack_batch, read_config, read_kernels, read_parameters,
-                        write_checkpoint)
+from train_gpt2 import (GPT2, Config, DataLoader, attention_launch, batch_table, carve,  # noqa: E402
+                        draw_parameters, has_gpu, make_device, memory_of, pack_batch, read_config, read_kernels,
+                        read_parameters, write_checkpoint)
 
 
 # ---- The steps of a training run: the same bits again, no more memory, other ways to the same gradients
@@ -134,6 +134,43 @@ def next_logits(device):
         yield f"after {n} tokens", model.next_logits(tokens[:n].tolist()), expected, LIMITS[device.dtype]
 
 
+def attention_of_nan(device, T, HS):
+    """One NaN in q, k or v of token p of one head goes through the three kernels of attention. The rows that it has a
+    part in become NaN, and all other heads stay as they were."""
+    B, NH, p, channel, real = 2, 3, T // 2, 5, device.real
+    qkv, dout = (np.float32(np.random.default_rng(1).normal(size=(B, T, *of_token))) for of_token in (
+        (3, NH, HS), (NH, HS)))
+
+    def array(values, dtype=real):
+        on_device = device.empty(values.size * np.dtype(dtype).itemsize).view(dtype).reshape(values.shape)
+        device.put(on_device, stored(values, dtype))
+        return on_device
+
+    def outputs(given):
+        """out, dq, dk and dv (4,B,T,NH,HS), in fp32."""
+        given, douts, out, dqkv = array(given), array(dout), array(np.nan * dout), array(np.nan * qkv)
+        lse, delta = (array(np.full((B, NH, T), np.nan), np.float32) for _ in range(2))
+        for name, *arrays in (("attention_forward", out, lse, given),
+                              ("attention_backward_q", dqkv, delta, douts, out, given, lse),
+                              ("attention_backward_kv", dqkv, douts, given, lse, delta)):
+            blocks, shared = attention_launch(device, name, B, T, NH)
+            device.launch(name, blocks, *arrays, HS**-0.5, 0, T, NH, shared=shared)
+        return to_float(np.stack([device.get(out), *device.get(dqkv).transpose(2, 0, 1, 3, 4)]))
+
+    clean, itself, before, after, every = outputs(qkv), slice(p, p + 1), slice(p + 1), slice(p, T), slice(T)
+    yield "finite without a NaN", np.isfinite(clean), True, EXACT
+    for part, rows in enumerate((  # of out, dq, dk and dv that become NaN; dv does not depend on v
+            (itself, itself, before, before), (after, after, every, every), (after, after, every))):
+        for bits in (0x7FFF, 0xFFC0) if real == BF16 else (0x7FFFFFFF, 0xFFC00000):  # a GPU's, and a CPU's
+            poisoned = stored(qkv, real).view(f"u{np.dtype(real).itemsize}")
+            poisoned[1, p, part, 1, channel] = bits
+            found, name = outputs(poisoned.view(real)), f"{bits:#x} in {'qkv'[part]}"
+            hit = np.concatenate([found[i, 1, of_part, 1, channel] for i, of_part in enumerate(rows)])
+            yield f"{name}, its rows are NaN", np.isnan(hit), True, EXACT
+            found[:, 1, :, 1] = clean[:, 1, :, 1]
+            yield f"{name}, other heads", found, clean, EXACT
+
+
 def test_steps(device_name, dtype, plain):
     """All of these on one device."""
     device = device_of(device_name, dtype, 32, 1, plain)
@@ -141,6 +178,8 @@ def test_steps(device_name, dtype, plain):
                        ("other ways:", other_ways), ("smaller batches:", smaller_batches),
                        ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
+    for C, NH, T in ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain else ():  # heads of 32, 64 and 128 channels
+        run(f"{dtype} attention, HS={C // NH},", attention_of_nan, device_of(device_name, dtype, C, NH), T, C // NH)
 
 
 # ---- Files
@@ -357,10 +396,10 @@ def models_too_large(device_name, folder):
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
                 check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
-        for free, B, wish in ((tables(3, False), 4, "the largest -b that fits is 3; or with --recompute 1 this one"),
-                              (tables(3, False), 50, "the largest -b that fits is 3"),
-                              (tables(4, False) - 1, 4, "the largest -b that fits is 3; or"),
-                              (tables(1, True) - 1, 1, "not even -b 1 fits: choose a smaller -t or -e")):
+        for free, B, wish in ((tables(3, False), 4, r"the largest -b that fits is 3\b.* --recompute 1"),
+                              (tables(3, False), 50, r"the largest -b that fits is 3\b"),
+                              (tables(4, False) - 1, 4, r"the largest -b that fits is 3\b"),
+                              (tables(1, True) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
             with mock.patch.object(device, "free_bytes", lambda free=free: free):
                 check_refusal(f"model of -b {B}", wish, GPT2, c, device, B, 40)
     with mock.patch.object(device, "free_bytes", lambda: tables(3, False)):
