@@ -5,7 +5,8 @@ reads the kernels' names, arguments and grids from this text. A BLAS library mul
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp; NH heads of
 HS = C/NH channels. Arrays are C-contiguous: the last index named is the fastest. Parameters, activations and their
-gradients are real (fp32 or bf16). The residual stream, the gradients of parameters, and statistics are fp32.
+gradients are real (fp32 or bf16). The residual stream, the gradients of parameters, and statistics are fp32. The file
+is compiled for one model, with -DCHANNELS=C and -DHS=HS: so the length of a row is known, and it can lie in registers.
 
 Rules that hold for all of them:
   - A step begins with gradients of zero, and micro-batches add up: the gradient of a parameter is added to (+=).
@@ -29,8 +30,6 @@ once; and nothing is read from device memory twice.
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
-
-// -DCHANNELS=C and -DHS=HS compile the file for one model: a row's length is known, so the row can lie in registers.
 
 constexpr unsigned FULL_WARP = 0xffffffff;
 constexpr float LOWEST = -3.402823466e38f;  // stands for -infinity in a maximum: LOWEST - LOWEST is 0, not NaN
@@ -385,7 +384,8 @@ extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const
     add_columns(dbias, dout, N, OC, blockIdx.y, gridDim.y);
 }
 
-// Each of the outs (OC), if it is there, += the sum of the rows of its partials (N,OC). Items: OC columns, outs along y.
+// Each of out1, out2 and out3 (OC), unless it is null, += the sum over rows of its part of partials (gridDim.y, N, OC).
+// Items: OC columns along x, outs along y.
 BLOCK(256, 32)
 extern "C" __global__ void add_partials(float* out1, float* out2, float* out3, const float* __restrict__ partials,
                                         int N, int OC) {
@@ -930,7 +930,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
-    __shared__ float lses[2][TILE], deltas[2][TILE];  // two stages of those of the queries
+    __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
     Part part = part_of_block(T, NH, false);
     const real* head = qkv + part.qkv;
@@ -940,9 +940,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     auto load_stage = [&](int stage, int query) {
         load_tile<TILE>(queries(stage), head, 3 * C, query, T);
         load_tile<TILE>(douts(stage), dout + part.out, C, query, T);
-        int i = threadIdx.x % TILE, t = query + i;  // beyond T a weight is 2^0 = 1, and dout is 0
-        if (threadIdx.x < TILE) copy4(&lses[stage][i], lse + part.lse + min(t, T - 1), t < T);
-        else if (threadIdx.x < 2 * TILE) copy4(&deltas[stage][i], delta + part.lse + min(t, T - 1), t < T);
+        int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
+        if (which < 2) copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + min(t, T - 1), t < T);
     };
     load_tile<ROWS>(keys, head + C, 3 * C, part.first, T);
     load_tile<ROWS>(values, head + 2 * C, 3 * C, part.first, T);
@@ -958,11 +957,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         multiply_transposed<TILE>(scores, keys, part.warp, queries(stage));
         multiply_transposed<TILE>(dweights, values, part.warp, douts(stage));
         products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale, [&](int, int n, int i) { return lses[stage][column_of(n, i)]; });
+        weights_from_scores(scores, relu, scale,
+                            [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
         hide_future<true>(weights, 0.0f, part, query);
         products_arrive<0>(dweights);
         dscores_from_dweights(dweights, weights, relu,
-                              [&](int, int n, int i) { return deltas[stage][column_of(n, i)]; });
+                              [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
         multiply<TILE>(dv, weights, douts(stage));
         multiply<TILE>(dk, dscores, queries(stage));
         products_arrive<0>(dv);

@@ -430,7 +430,7 @@ class Cuda:
 
 
 def stride_of(x):
-    """How BLAS is to read a matrix: (0, its rows' stride), or, if its columns are contiguous, (1, its columns' stride)."""
+    """How BLAS is to read a matrix: (0, its rows' stride), or (1, its columns' stride) if columns are contiguous."""
     rows, columns = (stride // x.itemsize for stride in x.strides)
     return (0, max(rows, x.shape[1])) if columns == 1 or x.shape[1] == 1 else (1, max(columns, x.shape[0]))
 
@@ -714,7 +714,7 @@ class GPT2:
         return to_float(self.device.get(logits))[0, : self.config.V]
 
     def report(self):
-        """A function that waits for the work queued so far: (the batch's mean loss, the gradient's norm before a clip)."""
+        """A function that waits for the work queued so far: (its batch's mean loss, its gradient's norm)."""
         losses, norm = self.device.fetch(self.acts.losses), self.device.fetch(self.adam.norm[:1])
         return lambda: (float(losses().mean(dtype=np.float64)), float(norm()[0]))
 
@@ -912,8 +912,8 @@ def main(arguments=None, architecture=GPT2):
 
 class FastCuda(Cuda):
     """Cuda with all that is there for speed alone. cuBLASLt multiplies as cuBLAS does, but a graph can hold its
-    products, and they have epilogues: work on the numbers of out before they leave the registers. CuPy does not wrap it,
-    so it is called through ctypes, in the library that CuPy has loaded. Numbers without a name are cublasLt.h's."""
+    products, and they have epilogues: work on the numbers of out before they leave the registers. CuPy does not wrap
+    it, so it is called through ctypes, in the library that CuPy has loaded. Numbers without a name are cublasLt.h's."""
     ahead = 1  # a step is queued before the one before has been reported, so that the GPU need not wait for the host
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
