@@ -7,8 +7,8 @@ The text becomes GPT-2 tokens, with <|endoftext|> before it and after every blan
 is a document of its own. The first 32,768 tokens are for validation (the first tenth of a text too short for that),
 the rest for training. A file is 256 int32 (magic 20240520, version 1, count), then the tokens as uint16.
 
-What the other programs share with this one is here too: errors for a person, files that are written whole or not at
-all, the numbers and the header of llm.c's files, and the text of tokens.
+It is also the module that the other programs share, since they need it anyway: one-line errors and flags, llm.c's
+files, what kernels.cu says to its host, and the text of tokens. It imports none of them.
 """
 import argparse
 import contextlib
@@ -31,11 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 
-TEXT_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-TINYSHAKESPEARE = Path("data/tinyshakespeare/tiny_shakespeare_{}.bin")  # {}: train or val
-END_OF_TEXT, EOT = "<|endoftext|>", 50256
-VAL_TOKENS = 32768
-HEADER_BYTES = 1024
+# ---- Programs: one-line errors, flags
 
 
 class UserError(Exception):
@@ -50,6 +46,52 @@ def run(main):
         sys.exit(f"error: {e}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
+
+
+def number(kind, least, below=math.inf):
+    """The type of a flag: text as an int or a float, at least `least` and below `below`."""
+    def convert(text):
+        if not least <= kind(text) < below:
+            upper = f" and below {below}" if below < math.inf else ", and finite" if kind is float else ""
+            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}{upper}")
+        return kind(text)
+    convert.__name__ = kind.__name__  # as argparse calls it where text is no number at all
+    return convert
+
+
+def parse_flags(description, table, arguments=None):
+    """The flags of a command line. A row of the table is a letter or None, a long name, a type or a tuple of choices, a
+    default, and what it is. Raises UserError."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False, exit_on_error=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for letter, name, kind, default, text in table:
+        form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
+    try:
+        flags, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as e:
+        raise UserError(f"{str(e).removeprefix('argument ')}; --help lists the flags") from None
+    if unknown:
+        raise UserError(f"{unknown[0]} is no flag; --help lists them")
+    return flags
+
+
+# ---- Files: llm.c's numbers and headers, and what is kept for later runs
+
+HEADER_BYTES = 1024
+BF16 = np.uint16  # NumPy has no bfloat16, so an array holds its bits: the upper half of an fp32's
+
+
+def to_bf16(x):
+    """fp32 numbers rounded to bfloat16, to nearest with ties to even, as its bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def to_float(x):
+    """An array as fp32, from bfloat16's bits or from fp32 as it is."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
 
 
 def replace_file(path, chunks):
@@ -76,51 +118,9 @@ def replace_file(path, chunks):
             pass  # the folder itself is missing or read-only, which the UserError says
 
 
-def number(kind, least, below=math.inf):
-    """The type of a flag: text as an int or a float, at least `least` and below `below`."""
-    def convert(text):
-        if not least <= kind(text) < below:
-            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}, and below {below}")
-        return kind(text)
-    convert.__name__ = kind.__name__  # as argparse calls it where text is no number at all
-    return convert
-
-
-def parse_flags(description, table, arguments=None):
-    """The flags of a command line. A row of the table is a letter or None, a long name, a type or a tuple of choices, a
-    default, and what it is. Raises UserError."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False, exit_on_error=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    for letter, name, kind, default, text in table:
-        form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
-        shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
-    try:
-        flags, unknown = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as e:
-        raise UserError(f"{str(e).removeprefix('argument ')}; --help lists the flags") from None
-    if unknown:
-        raise UserError(f"{unknown[0]} is no flag; --help lists them")
-    return flags
-
-
 def cache_folder():
     """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
-
-
-BF16 = np.uint16  # NumPy has no bfloat16, so an array holds its bits: the upper half of an fp32's
-
-
-def to_bf16(x):
-    """fp32 numbers rounded to bfloat16, to nearest with ties to even, as its bits."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def to_float(x):
-    """An array as fp32, from bfloat16's bits or from fp32 as it is."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
 
 
 def read_cache(name):
@@ -201,6 +201,9 @@ def check_size(path, kind, expected):
                         f"{kind.remedy}")
 
 
+# ---- Kernels and the machine: what kernels.cu says to its host, and whether there is a GPU
+
+
 class Kernel(NamedTuple):
     """What kernels.cu says of a kernel: BLOCK(threads, items along x, items along y), and its parameters."""
     threads: int  # of a block
@@ -252,6 +255,14 @@ def has_gpu():
         return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
     except OSError:
         return False
+
+
+# ---- Text and tokens
+
+TEXT_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TINYSHAKESPEARE = Path("data/tinyshakespeare/tiny_shakespeare_{}.bin")  # {}: train or val
+END_OF_TEXT, EOT = "<|endoftext|>", 50256
+VAL_TOKENS = 32768
 
 
 def gpt2_encoding():
@@ -391,6 +402,8 @@ def decode(tokens):
     """The text of token ids."""
     return b"".join(vocabulary().get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
 
+
+# ---- The program
 
 FLAGS = [
     (None, "--input", str, None, "a UTF-8 text, instead of downloading tinyshakespeare"),

@@ -18,7 +18,8 @@ from cupy_backends.cuda.libs import nvrtc
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from train_gpt2 import NVRTC_OPTIONS, Config, read_kernels  # noqa: E402
+from prepro_tinyshakespeare import read_kernels  # noqa: E402
+from train_gpt2 import Config, Cuda  # noqa: E402
 
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
@@ -36,7 +37,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED):
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *NVRTC_OPTIONS, f"-D{dtype.upper()}",
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *Cuda.OPTIONS, f"-D{dtype.upper()}",
                                        *c.switches()])
     except nvrtc.NVRTCError:
         sys.exit(f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")

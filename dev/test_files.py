@@ -340,7 +340,7 @@ def limits(device_name, folder):
     for dtype, tensor, wish in (("bf16", "wte", 0.02 * AUTOCAST_MARGIN), ("bf16", "logits", BF16_LIMIT),
                                 ("bf16", "loss", LIMITS["bf16"]), ("fp32", "wte", LIMITS["fp32"])):
         check(f"limit of {tensor} in {dtype}", dump_limit(dtype, report, tensor) == wish)
-    check("limit without a report", dump_limit("bf16", {}, "wte") == LIMITS["bf16"])
+    check("limit without a report", dump_limit("bf16", {}, "wte", 0.1) == LIMITS["bf16"] + 0.1)
 
 
 # ---- What a device or a model refuses
@@ -494,7 +494,7 @@ def interrupted_runs(device_name, folder):
               mock.patch.multiple(device, create=True, launch=launch, launched=None, Fault=Broken)):
             return train_gpt2.main([str(argument) for argument in arguments])
 
-    check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or a kernel before it", train, 3,
+    check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or a .* before it", train, 3,
                   "fault", "global_norm", Broken("an illegal address"), 1)
     whole = {}
     for steps in (1, 2):

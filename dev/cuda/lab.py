@@ -28,9 +28,9 @@ LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
 from ladders import LADDERS, Draw  # noqa: E402
 
-from prepro_tinyshakespeare import BF16, UserError, replace_file, to_float  # noqa: E402
+from prepro_tinyshakespeare import BF16, UserError, has_gpu, read_kernels, replace_file, to_float  # noqa: E402
 from test_gpt2 import KERNEL_LIMIT, stored  # noqa: E402
-from train_gpt2 import Config, has_gpu, make_device, read_kernels  # noqa: E402
+from train_gpt2 import Config, make_device  # noqa: E402
 
 DTYPES = ("fp32", "tf32", "bf16")
 HALF_A_UNIT = 2**-8  # the most that rounding to bf16 changes a number, relative to it
