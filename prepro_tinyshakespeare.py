@@ -206,6 +206,7 @@ def check_size(path, kind, expected):
 
 class Kernel(NamedTuple):
     """What kernels.cu says of a kernel: BLOCK(threads, items along x, items along y), and its parameters."""
+    name: str
     threads: int  # of a block
     covers: list  # the items that a block covers, as expressions in threads and W
     parameters: list  # (name, NumPy type or, of a pointer, None, whether it is const)
@@ -214,8 +215,8 @@ class Kernel(NamedTuple):
         """(grid, block, arguments) of a launch over so many items, or (items along x, along y). Raises UserError unless
         there are as many arguments as parameters."""
         if len(args) != len(self.parameters):
-            raise UserError(f"kernels.cu: a kernel is launched with {len(args)} arguments, and has as parameters "
-                            f"{', '.join(name for name, *_ in self.parameters)}")
+            raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and is launched with "
+                            f"{len(args)} arguments")
         threads = threads or self.threads
         of_block = [int(eval(size, {"threads": threads, "W": W})) for size in self.covers] + [1]
         items = items if isinstance(items, tuple) else (items,)
@@ -232,7 +233,7 @@ def read_kernels(sources):
     for block, name, parameters in re.findall(
             r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)', text):
         threads, *covers = block.split(",")
-        kernels[name] = Kernel(int(threads), covers, [])
+        kernels[name] = Kernel(name, int(threads), covers, [])
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)
             pointer = "*" in parameter

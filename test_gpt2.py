@@ -34,7 +34,7 @@ KERNEL_LIMIT, BF16_LIMIT = 1e-5, 2.2e-3
 # Attention in fp32 on a GPU is sums that tensor cores truncate: 1e-5 for 128 channels of a head.
 ATTENTION_LIMITS = {"fp32": 2 * KERNEL_LIMIT, "tf32": 5e-4, "bf16": 3e-3}
 # Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
-# errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, the weights of norms, and the
+# errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the
 # gradient of the residual stream. So where a dump says by how much autocast errs on a tensor, twice that is the limit.
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}
 AUTOCAST_MARGIN = 2
@@ -44,6 +44,7 @@ under_test = None  # the device whose kernel is being tested
 
 
 def check(name, ok, detail=""):
+    """Count a check, and print its line."""
     counts[bool(ok)] += 1
     print(f"{'OK  ' if ok else 'FAIL'} {name:64} {detail}", flush=True)
 
@@ -671,7 +672,8 @@ def main():
             for kind, plain in kinds.items():
                 if kernels or name == "cuda" and flags.plain not in (None, plain):
                     continue
-                print(f"--- {name} {dtype}, the {kind} device")
+                if name == "cuda":
+                    print(f"--- {name} {dtype}, the {kind} device")
                 if flags.state:
                     test_dump((name, dtype, plain), flags.checkpoint, flags.state, flags.attention)
                 if everything:

@@ -923,6 +923,7 @@ class FastCuda(Cuda):
         super().__init__(dtype, c, beside)
         import cupyx.profiler
         self.cupyx, self.graph, self.fused_gelu, self.plans = cupyx, graph, self.dtype == "bf16", {}
+        self.SPARE += 4 * c.Vp * c.C  # choose() needs as much again as the largest gradient
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CuPy's current stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:

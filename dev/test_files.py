@@ -452,7 +452,7 @@ def command_line(device_name, folder):
         check(f"train_gpt2.py: the same bits again in {dtype}", same)
     c = read_config(TINY)
     for name, *_ in others:  # by other ways, and so not to the same bits on every device
-        yield f"{name}", read_parameters(result(name), c), read_parameters(result("fp32_1"), c), 1e-4
+        yield f"{name}", read_parameters(result(name), c), read_parameters(result("fp32_1"), c), 5e-4
     lines = (folder / "fp32_1" / "main.log").read_text()
     steps = "".join(rf"s:{step} trl:\d\.\d{{6}}\n" for step in (1, 2, 3))
     ok = re.fullmatch(rf"s:0 tel:\d\.\d{{6}}\n{steps}s:3 tel:\d\.\d{{6}}\n", lines)

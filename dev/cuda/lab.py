@@ -22,13 +22,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import numpy as np
-
 LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
+from prepro_tinyshakespeare import BF16, UserError, has_gpu, read_kernels, replace_file, to_float  # noqa: E402
+
+import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 from ladders import LADDERS, Draw  # noqa: E402
 
-from prepro_tinyshakespeare import BF16, UserError, has_gpu, read_kernels, replace_file, to_float  # noqa: E402
 from test_gpt2 import KERNEL_LIMIT, stored  # noqa: E402
 from train_gpt2 import Config, make_device  # noqa: E402
 
