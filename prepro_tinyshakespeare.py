@@ -208,7 +208,7 @@ class Kernel(NamedTuple):
     """What kernels.cu says of a kernel: BLOCK(threads, items along x, items along y), and its parameters."""
     name: str
     threads: int  # of a block
-    covers: list  # the items that a block covers, as expressions in threads and W
+    covers: list  # functions of threads and W: the items that a block covers along x, and along y
     parameters: list  # (name, NumPy type or, of a pointer, None, whether it is const)
 
     def plan(self, items, args, W, threads=None):
@@ -218,7 +218,7 @@ class Kernel(NamedTuple):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and is launched with "
                             f"{len(args)} arguments")
         threads = threads or self.threads
-        of_block = [int(eval(size, {"threads": threads, "W": W})) for size in self.covers] + [1]
+        of_block = [int(covers(threads, W)) for covers in self.covers] + [1]
         items = items if isinstance(items, tuple) else (items,)
         return (tuple(-(-count // size) for count, size in zip(items, of_block)), (threads,),
                 tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters)))
@@ -233,6 +233,7 @@ def read_kernels(sources):
     for block, name, parameters in re.findall(
             r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)', text):
         threads, *covers = block.split(",")
+        covers = [eval(f"lambda threads, W: {expression}") for expression in covers]
         kernels[name] = Kernel(name, int(threads), covers, [])
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)

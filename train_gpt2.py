@@ -794,7 +794,7 @@ def train(model, train_data, val_data, steps, flags, log):
         model.stage, clock = f"step {step}", clock if queued else time.perf_counter()
         model.train_step(batch, **adamw)
         queued.append((step, model.report()))
-        batch = pack_batch(*train_data.next_batch())  # while a GPU is at work
+        batch = pack_batch(*train_data.next_batch())  # FastCuda is at work meanwhile
 
     if steps:
         median = float(np.median(times))

@@ -124,9 +124,10 @@ def smaller_batches(device):
 
 
 def next_logits(device):
-    """The logits of the next token are the last row of a forward pass without padding."""
+    """The logits of the next token are the last row of a forward pass without padding. The model has room for no more
+    than T tokens, which are not a multiple of the padding's 64."""
     T = 100
-    model, tokens = poisoned_model(device, 2, T), words(257, T)
+    model, tokens = poisoned_model(device, 1, T), words(257, T)
     for n in (1, 63, 64, 65, T):
         model.forward(tokens[None, :n])
         expected = to_float(device.get(model.acts.logits))[n - 1, :257]
