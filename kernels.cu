@@ -564,6 +564,8 @@ __device__ __forceinline__ int column_of(int n, int i) { return 8 * n + 2 * (thr
     _Pragma("unroll") for (int n = 0; n < (int)(sizeof(x[0]) / sizeof(x[0][0])); n++) \
         _Pragma("unroll") for (int i = 2 * half; i < 2 * half + 2; i++)
 
+__device__ __forceinline__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // keeps a NaN, as fmaxf does not
+
 // The maximum, or the sum, of a row of D, which four neighbouring lanes hold.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
@@ -817,7 +819,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         hide_future<false>(scores, LOWEST, part, key);
         auto& weights = scores;  // the paper's P, computed in place
         if (relu) {
-            EACH_ELEMENT(weights) weights[m][n][i] = fmaxf(0.0f, scale * scores[m][n][i]);
+            EACH_ELEMENT(weights) weights[m][n][i] = relu_of(scale * scores[m][n][i]);
         } else EACH_ROW {
             float before = maximum[m][half], now = before;
 #pragma unroll
@@ -848,13 +850,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 // scale of dscores is left to the results. lse(m, n, i) and delta(m, n, i) are those of an element's query.
 template <class F>
 __device__ __forceinline__ void weights_from_scores(float (&x)[M][TILE / 8][4], int relu, float scale, F lse) {
-    if (relu) EACH_ELEMENT(x) x[m][n][i] = fmaxf(0.0f, scale * x[m][n][i]);
+    if (relu) EACH_ELEMENT(x) x[m][n][i] = relu_of(scale * x[m][n][i]);
     else EACH_ELEMENT(x) x[m][n][i] = power_of_2(scale * LOG2_E * x[m][n][i] - lse(m, n, i));
 }
 template <class F>
 __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4],
                                                       const float (&weights)[M][TILE / 8][4], int relu, F delta) {
-    if (relu) EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] > 0.0f ? dx[m][n][i] : 0.0f;
+    if (relu) EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] <= 0.0f ? 0.0f : dx[m][n][i];
     else EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] * (dx[m][n][i] - delta(m, n, i));
 }
 

@@ -722,10 +722,9 @@ class GPT2:
 
     def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
         """AdamW's settings for the next update; a gradient's norm is clipped to `clip`, unless that is 0."""
-        self.step += 1  # before the launch: Python handles a Ctrl-C only behind it, when the update is queued already
-        settings = dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2,
-                        correction1=1 / (1 - beta1**self.step), correction2=1 / (1 - beta2**self.step), eps=eps,
-                        weight_decay=weight_decay, clip=clip)
+        step = self.step + 1
+        settings = dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, clip=clip,
+                        correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step), weight_decay=weight_decay)
         self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
 
     def update_pass(self):
@@ -733,6 +732,7 @@ class GPT2:
         n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
         gradients = arenas["gradients"].view(np.float32)
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
+        self.step += 1  # before the launch: Python handles a Ctrl-C only behind it, when the update is queued already
         device.launch("adamw", n, arenas["parameters"], self.master, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
 
@@ -743,9 +743,11 @@ class GPT2:
             self.backward_pass()
             self.update_pass()
 
+        done = self.step + 1
         self.set_batch(batch)
         self.set_adamw(**adamw)
         self.device.replay(self.graphs, self.shape, work)
+        self.step = done  # the replay of a graph does not run update_pass
 
 
 # ---- The loop
