@@ -17,7 +17,7 @@ Rules that hold for all of them:
 
 Nearly all of them are bound by memory: a GPU does some fifty operations in the time that one float takes to arrive. So
 the 32 lanes of a warp touch adjacent addresses, 16 bytes a lane where the shapes allow it; many loads are in flight at
-once; and nothing is read from device memory twice.
+once; and what a block needs twice waits in registers or in shared memory, or in a cache.
 */
 
 // BLOCK stands over each kernel, for the host to read: a block has so many threads, and covers so many items along x
@@ -36,14 +36,14 @@ constexpr float LOWEST = -3.402823466e38f;  // stands for -infinity in a maximum
 
 // ---- sums over a warp and over a block ----
 
-// The butterfly leaves the total in every lane, and always adds in the same order.
+// Each lane adds what the lane at some distance has, and so all lanes end with the total, in an order that is fixed.
 __device__ __forceinline__ float warp_sum(float x) {
-    for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(FULL_WARP, x, lane);
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
     return x;
 }
 
 __device__ __forceinline__ float warp_max(float x) {
-    for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, lane));
+    for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
     return x;
 }
 
@@ -206,8 +206,8 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const 
 
 // ---- residual stream and layernorm (Ba, Kiros and Hinton 2016, section 3) ----
 
-// A warp has a row, so shuffles can sum it without a barrier. The row lies in registers: lane i of the warp holds packs
-// i, i + 32, i + 64, ... of n columns each. EACH_PACK goes over a lane's packs: k is the pack, c its first column.
+// A warp has a row, so shuffles can sum it without a barrier. What registers keep of a row is shared out like this:
+// lane i of the warp holds packs i, i + 32, ... of n columns each. EACH_PACK goes over them: pack k begins at column c.
 template <int n>
 constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 #define EACH_PACK(n)                                                                                           \
@@ -219,8 +219,9 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 //   residual (N,C) += branch (N,C), unless branch is null
 //   out (N,C) = (residual - mean) * rstd * weight + bias, with mean (N) and rstd (N) = 1/sqrt(variance + 1e-5) of a row
 //   copy (N,C) = residual, as a real, for the backward pass
-// The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. With
-// packs of 8, a load would be two of 16 bytes, each of half of every 32 bytes that memory moves. Items: N rows.
+// The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. Packs
+// have 4 columns in bf16 too: a lane would load 8 of the fp32 stream in halves, and memory moves 32 bytes for each.
+// Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     real* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
@@ -275,7 +276,8 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
 // add_partials makes of these the gradients of weight, of bias, and of the bias of the linear layer whose output was
 // added to the stream. A warp keeps the sums of its rows in registers. Copies bring its next row into shared memory
 // (warps, 2 stages, 3, C) while it works on one, so some tens of KB are always under way to each multiprocessor. One
-// block on each is enough for that. Items: blocks, whose warps the host counts: see layernorm_sizes.
+// block on each is enough for that. Items: blocks. The host chooses their number and their threads, so 256 is not used:
+// see layernorm_sizes.
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : 256;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
@@ -384,7 +386,7 @@ extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const
     add_columns(dbias, dout, N, OC, blockIdx.y, gridDim.y);
 }
 
-// Each of out1, out2 and out3 (OC), unless it is null, += the sum over rows of its part of partials (gridDim.y, N, OC).
+// Each of out1, out2 and out3 (OC), unless it is null, += the sum over its N rows of partials (gridDim.y, N, OC).
 // Items: OC columns along x, outs along y.
 BLOCK(256, 32)
 extern "C" __global__ void add_partials(float* out1, float* out2, float* out3, const float* __restrict__ partials,
@@ -491,7 +493,7 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 //   out (B,T,NH,HS) = weight v
 // Scores and weights are never stored. A block takes ROWS rows of one head, queries or keys, and walks over the other
 // side in tiles that pass through shared memory. While it works on one tile, the next is on its way. The scores live in
-// the registers of the warps that own their rows. With four blocks, and tiles of as many rows:
+// the registers of the warps that own their rows. Here T is four blocks, and a tile is drawn with as many rows as one:
 //
 //                        keys  0  1  2  3
 //                 queries  0   \  .  .  .   last to start       #  all keys of the tile are seen
@@ -532,13 +534,13 @@ static_assert(4 * TILE >= ROWS, "attention_backward_q keeps out where its tiles 
 
 // What a block owns: ROWS rows of one head.
 struct Part {
-    int first;             // the block's first row
-    int warp;              // its warp's first row, counted from there
-    int group;             // the first row of its warp's group
+    int first;             // the block's first row, counted from the head's first
+    int warp;              // its warp's first row, counted from the block's first: a row of the block's own tile
+    int group;             // the first row of its warp's group, counted from the head's first
     size_t qkv, out, lse;  // where the head begins in qkv and dqkv, in out and dout, in lse and delta
 };
 
-// A GPU starts blocks in the order of their numbers: by section, then the longest first, and those of a length by head.
+// GPUs start blocks in the order of their numbers, on which only speed depends: by section, then the longest first.
 __device__ __forceinline__ Part part_of_block(int T, int NH, bool last_rows_are_longest) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
@@ -598,8 +600,8 @@ __device__ __forceinline__ void load_tile(real* tile, const real* head, size_t s
     }
 }
 
-// A from rows r..r+15 and channels c..c+15 of a tile; or, for a product with the tile's transpose, two B side by side,
-// whose 16 columns are these rows. The four quarters of such a square are the same, in another order.
+// Loads a square of a tile, rows r..r+15 and channels c..c+15, for mma: as an A, or, as_b, as two B side by side whose
+// columns are the tile's rows. Both are the same four quarters, with x[1] and x[2] exchanged.
 template <bool as_b>
 __device__ __forceinline__ void load_square(Pair (&x)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
@@ -703,7 +705,7 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], unsigned long long a, un
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
 // D += A B, where A is in registers and B is 16 rows of a tile.
-__device__ __forceinline__ void wgmma_transposed(float (&d)[8][4], const Pair (&a)[4], unsigned long long b) {
+__device__ __forceinline__ void wgmma_from_registers(float (&d)[8][4], const Pair (&a)[4], unsigned long long b) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;" WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
                  : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
@@ -739,7 +741,7 @@ __device__ __forceinline__ void multiply(float (&d)[1][8][4], const float (&x)[1
     }
     products_start(d[0]);
 #pragma unroll
-    for (int j = 0; j < columns / 16; j++) wgmma_transposed(d[0], a[j], describe(tile + 16 * j * LD));
+    for (int j = 0; j < columns / 16; j++) wgmma_from_registers(d[0], a[j], describe(tile + 16 * j * LD));
     products_end();
 }
 #endif
@@ -806,7 +808,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 
     float output[M][HP / 8][4] = {}, maximum[M][2], total[M][2] = {};  // the paper's O, m and l
     EACH_ROW maximum[m][half] = LOWEST;
-    float scale2 = scale * LOG2_E;
+    float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
     int end = min(part.first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
         tiles_arrive();  // this stage is filled, and nobody reads the other any more
@@ -846,8 +848,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     store_rows(out + part.out, C, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
 }
 
-// In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. The factor
-// scale of dscores is left to the results. lse(m, n, i) and delta(m, n, i) are those of an element's query.
+// In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. dscores
+// leave out the factor scale; dq and dk are multiplied by it when they are stored. lse and delta (m, n, i) are those of
+// an element's query.
 template <class F>
 __device__ __forceinline__ void weights_from_scores(float (&x)[M][TILE / 8][4], int relu, float scale, F lse) {
     if (relu) EACH_ELEMENT(x) x[m][n][i] = relu_of(scale * x[m][n][i]);
@@ -886,7 +889,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     float row_lse[M][2], row_delta[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        float sum = 0.0f;  // of row `lane % 16`, half of whose channels each of two lanes adds up
+        float sum = 0.0f;  // of row `lane % 16`: two lanes add up half of its channels each
         for (int c = lane / 16 * (HP / 2); c < (lane / 16 + 1) * (HP / 2); c += W) {
             int i = at(part.warp + 16 * m + lane % 16, c);
             Pack<W> x = load<W>(tiles + i), y = load<W>(douts + i);
@@ -1052,12 +1055,12 @@ __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ 
         if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(cached[target]);
         __syncthreads();  // the logit of the target has been read
         if (!with_gradient) continue;
-        float norm = dloss / sum;
+        float per_sum = dloss / sum;
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
             Pack<n> l = {};
             if (v < V) l = load<n>(cached + v);
-            for (int i = 0; i < n; i++) l[i] = exponential(l[i] - top) * norm;
+            for (int i = 0; i < n; i++) l[i] = exponential(l[i] - top) * per_sum;
             if (v + n > V || target / n == v / n)
                 for (int i = 0; i < n; i++) l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
             store(x + v, l);

@@ -218,10 +218,11 @@ class Kernel(NamedTuple):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and is launched with "
                             f"{len(args)} arguments")
         threads = threads or self.threads
-        of_block = [int(covers(threads, W)) for covers in self.covers] + [1]
-        items = items if isinstance(items, tuple) else (items,)
-        return (tuple(-(-count // size) for count, size in zip(items, of_block)), (threads,),
-                tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters)))
+        sizes = [int(covers(threads, W)) for covers in self.covers]  # int, since C's / of ints is a float in Python
+        sizes.append(1)  # along y, where BLOCK does not say
+        counts = items if isinstance(items, tuple) else (items,)
+        grid = tuple(-(-count // size) for count, size in zip(counts, sizes))  # rounded up
+        return grid, (threads,), tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters))
 
 
 SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
@@ -341,8 +342,8 @@ def data_paths(train, val):
     it or the other way round. Raises UserError.
 
     If both are None, they are tinyshakespeare's, which is prepared if it is missing. Without a network it is another
-    real text, the language reference that Python carries, so that the trainer always runs. Each thing done without is
-    a loud line.
+    real text, the language reference that Python carries, so that the trainer always runs. Whatever it does
+    without is said in a line that begins with WARNING.
     """
     for given, part, flag in ((train, "train", "-j"), (val, "val", "-i")):
         if given and part not in Path(given).name and not (train and val):

@@ -254,7 +254,7 @@ def encoder_forward(launch, B, T, C):
 def encoder_backward_wte(launch, B, T, C):
     tokens = np.where(rng.random((B, T)) < 0.6, 256, words(257, B, T)).astype(np.int32)  # one word is most of the batch
     dwte, dout, batch = normal32(257, C), normal(B, T, C), carve(pack_batch(tokens)[0], batch_table(B, T))
-    found = launch((B * T, C), np.float32(dwte), dout, tokens, batch.order, batch.run, C)
+    found = launch((B * T, C), np.float32(dwte), dout, tokens, batch.order, batch.run_length, C)
     np.add.at(dwte, tokens, dout)
     yield "dwte", *found, dwte
 

@@ -8,7 +8,7 @@ speed alone: leave it out at a first reading, as `--plain 1` does in a run. Size
 
     B   sequences in a batch            L   layers
     T   tokens in a sequence            NH  attention heads
-    N   tokens in a batch, B*T          C   channels of a token
+    N   tokens in a batch, B*T          C   channels of a token; OC of a linear layer's output
     V   words of the vocabulary         HS  channels of a head, C/NH
     Vp  V padded, so that the matrix product over it is fast
 
@@ -45,7 +45,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Row(NamedTuple):
-    """A row of a table describes a tensor; with layers, one tensor of this shape for each layer."""
+    """A row of a table describes a tensor: its name, shape and type; with layers, one such tensor for each layer."""
     name: str
     shape: tuple
     dtype: type = np.float32
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     mean: float = 0.0  # a parameter starts as mean + std * normal
     std: float = 0.0
     decay: bool = False  # weight decay applies
-    matrix: bool = False  # its gradient is one matrix product; any other gradient is a sum to which kernels add
+    matrix: bool = False  # a product sets its gradient; any other gradient is cleared first, and kernels add to it
 
     @property
     def size(self):
@@ -64,11 +64,11 @@ class Row(NamedTuple):
         return self.size * np.dtype(self.dtype).itemsize
 
 
-ALIGN = 64  # bytes, for loads of 16. Parameters have no gaps, since 32 divides C: a checkpoint is the arena's bytes.
-LOGIT_ROWS = 8192  # tokens whose logits are computed at a time
+ALIGN = 64  # bytes, where tensors start. 32 divides C, so parameters have no gaps: a checkpoint is the arena's bytes.
+LOGIT_ROWS = 8192  # the fewest tokens whose logits are computed at a time, if there are as many
 PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column; add_partials adds them
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
-ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # in kernels.cu
+ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # its struct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +112,12 @@ class Config:
     def parameter_table(self, real=np.float32):
         """The parameters, in the order of a checkpoint. They start as in the GPT-2 paper (Radford et al. 2019, section
         2.3): the 2L matrices that add to the residual stream are scaled down by sqrt(2L)."""
-        C, one, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
+        C, once, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
         weight = dict(std=0.02, decay=True, matrix=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
         return [
-            Row("wte", (self.Vp, C), **one, **weight),  # token embeddings, and the head that makes logits of channels
-            Row("wpe", (self.maxT, C), **one, std=0.02, decay=True),  # position embeddings
+            Row("wte", (self.Vp, C), **once, **weight),  # token embeddings, and the head that makes logits of channels
+            Row("wpe", (self.maxT, C), **once, std=0.02, decay=True),  # position embeddings
             Row("ln1w", (C,), **each, mean=1.0),
             Row("ln1b", (C,), **each),
             Row("qkvw", (3 * C, C), **each, **weight),
@@ -130,8 +130,8 @@ class Config:
             Row("fcb", (4 * C,), **each),
             Row("fcprojw", (C, 4 * C), **each, **residual),
             Row("fcprojb", (C,), **each),
-            Row("lnfw", (C,), **one, mean=1.0),
-            Row("lnfb", (C,), **one),
+            Row("lnfw", (C,), **once, mean=1.0),
+            Row("lnfb", (C,), **once),
         ]
 
     def activation_table(self, B, T, real=np.float32, recompute=False):
@@ -151,12 +151,12 @@ class Config:
             Row("ln1", (N, C), real, kept),
             Row("qkv", (N, 3 * C), real, L),  # queries, keys and values, each of NH heads
             Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
-            Row("atty", (N, C), real, L),
+            Row("atty", (N, C), real, L),  # attention's output
             Row("ln2_inp", (N, C), real, L),  # a copy of the stream after attention
             Row("ln2_mean", (N,), layers=L),
             Row("ln2_rstd", (N,), layers=L),
             Row("ln2", (N, C), real, kept),
-            Row("fch", (N, 4 * C), real, L),
+            Row("fch", (N, 4 * C), real, L),  # the MLP's hidden channels, before GELU
             Row("fch_gelu", (N, 4 * C), real, kept),
             Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
             Row("lnf_mean", (N,)),
@@ -175,7 +175,7 @@ class Config:
             Row("dfch", (N, 4 * C), real),
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
-            Row("partials", (3, PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward
+            Row("partials", (3, PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward, bias_backward
         ]
 
     def flops_per_token(self, T):
@@ -190,7 +190,7 @@ def batch_table(B, T):
         Row("tokens", (B, T), np.int32),
         Row("targets", (B, T), np.int32),  # for each token the one that follows
         Row("order", (B * T,), np.int32),  # positions sorted by token: see encoder_backward_wte
-        Row("run", (B * T,), np.int32),  # lengths of the runs of equal tokens in that order
+        Row("run_length", (B * T,), np.int32),  # of the runs of equal tokens in that order
     ]
 
 
@@ -285,16 +285,16 @@ class DataLoader:
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
-def pack_batch(tokens, targets=None):
-    """The bytes of a batch's arena, from tokens and targets (B,T) int32, and (B,T). Without targets they are 0."""
+def pack_batch(tokens, targets=0):
+    """(the bytes of a batch's arena, (B,T)), of tokens and targets, each (B,T) int32; without targets they are 0."""
     table = batch_table(*tokens.shape)
     data = np.zeros(layout(table)[-1], np.uint8)
     batch = carve(data, table)
-    batch.tokens[...], batch.targets[...] = tokens, 0 if targets is None else targets
+    batch.tokens[...], batch.targets[...] = tokens, targets
     flat = tokens.reshape(-1).astype(np.uint32 if tokens.max() > 65535 else np.uint16)  # NumPy radix-sorts 16 bits
     batch.order[...] = np.argsort(flat, kind="stable")
-    heads = np.flatnonzero(np.r_[True, np.diff(flat[batch.order].astype(np.int32)) != 0])  # where a new word begins
-    batch.run[heads] = np.diff(heads, append=flat.size)
+    begins = np.flatnonzero(np.r_[True, np.diff(flat[batch.order].astype(np.int32)) != 0])  # where a new word does
+    batch.run_length[begins] = np.diff(begins, append=flat.size)
     return data, tokens.shape
 
 
@@ -307,6 +307,8 @@ class Cuda:
     "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
     kernels are compiled for; beside: more CUDA files to compile behind kernels.cu. Raises UserError."""
     name, memory, OPTIONS = "cuda", "device memory", ("-std=c++17",)
+    TYPES = {4: 0, 2: 14}  # cuBLAS's CUDA_R_32F and CUDA_R_16BF, by the bytes of a number
+    ahead = 0  # steps whose results may be outstanding when the next one is queued: see train()
     SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
     # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32 and bf16: NVIDIA's architecture white papers.
     FLOPS_PER_CLOCK = {80: (128, 1024, 2048), 86: (256, 256, 512), 89: (256, 256, 512), 90: (256, 2048, 4096),
@@ -324,6 +326,7 @@ class Cuda:
             raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with --device cpu") from None
         self.cupy, self.cublas, self.gpu, self.dtype = cupy, cublas, cupy.cuda.Device(), dtype or "bf16"
         self.Fault = cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cublas.CUBLASError
+        self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if dtype == "tf32" else cublas.CUBLAS_COMPUTE_32F
         capability, attributes = int(self.gpu.compute_capability), self.gpu.attributes
         if capability < 80:
             raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
@@ -342,7 +345,7 @@ class Cuda:
         self.kernels = read_kernels(sources)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
-            for name, fields in SIZES.items():
+            for name, fields in SIZES.items():  # attention_sizes, layernorm_sizes
                 values = cupy.ndarray(len(fields), np.int32, module.get_global(name)).get().tolist()
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
         except cupy.cuda.compiler.CompileException as e:
@@ -375,7 +378,7 @@ class Cuda:
         array.data.memset_async(0, array.nbytes)
 
     def launch(self, name, items, *args, threads=None, shared=0):
-        """Run a kernel over so many items; what of them a block covers, BLOCK(...) over the kernel says. Each block has
+        """Run a kernel over so many items. The BLOCK(...) over it says how many of them a block covers. Each block has
         `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
@@ -385,9 +388,9 @@ class Cuda:
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """out (M,N) = a (M,K) @ b (K,N), plus bias (N) in each row; with accumulate, out += a @ b.
+        """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; with accumulate, out += a @ b.
 
-        With gelu (M,N), that becomes GELU of out. With dgelu_at (M,N), out is multiplied by GELU's derivative there.
+        With gelu (I,J), that becomes GELU of out. With dgelu_at (I,J), out is multiplied by GELU's derivative there.
 
         cuBLAS stores matrices by columns, and we by rows. So it sees each of our matrices transposed:
 
@@ -398,8 +401,7 @@ class Cuda:
 
         It is asked for out.T = b.T @ a.T, in which a and b have changed places, and what it writes is our out.
         """
-        lib, handle, types = self.cublas, self.gpu.cublas_handle, {4: 0, 2: 14}  # 4 bytes: CUDA_R_32F, 2: CUDA_R_16BF
-        compute = lib.CUBLAS_COMPUTE_32F_FAST_TF32 if self.dtype == "tf32" else lib.CUBLAS_COMPUTE_32F
+        lib, handle, types = self.cublas, self.gpu.cublas_handle, self.TYPES
         lib.setMathMode(handle, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: all sums are fp32
         if bias is not None:
             out[...] = bias
@@ -407,7 +409,7 @@ class Cuda:
         (transpose_a, stride_a), (transpose_b, stride_b) = stride_of(a), stride_of(b)
         lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data, b.data.ptr,
                    types[b.itemsize], stride_b, a.data.ptr, types[a.itemsize], stride_a, beta.ctypes.data,
-                   out.data.ptr, types[out.itemsize], out.shape[1], compute, lib.CUBLAS_GEMM_DEFAULT)
+                   out.data.ptr, types[out.itemsize], out.shape[1], self.compute, lib.CUBLAS_GEMM_DEFAULT)
         self.gelu_of_product(out, gelu, dgelu_at)
 
     def gelu_of_product(self, out, gelu, dgelu_at):
@@ -416,8 +418,6 @@ class Cuda:
             self.launch("gelu_forward", out.size, gelu, out, *out.shape)
         if dgelu_at is not None:
             self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
-
-    ahead = 0  # steps that may be queued before an earlier one's results are read: see the last section
 
     def fetch(self, array):
         """A function that returns the numbers which array has when the work queued so far is done."""
@@ -430,9 +430,9 @@ class Cuda:
 
 
 def stride_of(x):
-    """How BLAS is to read a matrix: (0, its rows' stride), or (1, its columns' stride) if columns are contiguous."""
-    rows, columns = (stride // x.itemsize for stride in x.strides)
-    return (0, max(rows, x.shape[1])) if columns == 1 or x.shape[1] == 1 else (1, max(columns, x.shape[0]))
+    """(transposed, stride) for BLAS: (0, numbers to the next row), or of a view such as w.T (1, to the next column)."""
+    to_row, to_column = (stride // x.itemsize for stride in x.strides)
+    return (0, max(to_row, x.shape[1])) if to_column == 1 or x.shape[1] == 1 else (1, max(to_column, x.shape[0]))
 
 
 def make_device(name, dtype, c, plain=False, graph=True, beside=()):
@@ -471,17 +471,17 @@ def classifier_launch(device, N, Vp):
 
 
 def memory_of(c, device, B, T, recompute, free):
-    """The bytes that a model's tables ask for, and the largest B whose tables are within `free` bytes."""
-    def asked(B):
+    """The bytes that a model's tables ask for, and how many of B = 1, 2, ... have tables within `free` bytes."""
+    def bytes_of(B):
         return sum(layout(table)[-1] for table in arena_tables(c, B, T, device.real, recompute).values())
 
-    return asked(B), bisect.bisect_right(range(1, 2**16), free, key=asked)
+    return bytes_of(B), bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
 
 class GPT2:
     """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
     recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
-    Another architecture replaces Config, and the methods from layer_forward to head_backward."""
+    Another architecture would be a subclass with its own Config, and methods from layer_forward to head_backward."""
     Config = Config
 
     def __init__(self, config, device, B, T, attention="softmax", recompute=False):
@@ -496,8 +496,9 @@ class GPT2:
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block of a kernel needs {shared:,} bytes of shared "
                             f"memory, and this device has {device.max_shared:,}: choose smaller heads, or --dtype bf16")
         free = device.free_bytes()
-        (asked, fits), (_, fits_again) = (memory_of(config, device, B, T, again, free) for again in (recompute, True))
+        asked, fits = memory_of(config, device, B, T, recompute, free)
         if asked > free:
+            _, fits_again = memory_of(config, device, B, T, True, free)
             raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
                             f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 1 "
                             f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
@@ -515,8 +516,8 @@ class GPT2:
         device.put(self.adam.starts, [start // 4 for start in layout(tables["gradients"])])
         device.put(self.adam.decayed, [row.decay for row in tables["gradients"]])
         self.shape = None  # (B,T) of the batch that the activations are laid out for
-        self.graphs = {}  # of a device that has them, by that shape: they hold this model's addresses
-        self.step = 0  # updates done
+        self.graphs = {}  # {shape: a step as a graph} of a device that makes them: they hold this model's addresses
+        self.step, self.stage = 0, "the start"  # updates done; what the loop is at, for the line after a Ctrl-C
 
     def set_parameters(self, values):
         """Set all parameters from one flat array, fp32 or bf16, in the order of the table."""
@@ -529,7 +530,7 @@ class GPT2:
         return self.device.get(self.arenas["parameters"].view(self.device.real))
 
     def set_batch(self, batch):
-        """Copy a batch of pack_batch to the device. If it is smaller than (B,T), it uses a part of the arenas."""
+        """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may be smaller."""
         data, (B, T) = batch
         self.device.put(self.arenas["batch"][: data.nbytes], data)
         if (B, T) == self.shape:
@@ -541,28 +542,27 @@ class GPT2:
         self.back = carve(self.arenas["backward"], c.backward_table(B, T, real))
         self.layers = [(of_layer(self.params, parameters, l), of_layer(self.grads, parameters, l),
                         of_layer(self.acts, activations, l)) for l in range(c.L)]
-        rows = len(self.acts.logits)  # the parts of the N tokens whose logits are computed together
-        self.parts = [slice(start, min(start + rows, B * T)) for start in range(0, B * T, rows)]
+        size = len(self.acts.logits)  # of the parts of the N tokens whose logits are computed together
+        self.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
         self.shape = B, T
 
     # The residual stream x (N,C) runs through all layers. Each reads it twice, through a norm, and adds to it twice:
     #
-    #     x --+---------------------------------(+)--+-------------------------------(+)--> x, for the next layer
-    #         |                                  |   |                                |
-    #         +-- ln1 -- qkv -- attention -- attproj +-- ln2 -- fc ---- GELU ---- fcproj
-    #         |    |      |         |                |    |      |        |
-    #      ln1_inp ln1   qkv    atty, lse         ln2_inp ln2   fch    fch_gelu       (kept for the backward pass)
+    #     x --+--------------------------------->(+)----+------------------------------>(+)--> x, for the next layer
+    #         |                                   |     |                                |
+    #         +-> ln1 -> qkv -> attention -> attproj    +-> ln2 -> fc ---> GELU ---> fcproj       (computed)
+    #         |    |      |         |                   |    |      |        |
+    #      ln1_inp ln1   qkv    atty, lse            ln2_inp ln2   fch    fch_gelu        (kept for the backward pass)
     #
-    # An addition, x = x + branch, is the first thing that the next norm's kernel does, since it reads all of x anyway.
-    # The stream is fp32, its copies ln1_inp and ln2_inp are rounded to real. Its gradient, dresidual, runs from right
-    # to left: a (+) sends it both ways, and where the stream branched off, the gradients of both ways are added.
+    # attproj and fcproj leave their result in `branch`. The addition (+) is done by the next norm's kernel, which reads
+    # all of x anyway. x is fp32, and its copies ln1_inp and ln2_inp are rounded to real. The gradient of x, dresidual,
+    # goes from right to left: a (+) hands it to the stream and to the branch, and a fork adds what the branch returns.
 
     def layer_forward(self, l):
-        """Layer l: x = x + attention(ln1(x)), and x = x + mlp(ln2(x)), whose addition is left to the next norm."""
+        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
-
-        before = branch if l else None  # the layer before has left this to be added; before layer 0 there is none
+        before = branch if l else None  # what the MLP of layer l - 1 computed; this layer's first norm adds it
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, before, p.ln1w, p.ln1b)  # x += before -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
@@ -573,9 +573,9 @@ class GPT2:
         matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
     def layer_backward(self, l):
-        """layer_forward(l), read from its last line to its first; dx is the gradient of x. Of a product y = x @ w.T the
-        gradients are dx = dy @ w and dw = dy.T @ x. attproj and fcproj are added to the stream, so the gradient of
-        their bias is the sum of dx's rows: norm_backward, which has those at hand, sums them too."""
+        """layer_forward(l) from its last line to its first. A product out = inp @ w.T has the gradients dinp = dout @ w
+        and dw = dout.T @ inp. dx, the gradient of the stream, is also that of a branch added to it: the dout of fcproj
+        and attproj. Their biases' gradients are the sums of dx's rows, and norm_backward, which has dx, takes them."""
         p, g, a = self.layers[l]
         d, matmul, accumulate = self.back, self.device.matmul, self.accumulate
         dx, dinp = d.dresidual, d.dinp
@@ -590,7 +590,7 @@ class GPT2:
         self.bias_backward(g.fcb, d.dfch)  # (N,4C) -> (4C)
         matmul(g.fcw, d.dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
         matmul(dinp, d.dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)  # dx += -> (N,C)
+        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)  # dx += (N,C)
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
@@ -599,8 +599,8 @@ class GPT2:
         self.bias_backward(g.qkvb, d.dqkv)  # (N,3C) -> (3C)
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
-        before = self.layers[l - 1][1].fcprojb if l else None  # of what layer_forward calls before
-        self.norm_backward(g.ln1w, g.ln1b, before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += -> (N,C)
+        bias_before = self.layers[l - 1][1].fcprojb if l else None  # of layer l - 1, whose result this norm added
+        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += (N,C)
 
     def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
         """x = x + branch, unless that is None; copy = x; out = layernorm(x)."""
@@ -608,8 +608,8 @@ class GPT2:
                            weight, bias, len(out))
 
     def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
-        """dx += the gradient of the norm's input, given dinp, that of its output; dweight and dbias += theirs, and
-        dbias_before += the sum of dx's rows, unless it is None."""
+        """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output. dweight and dbias +=
+        theirs. dbias_before += the sum over rows of the new dresidual, unless it is None."""
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, threads, shared = layernorm_backward_launch(device, N)
         device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, mean, rstd, N,
@@ -636,8 +636,8 @@ class GPT2:
         self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)  # -> (N,C)
 
     def embedding_backward(self):
-        (B, T), C, g, dx, batch = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
-        self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, batch.tokens, batch.order, batch.run, C)
+        (B, T), C, g, dx, b = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
+        self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.run_length, C)
         self.device.launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
     def last_norm_forward(self):
@@ -677,13 +677,13 @@ class GPT2:
         self.last_norm_forward()
 
     def backward_pass(self, micro=0):
-        """From lnf to the loss, and back to the gradients of all parameters. A step begins with zero gradients, and its
-        micro-batches add up. A matrix's gradient needs no clearing: the product of micro-batch 0 sets it."""
+        """From lnf through the loss to the gradients of all parameters. The first of a step's micro-batches, 0, begins
+        them anew: what kernels add to is cleared, and a product sets its matrix. The others add to them."""
         self.accumulate = micro > 0
         for row in self.config.parameter_table():
             if not row.matrix and not self.accumulate:
                 self.device.zero(getattr(self.grads, row.name))
-        for rows in self.parts:  # the logits of a part make room for the next one's, so each goes there and back
+        for rows in self.parts:  # the next part's logits overwrite these, so each goes forward and back by itself
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)
             self.head_backward(rows, logits)
@@ -694,8 +694,8 @@ class GPT2:
 
     def forward(self, tokens, targets=None):
         """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None. Its logits are left in
-        acts.logits, if there are several parts the last one's."""
-        self.set_batch(pack_batch(tokens, targets))
+        acts.logits: those of the last part, if there are several."""
+        self.set_batch(pack_batch(tokens, 0 if targets is None else targets))
         self.forward_pass()
         for rows in self.parts:
             logits = self.head_forward(rows)
@@ -714,7 +714,7 @@ class GPT2:
         return to_float(self.device.get(logits))[0, : self.config.V]
 
     def report(self):
-        """A function that waits for the work queued so far: (its batch's mean loss, its gradient's norm)."""
+        """Queue a copy of the loss and of the gradient's norm. Returns a function that waits for them: (loss, norm)."""
         losses, norm = self.device.fetch(self.acts.losses), self.device.fetch(self.adam.norm[:1])
         return lambda: (float(losses().mean(dtype=np.float64)), float(norm()[0]))
 
@@ -737,7 +737,7 @@ class GPT2:
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
 
     def train_step(self, batch, **adamw):
-        """A step on a batch of pack_batch, with set_adamw's settings. A GPU may still be at it then; report() waits."""
+        """Queue a step of one micro-batch, of pack_batch, with set_adamw's settings. report()() waits for it."""
         def work():
             self.forward_pass()
             self.backward_pass()
@@ -763,8 +763,9 @@ def train(model, train_data, val_data, steps, flags, log):
     def finish(step, report):
         """Wait for a step that was queued, and print its line."""
         nonlocal clock
-        (loss, norm), start, clock = report(), clock, time.perf_counter()
-        times.append(clock - start)
+        loss, norm = report()  # waits
+        times.append(time.perf_counter() - clock)
+        clock += times[-1]  # where the next step's time begins
         losses.append(loss)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise UserError(f"step {step}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
@@ -779,7 +780,7 @@ def train(model, train_data, val_data, steps, flags, log):
         done, last = step - 1, step > steps
         validates = flags.val_every and (done % flags.val_every == 0 or last)
         samples = flags.sample_every and flags.sample_tokens and (done and done % flags.sample_every == 0 or last)
-        while len(queued) > (0 if validates or samples or last else device.ahead):
+        while len(queued) > (0 if validates or samples or last else device.ahead):  # before those, all are finished
             finish(*queued.pop(0))
         if validates:
             model.stage, val_data.next = f"the validation after step {done}", 0
@@ -833,8 +834,8 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
     ("-b", "--batch-size", COUNT, 4, "B, sequences in a batch"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
     ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
-    ("-x", "--steps", COUNT_OR_0, None, "steps to train (default: an epoch; on a CPU without a model 200)"),
-    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations; 0 for none"),
+    ("-x", "--steps", COUNT_OR_0, None, "steps to train (default: an epoch; on a CPU without -e and gpt2_124M 200)"),
+    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, with one more after the last step; 0 for none"),
     ("-m", "--val-batches", COUNT, 20, "batches of a validation, at most"),
     ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),
     ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
@@ -884,7 +885,6 @@ def main(arguments=None, architecture=GPT2):
     asked, fits = memory_of(c, device, B, T, flags.recompute, free)
     print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
     model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
-
     status = 0
     try:
         train(model, train_data, val_data, steps, flags, log)
@@ -909,14 +909,14 @@ def main(arguments=None, architecture=GPT2):
 #     its algorithms chosen by timing them                    00.00        00.00
 #     GELU in the product too                                 00.00        00.00
 #     a step as one graph                                     00.00        00.00
-#     copies from pinned memory, and losses read late         00.00        00.00
+#     a step queued before the last one is reported           00.00        00.00
 
 
 class FastCuda(Cuda):
-    """Cuda with all that is there for speed alone. cuBLASLt multiplies as cuBLAS does, but a graph can hold its
-    products, and they have epilogues: work on the numbers of out before they leave the registers. CuPy does not wrap
-    it, so it is called through ctypes, in the library that CuPy has loaded. Numbers without a name are cublasLt.h's."""
-    ahead = 1  # a step is queued before the one before has been reported, so that the GPU need not wait for the host
+    """Cuda with all that is there for speed alone. cuBLASLt multiplies as cuBLAS does. But a graph can hold what it
+    does, where CuPy refuses cuBLAS, and products have epilogues: work on out before it leaves the registers. CuPy does
+    not wrap it, so ctypes calls it, in the library that CuPy has loaded. Numbers without a name are cublasLt.h's."""
+    ahead = 1  # while a step's results are outstanding, the next is queued, so that the GPU need not wait for the host
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
     NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
@@ -926,7 +926,7 @@ class FastCuda(Cuda):
         import cupyx.profiler
         self.cupyx, self.graph, self.fused_gelu, self.plans = cupyx, graph, self.dtype == "bf16", {}
         self.SPARE += 4 * c.Vp * c.C  # choose() needs as much again as the largest gradient
-        self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CuPy's current stream cannot be captured
+        self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CUDA's default stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
             raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt; --plain 1 does without it")
@@ -955,14 +955,15 @@ class FastCuda(Cuda):
     def describe(self, epilogue, out, a, b, bias, aux):
         """A product of these arrays, as cuBLASLt wants it: (description, layout of b, of a, of out)."""
         (transpose_b, _), (transpose_a, _), _ = strides = [stride_of(x) for x in (b, a, out)]
-        description = self.create("MatmulDesc", 77 if self.dtype == "tf32" else 68, 0, attributes=(
+        # Attributes 3, 4: are b and a transposed? 7: the epilogue. 8: bias. 11, 12: GELU's input, and its rows' stride.
+        description = self.create("MatmulDesc", self.compute, self.TYPES[4], attributes=(
             (3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)), (7, ctypes.c_int(epilogue)),
-            (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1]))))  # aux is GELU's input
+            (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1]))))
         layouts = []
         for x, (transposed, stride) in zip((b, a, out), strides):
             m, n = x.shape if transposed else x.shape[::-1]
             sizes = ctypes.c_uint64(m), ctypes.c_uint64(n), ctypes.c_int64(stride)
-            layouts.append(self.create("MatrixLayout", {4: 0, 2: 14}[x.itemsize], *sizes))
+            layouts.append(self.create("MatrixLayout", self.TYPES[x.itemsize], *sizes))
         return description, *layouts
 
     def multiply(self, plan, algorithm, accumulate, out, a, b):
@@ -1037,7 +1038,7 @@ class FastCuda(Cuda):
         stream, host = self.cupy.cuda.get_current_stream(), self.cupyx.empty_like_pinned(array)
         array.get(stream=stream, out=host, blocking=False)
         copied = stream.record()
-        return lambda: (copied.synchronize(), host)[1]
+        return lambda: (copied.synchronize(), host)[1]  # waits, then has the numbers
 
 
 def address(array):

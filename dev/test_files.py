@@ -305,7 +305,7 @@ def packed_batches(device_name, folder):
         yield f"order, V={V}", batch.order, np.int32(order), EXACT
         ordered = tokens.ravel()[order].tolist()
         runs = [ordered.count(word) if i == 0 or ordered[i - 1] != word else 0 for i, word in enumerate(ordered)]
-        yield f"runs, V={V}", batch.run, np.int32(runs), EXACT
+        yield f"runs, V={V}", batch.run_length, np.int32(runs), EXACT
     yield "no targets", carve(pack_batch(tokens)[0], batch_table(*shape)).targets, np.zeros((3, 50), np.int32), EXACT
 
 

@@ -1,6 +1,6 @@
 // Runs kernels.cu without a GPU. Given
 //
-//     #include "cuda_on_cpu.h"
+//     #include "cuda.h"
 //     #include "kernels.cu"
 //     CPU_KERNEL(gelu_forward)  // const char* launch_gelu_forward(grid, block, shared_bytes, args): see its definition
 //

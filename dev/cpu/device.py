@@ -30,7 +30,7 @@ class Cpu:
     dtype: "fp32" (the default), "tf32" or "bf16"; c and beside as for train_gpt2.Cuda. CXX names the compiler and
     CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. Raises UserError.
     """
-    name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024
+    name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024  # bytes, as on an H100
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
     max_threads = 256  # of a block: at a barrier each costs 25 ns
     ahead = 0  # steps: see train_gpt2.Cuda
@@ -81,7 +81,7 @@ class Cpu:
         try:
             cache.mkdir(parents=True, exist_ok=True)
             try:
-                for _ in range(2):
+                for _ in range(2):  # the second time without OpenMP, if the compiler has none
                     done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", temporary], input=source,
                                           text=True, capture_output=True)
                     if done.returncode == 0:
@@ -136,7 +136,7 @@ class Cpu:
             raise UserError(f"kernels.cu: {error.decode()}")
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """As train_gpt2.Cuda.matmul."""
+        """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
         if self.dtype == "bf16":

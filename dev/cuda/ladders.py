@@ -161,7 +161,7 @@ def encoder_backward(a, draw):
     a.N = a.B * a.T
     a.tokens = np.where(draw.rng.random((a.B, a.T)) < 0.1, a.V - 1, draw.words(a.V, a.B, a.T)).astype(np.int32)
     batch, a.words = carve(pack_batch(a.tokens)[0], batch_table(a.B, a.T)), len(np.unique(a.tokens))
-    a.order, a.run = batch.order, batch.run
+    a.order, a.run = batch.order, batch.run_length
     a.dwte, a.dwpe, a.dout = draw.fp32(a.V, a.C), draw.fp32(a.T, a.C), draw(a.B, a.T, a.C)
     dwte, order = a.dwte.copy(), np.argsort(a.tokens.reshape(-1), kind="stable")
     words, starts = np.unique(a.tokens.reshape(-1)[order], return_index=True)
