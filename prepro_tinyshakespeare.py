@@ -231,16 +231,16 @@ SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
 def read_kernels(sources):
     """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor one of SCALARS."""
     kernels, text = {}, "".join(path.read_text(encoding="utf-8") for path in sources)
-    for block, name, parameters in re.findall(
-            r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)', text):
-        threads, *covers = block.split(",")
-        covers = [eval(f"lambda threads, W: {expression}") for expression in covers]
+    declaration = (r'BLOCK\((\d+),([^()]*)\)\s*extern "C" __global__ void\s+'
+                   r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
+    for threads, covers, name, parameters in re.findall(declaration, text):
+        covers = [eval(f"lambda threads, W: {expression}") for expression in covers.split(",")]
         kernels[name] = Kernel(name, int(threads), covers, [])
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)
             pointer = "*" in parameter
             if not pointer and kind not in SCALARS:
-                raise UserError(f"kernels.cu: {name}: {kind} {label}: expected a pointer, {', '.join(SCALARS)}")
+                raise UserError(f"kernels.cu: {name}: {kind} {label}: expected a pointer or {', '.join(SCALARS)}")
             kernels[name].parameters.append((label, None if pointer else SCALARS[kind], "const" in parameter))
     return kernels
 

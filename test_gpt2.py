@@ -367,7 +367,7 @@ for direction in ("forward", "backward_q", "backward_kv"):
     KERNELS[f"attention_{direction}"] = functools.partial(attention_kernels, direction), [
         (kind, *sizes) for kind in ("softmax", "relu") for sizes in (
             (3, 1, 32, 3), (2, 27, 16, 6), (1, 40, 2, 32), (1, 64, 3, 32), (2, 65, 2, 64), (2, 130, 1, 128),
-            (1, 130, 8, 100), (1, 300, 2, 64))]
+            (1, 130, 8, 100), (1, 300, 2, 64), (2, 130, 40, 32))]
 
 
 def gelu_kernels(direction, launch, N, C):

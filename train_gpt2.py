@@ -89,8 +89,7 @@ class Config:
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of depth N for "dN". d12, d24, d36 and d48 are GPT-2 small, medium, large and XL. Depths between
-        them follow the same line; those below d12 have a head for each layer. Raises UserError."""
+        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL. Raises UserError."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
             raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to d999, such as d12")
         L = int(descriptor[1:])
@@ -298,16 +297,16 @@ def pack_batch(tokens, targets=0):
     return data, tokens.shape
 
 
-# ---- The device, plain: a few verbs, in which all that follows is written. The last section makes some of them faster;
-# dev/cpu/device.py has the same verbs for a CPU.
+# ---- The device, plain: a few verbs, in which all that follows is written. dev/cpu/device.py has them for a CPU.
 
 
 class Cuda:
     """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it. dtype:
     "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
     kernels are compiled for; beside: more CUDA files to compile behind kernels.cu. Raises UserError."""
-    name, memory, OPTIONS = "cuda", "device memory", ("-std=c++17",)
+    name, memory, launched, OPTIONS = "cuda", "device memory", "the start", ("-std=c++17",)
     TYPES = {4: 0, 2: 14}  # cuBLAS's CUDA_R_32F and CUDA_R_16BF, by the bytes of a number
+    ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
     ahead = 0  # steps whose results may be outstanding when the next one is queued: see train()
     SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
     # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32 and bf16: NVIDIA's architecture white papers.
@@ -319,8 +318,8 @@ class Cuda:
             import cupy
             from cupy_backends.cuda.libs import cublas
             cupy.cuda.runtime.getDeviceCount()
-        except ImportError:
-            raise UserError("CuPy is not installed, and --device cuda needs it: pip install -r requirements.txt, "
+        except ImportError as e:
+            raise UserError(f"--device cuda needs CuPy, which is not installed ({e}): pip install -r requirements.txt, "
                             "or train with --device cpu") from None
         except cupy.cuda.runtime.CUDARuntimeError as e:
             raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with --device cpu") from None
@@ -337,7 +336,6 @@ class Cuda:
         self.multiprocessors = attributes["MultiProcessorCount"]
         flops = self.FLOPS_PER_CLOCK.get(capability, (0, 0, 0))[("fp32", "tf32", "bf16").index(self.dtype)]
         self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
-
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
         hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
         module = cupy.RawModule(code="".join(path.read_text(encoding="utf-8") for path in sources), options=(
@@ -348,8 +346,11 @@ class Cuda:
             for name, fields in SIZES.items():  # attention_sizes, layernorm_sizes
                 values = cupy.ndarray(len(fields), np.int32, module.get_global(name)).get().tolist()
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
+            cublas.setMathMode(self.gpu.cublas_handle, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
         except cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
+        except self.Fault as e:
+            raise UserError(f"the GPU cannot be used ({e}): check nvidia-smi, or train with --device cpu") from None
 
     def __str__(self):
         name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
@@ -383,13 +384,12 @@ class Cuda:
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
         function, self.launched = self.functions[name], name
-        if shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
+        if shared > 48 * 1024 and shared > function.max_dynamic_shared_size_bytes:  # such a size has to be asked for
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; with accumulate, out += a @ b.
-
+        """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
         With gelu (I,J), that becomes GELU of out. With dgelu_at (I,J), out is multiplied by GELU's derivative there.
 
         cuBLAS stores matrices by columns, and we by rows. So it sees each of our matrices transposed:
@@ -402,10 +402,9 @@ class Cuda:
         It is asked for out.T = b.T @ a.T, in which a and b have changed places, and what it writes is our out.
         """
         lib, handle, types = self.cublas, self.gpu.cublas_handle, self.TYPES
-        lib.setMathMode(handle, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: all sums are fp32
         if bias is not None:
             out[...] = bias
-        one, beta = np.ones(1, np.float32), np.float32([accumulate or bias is not None])  # out = one a @ b + beta out
+        one, beta = self.ONE, self.ONE if accumulate or bias is not None else self.NOUGHT  # out = one a @ b + beta out
         (transpose_a, stride_a), (transpose_b, stride_b) = stride_of(a), stride_of(b)
         lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data, b.data.ptr,
                    types[b.itemsize], stride_b, a.data.ptr, types[a.itemsize], stride_a, beta.ctypes.data,
@@ -424,8 +423,8 @@ class Cuda:
         values = self.get(array)
         return lambda: values
 
-    def replay(self, graphs, key, work):
-        """Do work(), whose launches are the same each time for one key."""
+    def replay(self, graphs, key, work, count):
+        """Do work(), whose launches are the same each time for one key; or, if it need not be run for that, count()."""
         work()
 
 
@@ -493,8 +492,8 @@ class GPT2:
         shared = max(device.attention_sizes.shared_forward, device.attention_sizes.shared_backward,
                      device.layernorm_sizes.shared_of_warp)
         if shared > device.max_shared:
-            raise UserError(f"C = {config.C}, NH = {config.NH}: a block of a kernel needs {shared:,} bytes of shared "
-                            f"memory, and this device has {device.max_shared:,}: choose smaller heads, or --dtype bf16")
+            raise UserError(f"C = {config.C}, NH = {config.NH}: a kernel's block needs {shared:,} bytes of shared memory "
+                            f"and this device has {device.max_shared:,}: choose a smaller C, smaller heads, or bf16")
         free = device.free_bytes()
         asked, fits = memory_of(config, device, B, T, recompute, free)
         if asked > free:
@@ -705,8 +704,7 @@ class GPT2:
 
     def next_logits(self, tokens):
         """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
-        # No token sees those behind it, so padding is harmless; with it, products of few different sizes come up.
-        padded = np.zeros((1, min(self.T, -(-len(tokens) // 64) * 64)), np.int32)
+        padded = np.zeros((1, min(self.T, -(-len(tokens) // 64) * 64)), np.int32)  # which no token before it sees
         padded[0, : len(tokens)] = tokens
         self.set_batch(pack_batch(padded))
         self.forward_pass()
@@ -732,7 +730,7 @@ class GPT2:
         n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
         gradients = arenas["gradients"].view(np.float32)
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
-        self.step += 1  # before the launch: Python handles a Ctrl-C only behind it, when the update is queued already
+        self.step += 1  # before the launch, since Python handles most of a Ctrl-C behind it, when the update is queued
         device.launch("adamw", n, arenas["parameters"], self.master, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
 
@@ -743,11 +741,12 @@ class GPT2:
             self.backward_pass()
             self.update_pass()
 
-        done = self.step + 1
+        def count():
+            self.step += 1
+
         self.set_batch(batch)
         self.set_adamw(**adamw)
-        self.device.replay(self.graphs, self.shape, work)
-        self.step = done  # the replay of a graph does not run update_pass
+        self.device.replay(self.graphs, self.shape, work, count)
 
 
 # ---- The loop
@@ -796,8 +795,8 @@ def train(model, train_data, val_data, steps, flags, log):
 
         model.stage, clock = f"step {step}", clock if queued else time.perf_counter()
         model.train_step(batch, **adamw)
+        batch = pack_batch(*train_data.next_batch())  # while a GPU is at work
         queued.append((step, model.report()))
-        batch = pack_batch(*train_data.next_batch())  # FastCuda is at work meanwhile
 
     if steps:
         median = float(np.median(times))
@@ -809,8 +808,7 @@ def train(model, train_data, val_data, steps, flags, log):
 
 
 def sample(model, count, rng):
-    """Token ids (count), each drawn from the model's distribution after end-of-text and the tokens before it. Nothing
-    is kept from one token to the next: each is a forward pass over the last T tokens."""
+    """Token ids (count), each drawn from what the model expects after end-of-text and the last T, by a forward pass."""
     tokens = [min(model.config.EOT, model.config.V - 1)]
     for _ in range(count):
         logits = model.next_logits(tokens[-model.T :]).astype(np.float64)
@@ -821,8 +819,7 @@ def sample(model, count, rng):
 
 # ---- Flags, and main
 
-# What a CPU does unless told otherwise: a model that learns something visible in about a minute on two cores.
-CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200
+CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200  # a CPU's defaults: something visible is learned in about a minute
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
 FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
@@ -869,7 +866,6 @@ def main(arguments=None, architecture=GPT2):
     train_path, val_path = data_paths(flags.train_data, flags.val_data)
     train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
     steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
-
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
@@ -877,27 +873,27 @@ def main(arguments=None, architecture=GPT2):
     print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
     minute = "; about a minute on two cores, -e d12 is GPT-2 124M" if small and flags.steps is None else ""
     print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}{minute}")
-    free = device.free_bytes()
-    model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
-    for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
-        print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
-              f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
-    asked, fits = memory_of(c, device, B, T, flags.recompute, free)
-    print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
-    model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
-    status = 0
+    status, free = 0, device.free_bytes()
     try:
-        train(model, train_data, val_data, steps, flags, log)
-    except KeyboardInterrupt:
-        status = 130
-        print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps")
+        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
+        for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
+            print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
+                  f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
+        asked, fits = memory_of(c, device, B, T, flags.recompute, free)
+        print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
+        model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
+        try:
+            train(model, train_data, val_data, steps, flags, log)
+        except KeyboardInterrupt:
+            status = 130
+            print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps")
+        if flags.output:
+            path = Path(flags.output) / f"model_{model.step:08d}.bin"
+            write_checkpoint(path, c, model.parameters())
+            print(f"wrote {path}")
     except device.Fault as e:
         raise UserError(f"the GPU stopped ({e}) at {device.launched} or a launch before it: find the fault with "
-                        "--plain 1, compute-sanitizer, or --device cpu") from None
-    if flags.output:
-        path = Path(flags.output) / f"model_{model.step:08d}.bin"
-        write_checkpoint(path, c, model.parameters())
-        print(f"wrote {path}")
+                        "--graph 0, --plain 1, compute-sanitizer, or --device cpu") from None
     return status
 
 
@@ -925,13 +921,13 @@ class FastCuda(Cuda):
         super().__init__(dtype, c, beside)
         import cupyx.profiler
         self.cupyx, self.graph, self.fused_gelu, self.plans = cupyx, graph, self.dtype == "bf16", {}
-        self.SPARE += 4 * c.Vp * c.C  # choose() needs as much again as the largest gradient
+        self.SPARE += max(4 * math.prod(row.shape) for row in c.parameter_table())  # for choose(): a gradient's copy
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CUDA's default stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
             raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt; --plain 1 does without it")
         self.library = ctypes.CDLL(loaded[0])
-        self.handle, self.workspace = self.create(""), self.cupy.empty(self.WORKSPACE, np.uint8)
+        self.handle, self.workspace = self.create(""), self.empty(self.WORKSPACE)
         self.library.cublasLtGetVersion.restype = ctypes.c_size_t
         versions = self.library.cublasLtGetVersion(), self.cupy.cuda.runtime.driverGetVersion()
         self.cache = re.sub(r"\W+", "_", f"matmul {self} {versions}")
@@ -941,6 +937,7 @@ class FastCuda(Cuda):
         """Call a function of cuBLASLt."""
         status = getattr(self.library, f"cublasLt{name}")(*args)
         if status:
+            self.cupy.cuda.runtime.deviceSynchronize()  # raises what a kernel before it has done wrong
             raise UserError(f"cublasLt{name} failed with status {status}; --plain 1 does without it")
 
     def create(self, kind, *args, attributes=()):
@@ -1006,17 +1003,18 @@ class FastCuda(Cuda):
         self.call("MatmulPreferenceDestroy", preference)
         if not found.value:
             raise UserError(f"cuBLASLt has no algorithm for a product {product}; --plain 1 does without it")
-        scratch = self.cupy.empty_like(out) if accumulate else out  # what is added to must not be added to twice
-        times = [self.cupyx.profiler.benchmark(self.multiply, (plan, algorithm, accumulate, scratch, a, b), n_repeat=9,
-                                               n_warmup=3).gpu_times.min() for algorithm in algorithms[: found.value]]
-        del scratch
+        scratch = self.empty(out.nbytes).view(out.dtype).reshape(out.shape) if accumulate else out  # where it may add
+        thrice = lambda algorithm: [self.multiply(plan, algorithm, accumulate, scratch, a, b) for _ in range(3)]
+        times = [self.cupyx.profiler.benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
+                 for algorithm in algorithms[: found.value]]
+        scratch = None
         self.cupy.get_default_memory_pool().free_all_blocks()
         best = algorithms[int(np.argmin(times))]
         self.choices[product] = best[:8].tolist()
         write_cache(self.cache, self.choices)
         return best
 
-    def replay(self, graphs, key, work):
+    def replay(self, graphs, key, work, count):
         """Do work(): plainly the first time, which chooses algorithms. The second time it is recorded as a graph, and
         from then on one launch of that does it all, without gaps between kernels."""
         if not self.graph or key not in graphs:
@@ -1031,6 +1029,8 @@ class FastCuda(Cuda):
                 finally:
                     graph = self.capturing.end_capture()
             graphs[key] = graph
+        else:
+            count()
         graphs[key].launch()
 
     def fetch(self, array):

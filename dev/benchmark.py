@@ -145,15 +145,15 @@ class Recorder(FastCuda):
         with self.noted("memset", None, (array,)):
             super().zero(array)
 
-    def replay(self, graphs, key, work):
+    def replay(self, graphs, key, work, count):
         for _ in range(self.HEAD_START if self.timed else 0):
-            super().replay(graphs, key, work)
+            super().replay(graphs, key, work, count)
         self.notes = []
         self.steps.append(self.notes)
         if self.timed:
             work()
         else:
-            super().replay(graphs, key, work)
+            super().replay(graphs, key, work, count)
         self.notes = None
 
 
@@ -240,7 +240,7 @@ def faster_job(row, count, tokens):
             self.graph, self.fused_gelu = count > 3, count > 2 and self.fused_gelu
 
     if count < 5:
-        Some.put, Some.fetch, Some.ahead = Cuda.put, Cuda.fetch, Cuda.ahead
+        Some.fetch, Some.ahead = Cuda.fetch, Cuda.ahead
     # Where algorithms are not timed, none may come from a run that did. From 2 on, all have the ones that 2 has chosen.
     os.environ["XDG_CACHE_HOME"] = f"{tokens}.{min(count, 2)}"
     return dict(ms=median_of(run_trainer(row, STEPS, tokens, Some, "--plain", str(int(count == 0)))))

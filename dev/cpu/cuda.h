@@ -64,7 +64,6 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 
 // ---- the language ----
 
-#define __host__
 #define __device__
 #define __constant__ __attribute__((visibility("default")))
 #define __forceinline__ inline __attribute__((always_inline))
@@ -80,8 +79,6 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(cuda_on_cpu::dynamic_shared)
 
 struct dim3 { unsigned x, y, z; };
-struct alignas(16) float4 { float x, y, z, w; };
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 // Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
 // and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
@@ -91,12 +88,9 @@ inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y
 
 using std::max;
 using std::min;
-template <class T> T __ldcs(const T* p) { return *p; }
-template <class T> void __stcs(T* p, T value) { *p = value; }
 template <class T> T __ldcg(const T* p) { return *p; }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
-inline unsigned atomicAdd(unsigned* p, unsigned value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline float atomicAdd(float* p, float value) {
     float before, after;
     __atomic_load(p, &before, __ATOMIC_RELAXED);
