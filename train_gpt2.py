@@ -384,7 +384,7 @@ class Cuda:
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
         function, self.launched = self.functions[name], name
-        if shared > 48 * 1024 and shared > function.max_dynamic_shared_size_bytes:  # such a size has to be asked for
+        if shared > 2**15 and shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
@@ -492,7 +492,7 @@ class GPT2:
         shared = max(device.attention_sizes.shared_forward, device.attention_sizes.shared_backward,
                      device.layernorm_sizes.shared_of_warp)
         if shared > device.max_shared:
-            raise UserError(f"C = {config.C}, NH = {config.NH}: a kernel's block needs {shared:,} bytes of shared memory "
+            raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of shared memory, "
                             f"and this device has {device.max_shared:,}: choose a smaller C, smaller heads, or bf16")
         free = device.free_bytes()
         asked, fits = memory_of(config, device, B, T, recompute, free)
