@@ -234,7 +234,12 @@ def read_kernels(sources):
     declaration = (r'BLOCK\((\d+),([^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
     for threads, covers, name, parameters in re.findall(declaration, text):
-        covers = [eval(f"lambda threads, W: {expression}") for expression in covers.split(",")]
+        try:
+            covers = [eval(f"lambda threads, W: {expression}") for expression in covers.split(",")]
+            if min(function(int(threads), W) for function in covers for W in (4, 8)) < 1:
+                raise ValueError("a block covers nothing")
+        except Exception as e:  # whatever somebody wrote there
+            raise UserError(f"kernels.cu: BLOCK over {name}: {e}: expected arithmetic in threads and W") from None
         kernels[name] = Kernel(name, int(threads), covers, [])
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)

@@ -158,6 +158,12 @@ def attention_of_nan(device, T, HS):
             device.launch(name, blocks, *arrays, HS**-0.5, 0, T, NH, shared=shared)
         return to_float(np.stack([device.get(out), *device.get(dqkv).transpose(2, 0, 1, 3, 4)]))
 
+    def relu_output(given):
+        given, out, lse = array(given), array(np.nan * dout), array(np.full((B, NH, T), np.nan), np.float32)
+        blocks, shared = attention_launch(device, "attention_forward", B, T, NH)
+        device.launch("attention_forward", blocks, out, lse, given, HS**-0.5, 1, T, NH, shared=shared)
+        return to_float(device.get(out))
+
     clean, itself, before, after, every = outputs(qkv), slice(p, p + 1), slice(p + 1), slice(p, T), slice(T)
     yield "finite without a NaN", np.isfinite(clean), True, EXACT
     for part, rows in enumerate((  # of out, dq, dk and dv that become NaN; dv does not depend on v
@@ -170,6 +176,8 @@ def attention_of_nan(device, T, HS):
             yield f"{name}, its rows are NaN", np.isnan(hit), True, EXACT
             found[:, 1, :, 1] = clean[:, 1, :, 1]
             yield f"{name}, other heads", found, clean, EXACT
+            found = relu_output(poisoned.view(real))[1, rows[0], 1, channel]
+            yield f"{name}, ReLU's rows are NaN", np.isnan(found), True, EXACT
 
 
 def test_steps(device_name, dtype, plain):
@@ -377,6 +385,22 @@ def kernel_files(device_name, folder):
     check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
     check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
+    for block in ("size", "4 *", "threads / 0", "0 * threads"):
+        path.write_text(KERNEL_FILE.replace("BLOCK(32, threads)", f"BLOCK(32, {block})"))
+        check_refusal("kernel", "BLOCK over fill: .*: expected arithmetic in threads and W", read_kernels, [path])
+
+
+def steps_of_a_graph(device_name, folder):
+    """A step is counted once, whether it is run, recorded or replayed, and before its graph is launched: a Ctrl-C that
+    comes during that launch finds it counted."""
+    done, launched = [], []
+    stream = mock.MagicMock()
+    stream.end_capture.return_value.launch = lambda: launched.append(len(done))
+    device, graphs = mock.Mock(graph=True, capturing=stream), {}
+    for _ in range(4):
+        train_gpt2.FastCuda.replay(device, graphs, "shape", lambda: done.append("run"), lambda: done.append("replayed"))
+    check("steps of a graph are counted once each", done == ["run", "run", "replayed", "replayed"], f"{done}")
+    check("and before they are launched", launched == [2, 3, 4], f"{launched}")
 
 
 def models_too_large(device_name, folder):
@@ -515,8 +539,8 @@ def interrupted_runs(device_name, folder):
 
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
-    for test in (bad_files, good_files, packed_batches, first_parameters, limits, kernel_files, models_too_large,
-                 command_line, without_the_cpu_folder, interrupted_runs):
+    for test in (bad_files, good_files, packed_batches, first_parameters, limits, kernel_files, steps_of_a_graph,
+                 models_too_large, command_line, without_the_cpu_folder, interrupted_runs):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 
