@@ -155,16 +155,17 @@ __device__ __forceinline__ int row_of_number(size_t i, int C) { return (unsigned
 
 // ---- encoder: token and position embeddings ----
 
-// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]: what a token is, plus where it stands. This begins the
-// residual stream. A thread takes 4 channels, which are 16 bytes of out. Items: B*T*C numbers.
+// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]: what a token is, plus where it stands, unless wpe is
+// null. This begins the residual stream. A thread takes 4 channels, which are 16 bytes of out. Items: B*T*C numbers.
 BLOCK(256, 4 * threads)
 extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* __restrict__ tokens,
                                            const real* __restrict__ wte, const real* __restrict__ wpe,
                                            int N, int T, int C) {
     int packs = C / 4, i = blockIdx.x * blockDim.x + threadIdx.x, row = i / packs, c = 4 * (i % packs);
     if (row >= N) return;
-    store(out + (size_t)row * C + c,
-          load<4>(wte + (size_t)tokens[row] * C + c) + load<4>(wpe + (size_t)(row % T) * C + c));
+    Pack<4> x = load<4>(wte + (size_t)tokens[row] * C + c);
+    if (wpe) x = x + load<4>(wpe + (size_t)(row % T) * C + c);
+    store(out + (size_t)row * C + c, x);
 }
 
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Items: N positions along x, C channels along y.

@@ -185,11 +185,9 @@ def read_header(path, kind):
     return header
 
 
-def write_file(path, kind, fields, numbers):
-    """Write a file of a kind: its header, which goes on with these fields behind the magic number, then the numbers."""
-    header = np.zeros(256, "<i4")
-    header[: 1 + len(fields)] = kind.magic, *fields
-    replace_file(path, [header, numbers])
+def make_header(kind, *fields):
+    """The 256 ints of a header of a kind: its magic number, these fields, and zeros."""
+    return np.array([kind.magic, *fields, *[0] * (255 - len(fields))], "<i4")
 
 
 def check_size(path, kind, expected):
@@ -312,7 +310,7 @@ def download_tinyshakespeare():
 def write_tokens(path, tokens):
     """Write a token file: path, tokens (a sequence of ids below 65,536)."""
     print(f"writing {len(tokens):,} tokens to {path}")
-    write_file(path, TOKEN_FILE, (TOKEN_FILE.versions[0], len(tokens)), np.asarray(tokens, "<u2"))
+    replace_file(path, [make_header(TOKEN_FILE, TOKEN_FILE.versions[0], len(tokens)), np.asarray(tokens, "<u2")])
 
 
 def read_tokens(path, V):

@@ -24,8 +24,8 @@ import numpy as np
 from prepro_tinyshakespeare import (BF16, HEADER_BYTES, FileKind, UserError, check_size, check_tokens, read_header,
                                     to_bf16, to_float)
 from train_gpt2 import (ADAMW, GPT2, HERE, NORM_BLOCKS, PARTIAL_ROWS, Config, Row, attention_launch, batch_table, carve,
-                        classifier_launch, has_gpu, layernorm_backward_launch, make_device, pack_batch, read_config,
-                        read_kernels, read_parameters)
+                        classifier_launch, has_gpu, layernorm_backward_launch, make_device, pack_batch, read_kernels,
+                        read_parameters)
 
 # The largest relative errors of a tensor, by Frobenius norm. A kernel by itself errs by 1e-7 to 2e-6, and without one
 # of its terms by far more than its limit; stored in bf16, whose 8 bits are off by 1.5e-3 when they are rounded and by
@@ -247,7 +247,8 @@ def launch(name, items, *args, threads=None, shared=0):
 @kernel(*BTC)
 def encoder_forward(launch, B, T, C):
     tokens, wte, wpe = words(257, B, T), normal(257, C), normal(T + 3, C)
-    yield "out", *launch(B * T * C, nan32(B, T, C), tokens, wte, wpe, B * T, T, C), wte[tokens] + wpe[:T], EXACT
+    for name, positions, expected in (("out", wpe, wte[tokens] + wpe[:T]), ("without wpe", None, wte[tokens])):
+        yield name, *launch(B * T * C, nan32(B, T, C), tokens, wte, positions, B * T, T, C), expected, EXACT
 
 
 @kernel(*BTC)
@@ -487,7 +488,8 @@ def poisoned_model(device, B, T, kind="softmax", recompute=False, **sizes):
     c = Config(**{"maxT": T, "V": 257, "L": 2, "NH": 1, "C": 32, "Vp": 384} | sizes)
     model = GPT2(c, device, B, T, kind, recompute)
     poison(model, "activations", "backward", "gradients")
-    model.set_parameters(np.random.default_rng(1).normal(0, 0.2, model.master.size).astype(np.float32))
+    values = np.random.default_rng(1).normal(0, 0.2, model.master.size).astype(np.float32)
+    model.set_parameters(vars(carve(values.view(np.uint8), c.parameter_table())).items())
     return model
 
 
@@ -586,7 +588,7 @@ def sign_changes(model, limit):
 def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperparameters=None):
     """Logits, loss and gradients of a debug state, and the losses, if they are known, before each of ten updates on its
     one batch; these must be within bound."""
-    c, dtype = read_config(checkpoint), device.dtype
+    c, dtype = Config.from_file(checkpoint), device.dtype
     truth = read_debug_state(state, c)
     model = poisoned_model(device, *truth.x.shape, kind, **dataclasses.asdict(c))
     model.set_parameters(read_parameters(checkpoint, c))
@@ -614,7 +616,7 @@ def test_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
         known.append((report["losses"], bound, {name: report[name] for name in HYPERPARAMETERS}))
     if kind == "softmax" and Path(prefix).name == "gpt2_124M":
         known += [(losses, 1e-2, dict(zip(HYPERPARAMETERS, values))) for values, losses in LLM_C_LOSSES]
-    c = read_config(checkpoint)
+    c = Config.from_file(checkpoint)
     device = device_of(device_name, dtype, c.C, c.NH, plain)
     for ten in known or [()]:
         run(f"{dtype} {Path(prefix).name}", dump, device, checkpoint, state, kind, limit_of, *ten)

@@ -27,6 +27,7 @@ import ctypes
 import dataclasses
 import itertools
 import math
+import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +36,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, SIZES, FileKind, UserError, check_size, data_paths, decode,
-                                    has_gpu, number, open_log, parse_flags, read_cache, read_header, read_kernels,
-                                    read_tokens, run, to_bf16, to_float, write_cache, write_file)
+                                    has_gpu, make_header, number, open_log, parse_flags, read_cache, read_header,
+                                    read_kernels, read_tokens, replace_file, run, to_bf16, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
@@ -63,6 +64,10 @@ class Row(NamedTuple):
     def nbytes(self):
         return self.size * np.dtype(self.dtype).itemsize
 
+    @property
+    def whole_shape(self):
+        return (self.layers, *self.shape) if self.layers else self.shape
+
 
 ALIGN = 64  # bytes, where tensors start. 32 divides C, so parameters have no gaps: a checkpoint is the arena's bytes.
 LOGIT_ROWS = 8192  # the fewest tokens whose logits are computed at a time, if there are as many
@@ -85,7 +90,19 @@ class Config:
     FILE = FileKind("checkpoint", 20240326, (3, 5), "llm.c's train_gpt2.py or dev/torch_reference.py writes one")
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
     SOURCES = (HERE / "kernels.cu",)
+    MODELS = ("gpt2_124M.bin", "d12", "d3")  # without -e: a checkpoint, if it is here; on a GPU; on a CPU
+    PADDED = ("wte",)  # parameters whose rows are words, of which those beyond V are zeros
     EOT = EOT  # the token between two texts
+    longest = property(lambda self: self.maxT)  # T of a sequence, at most: wpe has no more positions
+
+    @classmethod
+    def from_file(cls, path):
+        """The config of a checkpoint, after checking all that can be checked without reading its tensors."""
+        header = read_header(path, cls.FILE)
+        c = cls(*header[2:8])
+        c.check(path)
+        check_size(path, cls.FILE, HEADER_BYTES + sum(row.nbytes for row in c.file_table(cls.STORED[header[1]])))
+        return c
 
     @classmethod
     def from_descriptor(cls, descriptor):
@@ -96,11 +113,13 @@ class Config:
         NH = 25 if L == 48 else min(L, 12 + max(0, L - 12) // 3)
         return cls(L=L, NH=NH, C=64 * NH)
 
-    def check(self, path):
-        """Raise UserError, naming the file that the sizes come from, unless they make a model."""
-        for ok, wish in ((all(0 < size < 2**24 for size in dataclasses.astuple(self)), "sizes between 1 and 2**24 - 1"),
+    def check(self, path, wishes=()):
+        """Raise UserError, naming the file that the sizes come from, unless they make a model and the wishes hold."""
+        sizes = self.maxT, self.V, self.L, self.NH, self.C, self.Vp
+        for ok, wish in ((all(0 < size < 2**24 for size in sizes), "sizes between 1 and 2**24 - 1"),
                          (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
-                         (self.C % 32 == 0, "C to be a multiple of 32"), (self.V <= self.Vp, "V not to exceed Vp")):
+                         (self.C % 32 == 0, "C to be a multiple of 32"), (self.V <= self.Vp, "V not to exceed Vp"),
+                         *wishes):
             if not ok:
                 raise UserError(f"{path}: its header says {self}; expected {wish}")
 
@@ -133,14 +152,19 @@ class Config:
             Row("lnfb", (C,), **once),
         ]
 
+    def file_table(self, real=np.float32, header=None):
+        """The tensors of a checkpoint, or of one with this header, in its order. One that is no parameter is zeros."""
+        return self.parameter_table(real)
+
+    def headers(self, version):
+        """What a checkpoint of this version begins with."""
+        return [make_header(self.FILE, version, *dataclasses.astuple(self))]
+
     def activation_table(self, B, T, real=np.float32, recompute=False):
         """What the forward pass leaves behind for the backward pass. With recompute, layers share one tensor for the
         outputs of norms and GELUs, which the backward pass computes again."""
         N, C, L = B * T, self.C, self.L
         kept = 1 if recompute else L
-        # All logits at once would be the largest tensor, so they are computed in parts: at most four, since each part
-        # reads and writes all of wte's gradient again.
-        logit_rows = min(N, max(LOGIT_ROWS, -(-N // 4)))
         return [
             Row("residual", (N, C)),  # the residual stream, to which each layer adds twice; always fp32
             Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
@@ -161,7 +185,7 @@ class Config:
             Row("lnf_mean", (N,)),
             Row("lnf_rstd", (N,)),
             Row("lnf", (N, C), real),
-            Row("logits", (logit_rows, self.Vp), real),  # become their own gradient
+            Row("logits", (logit_rows(N), self.Vp), real),  # become their own gradient
             Row("losses", (N,)),
         ]
 
@@ -181,6 +205,12 @@ class Config:
         """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4 backward), and 12*L*C for
         each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022, appendix B, halved: causal)."""
         return 6 * sum(row.size for row in self.parameter_table() if row.matrix) + 6 * self.L * self.C * T
+
+
+def logit_rows(N):
+    """How many of N tokens have their logits computed together. All at once would be the largest tensor. But there are
+    at most four parts, since each reads and writes all of the head's gradient again."""
+    return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
 def batch_table(B, T):
@@ -215,8 +245,7 @@ def carve(arena, table):
     """Views of an arena (bytes, on the host or a device), one attribute for each row; with layers, (layers, *shape)."""
     views = SimpleNamespace()
     for row, start in zip(table, layout(table)):
-        shape = (row.layers, *row.shape) if row.layers else row.shape
-        setattr(views, row.name, arena[start : start + row.nbytes].view(row.dtype).reshape(shape))
+        setattr(views, row.name, arena[start : start + row.nbytes].view(row.dtype).reshape(row.whole_shape))
     return views
 
 
@@ -225,45 +254,47 @@ def of_layer(views, table, l):
     return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers] for row in table if row.layers})
 
 
-def draw_parameters(c, seed):
-    """Random parameters, one flat fp32 array. Each tensor has a generator of its own, so that all cores can draw."""
-    table = c.parameter_table()
-    arena = np.empty(layout(table)[-1], np.uint8)
-    params = carve(arena, table)
+def matrices(values):
+    """A parameter's matrices, one a layer, so that billions of numbers can be moved in parts; or one, which is all."""
+    return values.reshape(-1, *values.shape[-2:])
 
-    def draw(i):
-        values = getattr(params, table[i].name)
-        np.random.default_rng([seed, i]).standard_normal(dtype=np.float32, out=values)
-        values *= table[i].std
-        values += table[i].mean
+
+def draw_parameters(c, seed):
+    """(name, values) of random parameters, fp32. Each tensor has a generator of its own, so that all cores can draw."""
+    def draw(i, row):
+        values = np.random.default_rng([seed, i]).standard_normal(row.whole_shape, np.float32)
+        values *= row.std
+        values += row.mean
+        if row.name in c.PADDED:
+            values[c.V :] = 0
+        return row.name, values
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(draw, range(len(table))))
-    params.wte[c.V :] = 0  # padding
-    return arena.view(np.float32)
+        yield from pool.map(draw, itertools.count(), c.parameter_table())
 
 
 # ---- Files, byte for byte as llm.c has them: a header of 256 int32, then numbers
 
 
-def read_config(path, kind=Config):
-    """The config of a checkpoint, after checking all that can be checked without reading its tensors."""
-    header = read_header(path, kind.FILE)
-    c = kind(*header[2 : 2 + len(dataclasses.fields(kind))])
-    c.check(path)
-    check_size(path, kind.FILE, HEADER_BYTES + layout(c.parameter_table(kind.STORED[header[1]]))[-1])
-    return c
-
-
 def read_parameters(path, c):
-    """The parameters of a checkpoint of config c (see read_config), one flat array as it is stored."""
-    return np.fromfile(path, c.STORED[read_header(path, c.FILE)[1]], offset=HEADER_BYTES)
+    """(name, values) of the tensors of a checkpoint of config c, mapped into memory as they are stored."""
+    header = read_header(path, c.FILE)
+    table = c.file_table(c.STORED[header[1]], header)
+    start = os.path.getsize(path) - sum(row.nbytes for row in table)
+    for row in table:
+        yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
+        start += row.nbytes
 
 
-def write_checkpoint(path, c, parameters):
-    """Write a checkpoint of parameters, fp32 or bf16. Raises UserError; an older file is then untouched."""
-    version = next(version for version, dtype in c.STORED.items() if dtype == parameters.dtype)
-    write_file(path, c.FILE, (version, *dataclasses.astuple(c)), parameters)
+def write_checkpoint(path, model):
+    """Write a checkpoint of a model. Raises UserError; an older file is then untouched."""
+    c, device = model.config, model.device
+    version = next(version for version, dtype in c.STORED.items() if dtype == device.real)
+
+    tensors = ((row.size, matrices(getattr(model.params, row.name, np.zeros(row.size, row.dtype))))
+               for row in c.file_table(device.real))
+    numbers = (device.get(part.reshape(-1)[: size // len(parts)]) for size, parts in tensors for part in parts)
+    replace_file(path, itertools.chain(c.headers(version), numbers))
 
 
 class DataLoader:
@@ -373,7 +404,7 @@ class Cuda:
 
     def get(self, array):
         """A copy of an array on the host."""
-        return array.get()
+        return self.cupy.asnumpy(array)
 
     def zero(self, array):
         array.data.memset_async(0, array.nbytes)
@@ -481,10 +512,10 @@ class GPT2:
     """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
     recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
     Another architecture would be a subclass with its own Config, and methods from layer_forward to head_backward."""
-    Config = Config
+    Config, decode = Config, staticmethod(decode)
 
     def __init__(self, config, device, B, T, attention="softmax", recompute=False):
-        if T > config.maxT:
+        if T > config.longest:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         if device.compiled_for != config.switches():
             raise UserError(f"the device's kernels are compiled for {' '.join(device.compiled_for)}: expected a device "
@@ -508,8 +539,10 @@ class GPT2:
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
-        self.master = self.arenas["master" if device.real == BF16 else "parameters"].view(np.float32)
-        for name in ("gradients", "adam m", "adam v", "update"):
+        master = self.arenas["master" if device.real == BF16 else "parameters"]
+        self.master, self.originals = master.view(np.float32), carve(master, tables["gradients"])
+        self.head, self.dhead = self.params.wte, self.grads.wte  # GPT-2's head makes logits with its embeddings
+        for name in tables.keys() - {"activations", "backward"}:
             device.zero(self.arenas[name])
         self.adam = carve(self.arenas["update"], tables["update"])
         device.put(self.adam.starts, [start // 4 for start in layout(tables["gradients"])])
@@ -518,15 +551,14 @@ class GPT2:
         self.graphs = {}  # {shape: a step as a graph} of a device that makes them: they hold this model's addresses
         self.step, self.stage = 0, "the start"  # updates done; what the loop is at, for the line after a Ctrl-C
 
-    def set_parameters(self, values):
-        """Set all parameters from one flat array, fp32 or bf16, in the order of the table."""
-        self.device.put(self.master, to_float(values))
-        if self.device.real == BF16:
-            self.device.put(self.arenas["parameters"].view(BF16), values if values.dtype == BF16 else to_bf16(values))
-
-    def parameters(self):
-        """All parameters, one flat array of fp32 or bf16 on the host."""
-        return self.device.get(self.arenas["parameters"].view(self.device.real))
+    def set_parameters(self, tensors):
+        """Set parameters from (name, values) pairs, fp32 or bf16. Of a parameter with more words, the others stay."""
+        for name, values in tensors:
+            kept = [getattr(views, name) for views in (self.originals, self.params) if hasattr(views, name)]
+            for part, *targets in zip(matrices(values), *map(matrices, kept)):
+                for target in targets:
+                    part = to_float(part) if target.dtype != BF16 else part if part.dtype == BF16 else to_bf16(part)
+                    self.device.put(target.reshape(-1)[: part.size], part)
 
     def set_batch(self, batch):
         """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may be smaller."""
@@ -652,7 +684,7 @@ class GPT2:
     def head_forward(self, rows):
         """The logits (rows,Vp) of some of the N tokens, a slice of them."""
         logits = self.acts.logits[: rows.stop - rows.start]
-        self.device.matmul(logits, self.acts.lnf[rows], self.params.wte.T)  # (rows,C) @ (C,Vp) -> (rows,Vp)
+        self.device.matmul(logits, self.acts.lnf[rows], self.head.T)  # (rows,C) @ (C,Vp) -> (rows,Vp)
         return logits
 
     def loss_forward(self, rows, logits, with_gradient=False):
@@ -663,10 +695,10 @@ class GPT2:
                            1 / len(a.losses), len(logits), c.V, c.Vp, with_gradient, stages, shared=shared)
 
     def head_backward(self, rows, dlogits):
-        """The gradients of these tokens' lnf, into dinp, and of wte as the head, whose parts add up."""
-        p, g, accumulate = self.params, self.grads, self.accumulate or rows.start > 0
-        self.device.matmul(self.back.dinp[rows], dlogits, p.wte)  # (rows,Vp) @ (Vp,C) -> (rows,C)
-        self.device.matmul(g.wte, dlogits.T, self.acts.lnf[rows], accumulate=accumulate)  # -> (Vp,C)
+        """The gradients of these tokens' lnf, into dinp, and of the head's weight, whose parts add up."""
+        matmul, accumulate = self.device.matmul, self.accumulate or rows.start > 0
+        matmul(self.back.dinp[rows], dlogits, self.head)  # (rows,Vp) @ (Vp,C) -> (rows,C)
+        matmul(self.dhead, dlogits.T, self.acts.lnf[rows], accumulate=accumulate)  # (Vp,rows) @ (rows,C) -> (Vp,C)
 
     def forward_pass(self):
         """From a batch on the device to lnf (N,C)."""
@@ -789,7 +821,7 @@ def train(model, train_data, val_data, steps, flags, log):
             print(f"s:{done} tel:{val_loss:.6f}", file=log)
         if samples:
             model.stage = f"the sample after step {done}"
-            print(f"generating:\n---\n{decode(sample(model, flags.sample_tokens, rng))}\n---", flush=True)
+            print(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens, rng))}\n---", flush=True)
         if last:
             break
 
@@ -819,13 +851,13 @@ def sample(model, count, rng):
 
 # ---- Flags, and main
 
-CPU_MODEL, CPU_T, CPU_STEPS = "d3", 64, 200  # a CPU's defaults: something visible is learned in about a minute
+CPU_T, CPU_STEPS = 64, 200  # a CPU's defaults: something visible is learned in about a minute
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
 FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
     ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
     ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
-    ("-e", "--model", str, None, "checkpoint, or d12, d24, d36, d48 and the like for GPT-2 of that depth from scratch "
+    ("-e", "--model", str, None, "checkpoint, or d12, d24, d36, d48 and the like for that depth from scratch "
      "(default: gpt2_124M.bin if it is here, else d12 on a GPU and d3 on a CPU)"),
     ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
     ("-b", "--batch-size", COUNT, 4, "B, sequences in a batch"),
@@ -853,13 +885,14 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
 
 def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Returns the exit status. Raises UserError."""
-    flags = parse_flags("Train GPT-2 from raw kernels.", FLAGS, arguments)
+    kind = architecture.Config
+    flags = parse_flags(f"Train {architecture.__name__} from raw kernels.", FLAGS, arguments)
     place = flags.device or ("cuda" if has_gpu() else "cpu")
-    name = flags.model or ("gpt2_124M.bin" if Path("gpt2_124M.bin").exists() else None)
+    name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
-    name = name or (CPU_MODEL if small else "d12")
+    name = name or kind.MODELS[2 if small else 1]
     from_file = Path(name).exists() or name.endswith(".bin")
-    c = read_config(name, architecture.Config) if from_file else architecture.Config.from_descriptor(name)
+    c = kind.from_file(name) if from_file else kind.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, CPU_T if place == "cpu" else 1024)
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
     log = open_log(flags.output)
@@ -868,8 +901,7 @@ def main(arguments=None, architecture=GPT2):
     steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
-    print(f"model        | {name}{origin}: L={c.L} NH={c.NH} C={c.C} V={c.V} maxT={c.maxT}, "
-          f"{sum(row.size for row in c.parameter_table()):,} parameters (-e)")
+    print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
     print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
     minute = "; about a minute on two cores, -e d12 is GPT-2 124M" if small and flags.steps is None else ""
     print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}{minute}")
@@ -889,7 +921,7 @@ def main(arguments=None, architecture=GPT2):
             print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps")
         if flags.output:
             path = Path(flags.output) / f"model_{model.step:08d}.bin"
-            write_checkpoint(path, c, model.parameters())
+            write_checkpoint(path, model)
             print(f"wrote {path}")
     except device.Fault as e:
         raise UserError(f"the GPU stopped ({e}) at {device.launched} or a launch before it: find the fault with "
@@ -921,7 +953,6 @@ class FastCuda(Cuda):
         super().__init__(dtype, c, beside)
         import cupyx.profiler
         self.cupyx, self.graph, self.fused_gelu, self.plans = cupyx, graph, self.dtype == "bf16", {}
-        self.SPARE += max(4 * math.prod(row.shape) for row in c.parameter_table())  # for choose(): a gradient's copy
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CUDA's default stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
@@ -979,7 +1010,7 @@ class FastCuda(Cuda):
             epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
         elif self.fused_gelu and dgelu_at is not None:
             epilogue, aux = self.TIMES_DGELU, dgelu_at
-        product = str((out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, accumulate))
+        product = str((out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue))
         key = product, *(x if x is None else x.data.ptr for x in (bias, aux))
         if key not in self.plans:
             plan = self.describe(epilogue, result, a, b, bias, aux)
@@ -990,7 +1021,8 @@ class FastCuda(Cuda):
 
     def choose(self, product, plan, accumulate, out, a, b):
         """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is
-        saved, so that later runs add up in the same order: the same seed, the same bits."""
+        saved, so that later runs add up in the same order: the same seed, the same bits. A product that adds to out
+        cannot be timed: it takes what was chosen for these shapes when they set out, or the first that is offered."""
         if product in self.choices:
             return np.array(self.choices[product], np.uint64)
 
@@ -1003,12 +1035,11 @@ class FastCuda(Cuda):
         self.call("MatmulPreferenceDestroy", preference)
         if not found.value:
             raise UserError(f"cuBLASLt has no algorithm for a product {product}; --plain 1 does without it")
-        scratch = self.empty(out.nbytes).view(out.dtype).reshape(out.shape) if accumulate else out  # where it may add
-        thrice = lambda algorithm: [self.multiply(plan, algorithm, accumulate, scratch, a, b) for _ in range(3)]
+        if accumulate:
+            return algorithms[0]
+        thrice = lambda algorithm: [self.multiply(plan, algorithm, False, out, a, b) for _ in range(3)]
         times = [self.cupyx.profiler.benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
                  for algorithm in algorithms[: found.value]]
-        scratch = None
-        self.cupy.get_default_memory_pool().free_all_blocks()
         best = algorithms[int(np.argmin(times))]
         self.choices[product] = best[:8].tolist()
         write_cache(self.cache, self.choices)

@@ -25,13 +25,13 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
 from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
-                                    read_tokenizer, to_bf16, to_float, write_tokens)
+                                    read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT, LIMITS,  # noqa: E402
                        check, device_of, dump_limit, gradients, poison, poisoned_model, read_debug_state, run, stored,
                        summary, words)
 from train_gpt2 import (GPT2, Config, DataLoader, attention_launch, batch_table, carve,  # noqa: E402
-                        draw_parameters, has_gpu, make_device, memory_of, pack_batch, read_config, read_kernels,
-                        read_parameters, write_checkpoint)
+                        draw_parameters, has_gpu, make_device, memory_of, pack_batch, read_kernels, read_parameters,
+                        write_checkpoint)
 
 
 # ---- The steps of a training run: the same bits again, no more memory, other ways to the same gradients
@@ -196,7 +196,7 @@ def test_steps(device_name, dtype, plain):
 SMALL = Config(maxT=40, V=257, L=1, NH=1, C=32, Vp=384)
 PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
 GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
-    "checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, read_config),
+    "checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
     "debug state": (DEBUG_STATE, (2, 8), 4 * (2 * 16 + 16 * 257 + 1) + PARAMETERS,
                     lambda path: read_debug_state(path, SMALL)),
     "token file": (TOKEN_FILE, (100,), 200, lambda path: DataLoader(path, 2, 8, 257)),
@@ -233,6 +233,11 @@ BAD_FILES = [  # kind, what the message says (a regular expression), {index: int
     ("token file", r"needs B\*T\+1 = 17", {2: 16}, lambda size: 1024 + 32),
     ("token file", r"needs B\*T\+1 = 17", {2: 0}, lambda size: 1024),
 ]
+
+
+def numbers_of(tensors):
+    """All numbers of (name, values) pairs, one flat array."""
+    return np.concatenate([values.ravel() for _, values in tensors])
 
 
 def refusal(function, *args):
@@ -272,21 +277,21 @@ def good_files(device_name, folder):
     models = [GPT2(SMALL, device_of(device_name, dtype, 32, 1), 1, 1) for dtype in ("fp32", "bf16")]
     for model, version in zip(models, (3, 5)):
         model.set_parameters(draw_parameters(SMALL, 42))
-        write_checkpoint(path, SMALL, model.parameters())
+        write_checkpoint(path, model)
         dtype, numbers = model.device.dtype, np.fromfile(path, model.device.real, offset=1024)
-        found = read_header(path, Config.FILE)[1], read_config(path)
+        found = read_header(path, Config.FILE)[1], Config.from_file(path)
         check(f"checkpoint: version {version} for {dtype}", found == (version, SMALL), f"{found}")
         for other in models:
             other.set_parameters(read_parameters(path, SMALL))
-            write_checkpoint(copy, SMALL, other.parameters())
+            write_checkpoint(copy, other)
             master, again = other.device.get(other.master), np.fromfile(copy, other.device.real, offset=1024)
             check(f"checkpoint: written in {dtype}, read and written in {other.device.dtype}", np.array_equal(
                 master, to_float(numbers)) and np.array_equal(again, stored(master, other.device.real)))
     check("checkpoint: what was read, written again", path.read_bytes() == copy.read_bytes())
-    other_numbers = to_bf16(draw_parameters(SMALL, 43))
+    models[1].set_parameters(draw_parameters(SMALL, 43))
     room, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit))  # as if the disk were full from there on
-    message = refusal(write_checkpoint, path, SMALL, other_numbers)
+    message = refusal(write_checkpoint, path, models[1])
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit))
     check("checkpoint: a full disk", message and re.fullmatch(f"{path}: .*", message), message)
     check("checkpoint: the old one is intact", path.read_bytes() == copy.read_bytes())
@@ -320,20 +325,21 @@ def packed_batches(device_name, folder):
 def first_parameters(device_name, folder):
     """Parameters start as in the GPT-2 paper, each tensor with numbers of its own; the padding of wte is 0."""
     c, small = Config(maxT=300, V=1000, L=3, NH=2, C=64, Vp=1024), 0.02 / math.sqrt(6)
-    params = carve(draw_parameters(c, 1).view(np.uint8), c.parameter_table())
+    params = dict(draw_parameters(c, 1))
     deviations = dict(wte=0.02, wpe=0.02, qkvw=0.02, fcw=0.02, attprojw=small, fcprojw=small)
-    for name, array in vars(params).items():
+    for name, array in params.items():
         values = array[: c.V].ravel()
         if name in deviations:
             yield f"{name}, deviation", values.std(), np.float64(deviations[name]), 5 / math.sqrt(2 * values.size)
             yield f"{name}, mean", 1 + values.mean(), 1, 5 * deviations[name] / math.sqrt(values.size)
         else:
             yield name, values, np.full(values.shape, name.endswith("w"), np.float32), EXACT
-    yield "wte, padding", params.wte[c.V :], np.zeros((24, 64), np.float32), EXACT
-    different = {float(getattr(params, name).ravel()[0] / deviations[name]) for name in deviations}
+    yield "wte, padding", params["wte"][c.V :], np.zeros((24, 64), np.float32), EXACT
+    different = {float(params[name].ravel()[0] / deviations[name]) for name in deviations}
     yield "tensors that differ", len(different), len(deviations), EXACT
-    yield "the same seed", draw_parameters(c, 1), np.concatenate([x.ravel() for x in vars(params).values()]), EXACT
-    yield "another seed is another model", np.array_equal(draw_parameters(c, 2), draw_parameters(c, 1)), False, EXACT
+    first, again, other = (numbers_of(draw_parameters(c, seed)) for seed in (1, 1, 2))
+    yield "the same seed", again, first, EXACT
+    yield "another seed is another model", np.array_equal(other, first), False, EXACT
     for name, sizes, count in (("d12", (12, 12, 768), 124475904), ("d24", (24, 16, 1024), 354871296),
                                ("d36", (36, 20, 1280), 774090240), ("d48", (48, 25, 1600), 1557686400),
                                ("d3", (3, 3, 192), None), ("d18", (18, 14, 896), None)):
@@ -472,12 +478,13 @@ def command_line(device_name, folder):
         return folder / name / "model_00000003.bin"
 
     for (dtype, one), (_, two) in (trained[:2], trained[2:]):
-        check(f"train_gpt2.py: its checkpoint in {dtype} is one", read_config(result(one)) == read_config(TINY))
+        same_config = Config.from_file(result(one)) == Config.from_file(TINY)
+        check(f"train_gpt2.py: its checkpoint in {dtype} is one", same_config)
         same = result(one).read_bytes() == result(two).read_bytes() != TINY.read_bytes()
         check(f"train_gpt2.py: the same bits again in {dtype}", same)
-    c = read_config(TINY)
+    c = Config.from_file(TINY)
     for name, *_ in others:  # by other ways, and so not to the same bits on every device
-        yield f"{name}", read_parameters(result(name), c), read_parameters(result("fp32_1"), c), 5e-4
+        yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
     lines = (folder / "fp32_1" / "main.log").read_text()
     steps = "".join(rf"s:{step} trl:\d\.\d{{6}}\n" for step in (1, 2, 3))
     ok = re.fullmatch(rf"s:0 tel:\d\.\d{{6}}\n{steps}s:3 tel:\d\.\d{{6}}\n", lines)
@@ -496,7 +503,7 @@ def without_the_cpu_folder(device_name, folder):
 
 def interrupted_runs(device_name, folder):
     """A fault of the GPU names the kernel. Ctrl-C ends a run, which counts the steps that its weights have taken."""
-    device, c = device_of(device_name, "fp32", 64, 2), read_config(TINY)
+    device, c = device_of(device_name, "fp32", 64, 2), Config.from_file(TINY)
     token_files(folder)
 
     class Broken(Exception):
@@ -524,14 +531,14 @@ def interrupted_runs(device_name, folder):
     whole = {}
     for steps in (1, 2):
         train(steps, f"whole_{steps}")
-        whole[steps] = read_parameters(folder / f"whole_{steps}" / f"model_{steps:08d}.bin", c)
+        whole[steps] = numbers_of(read_parameters(folder / f"whole_{steps}" / f"model_{steps:08d}.bin", c))
     # In step 2: a forward pass launches attention_forward once for each layer.
     for kernel, after, done in (("attention_forward", c.L, 1), ("encoder_backward_wte", 1, 1), ("adamw", 1, 2)):
         status = train(3, kernel, kernel, KeyboardInterrupt(), after)
         yield f"Ctrl-C at {kernel}, exit status", status, 130, EXACT
         [path] = (folder / kernel).glob("model_*.bin")
         check(f"Ctrl-C at {kernel}: {done} steps are counted", path.name == f"model_{done:08d}.bin", path.name)
-        yield f"Ctrl-C at {kernel}, weights", read_parameters(path, c), whole[done], EXACT
+        yield f"Ctrl-C at {kernel}, weights", numbers_of(read_parameters(path, c)), whole[done], EXACT
 
 
 # ---- The program
