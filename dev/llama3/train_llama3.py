@@ -1,0 +1,315 @@
+"""Train Llama 3 from raw kernels.
+
+    python dev/llama3/train_llama3.py                     # a small one, from scratch, on GPT-2's tokens
+    python dev/llama3/train_llama3.py -e llama3.2_1B.bin  # Meta's, which dev/convert.py makes from Hugging Face's files
+
+Read train_gpt2.py first. The devices, the loop, the update, the files, the flags are all its own, and here is what is
+different in a Llama 3 (Grattafiori et al. 2024, section 3.2), with llama3.cu beside it:
+
+    RMSNorm            Rows are divided by the root of their mean square. There is no mean to subtract, and no bias.
+    no biases          Linear layers have none.
+    RoPE               A token's position is not added to it. It turns the pairs of channels of queries and keys.
+    grouped queries    The NH heads of queries share NKV heads of keys and values.
+    SwiGLU             Half of the MLP's hidden channels, through SiLU, are gates for the other half.
+    the head           Large models have a weight of their own for the logits, lm_head. Small ones use wte.
+
+Two more letters: NKV, the heads of keys and of values, and H, the hidden channels of the MLP.
+"""
+import dataclasses
+import functools
+import math
+import re
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+from prepro_tinyshakespeare import (EOT, HEADER_BYTES, FileKind, UserError, check_size, make_header, read_header,  # noqa: E402
+                                    run, to_float)
+
+import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
+
+from train_gpt2 import GPT2, PARTIAL_ROWS, Config, Row, logit_rows, main, read_parameters  # noqa: E402
+
+# ---- The model: its sizes, and tables of all that it keeps in memory
+
+SIZES = {  # Meta's models that this file can train, by their descriptors
+    "llama3.1:8B": dict(L=32, NH=32, NKV=8, C=4096, ffn_multiplier=1.3, minor=1, tied=False),
+    "llama3.2:3B": dict(L=28, NH=24, NKV=8, C=3072, ffn_multiplier=1.0),
+    "llama3.2:1B": dict(L=16, NH=32, NKV=8, C=2048, ffn_multiplier=1.4),
+}
+BEGIN_OF_TEXT = 128000  # stands between two texts in Llama's vocabulary of 128,256 words, as EOT in GPT-2's
+
+
+@dataclasses.dataclass(frozen=True)
+class Config3(Config):
+    """A Llama 3: its sizes, and the tables of its tensors. Vp follows from V: it exists in memory, and not in files."""
+    maxT: int = 8192  # in the header of a checkpoint; RoPE has positions for any T
+    NKV: int = 4
+    multiple_of: int = 256  # H is rounded up to a multiple of it
+    ffn_multiplier: float = 1.0
+    eps: float = 1e-5  # under RMSNorm's root
+    theta: float = 500000.0  # RoPE's slowest pair of channels takes about 2 pi theta tokens to turn once
+    scaled: int = 0  # whether RoPE is stretched for long texts, as from Llama 3.1 on
+    minor: int = 2  # of Llama 3.1 or 3.2
+    tied: bool = True  # the head's weight is wte
+
+    FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/convert.py makes one from Hugging Face's files")
+    SOURCES = (*Config.SOURCES, HERE / "llama3.cu")
+    MODELS = ("llama3.2_1B.bin", "llama3:d12", "llama3:d3")
+    PADDED = ("wte", "lm_head")
+    EOT = property(lambda self: BEGIN_OF_TEXT if self.V > BEGIN_OF_TEXT else EOT)
+    longest = math.inf
+
+    def __post_init__(self):
+        object.__setattr__(self, "Vp", -(-self.V // 128) * 128)
+
+    @property
+    def H(self):
+        """The MLP's hidden channels: two thirds of GPT-2's 4C, since it has three matrices, and not two."""
+        return -(-int(self.ffn_multiplier * int(2 * 4 * self.C / 3)) // self.multiple_of) * self.multiple_of
+
+    @property
+    def qkv(self):
+        """The channels of a token's queries, keys and values."""
+        return (self.NH + 2 * self.NKV) * (self.C // self.NH)
+
+    @classmethod
+    def from_descriptor(cls, descriptor):
+        """The config of one of SIZES; or, for "llama3:dN", of GPT-2's depth N and words, tied, with a third as many
+        key-value heads as heads, or fewer, as divides them. Raises UserError."""
+        if descriptor in SIZES:
+            return cls(V=128256, multiple_of=1024, scaled=1, **SIZES[descriptor])
+        if not re.fullmatch(r"(llama3:)?d[1-9]\d{0,2}", descriptor):
+            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor, which is {', '.join(SIZES)}, or "
+                            "llama3:d1 to llama3:d999, such as llama3:d12")
+        c = Config.from_descriptor(descriptor.removeprefix("llama3:"))
+        NKV = max(n for n in range(1, 1 + max(1, c.NH // 3)) if c.NH % n == 0)
+        return cls(L=c.L, NH=c.NH, C=c.C, NKV=NKV)
+
+    @classmethod
+    def from_file(cls, path):
+        """The config of a checkpoint, after checking all but the weights. It is tied if its head is its embeddings
+        again. There are two formats: that of llm.c's branch llama3, which has a second header of floats, and that of
+        its master, where each is cut off to a whole number. There eps is taken to be Llama's. Raises UserError."""
+        header = read_header(path, cls.FILE)
+        maxT, V, L, NH, NKV, C = header[2:8]
+        cut_off = whole_numbers_only(header)
+        if cut_off:
+            (multiplier, multiple_of, eps, theta, scaled), (major, minor) = header[8:13], header[14:16]
+            eps = eps or cls.eps
+        else:
+            multiple_of, scaled, major, minor = header[8:12]
+            floats = np.fromfile(path, "<f4", 3, offset=HEADER_BYTES)
+            multiplier, eps, theta = (float(str(x)) for x in np.resize(floats, 3))  # 1.3, not fp32's 1.29999995
+        c = cls(maxT, V, L, NH, C, 0, NKV, multiple_of, multiplier, eps, theta, scaled, minor, tied=False)
+        c.check(path)
+        if major != 3:
+            raise UserError(f"{path}: a Llama {major}.{minor}; expected a Llama 3")
+        expected = HEADER_BYTES * (1 if cut_off else 2) + sum(
+            row.nbytes for row in c.file_table(cls.STORED[header[1]], header))
+        if cut_off and Path(path).stat().st_size > expected:
+            raise UserError(f"{path}: its header says ffn_dim_multiplier = {multiplier}, and its weights are more: it "
+                            "was cut off; expected the format of llm.c's branch llama3, as dev/convert.py writes it")
+        check_size(path, cls.FILE, expected)
+        tensors = dict(read_parameters(path, c))
+        for name, values in tensors.items():
+            if name.endswith("b") and to_float(values).any():
+                raise UserError(f"{path}: {name} is not zero; expected a Llama 3, whose linear layers have no biases")
+        return dataclasses.replace(c, tied=np.array_equal(tensors["wte"], tensors["lm_head"]))
+
+    def check(self, path):
+        HS, positive = self.C // max(1, self.NH), self.multiple_of > 0 and 0 < self.ffn_multiplier < 100
+        super().check(path, (
+            (self.NKV > 0 and self.NH % self.NKV == 0, "NH to be divisible by NKV"),
+            (HS % 2 == 0, "heads of an even number of channels, which RoPE turns in pairs"),
+            (positive and self.H % 32 == 0, "H, by ffn_multiplier and multiple_of, to be a multiple of 32"),
+            (0 < self.eps < 1 and 1 < self.theta < math.inf, "eps between 0 and 1, and a theta above 1")))
+
+    def headers(self, version):
+        floats = np.zeros(256, "<f4")
+        floats[:3] = self.ffn_multiplier, self.eps, self.theta
+        return [make_header(self.FILE, version, self.maxT, self.V, self.L, self.NH, self.NKV, self.C, self.multiple_of,
+                            self.scaled, 3, self.minor), floats]
+
+    def file_table(self, real=np.float32, header=None):
+        """The tensors of a checkpoint, named as in memory. llm.c's branch has GPT-2's biases, zeros, and up and gate
+        together; its master has no biases, and up and gate apart. The vocabulary is not padded."""
+        each, C, H = dict(dtype=real, layers=self.L), self.C, self.H
+        words, final = (self.V, C), Row("lnfw", (C,), real)
+        if header and whole_numbers_only(header):
+            return [Row("wte", words, real), Row("ln1w", (C,), **each), Row("qkvw", (self.qkv, C), **each),
+                    Row("attprojw", (C, C), **each), Row("ln2w", (C,), **each), Row("upw", (H, C), **each),
+                    Row("gatew", (H, C), **each), Row("fcprojw", (C, H), **each), final, Row("lm_head", words, real)]
+        table = [Row("wte", words, real), Row("lm_head", words, real)]
+        for name, *shape in (("ln1", C), ("qkv", self.qkv, C), ("attproj", C, C), ("ln2", C), ("fc", 2 * H, C),
+                             ("fcproj", C, H)):
+            table += [Row(f"{name}w", tuple(shape), **each), Row(f"{name}b", tuple(shape[:1]), **each)]
+        return [*table, final, Row("lnfb", (C,), real)]
+
+    def parameter_table(self, real=np.float32):
+        """The parameters, as they lie in memory. They start as GPT-2's do."""
+        C, H, once, each = self.C, self.H, dict(dtype=real), dict(dtype=real, layers=self.L)
+        weight = dict(std=0.02, decay=True, matrix=True)
+        residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
+        head = [] if self.tied else [Row("lm_head", (self.Vp, C), **once, **weight)]
+        return [
+            Row("wte", (self.Vp, C), **once, **weight | dict(matrix=self.tied)),  # token embeddings
+            *head,  # what makes logits of channels
+            Row("ln1w", (C,), **each, mean=1.0),
+            Row("qkvw", (self.qkv, C), **each, **weight),
+            Row("attprojw", (C, C), **each, **residual),
+            Row("ln2w", (C,), **each, mean=1.0),
+            Row("fcw", (2 * H, C), **each, **weight),  # up, and below it gate
+            Row("fcprojw", (C, H), **each, **residual),  # down
+            Row("lnfw", (C,), **once, mean=1.0),
+        ]
+
+    def activation_table(self, B, T, real=np.float32, recompute=False):
+        """What the forward pass leaves behind for the backward pass. With recompute, layers share one tensor for the
+        outputs of norms and for the MLP's hidden channels, which the backward pass computes again."""
+        N, C, H, L, kept = B * T, self.C, self.H, self.L, 1 if recompute else self.L
+        return [
+            Row("rope", (T, C // self.NH)),  # the cosine and the sine that RoPE turns a pair of channels by
+            Row("residual", (N, C)),  # the residual stream, to which each layer adds twice; always fp32
+            Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
+            Row("ln1_inp", (N, C), real, L),  # what ln1 normalises: a copy of the stream as the layer finds it
+            Row("ln1_rstd", (N,), layers=L),
+            Row("ln1", (N, C), real, kept),
+            Row("qkv", (N, self.qkv), real, L),  # queries of NH heads, keys and values of NKV heads; turned by RoPE
+            Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
+            Row("atty", (N, C), real, L),  # attention's output
+            Row("ln2_inp", (N, C), real, L),  # a copy of the stream after attention
+            Row("ln2_rstd", (N,), layers=L),
+            Row("ln2", (N, C), real, kept),
+            Row("fch", (N, 2 * H), real, kept),  # the MLP's hidden channels, up and gate
+            Row("fch_swiglu", (N, H), real, kept),  # up * silu(gate)
+            Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
+            Row("lnf_rstd", (N,)),
+            Row("lnf", (N, C), real),
+            Row("logits", (logit_rows(N), self.Vp), real),  # become their own gradient
+            Row("losses", (N,)),
+        ]
+
+    def backward_table(self, B, T, real=np.float32):
+        """The gradients of activations, which layers use in turn."""
+        N, C = B * T, self.C
+        return [
+            Row("dresidual", (N, C), real),  # of the residual stream, all the way down
+            Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
+            Row("dswiglu", (N, self.H), real),
+            Row("dqkv", (N, self.qkv), real),
+            Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
+            Row("partials", (PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward
+        ]
+
+
+def whole_numbers_only(header):
+    """Whether a checkpoint's header is of llm.c's master, which goes on behind where its branch llama3 ends."""
+    return header[14] != 0
+
+
+# ---- The model
+
+
+class Llama3(GPT2):
+    """Llama 3 on a device: GPT2, with another layer, another beginning and another end."""
+    Config = Config3
+
+    def __init__(self, config, *args, **keywords):
+        super().__init__(config, *args, **keywords)
+        H, names = config.H, ("wte" if config.tied else "lm_head")
+        for views in (self.params, self.originals):  # by the names of a file's tensors
+            views.lm_head, views.upw, views.gatew = getattr(views, names), views.fcw[:, :H], views.fcw[:, H:]
+        self.head, self.dhead = self.params.lm_head, getattr(self.grads, names)
+
+    def layer_forward(self, l):
+        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""
+        p, _, a = self.layers[l]
+        matmul, branch = self.device.matmul, self.acts.branch
+        before = branch if l else None  # what the MLP of layer l - 1 computed; this layer's first norm adds it
+        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, before, p.ln1w)  # x += before -> (N,C)
+        matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
+        self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
+        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # -> (N,C); here tokens see each other
+        matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
+
+        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w)  # x += branch -> (N,C)
+        self.hidden_forward(p, a)
+        matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
+
+    def hidden_forward(self, p, a):
+        """The MLP's hidden channels, up * silu(gate)."""
+        N, H = a.fch_swiglu.shape
+        self.device.matmul(a.fch, a.ln2, p.fcw.T)  # (N,C) @ (C,2H) -> (N,2H)
+        self.device.launch("swiglu_forward", N * H, a.fch_swiglu, a.fch, N, H)  # -> (N,H)
+
+    def layer_backward(self, l):
+        """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
+        p, g, a = self.layers[l]
+        d, matmul, launch, accumulate = self.back, self.device.matmul, self.device.launch, self.accumulate
+        dx, dinp, (N, C), H = d.dresidual, d.dinp, a.ln1.shape, self.config.H
+        if self.recompute:
+            launch("rmsnorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_rstd, p.ln1w, N, C)
+            launch("rmsnorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_rstd, p.ln2w, N, C)
+            self.hidden_forward(p, a)
+
+        matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=accumulate)  # (C,N) @ (N,H) -> (C,H)
+        matmul(d.dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
+        launch("swiglu_backward", N * H, a.fch, d.dswiglu, a.fch, N, H)  # -> (N,2H): fch becomes its own gradient
+        matmul(g.fcw, a.fch.T, a.ln2, accumulate=accumulate)  # (2H,N) @ (N,C) -> (2H,C)
+        matmul(dinp, a.fch, p.fcw)  # dln2: (N,2H) @ (2H,C) -> (N,C)
+        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd)  # dx += (N,C)
+
+        matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
+        matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
+        self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)
+        self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # -> (N,(NH+2NKV)HS)
+        self.rope("rope_backward", d.dqkv)
+        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # -> ((NH+2NKV)HS,C)
+        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,(NH+2NKV)HS) @ ((NH+2NKV)HS,C) -> (N,C)
+        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)  # dx += (N,C)
+
+    def norm_forward(self, out, rstd, copy, branch, weight):
+        """x = x + branch, unless that is None; copy = x; out = rmsnorm(x)."""
+        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, self.acts.residual, branch, weight,
+                           self.config.eps, len(out))
+
+    def norm_backward(self, dweight, inp, weight, rstd):
+        """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output; dweight += its own.
+        """
+        C, N, device, d = self.config.C, len(inp), self.device, self.back
+        blocks = min(PARTIAL_ROWS, 2 * device.multiprocessors, N)
+        shared = 2 * 3 * 8192 * np.dtype(device.real).itemsize  # of a block, as the kernel's comment says
+        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, rstd, N, shared=shared)
+        device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
+
+    def rope(self, kernel, qkv):
+        """Turn the queries and keys of qkv (N,(NH+2NKV)HS), or their gradients back. A pair is two neighbours."""
+        c, N = self.config, len(qkv)
+        heads = c.NH + c.NKV
+        self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.shape[1], heads, c.qkv, 0)
+
+    def embedding_forward(self):
+        """Where the stream begins: x = wte[token]. Positions come with RoPE, whose table takes microseconds to make."""
+        c, (_, T), (N, C), a = self.config, self.shape, self.acts.residual.shape, self.acts
+        self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.scaled, T)  # -> (T,HS)
+        self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, self.params.wte, None, N, T, C)
+
+    def embedding_backward(self):
+        (B, T), C, b = self.shape, self.config.C, self.batch
+        self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual, b.tokens, b.order,
+                           b.run_length, C)
+
+    def last_norm_forward(self):
+        a = self.acts
+        self.norm_forward(a.lnf, a.lnf_rstd, a.lnf_inp, a.branch, self.params.lnfw)
+
+    def last_norm_backward(self):
+        a = self.acts
+        self.device.zero(self.back.dresidual)
+        self.norm_backward(self.grads.lnfw, a.lnf_inp, self.params.lnfw, a.lnf_rstd)
+
+
+if __name__ == "__main__":
+    run(functools.partial(main, architecture=Llama3))
