@@ -180,9 +180,9 @@ def attention_of_nan(device, T, HS):
             yield f"{name}, ReLU's rows are NaN", np.isnan(found), True, EXACT
 
 
-def test_steps(device_name, dtype, plain):
-    """All of these on one device."""
-    device = device_of(device_name, dtype, 32, 1, plain)
+def test_steps(device_name, dtype, plain, *architecture):
+    """All of these on one device, for an architecture, if not GPT2."""
+    device = device_of(device_name, dtype, 32, 1, plain, *architecture)
     for name, test in (("micro-batches:", micro_batches), ("again:", repeated_steps), ("clipped:", clipped_gradients),
                        ("other ways:", other_ways), ("smaller batches:", smaller_batches),
                        ("next logits", next_logits)):
@@ -197,7 +197,7 @@ SMALL = Config(maxT=40, V=257, L=1, NH=1, C=32, Vp=384)
 PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
 GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
     "checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
-    "debug state": (DEBUG_STATE, (2, 8), 4 * (2 * 16 + 16 * 257 + 1) + PARAMETERS,
+    "debug state": (DEBUG_STATE[Config], (2, 8), 4 * (2 * 16 + 16 * 257 + 1) + PARAMETERS,
                     lambda path: read_debug_state(path, SMALL)),
     "token file": (TOKEN_FILE, (100,), 200, lambda path: DataLoader(path, 2, 8, 257)),
     "tokenizer": (TOKENIZER, (100, 99), 100, read_tokenizer),
