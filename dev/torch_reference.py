@@ -259,8 +259,8 @@ def llama_tensors(shape):
 
 
 def with_float32_as(dtype):
-    """transformers computes RMSNorm and RoPE's angles in torch.float32 even in a float64 model. While this lasts, that name
-    means dtype, so that the truth is float64 throughout."""
+    """Have transformers compute in dtype what it computes in torch.float32 even in a float64 model: RMSNorm and RoPE's
+    angles. It finds another type under that name for as long as this lasts."""
     return mock.patch.multiple(torch, float=dtype, float32=dtype)
 
 
