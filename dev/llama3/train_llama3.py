@@ -123,7 +123,7 @@ class Config3(Config):
         super().check(path, (
             (self.NKV > 0 and self.NH % self.NKV == 0, "NH to be divisible by NKV"),
             (HS % 2 == 0, "heads of an even number of channels, which RoPE turns in pairs"),
-            (positive and self.H % 32 == 0, "H, by ffn_multiplier and multiple_of, to be a multiple of 32"),
+            (positive and self.H % 8 == 0, "H, by ffn_multiplier and multiple_of, to be a multiple of 8"),
             (0 < self.eps < 1 and 1 < self.theta < math.inf, "eps between 0 and 1, and a theta above 1")))
 
     def headers(self, version):
