@@ -487,8 +487,10 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 
 // ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
 
-// Attention is the only layer in which a token sees others, those before it. Of each head, with q, k, v (T,HS) in the
-// rows of qkv (B,T,3,NH,HS), a prime for a transpose, and scale = 1 / sqrt(HS):
+// Attention is the only layer in which a token sees others, those before it. A row of qkv (B,T,NH+2NKV,HS) has the
+// queries of NH heads, then the keys of NKV heads, then their values. Each group of NH/NKV neighbouring query heads
+// shares one head of keys and values (Ainslie et al. 2023, section 2.2); in GPT-2 each query head has its own. Of each
+// query head, with q, k, v (T,HS), a prime for a transpose, and scale = 1 / sqrt(HS):
 //   score (T,T) = q k'
 //   weight (T,T) = softmax(scale * score) over the keys s <= t of query t, or for ReLU attention max(0, scale * score)
 //   out (B,T,NH,HS) = weight v
@@ -528,27 +530,32 @@ constexpr int SECTION = 64;                  // so many heads are worked on at a
 // A multiprocessor must have registers for so many blocks. On Hopper more blocks are worth a few spilled registers.
 constexpr int FORWARD_BLOCKS = 1, BACKWARD_Q_BLOCKS = HOPPER ? 4 : 1, BACKWARD_KV_BLOCKS = HOPPER ? 3 : 1;
 
-// What the host has to know: rows of a block, and its bytes of shared memory, forward and backward.
+// What the host has to know: rows of a block, its threads, and its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
+    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
 static_assert(4 * TILE >= ROWS, "attention_backward_q keeps out where its tiles will be");
 
-// What a block owns: ROWS rows of one head.
+// What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
 struct Part {
     int first;             // the block's first row, counted from the head's first
     int warp;              // its warp's first row, counted from the block's first: a row of the block's own tile
     int group;             // the first row of its warp's group, counted from the head's first
-    size_t qkv, out, lse;  // where the head begins in qkv and dqkv, in out and dout, in lse and delta
+    size_t queries, keys;  // where the query head, or the first that shares the keys, and the key head begin in qkv
+    size_t out, lse;       // where the same query head begins in out and dout, in lse and delta
 };
 
 // GPUs start blocks in the order of their numbers, on which only speed depends: by section, then the longest first.
-__device__ __forceinline__ Part part_of_block(int T, int NH, bool last_rows_are_longest) {
+template <bool rows_are_keys>
+__device__ __forceinline__ Part part_of_block(int T, int NH, int NKV) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
     int heads_here = min(SECTION, heads - section), head = section + i % heads_here, place = i / heads_here;
-    size_t b = head / NH, h = head % NH, row = b * T;
-    int first = (last_rows_are_longest ? blocks - 1 - place : place) * ROWS, warp = threadIdx.x / 32 * 16 * M;
-    return {first, warp, first + warp / GROUP * GROUP, (row * 3 * NH + h) * HS, (row * NH + h) * HS, (size_t)head * T};
+    int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, own = head % of_sequence, sharers = NH / NKV;
+    int h = rows_are_keys ? own * sharers : own, kv = rows_are_keys ? own : own / sharers;
+    int first = (rows_are_keys ? place : blocks - 1 - place) * ROWS, warp = threadIdx.x / 32 * 16 * M;
+    size_t row = (size_t)b * T, start = row * (NH + 2 * NKV);
+    return {first, warp, first + warp / GROUP * GROUP,
+            (start + h) * HS, (start + NH + kv) * HS, (row * NH + h) * HS, ((size_t)b * NH + h) * T};
 }
 
 // The row and the column of x[m][n][i], an element of a warp's result: see the picture of D.
@@ -792,19 +799,18 @@ __device__ __forceinline__ void store_rows(real* head, size_t stride, int row, i
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
-    int NH) {
+    int NH, int NKV) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
-    Part part = part_of_block(T, NH, true);
-    const real* head = qkv + part.qkv;
-    int C = NH * HS, row = part.first + part.warp;
+    Part part = part_of_block<false>(T, NH, NKV);
+    int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
     auto values = [&](int stage) { return keys(stage) + KEYS * LD; };
     auto load_stage = [&](int stage, int key) {
-        load_tile<KEYS>(keys(stage), head + C, 3 * C, key, T);
-        load_tile<KEYS>(values(stage), head + 2 * C, 3 * C, key, T);
+        load_tile<KEYS>(keys(stage), qkv + part.keys, stride, key, T);
+        load_tile<KEYS>(values(stage), qkv + part.keys + NKV * HS, stride, key, T);
     };
-    load_tile<ROWS>(queries, head, 3 * C, part.first, T);
+    load_tile<ROWS>(queries, qkv + part.queries, stride, part.first, T);
     load_stage(0, 0);
 
     float output[M][HP / 8][4] = {}, maximum[M][2], total[M][2] = {};  // the paper's O, m and l
@@ -846,7 +852,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
         if (column_of(0, 0) == 0 && t < T) lse[part.lse + t] = scale2 * maximum[m][half] + log2f(total[m][half]);
     }
-    store_rows(out + part.out, C, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
+    store_rows(out + part.out, NH * HS, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
 }
 
 // In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. dscores
@@ -864,28 +870,28 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
     else EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] * (dx[m][n][i] - delta(m, n, i));
 }
 
-// Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv is (B,T,3,NH,HS), as qkv.
+// Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
 // This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
 // delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
 // weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
-    const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T, int NH) {
+    const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
-    Part part = part_of_block(T, NH, true);
-    const real* head = qkv + part.qkv;
-    int C = NH * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
+    Part part = part_of_block<false>(T, NH, NKV);
+    int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
     auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto values = [&](int stage) { return keys(stage) + TILE * LD; };
     auto load_stage = [&](int stage, int key) {
-        load_tile<TILE>(keys(stage), head + C, 3 * C, key, T);
-        load_tile<TILE>(values(stage), head + 2 * C, 3 * C, key, T);
+        load_tile<TILE>(keys(stage), qkv + part.keys, stride, key, T);
+        load_tile<TILE>(values(stage), qkv + part.keys + NKV * HS, stride, key, T);
     };
-    load_tile<ROWS>(queries, head, 3 * C, part.first, T);
-    load_tile<ROWS>(douts, dout + part.out, C, part.first, T);
-    load_tile<ROWS>(tiles, out + part.out, C, part.first, T);  // out, where the two stages will be
+    load_tile<ROWS>(queries, qkv + part.queries, stride, part.first, T);
+    load_tile<ROWS>(douts, dout + part.out, NH * HS, part.first, T);
+    load_tile<ROWS>(tiles, out + part.out, NH * HS, part.first, T);  // out, where the two stages will be
     tiles_arrive();
     float row_lse[M][2], row_delta[M][2];
 #pragma unroll
@@ -926,37 +932,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         multiply<TILE>(dq, dscores, keys(stage));
         products_arrive<0>(dq);
     }
-    store_rows(dqkv + part.qkv, 3 * C, row, T, dq, [&](int, int) { return scale; });
+    store_rows(dqkv + part.queries, stride, row, T, dq, [&](int, int) { return scale; });
 }
 
-// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, for
-// dv = weight' dout and dk = dscore' q. The rows of its weights are keys. Items: blocks of ROWS keys of a head.
+// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, of one query head
+// after the other, for dv = weight' dout and dk = dscore' q. The rows of its weights are keys. Items: blocks of ROWS
+// keys of a key head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
-    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH) {
+    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
-    Part part = part_of_block(T, NH, false);
-    const real* head = qkv + part.qkv;
-    int C = NH * HS, row = part.first + part.warp;
+    Part part = part_of_block<true>(T, NH, NKV);
+    int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
-    auto load_stage = [&](int stage, int query) {
-        load_tile<TILE>(queries(stage), head, 3 * C, query, T);
-        load_tile<TILE>(douts(stage), dout + part.out, C, query, T);
+    auto load_stage = [&](int stage, int head, int query) {  // `head` counts the query heads that share the keys
+        load_tile<TILE>(queries(stage), qkv + part.queries + head * HS, stride, query, T);
+        load_tile<TILE>(douts(stage), dout + part.out + head * HS, NH * HS, query, T);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
-        if (which < 2) copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + min(t, T - 1), t < T);
+        if (which < 2)
+            copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);
     };
-    load_tile<ROWS>(keys, head + C, 3 * C, part.first, T);
-    load_tile<ROWS>(values, head + 2 * C, 3 * C, part.first, T);
-    load_stage(0, part.first);
+    load_tile<ROWS>(keys, qkv + part.keys, stride, part.first, T);
+    load_tile<ROWS>(values, qkv + part.keys + NKV * HS, stride, part.first, T);
+    load_stage(0, 0, part.first);
 
     float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
-    for (int query = part.first, stage = 0; query < T; query += TILE, stage ^= 1) {
+    int heads = NH / NKV;
+    for (int head = 0, next = part.first, stage = 0; head < heads; stage ^= 1) {
+        int query = next;
+        next += TILE;
+        if (next >= T) next = part.first, head++;
         tiles_arrive();
-        if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
+        if (head < heads) load_stage(stage ^ 1, head, next);
         if (query + TILE <= part.group) continue;  // all of these queries come before the group's keys
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
         auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
@@ -974,8 +986,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<0>(dv);
         products_arrive<0>(dk);
     }
-    store_rows(dqkv + part.qkv + C, 3 * C, row, T, dk, [&](int, int) { return scale; });
-    store_rows(dqkv + part.qkv + 2 * C, 3 * C, row, T, dv, [&](int, int) { return 1.0f; });
+    store_rows(dqkv + part.keys, stride, row, T, dk, [&](int, int) { return scale; });
+    store_rows(dqkv + part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
 }
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----

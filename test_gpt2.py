@@ -327,41 +327,45 @@ def add_partials(launch, N, OC, outs):
     yield "outs", np.stack(found), np.stack(wishes)
 
 
-def attention_kernels(direction, launch, kind, B, T, NH, HS):
+def attention_kernels(direction, launch, kind, B, T, NH, NKV, HS):
     """One of the three kernels, given what the others leave for it; delta is that of an out that is not quite right, or
-    softmax's dscore would be 0 where T is 1."""
+    softmax's dscore would be 0 where T is 1. The truth is ungrouped: it repeats the keys and values for each query head
+    of a group, and adds their gradients up."""
     shape, limit = (B, T, NH * HS), ATTENTION_LIMITS[under_test.dtype]
-    blocks, shared = attention_launch(under_test, f"attention_{direction}", B, T, NH)
-    launch_it = functools.partial(launch, blocks, shared=shared)
-    q, k, v, dout, noise = (normal(*shape) for _ in range(5))
+    blocks, threads, shared = attention_launch(under_test, f"attention_{direction}", B, T, NH, NKV)
+    launch_it = functools.partial(launch, blocks, threads=threads, shared=shared)
+    q, k, v, dout, noise = (normal(B, T, heads_here * HS) for heads_here in (NH, NKV, NKV, NH, NH))
     if kind == "relu" or under_test.dtype == "tf32":  # in sixteenths scores are exact, and one next to 0 keeps its sign
         q, k, v, dout = (np.round(16 * x) / 16 for x in (q, k, v, dout))
     q *= 2.0 ** rng.integers(-3, 4, (B, T, 1))  # some scores are some tens
     qkv, scale, relu = np.concatenate([q, k, v], -1), 1 / np.sqrt(HS), int(kind == "relu")
-    q, k, v, dout_heads = (heads(x, 1, NH)[0] for x in (q, k, v, dout))  # (B,NH,T,HS) each
+    q, k, v, dout_heads = (heads(x, 1, x.shape[-1] // HS)[0].repeat(NH * HS // x.shape[-1], 1)
+                           for x in (q, k, v, dout))  # (B,NH,T,HS) each
     score = np.where(np.tri(T, dtype=bool), scale * q @ transposed(k), -np.inf)
     lse = np.logaddexp.reduce(score, -1, keepdims=True) / np.log(2)
     out = attention(kind, q, k, v).swapaxes(1, 2).reshape(shape)
     given = as_real(out + noise / 10)
     delta = f32((dout_heads * heads(given, 1, NH)[0]).sum(-1, keepdims=True))
-    dq, dk, dv = (x.swapaxes(1, 2).reshape(shape) for x in dattention(kind, dout_heads, q, k, v, delta))
+    dq, dk, dv = dattention(kind, dout_heads, q, k, v, delta)
+    dk, dv = (x.reshape(B, NKV, NH // NKV, T, HS).sum(2) for x in (dk, dv))
+    dq, dk, dv = (x.swapaxes(1, 2).reshape(B, T, -1) for x in (dq, dk, dv))
 
-    untouched, sizes, lse32 = np.full(shape, np.nan), (scale, relu, T, NH), np.float32(lse)
+    sizes, lse32, split = (scale, relu, T, NH, NKV), np.float32(lse), [NH * HS, (NH + NKV) * HS]
     if direction == "forward":
         found, found_lse = launch_it(shape, nan32(*lse.shape), qkv, *sizes)
         yield "out", found, out, limit
         if kind == "softmax":
             yield "lse", np.exp2(found_lse - lse), np.ones(lse.shape)
     elif direction == "backward_q":
-        dqkv, found_delta = launch_it((B, T, 3 * NH * HS), nan32(*lse.shape), dout, given, qkv, lse32, *sizes)
-        found, *others = np.split(dqkv, 3, -1)
+        dqkv, found_delta = launch_it(qkv.shape, nan32(*lse.shape), dout, given, qkv, lse32, *sizes)
+        found, *others = np.split(dqkv, split, -1)
         yield "delta", found_delta, delta
         yield "dq", found, dq, limit
-        yield "dk, dv untouched", np.stack(others), np.stack([untouched, untouched]), EXACT
+        yield "dk, dv untouched", np.stack(others), np.full((2, *dk.shape), np.nan), EXACT
     else:
-        [dqkv] = launch_it((B, T, 3 * NH * HS), dout, qkv, lse32, np.float32(delta), *sizes)
-        other, found_dk, found_dv = np.split(dqkv, 3, -1)
-        yield "dq untouched", other, untouched, EXACT
+        [dqkv] = launch_it(qkv.shape, dout, qkv, lse32, np.float32(delta), *sizes)
+        other, found_dk, found_dv = np.split(dqkv, split, -1)
+        yield "dq untouched", other, np.full(shape, np.nan), EXACT
         yield "dk", found_dk, dk, limit
         yield "dv", found_dv, dv, limit
 
@@ -369,8 +373,8 @@ def attention_kernels(direction, launch, kind, B, T, NH, HS):
 for direction in ("forward", "backward_q", "backward_kv"):
     KERNELS[f"attention_{direction}"] = functools.partial(attention_kernels, direction), [
         (kind, *sizes) for kind in ("softmax", "relu") for sizes in (
-            (3, 1, 32, 3), (2, 27, 16, 6), (1, 40, 2, 32), (1, 64, 3, 32), (2, 65, 2, 64), (2, 130, 1, 128),
-            (1, 130, 8, 100), (1, 300, 2, 64), (2, 130, 40, 32))]
+            (3, 1, 44, 22, 3), (2, 27, 8, 1, 6), (1, 40, 2, 1, 32), (1, 64, 3, 3, 32), (2, 65, 6, 2, 64),
+            (1, 260, 2, 1, 128), (1, 130, 4, 4, 100), (1, 70, 5, 5, 80), (1, 300, 2, 2, 64), (2, 130, 40, 40, 32))]
 
 
 def gelu_kernels(direction, launch, N, C):
@@ -456,7 +460,8 @@ def adamw(launch, tensors, clip):
     yield "params", params, state[0] if params.dtype == BF16 else np.full(n, np.nan), EXACT
 
 
-COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (1600, 16)  # C and NH; the fixtures' first
+# C and NH; the fixtures' first
+COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 
 
 def test_kernels(device_name, dtype, only):

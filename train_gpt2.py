@@ -94,6 +94,7 @@ class Config:
     PADDED = ("wte",)  # parameters whose rows are words, of which those beyond V are zeros
     EOT = EOT  # the token between two texts
     longest = property(lambda self: self.maxT)  # T of a sequence, at most: wpe has no more positions
+    NKV = property(lambda self: self.NH)  # heads of keys and values: each query head has its own
 
     @classmethod
     def from_file(cls, path):
@@ -479,11 +480,11 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=()):
 # ---- The model
 
 
-def attention_launch(device, kernel, B, T, NH):
-    """(blocks, bytes of shared memory): a block has some rows of one head of one sequence."""
-    sizes = device.attention_sizes
+def attention_launch(device, kernel, B, T, NH, NKV):
+    """(blocks, threads, bytes of shared memory): a block has some rows of a query head, or a key head."""
+    sizes, heads = device.attention_sizes, NKV if kernel == "attention_backward_kv" else NH
     shared = sizes.shared_forward if kernel == "attention_forward" else sizes.shared_backward
-    return -(-T // sizes.rows) * B * NH, shared
+    return -(-T // sizes.rows) * B * heads, sizes.threads, shared
 
 
 def layernorm_backward_launch(device, N):
@@ -657,9 +658,9 @@ class GPT2:
 
     def attention(self, kernel, *arrays):
         """Launch one of attention's three kernels."""
-        (B, T), NH = self.shape, self.config.NH
-        blocks, shared = attention_launch(self.device, kernel, B, T, NH)
-        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, shared=shared)
+        (B, T), NH, NKV = self.shape, self.config.NH, self.config.NKV
+        blocks, threads, shared = attention_launch(self.device, kernel, B, T, NH, NKV)
+        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, NKV, threads=threads, shared=shared)
 
     def embedding_forward(self):
         """Where the stream begins: x = wte[token] + wpe[position]."""

@@ -154,14 +154,15 @@ def attention_of_nan(device, T, HS):
         for name, *arrays in (("attention_forward", out, lse, given),
                               ("attention_backward_q", dqkv, delta, douts, out, given, lse),
                               ("attention_backward_kv", dqkv, douts, given, lse, delta)):
-            blocks, shared = attention_launch(device, name, B, T, NH)
-            device.launch(name, blocks, *arrays, HS**-0.5, 0, T, NH, shared=shared)
+            blocks, threads, shared = attention_launch(device, name, B, T, NH, NH)
+            device.launch(name, blocks, *arrays, HS**-0.5, 0, T, NH, NH, threads=threads, shared=shared)
         return to_float(np.stack([device.get(out), *device.get(dqkv).transpose(2, 0, 1, 3, 4)]))
 
     def relu_output(given):
         given, out, lse = array(given), array(np.nan * dout), array(np.full((B, NH, T), np.nan), np.float32)
-        blocks, shared = attention_launch(device, "attention_forward", B, T, NH)
-        device.launch("attention_forward", blocks, out, lse, given, HS**-0.5, 1, T, NH, shared=shared)
+        blocks, threads, shared = attention_launch(device, "attention_forward", B, T, NH, NH)
+        device.launch("attention_forward", blocks, out, lse, given, HS**-0.5, 1, T, NH, NH, threads=threads,
+                      shared=shared)
         return to_float(device.get(out))
 
     clean, itself, before, after, every = outputs(qkv), slice(p, p + 1), slice(p + 1), slice(p, T), slice(T)
@@ -362,7 +363,7 @@ def limits(device_name, folder):
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 1, 1}, layernorm_sizes[] = {32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 1}; }
 BLOCK(32, threads)
 extern "C" __global__ void fill(float* out, float value, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;

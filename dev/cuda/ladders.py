@@ -367,9 +367,14 @@ def join_heads(a, x):
     return x.reshape(a.B, a.NH, a.T, a.HS).swapaxes(1, 2).reshape(a.B, a.T, -1)
 
 
+def launch_trainers(device, a, kernel, *arrays, relu=0):
+    NKV = getattr(a, "NKV", a.NH)
+    blocks, threads, shared = attention_launch(device, kernel, a.B, a.T, a.NH, NKV)
+    device.launch(kernel, blocks, *arrays, a.scale, relu, a.T, a.NH, NKV, threads=threads, shared=shared)
+
+
 def trainers_attention(device, a, relu=0):
-    blocks, shared = attention_launch(device, "attention_forward", a.B, a.T, a.NH)
-    device.launch("attention_forward", blocks, a.out, a.lse, a.qkv, a.scale, relu, a.T, a.NH, shared=shared)
+    launch_trainers(device, a, "attention_forward", a.out, a.lse, a.qkv, relu=relu)
 
 
 def materialized_attention(device, a):
@@ -417,12 +422,8 @@ def attention_backward_without_atomics(device, a):
 
 
 def trainers_attention_backward(device, a):
-    blocks, shared = attention_launch(device, "attention_backward_q", a.B, a.T, a.NH)
-    device.launch("attention_backward_q", blocks, a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse, a.scale, 0, a.T, a.NH,
-                  shared=shared)
-    blocks, shared = attention_launch(device, "attention_backward_kv", a.B, a.T, a.NH)
-    device.launch("attention_backward_kv", blocks, a.dqkv, a.dout, a.qkv, a.lse, a.delta, a.scale, 0, a.T, a.NH,
-                  shared=shared)
+    launch_trainers(device, a, "attention_backward_q", a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse)
+    launch_trainers(device, a, "attention_backward_kv", a.dqkv, a.dout, a.qkv, a.lse, a.delta)
 
 
 def torch_attention_backward(torch, x):
