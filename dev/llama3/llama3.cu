@@ -1,0 +1,270 @@
+/*
+The kernels that Llama 3 has beside those of kernels.cu: RMSNorm for its layernorm, rotary position embedding in place of
+learned positions, and SwiGLU for its GELU, each forward next to its backward. This file is compiled behind kernels.cu
+and uses what is there. Its rules hold here too: what is added to and what is set, and that every run gives the same
+bits.
+
+Sizes beside those of kernels.cu: NKV key-value heads, a divisor of NH; H hidden channels of the MLP, a multiple of 8.
+C is at most 8,192, and HS even. A row of qkv has NH query heads, then NKV key heads, then NKV value heads.
+*/
+
+// ---- residual stream and RMSNorm (Zhang and Sennrich 2019, section 4) ----
+
+// A block of 8 warps works on 8,192 numbers at a time, 32 a lane, which registers can hold. So a row of up to 1,024
+// channels is one warp's, and a longer one is that of 2, 4 or 8. Of a row's lanes, lane i has packs i, i + ROW_LANES,
+// ... of n columns each. EACH_ROW_PACK goes over them: pack k begins at column c.
+constexpr int ROW_WARPS = CHANNELS <= 1024 ? 1 : CHANNELS <= 2048 ? 2 : CHANNELS <= 4096 ? 4 : 8;
+constexpr int ROW_LANES = 32 * ROW_WARPS, ROWS_AT_ONCE = 8 / ROW_WARPS;
+static_assert(CHANNELS <= 8192, "a block has a row in its registers");
+template <int n>
+constexpr int row_packs = (CHANNELS + ROW_LANES * n - 1) / (ROW_LANES * n);
+#define EACH_ROW_PACK(n)                                                                                            \
+    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % ROW_LANES); k < row_packs<n>; k++, c += ROW_LANES * n) \
+        if (CHANNELS % (ROW_LANES * n) == 0 || c < CHANNELS)
+
+// The sum over a row. Every thread of the block must call it, with a turn that counts the calls: two places take turns,
+// so nobody overwrites what others still read, and one barrier is enough.
+__device__ __forceinline__ float sum_over_row(float x, int turn) {
+    __shared__ float of_warp[2][8];
+    int warp = threadIdx.x / 32;
+    x = warp_sum(x);
+    if (ROW_WARPS == 1) return x;
+    if (threadIdx.x % 32 == 0) of_warp[turn % 2][warp] = x;
+    __syncthreads();
+    x = 0.0f;
+    for (int w = 0; w < ROW_WARPS; w++) x += of_warp[turn % 2][warp / ROW_WARPS * ROW_WARPS + w];
+    return x;
+}
+
+// What attention or the MLP has computed joins the residual stream, and the next norm begins:
+//   residual (N,C) += branch (N,C), unless branch is null
+//   out (N,C) = residual * rstd * weight, with rstd (N) = 1/sqrt(average of the row's squares + eps)
+//   copy (N,C) = residual, as a real, for the backward pass
+// Bound by memory: a row is read once and waits in registers for its sum. A block has 8 rows whatever C is, and takes
+// as many at once as its warps hold. Items: N rows.
+BLOCK(256, threads / 32)
+extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
+    real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy, float* residual,
+    const real* __restrict__ branch, const real* __restrict__ weight, float eps, int N) {
+    constexpr int C = CHANNELS;
+#pragma unroll 1
+    for (int turn = 0; turn < ROW_WARPS; turn++) {
+        int row = (blockIdx.x * ROW_WARPS + turn) * ROWS_AT_ONCE + threadIdx.x / ROW_LANES;
+        size_t start = (size_t)row * C;
+        Pack<4> x[row_packs<4>];
+        float sum = 0.0f;
+        if (row < N) {
+            EACH_ROW_PACK(4) x[k] = load<4>(residual + start + c);
+            if (branch) {
+                EACH_ROW_PACK(4) x[k] = x[k] + load<4>(branch + start + c);
+                EACH_ROW_PACK(4) store(residual + start + c, x[k]);
+            }
+            EACH_ROW_PACK(4) {
+                store(copy + start + c, x[k]);
+                for (int i = 0; i < 4; i++) sum += x[k][i] * x[k][i];
+            }
+        }
+        float s = 1.0f / sqrtf(sum_over_row(sum, turn) / C + eps);
+        if (row >= N) continue;  // only now, for the barrier
+        EACH_ROW_PACK(4) {
+            Pack<4> w = load<4>(weight + c);
+            for (int i = 0; i < 4; i++) x[k][i] *= s * w[i];
+            store(out + start + c, x[k]);
+        }
+        if (threadIdx.x % ROW_LANES == 0) rstd[row] = s;
+    }
+}
+
+// out (N,C) = inp * rstd * weight once more, for a backward pass that has not kept it. inp is the forward pass's copy.
+// Items: N*C numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void rmsnorm_again(real* __restrict__ out, const real* __restrict__ inp,
+                                         const float* __restrict__ rstd, const real* __restrict__ weight,
+                                         int N, int C) {
+    size_t i = first_number();
+    if (i >= (size_t)N * C) return;
+    int row = row_of_number(i, C), c = i - (size_t)row * C;
+    Pack<W> v = load<W>(inp + i), w = load<W>(weight + c);
+    for (int j = 0; j < W; j++) v[j] *= rstd[row] * w[j];
+    store(out + i, v);
+}
+
+// The gradient of a norm joins that of the residual stream. With norm = inp * rstd and dnorm = dout * weight, of each
+// row:
+//   dresidual (N,C) += rstd * (dnorm - norm * average(dnorm * norm))
+//   partials (gridDim.x, C) = of each block's rows the sum of dout * norm, for add_partials to add to dweight
+// As in layernorm_backward, a lane keeps the sums of its columns in registers, and copies bring its next row into shared
+// memory (rows at once, 2 stages, 3, C) while it works on one. So 48 KB in bf16, and 96 in fp32, are on their way to
+// each block at all times. Items: blocks, two for each multiprocessor or fewer. Each is given shared memory for
+// 2 * 3 * 8,192 numbers, whatever C is.
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
+    real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
+    const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ rstd, int N) {
+    constexpr int C = CHANNELS;
+    DYNAMIC_SHARED(real, shared);
+    int own = threadIdx.x / ROW_LANES;  // of the rows at once
+    real* rows = shared + own * 2 * 3 * C;
+    auto load_row = [&](int stage, int row) {
+        real* to = rows + stage * 3 * C;
+        size_t start = (size_t)row * C;
+        if (row < N)
+            EACH_ROW_PACK(W) {  // a lane copies what it will read itself, so no barrier is needed
+                copy16(to + c, inp + start + c, true);
+                copy16(to + C + c, dout + start + c, true);
+                copy16(to + 2 * C + c, dresidual + start + c, true);
+            }
+        copies_end();
+    };
+    int step = gridDim.x * ROWS_AT_ONCE, first = blockIdx.x * ROWS_AT_ONCE;
+    load_row(0, first + own);
+    float next_rstd = first + own < N ? rstd[first + own] : 0.0f;
+    Pack<W> sums[row_packs<W>] = {};
+    for (int turn = 0; first < N; first += step, turn++) {
+        int row = first + own, next = row + step;
+        float s = next_rstd, sum = 0.0f;
+        load_row((turn + 1) % 2, next);
+        if (next < N) next_rstd = rstd[next];
+        copies_arrive<1>();
+        const real *x = rows + turn % 2 * 3 * C, *dy = x + C, *dx = dy + C;
+        if (row < N)
+            EACH_ROW_PACK(W) {
+                Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
+                for (int i = 0; i < W; i++) sum += d[i] * w[i] * (v[i] * s);
+            }
+        float average = sum_over_row(sum, turn) / C;
+        if (row < N)
+            EACH_ROW_PACK(W) {
+                Pack<W> v = load<W>(x + c), d = load<W>(dy + c), g = load<W>(dx + c), w = load<W>(weight + c);
+                for (int i = 0; i < W; i++) {
+                    float norm = v[i] * s;
+                    g[i] += s * (d[i] * w[i] - norm * average);
+                    sums[k][i] += d[i] * norm;
+                }
+                store(dresidual + (size_t)row * C + c, g);
+            }
+    }
+    __syncthreads();
+    float* of_row = reinterpret_cast<float*>(shared);  // (rows at once, C), where the rows were
+    EACH_ROW_PACK(W) store(of_row + own * C + c, sums[k]);
+    __syncthreads();
+    for (int column = threadIdx.x; column < C; column += blockDim.x) {
+        float sum = 0.0f;
+        for (int i = 0; i < ROWS_AT_ONCE; i++) sum += of_row[i * C + column];
+        partials[(size_t)blockIdx.x * C + column] = sum;
+    }
+}
+
+// ---- rotary position embedding (Su et al. 2021, section 3.4.2) ----
+
+// The radians that pair i of a head turns by from one token to the next, theta^(-2i/HS), rounded as PyTorch does: at
+// token 8,000, another last bit would turn a pair by 0.0005. `scaled` is Llama 3.1's way from 8,192 to 131,072 tokens:
+// a pair that turns four times or more in 8,192 tokens stays, one that turns less than once becomes 8 times as slow,
+// and in between the change is gradual.
+__device__ __forceinline__ float frequency_of_pair(int i, float theta, int scaled) {
+    float frequency = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / HS));
+    float turns = 8192.0f * frequency / 6.283185307f, kept = (turns - 1.0f) / (4.0f - 1.0f);
+    if (!scaled || turns >= 4.0f) return frequency;
+    return turns < 1.0f ? frequency / 8.0f : (1.0f - kept) * frequency / 8.0f + kept * frequency;
+}
+
+// table (T,HS) = at 2i the cosine and at 2i + 1 the sine of t * frequency_of_pair(i). A power in double precision costs
+// as much as ten sines, so a block computes those of all pairs once. Items: T*HS/2 pairs.
+BLOCK(256, 4 * threads)
+extern "C" __global__ void rope_table(float* __restrict__ table, float theta, int scaled, int T) {
+    constexpr int pairs = HS / 2;
+    __shared__ float frequency[pairs];
+    for (int i = threadIdx.x; i < pairs; i += blockDim.x) frequency[i] = frequency_of_pair(i, theta, scaled);
+    __syncthreads();
+    for (int j = 0; j < 4; j++) {
+        int at = (blockIdx.x * 4 + j) * blockDim.x + threadIdx.x;
+        if (at >= T * pairs) return;
+        float angle = (float)(at / pairs) * frequency[at % pairs];
+        store(table + 2 * (size_t)at, Pack<2>{cosf(angle), sinf(angle)});
+    }
+}
+
+// Turns pairs of channels (x, y), in place, to (x cos - y sin, x sin + y cos), where sin is `sign` times the table's.
+// A pair is two neighbours (2i, 2i+1) of a head, or with `half` (i, i + HS/2). In each of the N rows of qkv, which have
+// `row` numbers, the first `heads` heads are turned, those of queries and keys. A thread takes W numbers: all pairs of
+// W neighbours, or of twice W/2 neighbours; and if W does not divide HS, one pair after the other.
+__device__ __forceinline__ void turn_pairs(real* qkv, const float* __restrict__ table, int N, int T, int heads, int row,
+                                           int half, float sign) {
+    constexpr int n = HS % W == 0 ? W : 2;  // numbers that are turned at a time
+    for (size_t i = first_number(), end = i + W; i < end; i += n) {
+        unsigned piece = i / n, per_row = heads * HS / n, token = piece / per_row, c = piece % per_row * n;
+        if (token >= (unsigned)N) return;
+        int of_head = c % HS;
+        Pack<n> turn = load<n>(table + (size_t)(token % T) * HS + of_head);
+        real *head = qkv + (size_t)token * row + (c - of_head), *x = head + of_head / 2, *y = x + HS / 2;
+        Pack<n> v;
+        if (half) {
+            Pack<n / 2> left = load<n / 2>(x), right = load<n / 2>(y);
+            for (int j = 0; j < n / 2; j++) v[2 * j] = left[j], v[2 * j + 1] = right[j];
+        } else {
+            v = load<n>(head + of_head);
+        }
+        for (int j = 0; j < n; j += 2) {
+            float before = v[j], cosine = turn[j], sine = sign * turn[j + 1];
+            v[j] = before * cosine - v[j + 1] * sine;
+            v[j + 1] = before * sine + v[j + 1] * cosine;
+        }
+        if (half) {
+            Pack<n / 2> left, right;
+            for (int j = 0; j < n / 2; j++) left[j] = v[2 * j], right[j] = v[2 * j + 1];
+            store(x, left);
+            store(y, right);
+        } else {
+            store(head + of_head, v);
+        }
+    }
+}
+
+// Each query and key of qkv (N,row) turns by its position's angles (see rope_table), so the score of two tokens depends
+// on how far apart they are. Values stay. Bound by memory: the table is small and stays in cache. Items: N*heads*HS
+// numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void rope_forward(real* qkv, const float* __restrict__ table, int N, int T, int heads, int row,
+                                        int half) {
+    turn_pairs(qkv, table, N, T, heads, row, half, 1.0f);
+}
+
+// The gradient turns back, since the transpose of a rotation is its inverse. dqkv (N,row) holds that of the output, and
+// becomes that of the input. Items: N*heads*HS numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void rope_backward(real* dqkv, const float* __restrict__ table, int N, int T, int heads, int row,
+                                         int half) {
+    turn_pairs(dqkv, table, N, T, heads, row, half, -1.0f);
+}
+
+// ---- SwiGLU (Shazeer 2020, section 2) ----
+
+// out (N,H) = up * silu(gate), where each row of inp (N,2H) is up, then gate, and silu(x) = x / (1 + exp(-x)). Far to
+// the left exp overflows to infinity and silu becomes 0, its limit. Items: N*H numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void swiglu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int H) {
+    size_t i = first_number();
+    if (i >= (size_t)N * H) return;
+    const real* up_of = inp + i + (size_t)row_of_number(i, H) * H;
+    Pack<W> up = load<W>(up_of), gate = load<W>(up_of + H);
+    for (int j = 0; j < W; j++) up[j] *= gate[j] / (1.0f + exponential(-gate[j]));
+    store(out + i, up);
+}
+
+// dinp (N,2H), the gradients of up and gate. With g = 1/(1 + exp(-gate)):
+//   dup = dout * gate * g        dgate = dout * up * g * (1 + gate * (1 - g))
+// dinp may be inp, since a thread reads all that it needs before it writes. Items: N*H numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void swiglu_backward(real* dinp, const real* __restrict__ dout, const real* inp, int N, int H) {
+    size_t i = first_number();
+    if (i >= (size_t)N * H) return;
+    size_t at = i + (size_t)row_of_number(i, H) * H;
+    Pack<W> up = load<W>(inp + at), gate = load<W>(inp + at + H), d = load<W>(dout + i);
+    for (int j = 0; j < W; j++) {
+        float g = 1.0f / (1.0f + exponential(-gate[j])), dup = d[j] * gate[j] * g;
+        gate[j] = d[j] * up[j] * g * (1.0f + gate[j] * (1.0f - g));
+        up[j] = dup;
+    }
+    store(dinp + at, up);
+    store(dinp + at + H, gate);
+}
