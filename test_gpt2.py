@@ -187,8 +187,15 @@ def heads(x, S, NH):  # (B,T,S*NH*HS) -> (S,B,NH,T,HS)
     return x.reshape(*x.shape[:2], S, NH, -1).transpose(2, 0, 3, 1, 4)
 
 
+def finite_difference(name, f, df, *inputs):
+    """A gradient against central differences of its function along a random direction."""
+    dout, steps = normal(*f(*inputs).shape), [1e-6 * normal(*x.shape) for x in inputs]
+    ahead, behind = (f(*(x + sign * s for x, s in zip(inputs, steps))) for sign in (1, -1))
+    found = sum((gradient * s).sum() for gradient, s in zip(df(dout, *inputs), steps))
+    return name, found, (dout * (ahead - behind)).sum() / 2, 1e-6
+
+
 def finite_differences():
-    """The gradients against central differences of the functions along a random direction."""
     qkv, targets = [normal(2, 9, 6) for _ in range(3)], words(11, 5)
     for name, f, df, inputs in (
             ("gelu", gelu, lambda *x: [dgelu(*x)], [3 * normal(200)]),
@@ -197,10 +204,7 @@ def finite_differences():
             ("relu attention", *(functools.partial(f, "relu") for f in (attention, dattention)), qkv),
             ("cross entropy", functools.partial(cross_entropy, targets),
              lambda *x: [dcross_entropy(targets, *x)], [normal(5, 11)])):
-        dout, steps = normal(*f(*inputs).shape), [1e-6 * normal(*x.shape) for x in inputs]
-        ahead, behind = (f(*(x + sign * s for x, s in zip(inputs, steps))) for sign in (1, -1))
-        found = sum((gradient * s).sum() for gradient, s in zip(df(dout, *inputs), steps))
-        yield name, found, (dout * (ahead - behind)).sum() / 2, 1e-6
+        yield finite_difference(name, f, df, *inputs)
 
 
 def rounding():
@@ -217,10 +221,10 @@ BTC = (1, 1, 32), (2, 27, 96), (1, 40, 768), (3, 300, 1600)
 NC = (1, 32), (27, 96), (40, 768), (9, 1600)
 
 
-def kernel(*runs):
+def kernel(*runs, tests=KERNELS):
     """Register a test of the kernel of its name, for each of these sizes."""
     def register(test):
-        KERNELS[test.__name__] = test, runs
+        tests[test.__name__] = test, runs
     return register
 
 
@@ -229,7 +233,7 @@ def launch(name, items, *args, threads=None, shared=0):
     real; a shape becomes an array of real that is full of NaN; arrays of other types stay as they are; None is an array
     that is not there. Returns a list of the arrays that the kernel may write, which are those that are not const. They
     lie between guards. Any other ends where its allocation does, for a sanitizer to see."""
-    kernel, guard, args, written = under_test.kernels[name], 8192, list(args), []  # in bytes, more than a row
+    kernel, guard, args, written = under_test.kernels[name], 2**15, list(args), []  # in bytes, more than a row
     for i, (value, (_, _, const)) in enumerate(zip(args, kernel.parameters, strict=True)):
         if isinstance(value, (np.ndarray, tuple)):
             value = np.full(value, np.nan) if isinstance(value, tuple) else value
@@ -464,17 +468,17 @@ def adamw(launch, tensors, clip):
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 
 
-def test_kernels(device_name, dtype, only):
+def test_kernels(device_name, dtype, only, tests=KERNELS, compiled_for=COMPILED_FOR, architecture=GPT2):
     """All kernels, compiled for the C and HS of each run if it has them; in tf32 only those that multiply matrices,
     which are attention's."""
     global under_test
-    for name, (test, runs) in KERNELS.items():
+    for name, (test, runs) in tests.items():
         for sizes in runs if only in (None, name) and (dtype != "tf32" or "attention" in name) else ():
             named = dict(zip([*inspect.signature(test).parameters][1:], sizes, strict=True))
             title = " ".join((dtype, name, *(f"{size}={value}" for size, value in named.items())))
             under_test = device_of(device_name, dtype, *next(
-                (C, NH) for C, NH in COMPILED_FOR
-                if (named.get("C", C), named.get("HS", C // NH)) == (C, C // NH)))
+                (C, NH) for C, NH in compiled_for
+                if (named.get("C", C), named.get("HS", C // NH)) == (C, C // NH)), architecture=architecture)
             # Without CuPy's pool, which a sanitizer would take for one large array.
             with under_test.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext():
                 run(title, test, functools.partial(launch, name), *sizes)
@@ -646,8 +650,35 @@ FLAGS = [  # name, form, what it is
     ("--state", {}, "the debug state of the dump"),
     ("--attention", {"choices": ("softmax", "relu")}, "the dump's (default: what its losses' file says, else softmax)"),
     ("--kernels", {"action": "store_true"}, "only the kernels"),
-    ("--only", {"choices": tuple(KERNELS)}, "only this kernel"),
+    ("--only", {}, "only this kernel"),
 ]
+
+
+def read_flags(description, tests):
+    """The flags of a test program with these kernels."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    for name, form, text in FLAGS:
+        parser.add_argument(name, help=text, **form, **({"choices": tuple(tests)} if name == "--only" else {}))
+    flags = parser.parse_args()
+    if bool(flags.checkpoint) != bool(flags.state) or flags.attention and not flags.state:
+        parser.error("--checkpoint and --state go together, and --attention with them")
+    return flags
+
+
+def each_device(flags):
+    """(device's name, dtype) of each combination that the flags ask for, after a line that says so."""
+    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
+        for dtype in [flags.dtype] if flags.dtype else LIMITS:
+            print(f"--- {name} {dtype}")
+            yield name, dtype
+
+
+def each_kind(flags, name, dtype):
+    """Whether the device is to be the plain one, of each kind that the flags ask for. A CPU has only one."""
+    for plain in (1, 0) if name == "cuda" else (1,):
+        if name != "cuda" or flags.plain in (None, plain):
+            print(f"--- {name} {dtype}" + f", the {'plain' if plain else 'fast'} device" * (name == "cuda"))
+            yield plain
 
 
 def test_device(device_name, dtype, plain):
@@ -664,12 +695,7 @@ def test_device(device_name, dtype, plain):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Compare train_gpt2.py with independent truths.", allow_abbrev=False)
-    for name, form, text in FLAGS:
-        parser.add_argument(name, help=text, **form)
-    flags = parser.parse_args()
-    if bool(flags.checkpoint) != bool(flags.state) or flags.attention and not flags.state:
-        parser.error("--checkpoint and --state go together, and --attention with them")
+    flags = read_flags("Compare train_gpt2.py with independent truths.", KERNELS)
     kernels = flags.kernels or flags.only
     everything = not (kernels or flags.state)
     if everything:
@@ -678,22 +704,17 @@ def main():
         run("rounding", rounding)
         untested = read_kernels(Config.SOURCES).keys() ^ KERNELS.keys()
         check("each kernel has a test, and each test a kernel", not untested, " ".join(sorted(untested)))
-    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
-        kinds = {"plain": 1, "fast": 0} if name == "cuda" else {"only": 1}
-        for dtype in [flags.dtype] if flags.dtype else LIMITS:
-            print(f"--- {name} {dtype}")
-            if not flags.state:
-                test_kernels(name, dtype, flags.only)
-            for kind, plain in kinds.items():
-                if kernels or name == "cuda" and flags.plain not in (None, plain):
-                    continue
-                if name == "cuda":
-                    print(f"--- {name} {dtype}, the {kind} device")
-                if flags.state:
-                    test_dump((name, dtype, plain), flags.checkpoint, flags.state, flags.attention)
-                if everything:
-                    test_device(name, dtype, plain)
-                    test_steps(name, dtype, plain)
+    for name, dtype in each_device(flags):
+        if not flags.state:
+            test_kernels(name, dtype, flags.only)
+        if kernels:
+            continue
+        for plain in each_kind(flags, name, dtype):
+            if flags.state:
+                test_dump((name, dtype, plain), flags.checkpoint, flags.state, flags.attention)
+            else:
+                test_device(name, dtype, plain)
+                test_steps(name, dtype, plain)
     if everything:
         test_files(name)
     return summary()
