@@ -494,12 +494,12 @@ def poison(model, *arenas):
         model.device.put(model.arenas[name], np.full(model.arenas[name].nbytes, 255, np.uint8))
 
 
-SMALL = {GPT2: dict(V=257, L=2, NH=1, C=32, Vp=384)}  # the sizes of a model that steps are tested with
+SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=1, C=32, Vp=384)}  # the sizes of a model that steps are tested with
 
 
 def poisoned_model(device, B, T, kind="softmax", recompute=False, **sizes):
     """A model whose activations and gradients are NaN until they are computed, with parameters of deviation 0.2."""
-    c = device.architecture.Config(**{"maxT": T} | SMALL[device.architecture] | sizes)
+    c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     model = device.architecture(c, device, B, T, kind, recompute)
     poison(model, "activations", "backward", "gradients")
     values = np.random.default_rng(1).normal(0, 0.2, model.master.size).astype(np.float32)
@@ -622,8 +622,8 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
 
 def test_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
     """Compare with a debug state, and with ten losses if they are known: beside it, or because it is llm.c's. where: a
-    device's name, its dtype, whether it is the plain one, and an architecture, if not GPT2."""
-    (device_name, dtype, plain, *architecture), prefix = where, str(state).removesuffix(".bin").removesuffix("_debug_state")
+    device's name, its dtype, whether it is the plain one, and an architecture."""
+    (device_name, dtype, plain, architecture), prefix = where, str(state).removesuffix(".bin").removesuffix("_debug_state")
     report = json.loads(Path(f"{prefix}_losses.json").read_text()) if Path(f"{prefix}_losses.json").exists() else {}
     kind, known = kind or report.get("attention", "softmax"), []
     limit_of = functools.partial(dump_limit, dtype, report if kind == report.get("attention") else {})
@@ -632,8 +632,8 @@ def test_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
         known.append((report["losses"], bound, {name: report[name] for name in HYPERPARAMETERS}))
     if kind == "softmax" and Path(prefix).name == "gpt2_124M":
         known += [(losses, 1e-2, dict(zip(HYPERPARAMETERS, values))) for values, losses in LLM_C_LOSSES]
-    c = (architecture or [GPT2])[0].Config.from_file(checkpoint)
-    device = device_of(device_name, dtype, c.C, c.NH, plain, *architecture)
+    c = architecture.Config.from_file(checkpoint)
+    device = device_of(device_name, dtype, c.C, c.NH, plain, architecture)
     for ten in known or [()]:
         run(f"{dtype} {Path(prefix).name}", dump, device, checkpoint, state, kind, limit_of, *ten)
 
@@ -683,9 +683,9 @@ def each_kind(flags, name, dtype):
 
 def test_device(device_name, dtype, plain):
     """Matrix products, and the dumps that are here."""
-    where = device_name, dtype, plain
+    where = device_name, dtype, plain, GPT2
     for sizes in ((1, 1, 1), (27, 96, 288), (40, 768, 257), (300, 6, 32)):
-        run(f"{dtype} matmul {sizes}", matmul, device_of(*where[:2], 32, 1, plain), *sizes)
+        run(f"{dtype} matmul {sizes}", matmul, device_of(device_name, dtype, 32, 1, plain), *sizes)
     for state in ("gpt2_tiny", "gpt2_tiny_relu"):
         # To decay one tensor wrongly moves a loss by 1.5e-5 or more, to leave out the bias correction by 0.4, and
         # rounding by 1e-6.
@@ -711,7 +711,7 @@ def main():
             continue
         for plain in each_kind(flags, name, dtype):
             if flags.state:
-                test_dump((name, dtype, plain), flags.checkpoint, flags.state, flags.attention)
+                test_dump((name, dtype, plain, GPT2), flags.checkpoint, flags.state, flags.attention)
             else:
                 test_device(name, dtype, plain)
                 test_steps(name, dtype, plain)

@@ -26,8 +26,8 @@ sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
 from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
                                     read_tokenizer, to_float, write_tokens)
-from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT, LIMITS,  # noqa: E402
-                       check, device_of, dump_limit, gradients, poison, poisoned_model, read_debug_state, run, stored,
+from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
+                       LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model, read_debug_state, run, stored,
                        summary, words)
 from train_gpt2 import (GPT2, Config, DataLoader, attention_launch, batch_table, carve,  # noqa: E402
                         draw_parameters, has_gpu, make_device, memory_of, pack_batch, read_kernels, read_parameters,
@@ -181,14 +181,16 @@ def attention_of_nan(device, T, HS):
             yield f"{name}, ReLU's rows are NaN", np.isnan(found), True, EXACT
 
 
-def test_steps(device_name, dtype, plain, *architecture):
-    """All of these on one device, for an architecture, if not GPT2."""
-    device = device_of(device_name, dtype, 32, 1, plain, *architecture)
+def test_steps(device_name, dtype, plain, architecture=GPT2):
+    """All of these on one device."""
+    sizes = SMALL_MODEL[architecture]
+    device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture)
     for name, test in (("micro-batches:", micro_batches), ("again:", repeated_steps), ("clipped:", clipped_gradients),
                        ("other ways:", other_ways), ("smaller batches:", smaller_batches),
                        ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
-    for C, NH, T in ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain else ():  # heads of 32, 64 and 128 channels
+    heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # of 32, 64, 128
+    for C, NH, T in heads:
         run(f"{dtype} attention, HS={C // NH},", attention_of_nan, device_of(device_name, dtype, C, NH), T, C // NH)
 
 

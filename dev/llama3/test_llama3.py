@@ -1,29 +1,35 @@
-"""Compare llama3.cu with independent truths: formulas in NumPy.
+"""Compare llama3.cu and train_llama3.py with independent truths: formulas in NumPy, and tensors dumped from PyTorch.
 
-    python dev/llama3/test_llama3.py                       # everything, on the CPU, and on a GPU if there is one
-    python dev/llama3/test_llama3.py --kernels             # only the kernels, for a sanitizer
-    python dev/llama3/test_llama3.py --only rope_forward   # only one of them, for a debugger
+    python dev/llama3/test_llama3.py                                  # all, on the CPU, and on a GPU if there is one
+    python dev/llama3/test_llama3.py --checkpoint FILE --state FILE   # only this dump, of dev/torch_reference.py
+    python dev/llama3/test_llama3.py --kernels                        # only the kernels, for a sanitizer
+    python dev/llama3/test_llama3.py --only rope_forward              # only one of them, for a debugger
 
 It prints a line a tensor, and then `N passed, N failed`. The exit status is 1 if any failed. Flags, limits and the way
 a kernel is launched are test_gpt2.py's, which tests the kernels of kernels.cu.
 """
+import contextlib
+import dataclasses
 import functools
+import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-TOP = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import BF16, UserError, read_kernels, to_float  # noqa: E402
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+from prepro_tinyshakespeare import BF16, FileKind, UserError, read_kernels, to_float, write_tokens  # noqa: E402
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
 import test_gpt2  # noqa: E402  (for what changes there: rng, and the device under test)
-from test_gpt2 import (BF16_LIMIT, EXACT, KERNEL_LIMIT, as_real, check, each_device, f32, finite_difference,  # noqa: E402
-                       kernel, nan32, normal, normal32, read_flags, run, stored, summary, test_kernels)
-from train_gpt2 import PARTIAL_ROWS, Config  # noqa: E402
-
-
-
+from dev.llama3.train_llama3 import Config3, Llama3, rmsnorm_backward_launch  # noqa: E402
+from dev.test_files import TINY, check_refusal, numbers_of, test_steps, token_files  # noqa: E402
+from test_gpt2 import (BF16_LIMIT, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT, SMALL_MODEL, as_real, check,  # noqa: E402
+                       device_of, each_device, each_kind, f32, finite_difference, kernel, nan32, normal, normal32,
+                       read_flags, run, stored, summary, test_dump, test_kernels)
+from train_gpt2 import Config, draw_parameters, read_parameters, write_checkpoint  # noqa: E402
 
 # ---- The formulas. df(dout, x) is the gradient of sum(dout * f(x)), and a list of them if there are several x.
 
@@ -187,7 +193,7 @@ for direction in ("forward", "backward"):
 # ---- The whole model against dumps, and its steps
 
 DEBUG_STATE[Config3] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/torch_reference.py writes one")
-SMALL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
+SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
 GQA, TIED = FIXTURES / "llama_gqa.bin", FIXTURES / "llama_tied.bin"
 
 
@@ -202,7 +208,7 @@ def test_models(device_name, dtype, plain):
 # ---- Sizes, files, refusals, the command line
 
 
-def sizes():
+def sizes(device_name, folder):
     """Meta's own counts of parameters; and of small models, by hand."""
     for name, H, count in (("llama3.1:8B", 14336, 8030261248), ("llama3.2:3B", 8192, 3212749824),
                            ("llama3.2:1B", 8192, 1235814400), ("llama3:d12", 2048, 114150144),
@@ -243,10 +249,10 @@ def files(device_name, folder):
     """What is read is what was written, in both formats, and nothing but the padding is added in memory."""
     path, copy = folder / "model.bin", folder / "copy.bin"
     for tied in (False, True):
-        c = Config3(maxT=40, V=257, L=2, NH=4, C=64, NKV=2, multiple_of=32, theta=10000.0, minor=2 if tied else 1, tied=tied)
-        tensors = {name: np.asarray(rng_of(i).standard_normal((*shape,)), np.float32) for i, (name, *shape) in enumerate((
+        c = Config3(maxT=40, V=257, L=2, NH=4, C=64, NKV=2, multiple_of=32, theta=10000.0, minor=1 + tied, tied=tied)
+        tensors = {name: np.float32(normal32(*shape)) for name, *shape in (
             ("wte", 257, 64), ("lm_head", 257, 64), ("ln1w", 2, 64), ("qkvw", 2, 128, 64), ("attprojw", 2, 64, 64),
-            ("ln2w", 2, 64), ("fcw", 2, 2 * c.H, 64), ("fcprojw", 2, 64, c.H), ("lnfw", 64)))}
+            ("ln2w", 2, 64), ("fcw", 2, 2 * c.H, 64), ("fcprojw", 2, 64, c.H), ("lnfw", 64))}
         if tied:
             tensors["lm_head"] = tensors["wte"]
         for dtype, version in (("fp32", 3), ("bf16", 5)):
@@ -275,8 +281,8 @@ def files(device_name, folder):
     tensors["fcw"], tensors["fcprojw"] = np.zeros((2, 2 * fraction.H, 64)), np.zeros((2, 64, fraction.H))
     path.write_bytes(format_a(fraction, tensors))
     check_refusal("format A", "ffn_dim_multiplier = 1.* cut off", Config3.from_file, path)
-    check_refusal("a GPT-2's file", "begins with 20240326, and a Llama 3 checkpoint with 20240803", Config3.from_file, TINY)
-    check_refusal("a Llama's file, for GPT-2", "begins with 20240803, and a checkpoint with 20240326", Config.from_file, GQA)
+    check_refusal("a GPT-2's", "begins with 20240326, and a Llama 3 checkpoint with 20240803", Config3.from_file, TINY)
+    check_refusal("for GPT-2", "begins with 20240803, and a checkpoint with 20240326", Config.from_file, GQA)
 
 
 def bad_files(device_name, folder):
@@ -285,9 +291,9 @@ def bad_files(device_name, folder):
     bias = 512 + 2 * 331 * 96 + 2 * 96 + 5  # a number of ln1b, counted in numbers from the file's start
     ratio = np.float32([np.nan, 0, -1, 1e30, 2]).view(np.int32)
     for wish, index, number, *cut in (
-            ("NH to be divisible by NKV", 6, 4), ("NH to be divisible by NKV", 6, 0), ("NH to be divisible by NKV", 6, -2),
+            ("NH to be divisible by NKV", 6, 4), ("divisible by NKV", 6, 0), ("divisible by NKV", 6, -2),
             ("C to be divisible by NH", 5, 7), ("an even number of channels", 5, 32), ("sizes between 1", 3, -1),
-            ("sizes between 1", 4, 2**30), ("multiple of 32", 7, 97), ("H, by ffn_multiplier", 8, 0),
+            ("sizes between 1", 4, 2**30), ("multiple of 32", 7, 108), ("H, by ffn_multiplier", 8, 0),
             ("H, by ffn_multiplier", 8, 1), *(("H, by ffn_multiplier", 256, int(x)) for x in ratio[:4]),
             ("promises", 256, int(ratio[4])), ("eps between 0 and 1", 257, int(ratio[1])),
             ("a theta above 1", 258, int(ratio[0])), ("a Llama 2.1; expected a Llama 3", 10, 2),
@@ -310,7 +316,7 @@ def command_line(device_name, folder):
     tiny = ("-e", GQA, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "3", "-g", "2")
     others = ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1")
     for wish, *flags in (
-            *((None, *tiny, "--dtype", dtype, "-o", f"{dtype}_{again}") for dtype in ("fp32", "bf16") for again in (1, 2)),
+            *((None, *tiny, "--dtype", dtype, "-o", f"{dtype}_{n}") for dtype in ("fp32", "bf16") for n in (1, 2)),
             *((None, *tiny, "--dtype", "fp32", *flags, "-o", name) for name, *flags in others),
             (None, *tiny[2:], "-e", "llama3:d1", "-t", "9", "-g", "0"),
             ("begins with 20240326", *tiny, "-e", TINY), ("-e d1.5: expected", "-e", "d1.5"),
@@ -325,10 +331,11 @@ def command_line(device_name, folder):
     def result(name):
         return folder / name / "model_00000003.bin"
 
-    for dtype, version in (("fp32", 3), ("bf16", 5)):
-        one, two = (result(f"{dtype}_{again}") for again in (1, 2))
+    for dtype in ("fp32", "bf16"):
+        one, two = (result(f"{dtype}_{n}") for n in (1, 2))
         check(f"train_llama3.py: its checkpoint in {dtype} is one", Config3.from_file(one) == Config3.from_file(GQA))
-        check(f"train_llama3.py: the same bits again in {dtype}", one.read_bytes() == two.read_bytes() != GQA.read_bytes())
+        same = one.read_bytes() == two.read_bytes() != GQA.read_bytes()
+        check(f"train_llama3.py: the same bits again in {dtype}", same)
     c = Config3.from_file(GQA)
     for name, *_ in others:
         yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
@@ -338,15 +345,23 @@ def command_line(device_name, folder):
 
 
 def main():
-    flags = read_flags("Compare llama3.cu with independent truths.", KERNELS)
+    flags = read_flags("Compare llama3.cu and train_llama3.py with independent truths.", KERNELS)
     everything = not (flags.kernels or flags.only or flags.state)
     if everything:
         run("gradient of", finite_differences)
-        untested = read_kernels([LLAMA]).keys() ^ KERNELS.keys()
+        untested = read_kernels(Config3.SOURCES[1:]).keys() ^ KERNELS.keys()
         check("each kernel has a test, and each test a kernel", not untested, " ".join(sorted(untested)))
     for name, dtype in each_device(flags):
         if not flags.state:
-            test_kernels(name, dtype, flags.only, KERNELS, COMPILED_FOR, Config3)
+            test_kernels(name, dtype, flags.only, KERNELS, COMPILED_FOR, Llama3)
+        for plain in each_kind(flags, name, dtype) if not (flags.kernels or flags.only) else ():
+            if flags.state:
+                test_dump((name, dtype, plain, Llama3), flags.checkpoint, flags.state, flags.attention)
+            else:
+                test_models(name, dtype, plain)
+    for test in (sizes, files, bad_files, command_line) if everything else ():
+        with tempfile.TemporaryDirectory() as folder:
+            run(test.__name__.replace("_", " ") + ":", test, name, Path(folder))
     return summary()
 
 

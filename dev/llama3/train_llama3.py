@@ -212,6 +212,11 @@ def whole_numbers_only(header):
 # ---- The model
 
 
+def rmsnorm_backward_launch(device, N):
+    """(blocks, bytes of shared memory): two blocks on each multiprocessor, as the comment over the kernel says."""
+    return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), 2 * 3 * 8192 * np.dtype(device.real).itemsize
+
+
 class Llama3(GPT2):
     """Llama 3 on a device: GPT2, with another layer, another beginning and another end."""
     Config = Config3
@@ -279,8 +284,7 @@ class Llama3(GPT2):
         """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output; dweight += its own.
         """
         C, N, device, d = self.config.C, len(inp), self.device, self.back
-        blocks = min(PARTIAL_ROWS, 2 * device.multiprocessors, N)
-        shared = 2 * 3 * 8192 * np.dtype(device.real).itemsize  # of a block, as the kernel's comment says
+        blocks, shared = rmsnorm_backward_launch(device, N)
         device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, rstd, N, shared=shared)
         device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
 
