@@ -161,20 +161,25 @@ class FileKind(NamedTuple):
 
 TOKEN_FILE = FileKind("token file", 20240520, (1,),
                       "prepro_tinyshakespeare.py writes one, also from a text of your own with --input")
+LLAMA_TOKEN_FILE = FileKind("token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
+TOKEN_FILES = {TOKEN_FILE: np.dtype("<u2"), LLAMA_TOKEN_FILE: np.dtype("<u4")}  # the types of their tokens
 TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it tiktoken is used")
 
 
-def read_header(path, kind):
-    """The 256 ints of a file's header. Raises UserError if the file is not of this kind and version."""
+def read_header(path, kind, *others):
+    """The 256 ints of a file's header. Raises UserError if it is of none of these kinds, or of another version."""
     try:
         with open(path, "rb") as file:
             start = file.read(HEADER_BYTES)
     except OSError as e:
         raise UserError(f"{path}: could not be read ({e.strerror}); expected a {kind.name}: {kind.remedy}") from None
     header = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist()
-    if header and header[0] != kind.magic:
+    kinds = {kind.magic: kind for kind in (kind, *others)}
+    if header and header[0] not in kinds:
         legacy = "; a file without a header is of an old format" if kind is TOKEN_FILE else ""
-        raise UserError(f"{path}: begins with {header[0]}, and a {kind.name} with {kind.magic}{legacy}: {kind.remedy}")
+        expected = " or ".join(map(str, kinds))
+        raise UserError(f"{path}: begins with {header[0]}, and a {kind.name} with {expected}{legacy}: {kind.remedy}")
+    kind = kinds[header[0]] if header else kind
     if len(header) < 256:
         raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; "
                         f"expected a {kind.name}: {kind.remedy}")
@@ -269,6 +274,7 @@ TEXT_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tiny
 TINYSHAKESPEARE = Path("data/tinyshakespeare/tiny_shakespeare_{}.bin")  # {}: train or val
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
+PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # the bytes that print in Latin-1
 
 
 def gpt2_encoding():
@@ -291,9 +297,7 @@ def byte_encoding():
     """
     import tiktoken
 
-    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printing]
-    ranks = {bytes([b]): i for i, b in enumerate(printing + others)}
+    ranks = {bytes([b]): i for i, b in enumerate(PRINTING + [b for b in range(256) if b not in PRINTING])}
     return tiktoken.Encoding("gpt2_bytes", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: EOT})
 
 
@@ -307,16 +311,19 @@ def download_tinyshakespeare():
                         "or give a text of your own with prepro_tinyshakespeare.py --input FILE") from None
 
 
-def write_tokens(path, tokens):
-    """Write a token file: path, tokens (a sequence of ids below 65,536)."""
+def write_tokens(path, tokens, kind=TOKEN_FILE):
+    """Write a token file: path, tokens (a sequence of ids; GPT-2's are below 65,536)."""
     print(f"writing {len(tokens):,} tokens to {path}")
-    replace_file(path, [make_header(TOKEN_FILE, TOKEN_FILE.versions[0], len(tokens)), np.asarray(tokens, "<u2")])
+    replace_file(path, [make_header(kind, kind.versions[0], len(tokens)), np.asarray(tokens, TOKEN_FILES[kind])])
 
 
 def read_tokens(path, V):
-    """The tokens of a token file, mapped into memory. Raises UserError unless all ids are in 0..V-1."""
-    check_size(path, TOKEN_FILE, HEADER_BYTES + 2 * read_header(path, TOKEN_FILE)[2])
-    tokens = np.memmap(path, "<u2", "r", offset=HEADER_BYTES) if os.path.getsize(path) > HEADER_BYTES else np.zeros(0)
+    """The tokens of a token file, GPT-2's or Llama's, mapped into memory. Raises UserError unless all ids are in
+    0..V-1."""
+    header = read_header(path, *TOKEN_FILES)
+    [(kind, dtype)] = [item for item in TOKEN_FILES.items() if item[0].magic == header[0]]
+    check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
+    tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if os.path.getsize(path) > HEADER_BYTES else np.zeros(0)
     check_tokens(path, tokens, V)
     return tokens
 
@@ -329,15 +336,16 @@ def check_tokens(path, tokens, V):
                         "expected a file made with the model's own vocabulary")
 
 
-def prepare(text, encoding, path):
-    """Tokenize text (str) and write the two files path.format("val") and path.format("train")."""
-    document = END_OF_TEXT + text.replace("\n\n", "\n\n" + END_OF_TEXT)
-    tokens = encoding.encode(document, allowed_special={END_OF_TEXT})
+def prepare(text, encoding, path, kind=TOKEN_FILE, border=END_OF_TEXT):
+    """Tokenize text (str) and write the two files path.format("val") and path.format("train"). The border is a special
+    token, before each document."""
+    document = border + text.replace("\n\n", "\n\n" + border)
+    tokens = encoding.encode(document, allowed_special={border}, disallowed_special=())
     val = min(VAL_TOKENS, len(tokens) // 10)
     if val < 2:
         raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 for training and validation")
-    write_tokens(str(path).format("val"), tokens[:val])
-    write_tokens(str(path).format("train"), tokens[val:])
+    write_tokens(str(path).format("val"), tokens[:val], kind)
+    write_tokens(str(path).format("train"), tokens[val:], kind)
 
 
 def data_paths(train, val):
@@ -390,6 +398,12 @@ def read_tokenizer(path):
     return words
 
 
+def words_of(encoding):
+    """{token id: its bytes} of an encoding, special tokens too."""
+    words = *encoding.token_byte_values(), *(name.encode() for name in encoding.special_tokens_set)
+    return {encoding.encode_single_token(word): word for word in words}
+
+
 @functools.cache
 def vocabulary():
     """{token id: its bytes}: by gpt2_tokenizer.bin if it is here, else by tiktoken, else the single bytes only."""
@@ -400,13 +414,13 @@ def vocabulary():
     except UserError as e:
         print(f"WARNING: {e}. In samples, tokens of more than one byte are shown as numbers.")
         encoding = byte_encoding()
-    return {encoding.encode_single_token(word): word for word in encoding.token_byte_values()} | {
-        EOT: END_OF_TEXT.encode()}
+    return words_of(encoding)
 
 
-def decode(tokens):
-    """The text of token ids."""
-    return b"".join(vocabulary().get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
+def decode(tokens, words=None):
+    """The text of token ids: GPT-2's, or those of words, {id: bytes}."""
+    words = vocabulary() if words is None else words
+    return b"".join(words.get(t, f"<{t}>".encode()) for t in tokens).decode("utf-8", errors="replace")
 
 
 # ---- The program
@@ -417,9 +431,8 @@ FLAGS = [
 ]
 
 
-def main():
-    flags = parse_flags(__doc__, FLAGS)
-    encoding = gpt2_encoding()
+def read_text(flags):
+    """(text, name) that --input and --name ask for; without them tinyshakespeare, and no name. Raises UserError."""
     if flags.input is None:
         text = download_tinyshakespeare()
     else:
@@ -432,6 +445,13 @@ def main():
     name = flags.name or (Path(flags.input).stem if flags.input else None)
     if name and not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
+    return text, name
+
+
+def main():
+    flags = parse_flags(__doc__, FLAGS)
+    encoding = gpt2_encoding()
+    text, name = read_text(flags)
     prepare(text, encoding, Path(f"data/{name}/{name}_{{}}.bin") if name else TINYSHAKESPEARE)
 
 

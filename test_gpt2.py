@@ -623,7 +623,8 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
 def test_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
     """Compare with a debug state, and with ten losses if they are known: beside it, or because it is llm.c's. where: a
     device's name, its dtype, whether it is the plain one, and an architecture."""
-    (device_name, dtype, plain, architecture), prefix = where, str(state).removesuffix(".bin").removesuffix("_debug_state")
+    device_name, dtype, plain, architecture = where
+    prefix = str(state).removesuffix(".bin").removesuffix("_debug_state")
     report = json.loads(Path(f"{prefix}_losses.json").read_text()) if Path(f"{prefix}_losses.json").exists() else {}
     kind, known = kind or report.get("attention", "softmax"), []
     limit_of = functools.partial(dump_limit, dtype, report if kind == report.get("attention") else {})

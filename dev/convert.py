@@ -14,7 +14,7 @@ A safetensors file is the length of a JSON text in 8 bytes; that text, {name: {d
 numbers. So NumPy maps it into memory, bfloat16 too, and a model is converted tensor by tensor.
 """
 import argparse
-import dataclasses
+import itertools
 import json
 import math
 import re
@@ -23,9 +23,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from prepro_tinyshakespeare import (BF16, HEADER_BYTES, FileKind, UserError, check_size, read_header,  # noqa: E402
-                                    replace_file, run, to_bf16, to_float)
-import numpy as np  # noqa: E402  after prepro_tinyshakespeare, which has said how its threads are to wait
+from prepro_tinyshakespeare import BF16, UserError, read_header, replace_file, run, to_bf16, to_float  # noqa: E402
+
+import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
+
+from dev.llama3.train_llama3 import Config3  # noqa: E402
 
 DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
 SHARD_BYTES = 5 * 10**9  # the most that a file of a folder holds, unless one tensor is more
@@ -41,99 +43,25 @@ NAMES = {  # a checkpoint's tensors, and the folder's whose rows they hold one a
     "attprojw": ["model.layers.{}.self_attn.o_proj.weight"],
     "ln2w": ["model.layers.{}.post_attention_layernorm.weight"],
     "fcw": [f"model.layers.{{}}.mlp.{part}_proj.weight" for part in ("up", "gate")],
+    "upw": ["model.layers.{}.mlp.up_proj.weight"],  # of llm.c's master, which has them apart
+    "gatew": ["model.layers.{}.mlp.gate_proj.weight"],
     "fcprojw": ["model.layers.{}.mlp.down_proj.weight"],
     "lnfw": ["model.norm.weight"],
 }
 
 
-# ---- Checkpoints
+# ---- Tensors
 
 
-def hidden_channels(C, multiple_of, ffn_multiplier):
-    """H, the hidden channels of the MLP."""
-    return -(-int(ffn_multiplier * int(8 * C / 3)) // multiple_of) * multiple_of
-
-
-@dataclasses.dataclass
-class Llama:
-    """A checkpoint's two headers, the first from its third int on, and whether lm_head is wte."""
-    maxT: int
-    V: int
-    L: int
-    NH: int
-    NKV: int
-    C: int
-    multiple_of: int
-    scaled: int
-    major: int
-    minor: int
-    ffn_multiplier: float
-    eps: float
-    theta: float
-    tied: bool
-
-    FILE = FileKind("Llama checkpoint", 20240803, (3, 5), "dev/llama3/train_llama3.py or dev/convert.py writes one")
-    STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
-
-    @property
-    def H(self):
-        return hidden_channels(self.C, self.multiple_of, self.ffn_multiplier)
-
-    def check(self, path):
-        """Raise UserError, naming the file that the sizes come from, unless they make a model."""
-        for ok, wish in ((all(0 < size < 2**24 for size in dataclasses.astuple(self)[:6]), "sizes of 1 to 2**24 - 1"),
-                         (self.multiple_of > 0 and 0 < self.ffn_multiplier < 1024 and self.H > 0, "an MLP"),
-                         (self.NKV and self.NH % self.NKV == 0, "NH to be divisible by NKV"),
-                         (self.NH and self.C % (2 * self.NH) == 0, "C to be divisible by 2 * NH")):
-            if not ok:
-                raise UserError(f"{path}: it says {self}; expected {wish}")
-
-    def file_table(self):
-        """(name, shape) of a checkpoint's tensors, in its order."""
-        L, C, H = self.L, self.C, self.H
-        qkv = C + 2 * self.NKV * C // self.NH
-        return [("wte", (self.V, C)), ("lm_head", (self.V, C)), ("ln1w", (L, C)), ("ln1b", (L, C)),
-                ("qkvw", (L, qkv, C)), ("qkvb", (L, qkv)), ("attprojw", (L, C, C)), ("attprojb", (L, C)),
-                ("ln2w", (L, C)), ("ln2b", (L, C)), ("fcw", (L, 2 * H, C)), ("fcb", (L, 2 * H)),
-                ("fcprojw", (L, C, H)), ("fcprojb", (L, C)), ("lnfw", (C,)), ("lnfb", (C,))]
-
-
-def write_checkpoint(path, c, dtype, tensors):
-    """Write a checkpoint of tensors that are made one by one, arrays of dtype. Raises UserError."""
-    version = next(version for version, stored in c.STORED.items() if stored == dtype)
-    ints, floats = np.zeros(256, "<i4"), np.zeros(256, "<f4")
-    ints[:12] = c.FILE.magic, version, *dataclasses.astuple(c)[:10]
-    floats[:3] = c.ffn_multiplier, c.eps, c.theta
-    replace_file(path, (chunk for part in ([ints, floats], tensors) for chunk in part))
-
-
-def read_checkpoint(path):
-    """(Llama, its numbers mapped into memory) of a checkpoint. It is tied if lm_head is wte bit for bit."""
-    header = read_header(path, Llama.FILE)
-    floats = np.fromfile(path, "<f4", 3, offset=HEADER_BYTES)
-    if floats.size < 3:
-        raise UserError(f"{path}: truncated within its second header: {Llama.FILE.remedy}")
-    c, dtype = Llama(*header[2:12], *floats.tolist(), False), Llama.STORED[header[1]]
-    c.check(path)
-    numbers = sum(math.prod(shape) for _, shape in c.file_table())
-    check_size(path, c.FILE, 2 * HEADER_BYTES + np.dtype(dtype).itemsize * numbers)
-    body, size = np.memmap(path, dtype, "r", offset=2 * HEADER_BYTES), c.V * c.C
-    parts = [slice(at, min(at + CHUNK, size)) for at in range(0, size, CHUNK)]
-    c.tied = all(np.array_equal(body[:size][part], body[size:][part]) for part in parts)
-    return c, body
-
-
-def blocks(c):
-    """A checkpoint's numbers in their order, as (the folder's name of a tensor, or None for zeros; its shape)."""
+def blocks(c, table):
+    """The numbers of a checkpoint with this table, in their order, as (the folder's name of a tensor, or None for
+    zeros; its shape)."""
     rows = {"qkvw": [heads * c.C // c.NH for heads in (c.NH, c.NKV, c.NKV)], "fcw": [c.H, c.H]}
-    for tensor, shape in c.file_table():
-        names = NAMES.get(tensor, [None])
-        if tensor not in NAMES or "{}" not in names[0]:
-            yield names[0], shape
-        else:
-            for l in range(c.L):
-                for name, count in zip(names, rows.get(tensor, shape[1:2])):
-                    yield name.format(l), (count, *shape[2:])
+    for row in table:
+        names, (count, *columns) = NAMES.get(row.name, [None]), row.shape
+        for l in range(max(1, row.layers) if names[0] else 1):
+            for name, part in zip(names, rows.get(row.name, [count])):
+                yield (name.format(l), (part, *columns)) if name else (None, row.whole_shape)
 
 
 def reordered(name, tensor, HS, groups):
@@ -192,18 +120,19 @@ def read_json(path):
 
 
 def mlp_numbers(C, H):
-    """(multiple_of, ffn_multiplier) that make H of C: Llama's own if they do, or None."""
+    """(multiple_of, ffn_multiplier) that make H of C, as they are and rounded to fp32: Llama's own if they do; or None.
+    """
     for multiple_of in (2**i for i in range(10, -1, -1)):
         middle = (H + 1 - multiple_of / 2) / int(8 * C / 3)
         for ffn_multiplier in (1.0, 1.3, 1.4, 1.5, *(round(middle, digits) for digits in range(1, 9))):
-            stored = float(np.float32(ffn_multiplier))
-            if all(hidden_channels(C, multiple_of, number) == H for number in (ffn_multiplier, stored)):
-                return multiple_of, stored
+            if all(Config3(C=C, multiple_of=multiple_of, ffn_multiplier=number).H == H
+                   for number in (ffn_multiplier, float(np.float32(ffn_multiplier)))):
+                return multiple_of, ffn_multiplier
     return None
 
 
 def read_config(folder):
-    """The Llama of a folder's config.json. Raises UserError where it is something else."""
+    """The Config3 of a folder's config.json. Raises UserError where it is something else."""
     path = folder / "config.json"
     config = read_json(path)
     sizes = {}
@@ -234,7 +163,7 @@ def read_config(folder):
     if not all(isinstance(number, (int, float)) and number > 0 for number in (eps, theta)):
         raise UserError(f"{path}: rms_norm_eps is {eps} and rope_theta {theta}; expected numbers above 0")
     # Of the versions 3.1 and 3.2, the tied models are 3.2.
-    c = Llama(maxT, V, L, NH, NKV, C, mlp[0], int(kind == "llama3"), 3, 1 + tied, mlp[1], eps, theta, tied)
+    c = Config3(maxT, V, L, NH, C, 0, NKV, *mlp, eps, theta, int(kind == "llama3"), 1 + tied, tied)
     c.check(path)
     return c
 
@@ -266,7 +195,7 @@ def map_folder(folder, c):
     found = {name: array for path in files for name, array in map_file(path).items()}
     if c.tied:
         found[HEAD] = found.get(EMBEDDING)
-    expected = {name: shape for name, shape in blocks(c) if name}
+    expected = {name: shape for name, shape in blocks(c, c.file_table()) if name}
     for name, shape in expected.items():
         if found.get(name) is None:
             raise UserError(f"{folder}: its files have no {name}; is the download complete?")
@@ -287,11 +216,12 @@ def folder_to_checkpoint(name, path, dtype=None):
         dtype = BF16 if all(tensor.dtype == BF16 for tensor in found.values()) else np.float32
 
     def tensors():
-        for name, shape in blocks(c):
+        for name, shape in blocks(c, c.file_table()):
             tensor = np.zeros(shape, dtype) if name is None else reordered(name, found[name], c.C // c.NH, 2)
             yield from stored_as(dtype, tensor)
 
-    write_checkpoint(path, c, dtype, tensors())
+    version = next(version for version, stored in c.STORED.items() if stored == dtype)
+    replace_file(path, itertools.chain(c.headers(version), tensors()))
 
 
 def write_safetensors(path, tensors, dtype, HS):
@@ -310,12 +240,14 @@ def write_safetensors(path, tensors, dtype, HS):
 
 def checkpoint_to_folder(path, folder, dtype=None):
     """Convert a checkpoint. Raises UserError."""
-    c, body = read_checkpoint(path)
-    dtype, folder = dtype or body.dtype, Path(folder)
+    c, header = Config3.from_file(path), read_header(path, Config3.FILE)
+    stored, folder = c.STORED[header[1]], Path(folder)
+    table, dtype = c.file_table(stored, header), dtype or stored
+    body = np.memmap(path, stored, "r", Path(path).stat().st_size - sum(row.nbytes for row in table))
     if any(folder.glob("*.safetensors*")):
         raise UserError(f"{folder}: has weights in it already; give a new folder, or delete them")
     shards, room, at = [{}], SHARD_BYTES, 0
-    for name, shape in blocks(c):
+    for name, shape in blocks(c, table):
         tensor, at = body[at : at + math.prod(shape)].reshape(shape), at + math.prod(shape)
         if name and not (name == HEAD and c.tied):
             nbytes = tensor.size * np.dtype(dtype).itemsize
@@ -328,14 +260,13 @@ def checkpoint_to_folder(path, folder, dtype=None):
         files = ["model.safetensors"]
     for file, tensors in zip(files, shards):
         write_safetensors(folder / file, tensors, dtype, c.C // c.NH)
-    eps, theta = (float(str(np.float32(number))) for number in (c.eps, c.theta))  # 1e-05, not 9.999999747378752e-06
     begin, end = END_OF_TEXT.get(c.V, (None, None))
     objects = {"config.json": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "torch_dtype": "bfloat16" if dtype == BF16 else "float32",
         "vocab_size": c.V, "max_position_embeddings": c.maxT, "num_hidden_layers": c.L, "num_attention_heads": c.NH,
         "num_key_value_heads": c.NKV, "hidden_size": c.C, "intermediate_size": c.H, "head_dim": c.C // c.NH,
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rms_norm_eps": eps, "rope_theta": theta,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rms_norm_eps": c.eps, "rope_theta": c.theta,
         "rope_scaling": {"rope_type": "llama3", **SCALING} if c.scaled else None, "tie_word_embeddings": c.tied,
         "bos_token_id": begin, "eos_token_id": end}}
     if len(shards) > 1:

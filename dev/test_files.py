@@ -27,8 +27,8 @@ import train_gpt2  # noqa: E402
 from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
                                     read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
-                       LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model, read_debug_state, run, stored,
-                       summary, words)
+                       LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
+                       read_debug_state, run, stored, summary, words)
 from train_gpt2 import (GPT2, Config, DataLoader, attention_launch, batch_table, carve,  # noqa: E402
                         draw_parameters, has_gpu, make_device, memory_of, pack_batch, read_kernels, read_parameters,
                         write_checkpoint)

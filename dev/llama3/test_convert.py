@@ -17,6 +17,7 @@ import safetensors
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 import convert  # noqa: E402
+from dev.llama3.train_llama3 import Config3  # noqa: E402
 from prepro_tinyshakespeare import BF16, HEADER_BYTES, to_bf16, to_float  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, run, summary  # noqa: E402
@@ -120,7 +121,7 @@ def round_trips(folder):
     tensors["lm_head.weight"][:-1] = tensors["model.embed_tokens.weight"][:-1]
     path.write_bytes(expected_checkpoint(tensors, np.float32))
     with mock.patch("convert.CHUNK", 1000):
-        check("an lm_head that differs from wte in its last row is its own", not convert.read_checkpoint(path)[0].tied)
+        check("an lm_head that differs from wte in its last row is its own", not Config3.from_file(path).tied)
     for path in (FIXTURES / "llama_gqa.bin", FIXTURES / "llama_tied.bin"):
         convert.checkpoint_to_folder(path, folder / path.stem)
         convert.folder_to_checkpoint(str(folder / path.stem), folder / "again.bin")
@@ -161,10 +162,11 @@ def configs(folder):
                                    (8192, 28672, (1024, 1.3)), (4096, 11008, (256, 1)), (96, 175, (1, None)),
                                    (3808, 15745, (1, None)), (3 * 2**22, 2**26 + 1, None)):
         found = convert.mlp_numbers(channels, hidden)
-        ok = found == wish if not wish else found[0] == wish[0] and (not wish[1] or np.float32(wish[1]) == found[1])
+        ok = found == wish if not wish else found[0] == wish[0] and (not wish[1] or wish[1] == found[1])
         check(f"MLP of {hidden} channels, C={channels}", ok, found)
         if found:
-            yield f"MLP of {hidden} channels, H", convert.hidden_channels(channels, *found), hidden, EXACT
+            c = Config3(C=channels, multiple_of=found[0], ffn_multiplier=np.float32(found[1]).item())
+            yield f"MLP of {hidden} channels, H", c.H, hidden, EXACT
 
 
 def refusals(folder):
@@ -181,7 +183,7 @@ def refusals(folder):
         ("RoPE is of type yarn", yarn), ("'factor': 32.0.* expected default, or llama3 with .*'factor': 8.0", factor),
         ("hidden_size is None; expected a size", {"hidden_size": None}), ("vocab_size is -1", {"vocab_size": -1}),
         ("vocab_size is 37.5", {"vocab_size": 37.5}), ("rms_norm_eps is 0.1x", {"rms_norm_eps": "0.1x"}),
-        ("NH to be divisible by NKV", {"num_key_value_heads": 4}), ("C to be divisible by 2", {"hidden_size": 102}),
+        ("NH to be divisible by NKV", {"num_key_value_heads": 4}), ("C to be a multiple of 32", {"hidden_size": 102}),
         ("q_proj.weight is of shape .96, 96., and config.json makes it .128, 128.", {"hidden_size": 128,
          "num_attention_heads": 8, "vocab_size": V}, {"model.embed_tokens.weight": np.zeros((V, 128), np.float32),
          "lm_head.weight": np.zeros((V, 128), np.float32), "model.layers.0.input_layernorm.weight":
@@ -235,13 +237,13 @@ def refusals(folder):
             ints[int(index[1:])] = value
         return ints.tobytes()
 
-    for wish, content in (("begins with 20240326, and a Llama checkpoint with 20240803",
+    for wish, content in (("begins with 20240326, and a Llama 3 checkpoint with 20240803",
                            (FIXTURES / "gpt2_tiny.bin").read_bytes()),
-                          ("sizes of 1 to", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
+                          ("sizes between 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
                           ("truncated: ", good[:-1]), ("too long", good + b"1"), ("too long", header(_1=5)),
                           ("truncated within its second header", good[:HEADER_BYTES + 11]),
-                          ("NH to be divisible by NKV", header(_6=4)), ("C to be divisible by 2", header(_7=80)),
-                          ("an MLP", header(_8=0)), ("an MLP", header(_256=0)), ("truncated", header(_3=332)),
+                          ("NH to be divisible by NKV", header(_6=4)), ("C to be divisible by NH", header(_7=80)),
+                          ("H, by ffn", header(_8=0)), ("H, by ffn", header(_256=0)), ("truncated", header(_3=332)),
                           ("version 9", header(_1=9))):
         (folder / "bad.bin").write_bytes(content)
         check_refusal("checkpoint", f"bad.bin: .*{wish}", convert.checkpoint_to_folder, folder / "bad.bin",

@@ -24,11 +24,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from prepro_tinyshakespeare import (EOT, HEADER_BYTES, FileKind, UserError, check_size, make_header, read_header,  # noqa: E402
-                                    run, to_float)
+from prepro_tinyshakespeare import (EOT, HEADER_BYTES, FileKind, UserError, check_size, decode, make_header,  # noqa: E402
+                                    read_header, run, to_float)
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
+from dev.llama3.tokens import vocabulary  # noqa: E402
 from train_gpt2 import GPT2, PARTIAL_ROWS, Config, Row, logit_rows, main, read_parameters  # noqa: E402
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
@@ -100,8 +101,10 @@ class Config3(Config):
             eps = eps or cls.eps
         else:
             multiple_of, scaled, major, minor = header[8:12]
-            floats = np.fromfile(path, "<f4", 3, offset=HEADER_BYTES)
-            multiplier, eps, theta = (float(str(x)) for x in np.resize(floats, 3))  # 1.3, not fp32's 1.29999995
+            floats = np.fromfile(path, "<f4", 256, offset=HEADER_BYTES)
+            if floats.size < 256:
+                raise UserError(f"{path}: truncated within its second header: {cls.FILE.remedy}")
+            multiplier, eps, theta = (float(str(x)) for x in floats[:3])  # 1.3, not fp32's 1.29999995
         c = cls(maxT, V, L, NH, C, 0, NKV, multiple_of, multiplier, eps, theta, scaled, minor, tied=False)
         c.check(path)
         if major != 3:
@@ -227,6 +230,10 @@ class Llama3(GPT2):
         for views in (self.params, self.originals):  # by the names of a file's tensors
             views.lm_head, views.upw, views.gatew = getattr(views, names), views.fcw[:, :H], views.fcw[:, H:]
         self.head, self.dhead = self.params.lm_head, getattr(self.grads, names)
+
+    def decode(self, tokens):
+        """The text of token ids, by the tokenizer in the current folder if their vocabulary is Llama's."""
+        return decode(tokens, vocabulary() if self.config.EOT == BEGIN_OF_TEXT else None)
 
     def layer_forward(self, l):
         """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""

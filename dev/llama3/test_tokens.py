@@ -1,0 +1,182 @@
+"""Test dev/llama3/tokens.py and the token files of Llama 3, with small tokenizers that are made here.
+
+    python dev/llama3/test_tokens.py
+"""
+import base64
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent)]
+import tokens  # noqa: E402
+from prepro_tinyshakespeare import (END_OF_TEXT, LLAMA_TOKEN_FILE, TOKEN_FILE, byte_encoding, decode,  # noqa: E402
+                                    read_tokens, words_of, write_tokens)
+from test_files import check_refusal  # noqa: E402
+from test_gpt2 import EXACT, check, run, summary  # noqa: E402
+from train_gpt2 import DataLoader  # noqa: E402
+
+BYTES = [bytes([b]) for b in range(255, -1, -1)]  # ids are not the bytes themselves, nor GPT-2's
+WORDS = [*BYTES, b"th", b"he", b" t", b" th", b" the", b"ab", b"abc", b"12", b"123", b"45", "é".encode(), b"  "]
+TEXTS = [  # a text, and its words as Llama 3 cuts and joins them
+    ("the", [b"th", b"e"]),  # th comes before he, and there is no word the
+    (" the", [b" the"]),
+    ("abcabc", [b"abc", b"abc"]),
+    ("12345", [b"123", b"45"]),  # a piece has at most three digits
+    ("é\n\n\x00", ["é".encode(), b"\n", b"\n", b"\x00"]),
+    ("a   the", [b"a", b"  ", b" the"]),  # the last space goes with the word
+]
+SPECIAL = {"<|begin_of_text|>": len(WORDS), "<|end_of_text|>": len(WORDS) + 1}
+
+
+def letters():
+    """{byte: the letter that tokenizer.json has for it}: itself where it prints, else one from U+0100 on."""
+    found, following = {}, 0x100
+    for b in range(256):
+        if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b:
+            found[b] = chr(b)
+        else:
+            found[b], following = chr(following), following + 1
+    return found
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": tokens.PATTERN}, "behavior": "Isolated", "invert": False}
+VOCABULARY = {"".join(map(letters().get, word)): i for i, word in enumerate(WORDS)}
+
+
+def tokenizer_json(**change):
+    return json.dumps({
+        "added_tokens": [{"id": i, "content": name, "special": True} for name, i in SPECIAL.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, {"type": "ByteLevel", "use_regex": False}]},
+        "model": {"type": "BPE", "vocab": VOCABULARY},
+    } | change).encode()
+
+
+def tokenizer_model(words=WORDS):
+    return b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words))
+
+
+def words_and_ids(folder):
+    """Both files say the same, and texts become the words that they should."""
+    for name, content, special in (("tokenizer.json", tokenizer_json(), 2),
+                                   ("tokenizer.model", tokenizer_model(), 256)):
+        path = folder / name
+        path.write_bytes(content)
+        encoding, words = tokens.encoding(path), tokens.vocabulary(path)
+        check(f"{name}: its words", words == {i: word for i, word in enumerate(WORDS)} | {
+            i: word for i, word in words.items() if i >= len(WORDS)} and len(words) == len(WORDS) + special, len(words))
+        check(f"{name}: its special tokens", [words[i] for i in SPECIAL.values()] == [s.encode() for s in SPECIAL])
+        for text, wish in TEXTS:
+            found = [words[i] for i in encoding.encode(text)]
+            check(f"{name}: {text!r}", found == wish, found)
+            check(f"{name}: {text!r} decoded", decode(encoding.encode(text), words) == text)
+    check("tokenizer.model: eot_id and the last", (words[len(WORDS) + 9], words[len(WORDS) + 255]) == (
+        b"<|eot_id|>", b"<|reserved_special_token_246|>"), words[len(WORDS) + 255])
+    path.with_suffix(".json").write_bytes(tokenizer_json(
+        added_tokens=[{"content": name, "id": i} for name, i in (SPECIAL | {"<a pad>": 300}).items()],
+        model={"type": "BPE", "vocab": VOCABULARY | SPECIAL | {"<a pad>": 300}}))
+    tokens.encoding.cache_clear()
+    words = tokens.vocabulary(path.with_suffix(".json"))
+    check("special tokens among the words, too", (words[300], len(words)) == (b"<a pad>", len(WORDS) + 3), len(words))
+    check("GPT-2's bytes have their end of text", words_of(byte_encoding())[50256] == END_OF_TEXT.encode())
+    with working_in(folder):
+        tokens.encoding.cache_clear()
+        check("the tokenizer of the current folder", tokens.encoding().name == "tokenizer.json")
+
+
+@contextlib.contextmanager
+def working_in(folder):
+    """As contextlib.chdir, which Python has since 3.11."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def files(folder):
+    """The program's two files hold the text, each document behind a border, and both kinds of files can be read."""
+    text = "the abc\n\nabc <|end_of_text|> 123\n\n" * 20
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    (folder / "book.txt").write_text(text)
+    done = subprocess.run([sys.executable, HERE / "tokens.py", "--input", "book.txt", "--name", "a_book"], cwd=folder,
+                          capture_output=True, text=True)
+    ok = done.returncode == 0 and "tokenizer.json: 270 tokens" in done.stdout
+    check("tokens.py", ok, "" if ok else f"{done.stdout} {done.stderr}")
+    words = tokens.vocabulary(folder / "tokenizer.json")
+    parts = [read_tokens(folder / f"data/a_book/a_book_{part}.bin", len(words)) for part in ("val", "train")]
+    found = np.concatenate(parts)
+    begin = SPECIAL["<|begin_of_text|>"]
+    borders = decode(found.tolist(), words).split("<|begin_of_text|>")
+    check("tokens.py: the text", "".join(borders) == text)
+    check("tokens.py: its documents", borders == ["", *(x + "\n\n" for x in text.split("\n\n")[:-1]), ""])
+    check("tokens.py: a special token's name in a text is text", SPECIAL["<|end_of_text|>"] not in found)
+    check("tokens.py: a tenth validates", len(parts[0]) == len(found) // 10 and parts[0][0] == begin)
+    for name, part in zip(("val", "train"), parts):
+        raw = (folder / f"data/a_book/a_book_{name}.bin").read_bytes()
+        yield f"{name}, header", np.frombuffer(raw, "<i4", 256)[:4], np.int32([20240801, 7, len(part), 0]), EXACT
+        yield f"{name}, tokens", np.frombuffer(raw, "<u4", offset=1024), np.array(part, "<u4"), EXACT
+    ids = np.arange(40) * 3000
+    with contextlib.redirect_stdout(None):
+        write_tokens(folder / "large.bin", ids, LLAMA_TOKEN_FILE)
+        write_tokens(folder / "small.bin", ids // 3000, TOKEN_FILE)
+        write_tokens(folder / "small_llama.bin", ids // 3000, LLAMA_TOKEN_FILE)
+    yield "ids above 65,535", read_tokens(folder / "large.bin", 128256), ids.astype("<u4"), EXACT
+    x, y = DataLoader(folder / "large.bin", 2, 8, 128256).next_batch()
+    yield "targets above 65,535", y, np.int32(ids[1:17]).reshape(2, 8), EXACT
+    yield "GPT-2's file", read_tokens(folder / "small.bin", 40), (ids // 3000).astype("<u2"), EXACT
+    yield "GPT-2's ids in Llama's file", read_tokens(folder / "small_llama.bin", 40), (ids // 3000).astype("<u4"), EXACT
+    check_refusal("token file", "large.bin: token 17 is 51000, and the model has V = 50257", read_tokens,
+                  folder / "large.bin", 50257)
+    header = np.fromfile(folder / "large.bin", "<i4")
+    for wish, index, value in (("begins with 5, and a token file with 20240520 or 20240801", 0, 5),
+                               ("version 1 .*; expected version 7: dev/llama3/tokens.py", 1, 1),
+                               ("truncated: ", 2, 41), ("too long", 2, 39), ("token 0 is 4294967295", 256, -1)):
+        content = header.copy()
+        content[index] = value
+        content.tofile(folder / "bad.bin")
+        check_refusal("token file", wish, read_tokens, folder / "bad.bin", 128256)
+
+
+def refusals(folder):
+    """Of what is no tokenizer of Llama 3, each in one line."""
+    bytelevel = {"type": "ByteLevel", "use_regex": True}
+    for name, wish, content in (
+            ("tokenizer.json", "could not be read", None), ("tokenizer.model", "could not be read", None),
+            *((name, "expected Llama 3's tokenizer", content) for name, content in (
+                *(("tokenizer.json", content) for content in (b"{", b"[]", b"\xff", b"{}")),
+                ("tokenizer.json", tokenizer_json(model={"type": "Unigram", "vocab": []})),
+                ("tokenizer.json", tokenizer_json(normalizer={"type": "NFC"})),
+                *(("tokenizer.json", tokenizer_json(pre_tokenizer=step)) for step in (bytelevel, SPLIT, None)),
+                ("tokenizer.json", tokenizer_json(model={"type": "BPE", "vocab": {"\u4e00": 0}})),
+                ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>"), ("tokenizer.model", b"YQ== x\n"),
+                ("tokenizer.model", b"!!!! 1\n"))),
+            ("tokenizer.json", r"has no <\|begin_of_text\|>", tokenizer_json(added_tokens=[])),
+            ("tokenizer.model", "has no token for byte 0; expected", tokenizer_model(BYTES[:255]))):
+        path = folder / name
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(content)
+        tokens.encoding.cache_clear()
+        check_refusal(name, f"{path}: .*{wish}", tokens.encoding, path)
+
+
+def test_tokens():
+    """All of these, each in a folder of its own."""
+    for test in (words_and_ids, files, refusals):
+        with tempfile.TemporaryDirectory() as folder:
+            run(f"tokens, {test.__name__.replace('_', ' ')}:", test, Path(folder))
+
+
+if __name__ == "__main__":
+    test_tokens()
+    sys.exit(summary())

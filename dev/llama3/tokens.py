@@ -1,0 +1,97 @@
+"""Text to Llama 3's tokens, in llm.c's files for them, which the trainers read.
+
+    python dev/llama3/tokens.py --tokenizer tokenizer.json             # downloads tinyshakespeare, 1.1 MB
+    python dev/llama3/tokens.py --input book.txt --name book_llama     # data/book_llama/book_llama_{train,val}.bin
+
+The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json, or Meta's tokenizer.model. Without --tokenizer
+it is the one in the current folder, and without that GPT-2's. The text is split into documents as by
+prepro_tinyshakespeare.py, with <|begin_of_text|> before each. A file is 256 int32 (magic 20240801, version 7, count),
+then the tokens as uint32.
+"""
+import base64
+import functools
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from prepro_tinyshakespeare import (END_OF_TEXT, FLAGS, LLAMA_TOKEN_FILE, PRINTING, UserError, gpt2_encoding,
+                                    parse_flags, prepare, read_text, run, words_of)
+
+BEGIN_OF_TEXT = "<|begin_of_text|>"
+# How Llama 3 cuts a text into the pieces that become tokens each on its own; a tokenizer.json says it by itself.
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+           r"|\s+(?!\S)|\s+")
+# A tokenizer.model does not name the 256 special tokens behind its words. These are the names since Llama 3.1.
+NAMED = ("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1",
+         "finetune_right_pad_id", "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
+SPECIAL = [f"<|{name}|>" for name in (*NAMED, *(f"reserved_special_token_{i}" for i in range(2, 258 - len(NAMED))))]
+
+
+def read_model(path):
+    """(pattern, {bytes: id}, {special token: id}) of Meta's tokenizer.model, which has a word of Base64 and its id in
+    each line."""
+    lines = path.read_bytes().split(b"\n")
+    ids = {base64.b64decode(word, validate=True): int(i) for word, i in (line.split() for line in lines if line)}
+    return PATTERN, ids, {name: len(ids) + i for i, name in enumerate(SPECIAL)}
+
+
+def read_json(path):
+    """The same of Hugging Face's tokenizer.json, which writes a word with one letter for each byte."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    others = [b for b in range(256) if b not in PRINTING]
+    byte_of = {chr(b): b for b in PRINTING} | {chr(256 + i): b for i, b in enumerate(others)}
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    steps = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])
+    [pattern] = [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"]
+    if content["model"]["type"] != "BPE" or content.get("normalizer") or steps[-1]["type"] != "ByteLevel":
+        raise ValueError
+    ids = {bytes(map(byte_of.__getitem__, word)): i for word, i in content["model"]["vocab"].items()
+           if word not in special}
+    return pattern, ids, special
+
+
+@functools.cache
+def encoding(path=None):
+    """tiktoken's Encoding of a tokenizer.json or tokenizer.model: of the one in the current folder without a path, and
+    GPT-2's if there is none. Raises UserError."""
+    found = [name for name in ("tokenizer.json", "tokenizer.model") if Path(name).exists()]
+    if not path and not found:
+        return gpt2_encoding()
+    import tiktoken
+
+    path = Path(path or found[0])
+    try:
+        pattern, ids, special = (read_json if path.suffix == ".json" else read_model)(path)
+    except OSError as e:
+        raise UserError(f"{path}: could not be read ({e.strerror}); a tokenizer comes with Llama's weights") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{path}: expected Llama 3's tokenizer.json or tokenizer.model") from None
+    missing = [b for b in range(256) if bytes([b]) not in ids]
+    if missing or BEGIN_OF_TEXT not in special:
+        lack = f"token for byte {missing[0]}" if missing else BEGIN_OF_TEXT
+        raise UserError(f"{path}: has no {lack}; expected a tokenizer of Llama 3")
+    return tiktoken.Encoding(str(path), pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
+
+
+def border(encoding):
+    """The special token before each document."""
+    return BEGIN_OF_TEXT if BEGIN_OF_TEXT in encoding.special_tokens_set else END_OF_TEXT
+
+
+def vocabulary(path=None):
+    """{token id: its bytes} of encoding(path)."""
+    return words_of(encoding(path))
+
+
+def main():
+    flags = parse_flags(__doc__, [(None, "--tokenizer", str, None, "tokenizer.json or tokenizer.model"), *FLAGS])
+    words = encoding(flags.tokenizer)
+    text, name = read_text(flags)
+    name = name or "tinyshakespeare_llama"
+    print(f"tokenizer    | {words.name}: {words.n_vocab:,} tokens")
+    prepare(text, words, Path(f"data/{name}/{name}_{{}}.bin"), LLAMA_TOKEN_FILE, border(words))
+
+
+if __name__ == "__main__":
+    run(main)
