@@ -373,14 +373,16 @@ def torch_job(row, mode, attention, tokens, device="cuda", steps=TORCH_STEPS):
 JOBS = {"ours": ours_job, "faster": faster_job, "kernels": kernels_job, "ceilings": ceilings_job, "torch": torch_job}
 
 
-def run_job(name, *arguments, timeout=TIMEOUT):
-    """Run a job in a process of its own, and return its result, or as a str the line that says why there is none."""
+def run_job(name, *arguments, timeout=TIMEOUT, program=__file__):
+    """Run a job of a program in a process of its own, and return its result, or as a str the line that says why there
+    is none."""
     if timeout <= 0:
         return "not run, --minutes were over"
-    print(f"{name} {' '.join(str(a) for a in arguments if not str(a).endswith('.bin'))} ... ", end="", flush=True)
+    shown = " ".join(str(a) for a in arguments if not str(a).startswith(tempfile.gettempdir()))
+    print(f"{name} {shown} ... ", end="", flush=True)
     start = time.perf_counter()
     try:
-        done = subprocess.run([sys.executable, __file__, "--job", json.dumps([name, *arguments])], text=True,
+        done = subprocess.run([sys.executable, program, "--job", json.dumps([name, *arguments])], text=True,
                               capture_output=True, timeout=timeout)
         if done.returncode == 0:
             result = json.loads(done.stdout.splitlines()[-1])

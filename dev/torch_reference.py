@@ -28,6 +28,7 @@ transformers' LlamaForCausalLM. No code is shared with the trainer; an error wou
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -258,10 +259,13 @@ def llama_tensors(shape):
     ]
 
 
+@contextlib.contextmanager
 def with_float32_as(dtype):
     """Have transformers compute in dtype what it computes in torch.float32 even in a float64 model: RMSNorm and RoPE's
     angles. It finds another type under that name for as long as this lasts."""
-    return mock.patch.multiple(torch, float=dtype, float32=dtype)
+    with mock.patch.multiple(torch, float=dtype, float32=dtype):
+        with mock.patch.object(torch.Tensor, "float", lambda x: x.to(dtype)):
+            yield
 
 
 @functools.cache
