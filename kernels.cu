@@ -509,26 +509,31 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // the end. What bounds attention is that each product waits for the one before. Several blocks on a multiprocessor fill
 // each other's gaps, as far as their registers allow.
 
-// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 channels.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(BF16) && HS == 64
+// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(BF16) && (HS == 64 || HS == 128)
 #define HOPPER 1
 #else
 #define HOPPER 0
 #endif
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
-constexpr int THREADS = 128;             // a block is four warps, which on Hopper are one warp group
+// On Hopper four warps are a warp group. The tiles of 128 channels serve two of them, or L2 would not keep up.
+constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
 // registers have room for that in bf16 if heads are short. On Hopper the tensor cores read by themselves.
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;
-constexpr int ROWS = 64 * M;                 // a block owns them
+constexpr int ROWS = 64 * M * WARP_GROUPS;   // a block owns them
+constexpr int THREADS = 128 * WARP_GROUPS;
 constexpr int GROUP = HOPPER ? 64 : 16 * M;  // rows that are multiplied together: those of a warp, or of a warp group
 constexpr int KEYS = 64;                     // a tile of the forward pass has so many
 constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
 constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers apart: see at()
 constexpr int SECTION = 64;                  // so many heads are worked on at a time, and their keys stay in L2
-// A multiprocessor must have registers for so many blocks. On Hopper more blocks are worth a few spilled registers.
-constexpr int FORWARD_BLOCKS = 1, BACKWARD_Q_BLOCKS = HOPPER ? 4 : 1, BACKWARD_KV_BLOCKS = HOPPER ? 3 : 1;
+// A multiprocessor must have registers for so many blocks.
+constexpr int FORWARD_BLOCKS = WARP_GROUPS;
+constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
+constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
+constexpr bool EARLY_DV = WARP_GROUPS > 1;  // start dv's product before dscores are computed, if registers allow it
 
 // What the host has to know: rows of a block, its threads, and its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
@@ -553,8 +558,10 @@ __device__ __forceinline__ Part part_of_block(int T, int NH, int NKV) {
     int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, own = head % of_sequence, sharers = NH / NKV;
     int h = rows_are_keys ? own * sharers : own, kv = rows_are_keys ? own : own / sharers;
     int first = (rows_are_keys ? place : blocks - 1 - place) * ROWS, warp = threadIdx.x / 32 * 16 * M;
+    int group = ROWS == GROUP ? 0 : warp / GROUP * GROUP;
+    if (HOPPER && ROWS > GROUP) group = __shfl_sync(FULL_WARP, group, 0);  // so the compiler knows that lanes agree
     size_t row = (size_t)b * T, start = row * (NH + 2 * NKV);
-    return {first, warp, first + warp / GROUP * GROUP,
+    return {first, warp, first + group,
             (start + h) * HS, (start + NH + kv) * HS, (row * NH + h) * HS, ((size_t)b * NH + h) * T};
 }
 
@@ -587,8 +594,11 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // Where a number of a tile lies. The same columns of 8 neighbouring rows must be in different banks. Padding does that,
-// or, for Hopper's tensor cores, a permutation of a row's 8 pieces of 16 bytes, which they know as a 128-byte swizzle.
-__device__ __forceinline__ int at(int row, int c) { return row * LD + (HOPPER ? c ^ row % 8 * 8 : c); }
+// or, for Hopper's tensor cores, a permutation of 8 pieces of 16 bytes, which they know as a 128-byte swizzle: 64 channels
+// of 8 rows are 1,024 bytes, row after row, and the next 64 channels of the same rows, if there are any, follow.
+__device__ __forceinline__ int at(int row, int c) {
+    return HOPPER ? (row / 8 * (HP / 64) + c / 64) * 512 + row % 8 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
+}
 
 // Start to copy rows first..first+rows-1 of a head into a tile. The head's rows are `stride` numbers apart. The tile
 // has zeros beyond T and HS.
@@ -651,16 +661,16 @@ __device__ __forceinline__ void a_from_result(Pair (&a)[4], const float (&x)[par
 
 // The two products that attention is made of. Their results are valid only after products_arrive.
 #if !HOPPER
-// d (16 M, columns) = a warp's rows of one tile, from r on, times the transpose of another's first `columns` rows.
+// d (16 M, columns) = a warp's rows of a block's own tile, times the transpose of another's first `columns` rows.
 template <int columns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4], const real* left, int r,
+__device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4], const real* own, const Part& part,
                                                     const real* right) {
     memset(d, 0, sizeof(d));
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
         Pair a[M][4], b[4];
 #pragma unroll
-        for (int m = 0; m < M; m++) load_square<false>(a[m], left, r + 16 * m, c);
+        for (int m = 0; m < M; m++) load_square<false>(a[m], own, part.warp + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < columns / 16; n++) {
             load_square<true>(b, right, 16 * n, c);
@@ -695,61 +705,79 @@ __device__ __forceinline__ void tiles_fence() {}
 #else
 // The same on Hopper, whose tensor cores read tiles from shared memory by themselves while the threads go on. The four
 // warps of a group start one product together, D (64,64) += A (64,16) B (16,64). Each warp holds 16 rows of D, and of A
-// if that comes from registers, as it does for mma.
+// if that comes from registers, as it does for mma. A wider result is several D, 8 parts each.
 #define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 #define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), FLOATS4(x[4]), FLOATS4(x[5]), \
                     FLOATS4(x[6]), FLOATS4(x[7])
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13," \
               "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 
-// A tile's description: its address in units of 16 bytes, 1,024 bytes from 8 rows to the next 8, a 128-byte swizzle.
-__device__ __forceinline__ unsigned long long describe(const real* tile) {
-    return (unsigned)__cvta_generic_to_shared(tile) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+// A part of a tile, as wgmma wants it described: its place, in units of 16 bytes; HP such units from 8 rows to the next 8;
+// a 128-byte swizzle. How far it is from 64 channels to the next 64 need not be said: A has 16, and B has 16 or 64.
+__device__ __forceinline__ unsigned place_of(const real* tile) { return (unsigned)__cvta_generic_to_shared(tile) / 16; }
+__device__ __forceinline__ unsigned long long describe(unsigned place) {
+    return place | 1ull << 16 | (unsigned long long)HP << 32 | 1ull << 62;
 }
 
 // D = A B, or with `add` D += A B, where A and B' are 16 channels of the rows of two tiles.
-__device__ __forceinline__ void wgmma(float (&d)[8][4], unsigned long long a, unsigned long long b, bool add) {
+__device__ __forceinline__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
-// D += A B, where A is in registers and B is 16 rows of a tile.
-__device__ __forceinline__ void wgmma_from_registers(float (&d)[8][4], const Pair (&a)[4], unsigned long long b) {
+// D += A B, where A is in registers and B is 64 channels of 16 rows of a tile.
+__device__ __forceinline__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;" WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
                  : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
 
 // products_start goes before a group of products, products_end after it. products_arrive waits until at most `pending`
 // groups are under way. D goes in and out of both, so that the compiler moves no use of it across.
-__device__ __forceinline__ void products_start(float (&d)[8][4]) {
-    asm volatile("wgmma.fence.sync.aligned;" : FLOATS32(d)::"memory");
+template <int parts>
+__device__ __forceinline__ void products_start(float (&d)[1][parts][4]) {
+#pragma unroll
+    for (int n = 8; n < parts; n += 8) asm volatile("" : FLOATS32((d[0] + n)));
+    asm volatile("wgmma.fence.sync.aligned;" : FLOATS32(d[0])::"memory");
 }
 __device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int pending>
-__device__ __forceinline__ void products_arrive(float (&d)[1][8][4]) {
+template <int pending, int parts>
+__device__ __forceinline__ void products_arrive(float (&d)[1][parts][4]) {
     asm volatile("wgmma.wait_group.sync.aligned %32;" : FLOATS32(d[0]) : "n"(pending) : "memory");
+#pragma unroll
+    for (int n = 8; n < parts; n += 8) asm volatile("" : FLOATS32((d[0] + n)));
 }
 // Lets wgmma read what this thread has written to shared memory.
 __device__ __forceinline__ void tiles_fence() { asm volatile("fence.proxy.async.shared::cta;"); }
 
 template <int columns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[1][8][4], const real* left, int r, const real* right) {
-    products_start(d[0]);
+__device__ __forceinline__ void multiply_transposed(float (&d)[1][columns / 8][4], const real* own, const Part& part,
+                                                    const real* right) {
+    unsigned a = place_of(own + (part.group - part.first) * HP), b = place_of(right);
+    products_start(d);
 #pragma unroll
-    for (int c = 0; c < HP; c += 16) wgmma(d[0], describe(left + c), describe(right + c), c > 0);
+    for (int c = 0; c < HP; c += 16)
+#pragma unroll
+        for (int n = 0; n < columns; n += 64) {
+            int of_c = (c / 64 * 512 + c % 64) / W;
+            wgmma(d[0] + n / 8, describe(a + of_c), describe(b + of_c + n * HP / W), c > 0);
+        }
     products_end();
 }
 
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[1][8][4], const float (&x)[1][8][4], const real* tile) {
+__device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const float (&x)[1][columns / 8][4],
+                                         const real* tile) {
+    unsigned b = place_of(tile);
     Pair a[columns / 16][4];
 #pragma unroll
     for (int j = 0; j < columns / 16; j++) {
         a_from_result(a[j], x[0], j);
         asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));  // not after products_start
     }
-    products_start(d[0]);
+    products_start(d);
 #pragma unroll
-    for (int j = 0; j < columns / 16; j++) wgmma_from_registers(d[0], a[j], describe(tile + 16 * j * LD));
+    for (int j = 0; j < columns / 16; j++)
+#pragma unroll
+        for (int c = 0; c < HP; c += 64) wgmma_from_registers(d[0] + c / 8, a[j], describe(b + at(16 * j, c) / W));
     products_end();
 }
 #endif
@@ -823,7 +851,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
 
         float scores[M][KEYS / 8][4];  // the paper's S
-        multiply_transposed<KEYS>(scores, queries, part.warp, keys(stage));
+        multiply_transposed<KEYS>(scores, queries, part, keys(stage));
         products_arrive<0>(scores);
         hide_future<false>(scores, LOWEST, part, key);
         auto& weights = scores;  // the paper's P, computed in place
@@ -922,8 +950,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         if (key >= part.group + GROUP) continue;
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
         auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
-        multiply_transposed<TILE>(scores, queries, part.warp, keys(stage));
-        multiply_transposed<TILE>(dweights, douts, part.warp, values(stage));
+        multiply_transposed<TILE>(scores, queries, part, keys(stage));
+        multiply_transposed<TILE>(dweights, douts, part, values(stage));
         products_arrive<1>(scores);
         weights_from_scores(scores, relu, scale, [&](int m, int, int i) { return row_lse[m][i / 2]; });
         hide_future<false>(weights, 0.0f, part, key);
@@ -972,16 +1000,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         if (query + TILE <= part.group) continue;  // all of these queries come before the group's keys
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
         auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
-        multiply_transposed<TILE>(scores, keys, part.warp, queries(stage));
-        multiply_transposed<TILE>(dweights, values, part.warp, douts(stage));
+        multiply_transposed<TILE>(scores, keys, part, queries(stage));
+        multiply_transposed<TILE>(dweights, values, part, douts(stage));
         products_arrive<1>(scores);
         weights_from_scores(scores, relu, scale,
                             [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
         hide_future<true>(weights, 0.0f, part, query);
-        products_arrive<0>(dweights);
+        if (EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
+        products_arrive<EARLY_DV>(dweights);
         dscores_from_dweights(dweights, weights, relu,
                               [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
-        multiply<TILE>(dv, weights, douts(stage));
+        if (!EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
         multiply<TILE>(dk, dscores, queries(stage));
         products_arrive<0>(dv);
         products_arrive<0>(dk);
