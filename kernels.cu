@@ -1061,29 +1061,31 @@ extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]): how surprised the model is by the next token. If
 // with_gradient, the logits become dloss * (softmax - 1 at the target), and zeros in the padding.
 // The probabilities are never stored. A logit is read from device memory once: a row, which is 100 KB in bf16, waits in
-// shared memory for the second pass. A block takes every gridDim.x-th row, and a thread n logits at a time. With
-// stages = 2 the next row is on its way while the block works on one. With stages = 0, for rows that are too long for
-// that, the second pass relies on the caches.
-template <int n>
+// shared memory for the second pass. A block takes every gridDim.x-th row, and a thread n logits at a time. If two rows
+// fit, the next is on its way while the block works on one. If not, the first `kept` logits of a row are there, and in
+// the second pass each makes room for that of the next row. The others are read twice, the second time from L2: with a
+// block for each multiprocessor, they fit there.
+template <int n, bool two_rows>
 __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ losses,
                                               const int* __restrict__ targets, float dloss, int N, int V, int Vp,
-                                              int with_gradient, int stages) {
-    DYNAMIC_SHARED(real, row_cache);  // (stages, Vp)
+                                              int with_gradient, int kept) {
+    DYNAMIC_SHARED(real, row_cache);  // (kept), or (2, Vp)
     auto load_row = [&](int stage, int row) {  // a thread copies what it will read itself
-        for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x)
-            copy16(row_cache + (size_t)stage * Vp + v, logits + (size_t)row * Vp + v, true);
+        for (int v = n * threadIdx.x; v < kept; v += n * blockDim.x)
+            copy16(row_cache + (size_t)stage * kept + v, logits + (size_t)row * Vp + v, true);
         copies_end();
     };
-    if (stages && (int)blockIdx.x < N) load_row(0, blockIdx.x);
-    for (int row = blockIdx.x, stage = 0; row < N; row += gridDim.x, stage ^= 1) {
+    if ((int)blockIdx.x < N) load_row(0, blockIdx.x);
+    for (int row = blockIdx.x, stage = 0; row < N; row += gridDim.x, stage ^= two_rows) {
         int next = row + gridDim.x, target = targets[row];
-        real *x = logits + (size_t)row * Vp, *cached = stages ? row_cache + (size_t)stage * Vp : x;
-        if (stages && next < N) load_row(stage ^ 1, next), copies_arrive<1>();
-        else copies_arrive<0>();
+        real *x = logits + (size_t)row * Vp, *cached = row_cache + (size_t)stage * kept;
+        auto at = [&](int v) { return two_rows || v < kept ? cached + v : x + v; };
+        if (two_rows && next < N) load_row(stage ^ 1, next), copies_arrive<1>();
+        else copies_end(), copies_arrive<0>();
         float largest = LOWEST, sum = 0.0f;
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < V; v += n * blockDim.x) {
-            Pack<n> l = load<n>(cached + v);
+            Pack<n> l = load<n>(at(v));
             float before = largest;
             if (v + n > V)
                 for (int i = 0; i < n; i++)
@@ -1094,28 +1096,32 @@ __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ 
         }
         float top = block_reduce<warp_max>(largest, LOWEST);
         sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
-        if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(cached[target]);
+        if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(*at(target));
         __syncthreads();  // the logit of the target has been read
         if (!with_gradient) continue;
         float per_sum = dloss / sum;
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
             Pack<n> l = {};
-            if (v < V) l = load<n>(cached + v);
+            if (v < V) l = load<n>(at(v));
             for (int i = 0; i < n; i++) l[i] = exponential(l[i] - top) * per_sum;
             if (v + n > V || target / n == v / n)
                 for (int i = 0; i < n; i++) l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
             store(x + v, l);
+            if (!two_rows && v < kept && next < N) copy16(cached + v, logits + (size_t)next * Vp + v, true);
         }
     }
 }
 
-// classify_rows, W logits at a time if the padded rows allow it. Items: blocks.
+// classify_rows, W logits at a time if the padded rows allow it, with room for so many logits in shared memory. One
+// pass alone needs none of it. Items: blocks.
 BLOCK(1024, 1)
 extern "C" __global__ void fused_classifier(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
-                                            float dloss, int N, int V, int Vp, int with_gradient, int stages) {
-    if (Vp % W == 0) classify_rows<W>(logits, losses, targets, dloss, N, V, Vp, with_gradient, stages);
-    else classify_rows<1>(logits, losses, targets, dloss, N, V, Vp, with_gradient, 0);
+                                            float dloss, int N, int V, int Vp, int with_gradient, int room) {
+    if (Vp % W > 0) classify_rows<1, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient, 0);
+    else if (room >= 2 * Vp) classify_rows<W, true>(logits, losses, targets, dloss, N, V, Vp, with_gradient, Vp);
+    else classify_rows<W, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient,
+                                 with_gradient ? min(room, Vp) : 0);
 }
 
 // ---- the gradient's norm, and AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----

@@ -396,15 +396,14 @@ for name in ("gelu_forward", "gelu_backward"):
     KERNELS[name] = functools.partial(gelu_kernels, name.removeprefix("gelu_")), NC
 
 
-@kernel(*((*sizes, stages) for sizes in ((1, 257, 257), (27, 257, 384), (5, 384, 384), (3, 50257, 50304),
-                                         (7, 4096, 4224)) for stages in (None, 0, 2)))
-def fused_classifier(launch, N, V, Vp, stages):
-    """With the trainer's own grid, or with a block for two rows and so many stages."""
-    blocks, own_stages, shared = classifier_launch(under_test, N, Vp)
-    if stages is None:
-        stages = own_stages
-    else:
-        blocks, shared = -(-N // 2), stages * Vp * 16 // under_test.W
+@kernel(*((*sizes, rows) for sizes in ((1, 257, 257), (27, 257, 384), (5, 384, 384), (3, 50257, 50304),
+                                       (7, 4096, 4224)) for rows in (None, 0, 0.7, 1, 2)))
+def fused_classifier(launch, N, V, Vp, rows):
+    """With the trainer's own grid, or with a block for two rows, and shared memory for so many of them."""
+    blocks, room, shared = classifier_launch(under_test, N, Vp, with_gradient=1)
+    if rows is not None:
+        blocks, room = -(-N // 2), int(rows * Vp) // under_test.W * under_test.W
+        shared = room * 16 // under_test.W
     if shared > under_test.max_shared:
         return
     logits, targets, dloss = as_real(3 * normal(N, V)), words(V, N), f32(1 / N)
@@ -412,7 +411,7 @@ def fused_classifier(launch, N, V, Vp, stages):
     logits[0, targets[0]] = -200  # its probability is 0 in fp32, its loss is not
     padded = np.pad(logits, ((0, 0), (0, Vp - V)), constant_values=np.nan)
     for with_gradient in (0, 1):
-        found, losses = launch(blocks, padded, nan32(N), targets, dloss, N, V, Vp, with_gradient, stages, shared=shared)
+        found, losses = launch(blocks, padded, nan32(N), targets, dloss, N, V, Vp, with_gradient, room, shared=shared)
         yield "losses", losses, cross_entropy(targets, logits)
         if not with_gradient:
             yield "logits left alone", found, padded, EXACT

@@ -494,11 +494,14 @@ def layernorm_backward_launch(device, N):
     return min(device.multiprocessors, -(-N // warps), PARTIAL_ROWS), 32 * warps, warps * sizes.shared_of_warp
 
 
-def classifier_launch(device, N, Vp):
-    """(blocks, stages, bytes of shared memory): a block on each multiprocessor, which fetches the next row of logits
-    while it works on one; or, if two rows are too much for shared memory, a block for each row."""
-    shared = 2 * Vp * np.dtype(device.real).itemsize
-    return (min(N, device.multiprocessors), 2, shared) if shared <= device.max_shared else (N, 0, 0)
+def classifier_launch(device, N, Vp, with_gradient):
+    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, which keeps so many logits, at most two
+    rows of them. A block for each row, which keeps none, if there is but one pass, and on a CPU, whose caches do it."""
+    itemsize = np.dtype(device.real).itemsize
+    room = min(2 * Vp, device.max_shared // itemsize // device.W * device.W)
+    if device.name == "cpu" or not with_gradient and room < 2 * Vp:
+        return N, 0, 0
+    return min(N, device.multiprocessors), room, room * itemsize
 
 
 def memory_of(c, device, B, T, recompute, free):
@@ -691,9 +694,9 @@ class GPT2:
     def loss_forward(self, rows, logits, with_gradient=False):
         """The losses of these tokens; with_gradient, the same kernel turns logits into the mean loss's gradient."""
         c, a = self.config, self.acts
-        blocks, stages, shared = classifier_launch(self.device, len(logits), c.Vp)
+        blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
         self.device.launch("fused_classifier", blocks, logits, a.losses[rows], self.batch.targets.reshape(-1)[rows],
-                           1 / len(a.losses), len(logits), c.V, c.Vp, with_gradient, stages, shared=shared)
+                           1 / len(a.losses), len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
 
     def head_backward(self, rows, dlogits):
         """The gradients of these tokens' lnf, into dinp, and of the head's weight, whose parts add up."""

@@ -576,9 +576,9 @@ def torch_cross_entropy(torch, x):
 
 
 def trainers_classifier(device, a, with_gradient):
-    blocks, stages, shared = classifier_launch(device, a.N, a.Vp)
+    blocks, room, shared = classifier_launch(device, a.N, a.Vp, with_gradient)
     device.launch("fused_classifier", blocks, a.logits, a.losses, a.targets, a.dloss, a.N, a.V, a.Vp, with_gradient,
-                  stages, threads=a.threads, shared=shared)
+                  room, threads=a.threads, shared=shared)
 
 
 @ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="losses logits targets N V Vp", fp32="losses", versions=(
@@ -610,18 +610,17 @@ def crossentropy_softmax_backward(a, draw):
     return dict(dlogits=in_parts(gradient, a.probs, a.targets, a.dlosses))
 
 
-@ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, args="logits losses targets dloss N V Vp", fp32="losses", versions=(
+@ladder("B=8,T=1024,V=50257,Vp=50304", *WORDS, "B=1,T=3,V=128256,Vp=128256", args="logits losses targets dloss N V Vp",
+        fp32="losses", versions=(
     Version("a thread a row, four passes", "classifier_fused1", "N", threads=(32, 128),
-            limits=dict(fp32=1e-4)),
+            limits=dict(fp32=1e-4, bf16=1e-4)),
     Version("a block a row, three passes", "classifier_fused2", "N", threads=(256, 512, 1024)),
     Version("two passes", "classifier_fused3", "N", threads=(256, 512, 1024)),
     Version("16 bytes a lane, one row in shared memory", "classifier_fused4", "min(blocks, N)", threads=(512, 1024),
-            shared="Vp*itemsize", more=dict(blocks=(132, 264))),
-    Version("two rows in shared memory, if they fit: the trainer's", functools.partial(
+            shared="Vp*itemsize", more=dict(blocks=(132, 264)), fits=lambda a: a.Vp <= 50304),
+    Version("two rows in shared memory, or as much of one as fits: the trainer's", functools.partial(
         trainers_classifier, with_gradient=True), threads=(256, 512, 1024)),
-),
-        held_back="in fp32 two rows of 201 KB do not fit into shared memory, and the second pass goes to the "
-                  "caches")
+))
 def classifier_fused(a, draw):
     """losses (N) of logits (N,Vp), which become their gradient dloss * (softmax - 1 at the target)"""
     def both(targets, x):
