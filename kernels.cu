@@ -488,9 +488,9 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
 
 // Attention is the only layer in which a token sees others, those before it. A row of qkv (B,T,NH+2NKV,HS) has the
-// queries of NH heads, then the keys of NKV heads, then their values. Each group of NH/NKV neighbouring query heads
-// shares one head of keys and values (Ainslie et al. 2023, section 2.2); in GPT-2 each query head has its own. Of each
-// query head, with q, k, v (T,HS), a prime for a transpose, and scale = 1 / sqrt(HS):
+// queries of NH heads, the keys of NKV heads, and their values. A group of NH/NKV neighbouring query heads shares one
+// head of keys and values (Ainslie et al. 2023, section 2.2); in GPT-2 each has its own. Of each query head, with its
+// q, k, v (T,HS), a prime for a transpose, and scale = 1 / sqrt(HS):
 //   score (T,T) = q k'
 //   weight (T,T) = softmax(scale * score) over the keys s <= t of query t, or for ReLU attention max(0, scale * score)
 //   out (B,T,NH,HS) = weight v
@@ -506,8 +506,8 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from the diagonal, and
 // there column 0 is the first to start. The longest blocks of all heads come first, so that short ones fill the gaps at
-// the end. What bounds attention is that each product waits for the one before. Several blocks on a multiprocessor fill
-// each other's gaps, as far as their registers allow.
+// the end. What bounds attention is that each product waits for the one before. Several blocks on a multiprocessor, or
+// several warp groups of a block, fill each other's gaps, as far as their registers allow.
 
 // Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(BF16) && (HS == 64 || HS == 128)
@@ -517,7 +517,7 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 #endif
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
-// On Hopper four warps are a warp group. The tiles of 128 channels serve two of them, or L2 would not keep up.
+// On Hopper four warps are a warp group. Two of them share the tiles of 128 channels, or L2 would not keep up.
 constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
 // registers have room for that in bf16 if heads are short. On Hopper the tensor cores read by themselves.
@@ -527,15 +527,16 @@ constexpr int THREADS = 128 * WARP_GROUPS;
 constexpr int GROUP = HOPPER ? 64 : 16 * M;  // rows that are multiplied together: those of a warp, or of a warp group
 constexpr int KEYS = 64;                     // a tile of the forward pass has so many
 constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
-constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers apart: see at()
-constexpr int SECTION = 64;                  // so many heads are worked on at a time, and their keys stay in L2
+constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
+constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
 // A multiprocessor must have registers for so many blocks.
 constexpr int FORWARD_BLOCKS = WARP_GROUPS;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
-constexpr bool EARLY_DV = WARP_GROUPS > 1;  // start dv's product before dscores are computed, if registers allow it
+constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
 
-// What the host has to know: rows of a block, its threads, and its bytes of shared memory, forward and backward.
+// What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands, and its bytes of shared
+// memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
 static_assert(4 * TILE >= ROWS, "attention_backward_q keeps out where its tiles will be");
@@ -545,7 +546,7 @@ struct Part {
     int first;             // the block's first row, counted from the head's first
     int warp;              // its warp's first row, counted from the block's first: a row of the block's own tile
     int group;             // the first row of its warp's group, counted from the head's first
-    size_t queries, keys;  // where the query head, or the first that shares the keys, and the key head begin in qkv
+    size_t queries, keys;  // where the query head, or the first of the group, and its key head begin in qkv and dqkv
     size_t out, lse;       // where the same query head begins in out and dout, in lse and delta
 };
 
@@ -555,14 +556,14 @@ __device__ __forceinline__ Part part_of_block(int T, int NH, int NKV) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
     int heads_here = min(SECTION, heads - section), head = section + i % heads_here, place = i / heads_here;
-    int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, own = head % of_sequence, sharers = NH / NKV;
-    int h = rows_are_keys ? own * sharers : own, kv = rows_are_keys ? own : own / sharers;
+    int of_sequence = rows_are_keys ? NKV : NH, own = head % of_sequence;
+    int h = own * NH / of_sequence, kv = own * NKV / of_sequence;
     int first = (rows_are_keys ? place : blocks - 1 - place) * ROWS, warp = threadIdx.x / 32 * 16 * M;
     int group = ROWS == GROUP ? 0 : warp / GROUP * GROUP;
     if (HOPPER && ROWS > GROUP) group = __shfl_sync(FULL_WARP, group, 0);  // so the compiler knows that lanes agree
-    size_t row = (size_t)b * T, start = row * (NH + 2 * NKV);
+    size_t b = head / of_sequence, row = b * T, start = row * (NH + 2 * NKV);
     return {first, warp, first + group,
-            (start + h) * HS, (start + NH + kv) * HS, (row * NH + h) * HS, ((size_t)b * NH + h) * T};
+            (start + h) * HS, (start + NH + kv) * HS, (row * NH + h) * HS, (b * NH + h) * T};
 }
 
 // The row and the column of x[m][n][i], an element of a warp's result: see the picture of D.
@@ -594,8 +595,8 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // Where a number of a tile lies. The same columns of 8 neighbouring rows must be in different banks. Padding does that,
-// or, for Hopper's tensor cores, a permutation of 8 pieces of 16 bytes, which they know as a 128-byte swizzle: 64 channels
-// of 8 rows are 1,024 bytes, row after row, and the next 64 channels of the same rows, if there are any, follow.
+// or, for Hopper's tensor cores, a permutation of 8 pieces of 16 bytes, which they know as a 128-byte swizzle. There 64
+// channels of 8 rows are 1,024 bytes, row by row. The next 64 channels of these rows follow, if there are any.
 __device__ __forceinline__ int at(int row, int c) {
     return HOPPER ? (row / 8 * (HP / 64) + c / 64) * 512 + row % 8 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
 }
@@ -705,15 +706,16 @@ __device__ __forceinline__ void tiles_fence() {}
 #else
 // The same on Hopper, whose tensor cores read tiles from shared memory by themselves while the threads go on. The four
 // warps of a group start one product together, D (64,64) += A (64,16) B (16,64). Each warp holds 16 rows of D, and of A
-// if that comes from registers, as it does for mma. A wider result is several D, 8 parts each.
+// if that comes from registers, as it does for mma. A wider result is several D of 8 parts.
 #define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 #define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), FLOATS4(x[4]), FLOATS4(x[5]), \
                     FLOATS4(x[6]), FLOATS4(x[7])
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13," \
               "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 
-// A part of a tile, as wgmma wants it described: its place, in units of 16 bytes; HP such units from 8 rows to the next 8;
-// a 128-byte swizzle. How far it is from 64 channels to the next 64 need not be said: A has 16, and B has 16 or 64.
+// wgmma's description of a matrix in a tile. In units of 16 bytes: its place; the leading offset, from 64 channels to
+// the next 64, which no A or B reaches; the stride offset, from 8 rows to the next 8, which is HP. Then the 128-byte
+// swizzle. So it is both for sums over channels, in which A and B have 16 of them, and for sums over 16 rows of B.
 __device__ __forceinline__ unsigned place_of(const real* tile) { return (unsigned)__cvta_generic_to_shared(tile) / 16; }
 __device__ __forceinline__ unsigned long long describe(unsigned place) {
     return place | 1ull << 16 | (unsigned long long)HP << 32 | 1ull << 62;
@@ -905,8 +907,8 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
-    const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T, int NH,
-    int NKV) {
+    const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T,
+    int NH, int NKV) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Part part = part_of_block<false>(T, NH, NKV);
@@ -963,14 +965,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     store_rows(dqkv + part.queries, stride, row, T, dq, [&](int, int) { return scale; });
 }
 
-// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, of one query head
-// after the other, for dv = weight' dout and dk = dscore' q. The rows of its weights are keys. Items: blocks of ROWS
-// keys of a key head.
+// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, one query head
+// of the group after another, for dv = weight' dout and dk = dscore' q. The rows of its weights are keys. Items: blocks
+// of ROWS keys of a key head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
-    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T, int NH,
-    int NKV) {
+    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
+    int NH, int NKV) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
@@ -978,7 +980,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
-    auto load_stage = [&](int stage, int head, int query) {  // `head` counts the query heads that share the keys
+    auto load_stage = [&](int stage, int head, int query) {  // the group's query heads are 0, 1, ...
         load_tile<TILE>(queries(stage), qkv + part.queries + head * HS, stride, query, T);
         load_tile<TILE>(douts(stage), dout + part.out + head * HS, NH * HS, query, T);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0

@@ -4,10 +4,11 @@
     python dev/compile_kernels.py sm_90a
 
 There is a table for each dtype, with a row for each kernel: registers of a thread and bytes of static shared memory, on
-each GPU, for heads of 64 channels. Three things are errors, and make the exit status 1: a warning of the compiler, a
-kernel that spills more than a few registers to memory, and a kernel that needs so many registers that no block of it
-can be launched. The last GPU named is compiled for twice more, by the same rules: once with heads of 128 channels, and
-once with the kernel lab's files, whose naive versions may spill.
+each GPU, for heads of 64 channels. Four things are errors, and make the exit status 1: a warning of the compiler, a
+kernel that spills more than a few registers to memory, one that needs so many registers that no block of it can be
+launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels are compiled by the same rules for
+sm_90a, where they have code of their own, and for the last GPU named; and for that the kernel lab's files once more,
+whose naive versions may spill.
 """
 import re
 import sys
@@ -42,7 +43,8 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED):
     except nvrtc.NVRTCError:
         sys.exit(f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")
     log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}
-    faults.extend(f"{where}: {line.strip()}" for line in log.splitlines() if re.search(r"\bwarning( #|\s*:)", line))
+    faults.extend(f"{where}: {line.strip()}" for line in log.splitlines()
+                  if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line))
     for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
         report[name] = int(registers), int(shared or 0)
@@ -62,7 +64,8 @@ def main():
         print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
         for name in read_kernels(SMALL.SOURCES):
             print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
-        compile_for(gpus[-1], dtype, LARGE_HEADS)
+        for gpu in {"sm_90a"}.intersection(gpus) | {gpus[-1]}:
+            compile_for(gpu, dtype, LARGE_HEADS)
         compile_for(gpus[-1], dtype, SMALL, LAB, spilled=2**20)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
