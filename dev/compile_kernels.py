@@ -6,8 +6,8 @@
 There is a table for each dtype, with a row for each kernel: registers of a thread and bytes of static shared memory, on
 each GPU, for heads of 64 channels. Three things are errors, and make the exit status 1: a warning of the compiler, a
 kernel that spills more than a few registers to memory, and a kernel that needs so many registers that no block of it
-can be launched. The last GPU named is compiled for twice more, by the same rules: once with heads of 128 channels, and
-once with the kernel lab's files, whose naive versions may spill.
+can be launched. The last GPU named is compiled for twice more, by the same rules: once with heads of 128 channels and
+Llama 3's kernels, and once with the kernel lab's files, whose naive versions may spill.
 """
 import re
 import sys
@@ -26,6 +26,7 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) by
 SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS = Config(C=768, NH=12), Config(C=1024, NH=8)
+LLAMA = TOP / "dev/llama3/llama3.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 faults = []
 
@@ -62,7 +63,7 @@ def main():
         print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
         for name in read_kernels(SMALL.SOURCES):
             print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
-        compile_for(gpus[-1], dtype, LARGE_HEADS)
+        compile_for(gpus[-1], dtype, LARGE_HEADS, [LLAMA])
         compile_for(gpus[-1], dtype, SMALL, LAB, spilled=2**20)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
