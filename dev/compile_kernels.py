@@ -6,9 +6,9 @@
 There is a table for each dtype, with a row for each kernel: registers of a thread and bytes of static shared memory, on
 each GPU, for heads of 64 channels. Four things are errors, and make the exit status 1: a warning of the compiler, a
 kernel that spills more than a few registers to memory, one that needs so many registers that no block of it can be
-launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels are compiled by the same rules for
-sm_90a, where they have code of their own, and for the last GPU named; and for that the kernel lab's files once more,
-whose naive versions may spill.
+launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels and Llama 3's kernels are compiled
+by the same rules for sm_90a, where attention has code of its own for them, and for the last GPU named; and for that the
+kernel lab's files once more, whose naive versions may spill.
 """
 import re
 import sys
@@ -27,6 +27,7 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) by
 SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS = Config(C=768, NH=12), Config(C=1024, NH=8)
+LLAMA = TOP / "dev/llama3/llama3.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 faults = []
 
@@ -65,7 +66,7 @@ def main():
         for name in read_kernels(SMALL.SOURCES):
             print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
         for gpu in {"sm_90a"}.intersection(gpus) | {gpus[-1]}:
-            compile_for(gpu, dtype, LARGE_HEADS)
+            compile_for(gpu, dtype, LARGE_HEADS, [LLAMA])
         compile_for(gpus[-1], dtype, SMALL, LAB, spilled=2**20)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)

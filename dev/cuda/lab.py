@@ -307,8 +307,8 @@ launched = set()  # the names of all kernels that were launched
 
 @functools.cache
 def device_of(name, dtype, C, NH, kernels):
-    """A device with kernels.cu and the lab's files of some kernels. It notes what it launches."""
-    files = (LAB / "tiles.cu", *(LAB / f"{kernel}.cu" for kernel in kernels))
+    """A device with kernels.cu, llama3.cu and the lab's files of some kernels. It notes what it launches."""
+    files = (LAB.parent / "llama3/llama3.cu", LAB / "tiles.cu", *(LAB / f"{kernel}.cu" for kernel in kernels))
     device = make_device(name, dtype, Config(C=C, NH=NH), beside=[path for path in files if path.exists()])
     launch = device.launch
 

@@ -706,17 +706,25 @@ def adamw(a, draw):
 # What a Llama needs
 
 
-@ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd", args="out rstd inp weight N C", versions=(
+LONG_ROWS = *ROWS, "B=1,T=3,C=2112", "B=1,T=5,C=4096"
+
+
+@ladder("B=8,T=1024,C=2048", *LONG_ROWS, fp32="residual rstd", compiled_for_C=True,
+        args="out rstd copy residual branch weight eps N C", versions=(
     Version("a thread a row", "rmsnorm_forward1", "N", threads=(32, 64, 128, 256)),
     Version("a warp a row", "rmsnorm_forward2", "N"),
     Version("16 bytes a lane", "rmsnorm_forward3", "N"),
-), torch=lambda torch, x: lambda: torch.nn.functional.rms_norm(x.inp, x.inp.shape[-1:], x.weight, 1e-5))
+    Version("the row in registers: the trainer's", "residual_rmsnorm_forward", "N", threads=(),
+            args="out rstd copy residual branch weight eps N"),
+), torch=lambda torch, x: lambda: torch.nn.functional.rms_norm(
+    x.residual.add_(x.branch).to(x.weight.dtype), x.weight.shape, x.weight, x.eps))
 def rmsnorm_forward(a, draw):
-    """out (N,C) = inp * rstd * weight, with rstd of each row"""
-    a.N = a.B * a.T
-    a.inp, a.weight = draw(a.N, a.C), draw(a.C)
-    rstd = 1 / np.sqrt(np.square(a.inp).mean(-1) + 1e-5)
-    return dict(out=a.inp * rstd[:, None] * a.weight, rstd=rstd)
+    """residual (N,C) += branch, copy = residual as a real, and out = residual * rstd * weight, with rstd of each row"""
+    a.N, a.eps = a.B * a.T, 1e-5
+    a.residual, a.branch, a.weight = draw.fp32(a.N, a.C), draw(a.N, a.C), draw(a.C)
+    residual = f32(a.residual + a.branch)
+    rstd = 1 / np.sqrt(np.square(residual).mean(-1) + a.eps)
+    return dict(residual=residual, copy=residual, out=residual * rstd[:, None] * a.weight, rstd=rstd)
 
 
 def rmsnorm_backward_in_registers(device, a):
@@ -725,16 +733,22 @@ def rmsnorm_backward_in_registers(device, a):
     device.launch("add_partials", a.C, a.dweight, None, None, a.partials, a.blocks, a.C)
 
 
-@ladder("B=8,T=1024,C=768", *ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C",
-        versions=(
+def trainers_rmsnorm_backward(device, a):
+    device.launch("rmsnorm_backward", a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N,
+                  shared=2 * 3 * 8192 * a.itemsize)
+    device.launch("add_partials", a.C, a.dweight, None, None, a.partials, a.blocks, a.C)
+
+
+@ladder("B=8,T=1024,C=2048", *LONG_ROWS, fp32="rstd dweight partials", args="dinp dweight dout inp weight rstd N C",
+        compiled_for_C=True, versions=(
     Version("a thread a row, with atomics", "rmsnorm_backward1", "N", threads=(32, 64, 128, 256)),
     Version("a warp a row, atomics in shared memory", "rmsnorm_backward2", "blocks", threads=(128, 256, 512),
             shared="4*C", more=dict(blocks=BLOCKS)),
-    Version("16 bytes a lane, sums in registers", rmsnorm_backward_in_registers, threads=(128, 256),
+    Version("16 bytes a lane, sums in registers, C up to 1,024", rmsnorm_backward_in_registers, threads=(128, 256),
             more=dict(blocks=BLOCKS), scratch=lambda a: dict(partials=(a.blocks, a.C)), fits=lambda a: a.C <= 1024),
-),
-        held_back="each warp has a few rows, so the wait for the first, the sum over the warps at the end and "
-                  "the second launch weigh as much as the rows")
+    Version("several warps a row, rows by asynchronous copies: the trainer's", trainers_rmsnorm_backward, threads=(),
+            more=dict(blocks=(132, 256)), scratch=lambda a: dict(partials=(a.blocks, a.C))),
+))
 def rmsnorm_backward(a, draw):
     """dinp (N,C) and dweight (C) += the gradients behind dout, of rmsnorm"""
     a.N = a.B * a.T
@@ -746,40 +760,71 @@ def rmsnorm_backward(a, draw):
     return dict(dinp=a.dinp + dinp, dweight=a.dweight + (a.dout * norm).sum(0))
 
 
-def rotation(a):
-    """The cosines and sines (T,HS/2) of t / 10000^(2i/HS)."""
-    angles = np.arange(a.T)[:, None] * 10000.0 ** (-2 * np.arange(a.HS // 2) / a.HS)
-    return f32(np.cos(angles)), f32(np.sin(angles))
+def angles(a):
+    """Those that each pair of channels turns by at each position (T,HS/2), rounded to fp32 where PyTorch rounds."""
+    exponent = np.float32(np.arange(0, a.HS, 2)) / np.float32(a.HS)
+    frequency = np.float32(1) / np.float32(a.theta ** np.float64(exponent))
+    return np.float64(np.float32(np.arange(a.T))[:, None] * frequency)
 
 
-def rotate(x, cosines, sines):
-    """x (B,T,NH,HS), each pair of channels turned by the angle of its position."""
-    left, right, c, s = x[..., ::2], x[..., 1::2], cosines[:, None], sines[:, None]
-    return np.stack([left * c - right * s, left * s + right * c], -1).reshape(x.shape)
+def cosines_and_sines(a):
+    """(T,HS), of a pair side by side."""
+    return np.stack([f(angles(a)) for f in (np.cos, np.sin)], -1).reshape(a.T, a.HS)
 
 
-@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="cosines sines", args="out inp cosines sines N T NH HS", versions=(
-    Version("a thread a pair, which computes its angle", "rope_forward1", "N*NH*HS // 2", args="out inp N T NH HS",
-            limits=dict(fp32=1e-4)),
-    Version("tables of cosines and sines", "rope_forward2", "N*NH*HS // 2"),
-    Version("16 bytes a lane", "rope_forward3", "N*NH*HS"),
+@ladder("T=8192,HS=64", "T=1,HS=64", "T=33,HS=32", "T=5000,HS=128", fp32="table", traffic=lambda a: 4 * a.T * a.HS,
+        versions=(
+    Version("a thread a pair", "rope_table1", "T*HS // 2", args="table theta T"),
+    Version("a block computes the powers once: the trainer's", "rope_table", "T*HS // 2", args="table theta scaled T"),
+),
+        held_back="they are so few that the launch and a block's powers take longer")
+def rope_table(a, draw):
+    """table (T,HS) = the cosines and sines of t / theta^(2i/HS)"""
+    a.theta, a.scaled = 500000.0, 0
+    return dict(table=cosines_and_sines(a))
+
+
+TURNS = [f"{shape},apart={apart}" for shape, HS in (
+    ("B=1,T=1,NH=1,NKV=1,HS=64", 64), ("B=2,T=33,NH=6,NKV=2,HS=32", 32), ("B=1,T=70,NH=4,NKV=1,HS=80", 80))
+    for apart in (1, HS // 2)]
+
+
+def turned(a, draw, sign):
+    """Draw qkv (B,T,NH+2NKV,HS), and return it with its queries and keys turned. The channels of a pair are `apart`: 1,
+    or HS/2. Raises UserError."""
+    if a.apart not in (1, a.HS // 2):
+        raise UserError(f"expected apart = {a.apart} to be 1 or HS/2 = {a.HS // 2}")
+    a.N, a.heads, a.row, a.theta = a.B * a.T, a.NH + a.NKV, (a.NH + 2 * a.NKV) * a.HS, 500000.0
+    a.half, a.table, x = int(a.apart > 1), f32(cosines_and_sines(a)), draw(a.B, a.T, a.NH + 2 * a.NKV, a.HS)
+    pairs = (2, a.HS // 2) if a.half else (a.HS // 2, 2)
+    left, right = np.moveaxis(x[:, :, : a.heads].reshape(a.B, a.T, a.heads, *pairs), 3 if a.half else 4, 0)
+    cosine, sine = a.table[:, None, ::2], sign * a.table[:, None, 1::2]
+    both = np.stack([left * cosine - right * sine, left * sine + right * cosine], 3 if a.half else 4)
+    return x, np.concatenate([both.reshape(a.B, a.T, a.heads, a.HS), x[:, :, a.heads :]], 2)
+
+
+@ladder("B=8,T=1024,NH=32,NKV=8,HS=64,apart=1", *TURNS, fp32="table", args="qkv table N T heads row half",
+        traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize, versions=(
+    Version("a thread a pair, which computes its angle", "rope_forward1", "N*heads*HS // 2",
+            args="qkv theta N T heads row half"),
+    Version("a table of cosines and sines", "rope_forward2", "N*heads*HS // 2"),
+    Version("16 bytes a lane: the trainer's", "rope_forward", "N*heads*HS"),
 ))
 def rope_forward(a, draw):
-    """out (B,T,NH,HS) = the pairs of channels of inp, turned by an angle for each position"""
-    a.N, a.inp = a.B * a.T, draw(a.B, a.T, a.NH, a.HS)
-    a.cosines, a.sines = rotation(a)
-    return dict(out=rotate(a.inp, a.cosines, a.sines))
+    """the queries and keys of qkv (B,T,NH+2NKV,HS), in place, pairs of channels turned by an angle for each position"""
+    a.qkv, expected = turned(a, draw, 1)
+    return dict(qkv=expected)
 
 
-@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="cosines sines", args="dinp dout cosines sines N T NH HS", versions=(
-    Version("a thread a pair", "rope_backward1", "N*NH*HS // 2"),
-    Version("16 bytes a lane", "rope_backward2", "N*NH*HS"),
+@ladder("B=8,T=1024,NH=32,NKV=8,HS=64,apart=1", *TURNS, fp32="table", args="dqkv table N T heads row half",
+        traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize, versions=(
+    Version("a thread a pair", "rope_backward1", "N*heads*HS // 2"),
+    Version("16 bytes a lane: the trainer's", "rope_backward", "N*heads*HS"),
 ))
 def rope_backward(a, draw):
-    """dinp (B,T,NH,HS) = dout, turned back"""
-    a.N, a.dout = a.B * a.T, draw(a.B, a.T, a.NH, a.HS)
-    a.cosines, a.sines = rotation(a)
-    return dict(dinp=rotate(a.dout, a.cosines, -a.sines))
+    """dqkv (B,T,NH+2NKV,HS), in place, with queries and keys turned back"""
+    a.dqkv, expected = turned(a, draw, -1)
+    return dict(dqkv=expected)
 
 
 ROWS_H = "B=1,T=1,H=32", "B=3,T=9,H=96", "B=1,T=5,H=2048"
@@ -789,29 +834,29 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-@ladder("B=8,T=1024,H=2048", *ROWS_H, args="out inp N H", versions=(
+@ladder("B=8,T=1024,H=8192", *ROWS_H, args="out inp N H", versions=(
     Version("a thread a number", "swiglu_forward1", "N*H"),
-    Version("16 bytes a lane", "swiglu_forward2", "H, N"),
-))
+    Version("16 bytes a lane: the trainer's", "swiglu_forward", "N*H"),
+), torch=lambda torch, x: lambda: torch.nn.functional.silu(x.inp[:, x.H :]) * x.inp[:, : x.H])
 def swiglu_forward(a, draw):
-    """out (N,H) = silu(gate) * up, the halves of inp (N,2H)"""
+    """out (N,H) = up * silu(gate), the halves of inp (N,2H)"""
     a.N = a.B * a.T
     a.inp = draw(a.N, 2 * a.H, scale=3)
-    gate, up = np.split(a.inp, 2, -1)
-    return dict(out=gate * sigmoid(gate) * up)
+    up, gate = np.split(a.inp, 2, -1)
+    return dict(out=up * gate * sigmoid(gate))
 
 
-@ladder("B=8,T=1024,H=2048", *ROWS_H, args="dinp dout inp N H", versions=(
+@ladder("B=8,T=1024,H=8192", *ROWS_H, args="dinp dout inp N H", versions=(
     Version("a thread a number", "swiglu_backward1", "N*H"),
-    Version("16 bytes a lane", "swiglu_backward2", "H, N"),
+    Version("16 bytes a lane: the trainer's", "swiglu_backward", "N*H"),
 ))
 def swiglu_backward(a, draw):
-    """dinp (N,2H) of silu(gate) * up"""
+    """dinp (N,2H) of up * silu(gate)"""
     a.N = a.B * a.T
     a.inp, a.dout = draw(a.N, 2 * a.H, scale=3), draw(a.N, a.H)
-    gate, up = np.split(a.inp, 2, -1)
+    up, gate = np.split(a.inp, 2, -1)
     s = sigmoid(gate)
-    return dict(dinp=np.concatenate([a.dout * up * s * (1 + gate * (1 - s)), a.dout * gate * s], -1))
+    return dict(dinp=np.concatenate([a.dout * gate * s, a.dout * up * s * (1 + gate * (1 - s))], -1))
 
 
 GROUPS = "B=1,T=1,NH=1,KV=1,HS=64", "B=2,T=33,NH=6,KV=2,HS=64", "B=1,T=130,NH=4,KV=1,HS=64", "B=1,T=70,NH=3,KV=3,HS=64"

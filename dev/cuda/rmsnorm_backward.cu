@@ -101,3 +101,7 @@ extern "C" __global__ void __launch_bounds__(256) rmsnorm_backward3(
         partials[(size_t)blockIdx.x * C + c] = sum;
     }
 }
+
+// rmsnorm_backward in llama3.cu: a row of more than 1,024 channels is that of 2, 4 or 8 warps, so a lane never has more
+// than 32 columns whose sums it keeps. Registers that hold sums do not hold rows: asynchronous copies bring the next row
+// to shared memory while one is at work, so memory is busy during the sums too.

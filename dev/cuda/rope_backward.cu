@@ -1,33 +1,19 @@
-// The gradient dinp (B,T,NH,HS) of rotary position embedding: dout turned back by the same angles, since the transpose
-// of a rotation is its inverse.
+// The gradient of rotary position embedding, in place: the first `heads` heads of each row of dqkv (N,row) are turned back
+// by the same angles, since the transpose of a rotation is its inverse. Pairs are as in rope_forward.
 
-// A thread a pair, with the tables (T,HS/2) of cosines and sines.
+// A thread a pair, with the table (T,HS) of cosines and sines.
 BLOCK(128, threads)
-extern "C" __global__ void rope_backward1(real* __restrict__ dinp, const real* __restrict__ dout,
-                                          const float* __restrict__ cosines, const float* __restrict__ sines, int N,
-                                          int T, int NH, int head) {
+extern "C" __global__ void rope_backward1(real* dqkv, const float* __restrict__ table, int N, int T, int heads, int row,
+                                          int half) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (size_t)N * NH * (head / 2)) return;
-    int pair = i % (head / 2), t = i / (head / 2) / NH % T, at = t * (head / 2) + pair;
-    float x = to_float(dout[2 * i]), y = to_float(dout[2 * i + 1]);
-    from_float(dinp[2 * i], x * cosines[at] + y * sines[at]);
-    from_float(dinp[2 * i + 1], y * cosines[at] - x * sines[at]);
+    if (i >= (size_t)N * heads * (HS / 2)) return;
+    int pair = i % (HS / 2), head = i / (HS / 2) % heads, token = i / (HS / 2) / heads;
+    real* x = dqkv + (size_t)token * row + head * HS + (half ? pair : 2 * pair);
+    real* y = x + (half ? HS / 2 : 1);
+    float cosine = table[(size_t)(token % T) * HS + 2 * pair], sine = table[(size_t)(token % T) * HS + 2 * pair + 1];
+    float left = to_float(*x), right = to_float(*y);
+    from_float(*x, left * cosine + right * sine);
+    from_float(*y, right * cosine - left * sine);
 }
 
-// 16 bytes a lane, as in the forward pass.
-BLOCK(128, W * threads)
-extern "C" __global__ void rope_backward2(real* __restrict__ dinp, const real* __restrict__ dout,
-                                          const float* __restrict__ cosines, const float* __restrict__ sines, int N,
-                                          int T, int NH, int head) {
-    size_t i = first_number();
-    if (i >= (size_t)N * NH * head) return;
-    unsigned row = i / head, at = row / NH % T * (head / 2) + i % head / 2;
-    Pack<W> x = load<W>(dout + i);
-    Pack<W / 2> cosine = load<W / 2>(cosines + at), sine = load<W / 2>(sines + at);
-    for (int j = 0; j < W / 2; j++) {
-        float left = x[2 * j], right = x[2 * j + 1];
-        x[2 * j] = left * cosine[j] + right * sine[j];
-        x[2 * j + 1] = right * cosine[j] - left * sine[j];
-    }
-    store(dinp + i, x);
-}
+// rope_backward in llama3.cu: 16 bytes a thread, as in the forward pass.
