@@ -677,7 +677,8 @@ def each_kind(flags, name, dtype):
     """Whether the device is to be the plain one, of each kind that the flags ask for. A CPU has only one."""
     for plain in (1, 0) if name == "cuda" else (1,):
         if name != "cuda" or flags.plain in (None, plain):
-            print(f"--- {name} {dtype}" + f", the {'plain' if plain else 'fast'} device" * (name == "cuda"))
+            if name == "cuda":
+                print(f"--- {name} {dtype}, the {'plain' if plain else 'fast'} device")
             yield plain
 
 

@@ -116,8 +116,7 @@ class Config:
 
     def check(self, path, wishes=()):
         """Raise UserError, naming the file that the sizes come from, unless they make a model and the wishes hold."""
-        sizes = self.maxT, self.V, self.L, self.NH, self.C, self.Vp
-        for ok, wish in ((all(0 < size < 2**24 for size in sizes), "sizes between 1 and 2**24 - 1"),
+        for ok, wish in ((all(0 < size < 2**24 for size in dataclasses.astuple(self)[:6]), "sizes from 1 to 2**24 - 1"),
                          (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
                          (self.C % 32 == 0, "C to be a multiple of 32"), (self.V <= self.Vp, "V not to exceed Vp"),
                          *wishes):
@@ -209,8 +208,7 @@ class Config:
 
 
 def logit_rows(N):
-    """How many of N tokens have their logits computed together. All at once would be the largest tensor. But there are
-    at most four parts, since each reads and writes all of the head's gradient again."""
+    """How many of N tokens have logits at a time: all would be a large tensor, but each part adds to all of dhead."""
     return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
@@ -291,7 +289,6 @@ def write_checkpoint(path, model):
     """Write a checkpoint of a model. Raises UserError; an older file is then untouched."""
     c, device = model.config, model.device
     version = next(version for version, dtype in c.STORED.items() if dtype == device.real)
-
     tensors = ((row.size, matrices(getattr(model.params, row.name, np.zeros(row.size, row.dtype))))
                for row in c.file_table(device.real))
     numbers = (device.get(part.reshape(-1)[: size // len(parts)]) for size, parts in tensors for part in parts)
@@ -497,11 +494,10 @@ def layernorm_backward_launch(device, N):
 def classifier_launch(device, N, Vp, with_gradient):
     """(blocks, logits, bytes of shared memory): a block on each multiprocessor, which keeps so many logits, at most two
     rows of them. A block for each row, which keeps none, if there is but one pass, and on a CPU, whose caches do it."""
-    itemsize = np.dtype(device.real).itemsize
-    room = min(2 * Vp, device.max_shared // itemsize // device.W * device.W)
+    room = min(2 * Vp, device.max_shared // 16 * device.W)
     if device.name == "cpu" or not with_gradient and room < 2 * Vp:
         return N, 0, 0
-    return min(N, device.multiprocessors), room, room * itemsize
+    return min(N, device.multiprocessors), room, room // device.W * 16
 
 
 def memory_of(c, device, B, T, recompute, free):
@@ -558,11 +554,10 @@ class GPT2:
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16. Of a parameter with more words, the others stay."""
         for name, values in tensors:
-            kept = [getattr(views, name) for views in (self.originals, self.params) if hasattr(views, name)]
-            for part, *targets in zip(matrices(values), *map(matrices, kept)):
-                for target in targets:
-                    part = to_float(part) if target.dtype != BF16 else part if part.dtype == BF16 else to_bf16(part)
-                    self.device.put(target.reshape(-1)[: part.size], part)
+            views = [getattr(x, name) for x in (self.originals, self.params) if hasattr(x, name)]
+            for part, *both in zip(*map(matrices, (values, *views))):
+                for to, convert in zip(both, (to_float, to_bf16)[: 1 + (self.device.real == BF16)]):
+                    self.device.put(to.reshape(-1)[: part.size], convert(to_float(part)))
 
     def set_batch(self, batch):
         """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may be smaller."""
@@ -1025,8 +1020,8 @@ class FastCuda(Cuda):
 
     def choose(self, product, plan, accumulate, out, a, b):
         """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is
-        saved, so that later runs add up in the same order: the same seed, the same bits. A product that adds to out
-        cannot be timed: it takes what was chosen for these shapes when they set out, or the first that is offered."""
+        saved, so that later runs add up in the same order: the same seed, the same bits. What adds to out cannot be
+        timed: it takes what was chosen for a product of these shapes that sets out, or the first that is offered."""
         if product in self.choices:
             return np.array(self.choices[product], np.uint64)
 

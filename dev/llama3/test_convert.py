@@ -239,7 +239,7 @@ def refusals(folder):
 
     for wish, content in (("begins with 20240326, and a Llama 3 checkpoint with 20240803",
                            (FIXTURES / "gpt2_tiny.bin").read_bytes()),
-                          ("sizes between 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
+                          ("sizes from 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
                           ("truncated: ", good[:-1]), ("too long", good + b"1"), ("too long", header(_1=5)),
                           ("truncated within its second header", good[:HEADER_BYTES + 11]),
                           ("NH to be divisible by NKV", header(_6=4)), ("C to be divisible by NH", header(_7=80)),

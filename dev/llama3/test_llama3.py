@@ -292,8 +292,8 @@ def bad_files(device_name, folder):
     ratio = np.float32([np.nan, 0, -1, 1e30, 2]).view(np.int32)
     for wish, index, number, *cut in (
             ("NH to be divisible by NKV", 6, 4), ("divisible by NKV", 6, 0), ("divisible by NKV", 6, -2),
-            ("C to be divisible by NH", 5, 7), ("an even number of channels", 5, 32), ("sizes between 1", 3, -1),
-            ("sizes between 1", 4, 2**30), ("multiple of 32", 7, 108), ("H, by ffn_multiplier", 8, 0),
+            ("C to be divisible by NH", 5, 7), ("an even number of channels", 5, 32), ("sizes from 1", 3, -1),
+            ("sizes from 1", 4, 2**30), ("multiple of 32", 7, 108), ("H, by ffn_multiplier", 8, 0),
             ("H, by ffn_multiplier", 8, 1), *(("H, by ffn_multiplier", 256, int(x)) for x in ratio[:4]),
             ("promises", 256, int(ratio[4])), ("eps between 0 and 1", 257, int(ratio[1])),
             ("a theta above 1", 258, int(ratio[0])), ("a Llama 2.1; expected a Llama 3", 10, 2),
