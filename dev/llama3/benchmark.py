@@ -327,9 +327,9 @@ def curve():
                 f"{apart.max():.1e} in all")
 
     last = {dtype: np.mean(losses[-50:]) for dtype, losses in theirs.items()}
-    return [(f"mean loss of the last 50 of {CURVE_STEPS} steps, {dtype}; in float64 {last['float64']:.4f}", cell(losses),
-             cell(theirs["fp32"]), f"{np.mean(losses[-50:]) - last['fp32']:+.4f}", "0.01")
-            for dtype, losses in ours.items()]
+    title = f"mean loss of the last 50 of {CURVE_STEPS} steps, in float64 {last['float64']:.4f}, in"
+    return [(f"{title} {dtype}", cell(losses), cell(theirs["fp32"]), f"{np.mean(losses[-50:]) - last['fp32']:+.4f}",
+             "0.01") for dtype, losses in ours.items()]
 
 
 def step_row(name, layers, ours, theirs):
