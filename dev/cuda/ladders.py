@@ -354,6 +354,7 @@ def matmul_backward_bias(a, draw):
 
 
 HEADS = "B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64"
+LONG_HEADS = "B=1,T=150,NH=2,HS=128"
 pairs_seen = lambda a: a.B * a.NH * a.T * (a.T + 1) // 2  # of a query and a key
 
 
@@ -367,14 +368,13 @@ def join_heads(a, x):
     return x.reshape(a.B, a.NH, a.T, a.HS).swapaxes(1, 2).reshape(a.B, a.T, -1)
 
 
-def launch_trainers(device, a, kernel, *arrays, relu=0):
-    NKV = getattr(a, "NKV", a.NH)
+def launch_trainers(device, a, NKV, kernel, *arrays, relu=0):
     blocks, threads, shared = attention_launch(device, kernel, a.B, a.T, a.NH, NKV)
     device.launch(kernel, blocks, *arrays, a.scale, relu, a.T, a.NH, NKV, threads=threads, shared=shared)
 
 
 def trainers_attention(device, a, relu=0):
-    launch_trainers(device, a, "attention_forward", a.out, a.lse, a.qkv, relu=relu)
+    launch_trainers(device, a, a.NH, "attention_forward", a.out, a.lse, a.qkv, relu=relu)
 
 
 def materialized_attention(device, a):
@@ -390,7 +390,7 @@ def torch_attention(torch, x):
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="att lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, LONG_HEADS, fp32="att lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
         limits=ATTENTION_LIMITS, versions=(
     Version("a thread a query, its weights in device memory", "attention_forward1", "B*NH*T", threads=(64, 256),
             args="out att qkv scale B T NH", scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
@@ -422,8 +422,8 @@ def attention_backward_without_atomics(device, a):
 
 
 def trainers_attention_backward(device, a):
-    launch_trainers(device, a, "attention_backward_q", a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse)
-    launch_trainers(device, a, "attention_backward_kv", a.dqkv, a.dout, a.qkv, a.lse, a.delta)
+    launch_trainers(device, a, a.NH, "attention_backward_q", a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse)
+    launch_trainers(device, a, a.NH, "attention_backward_kv", a.dqkv, a.dout, a.qkv, a.lse, a.delta)
 
 
 def torch_attention_backward(torch, x):
@@ -433,8 +433,8 @@ def torch_attention_backward(torch, x):
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
-@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="lse delta", flops=lambda a: 10 * pairs_seen(a) * a.HS,
-        limits=ATTENTION_LIMITS | dict(tf32=1e-3), versions=(
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, LONG_HEADS, fp32="lse delta",
+        flops=lambda a: 10 * pairs_seen(a) * a.HS, limits=ATTENTION_LIMITS | dict(tf32=1e-3), versions=(
     Version("a thread a query, with atomics", attention_backward_with_atomics, threads=(64, 256), dtypes=("fp32",)),
     Version("a thread a row of dq, dk or dv", attention_backward_without_atomics, threads=(64, 128),
             scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
@@ -443,6 +443,12 @@ def torch_attention_backward(torch, x):
 ), torch=torch_attention_backward)
 def attention_backward(a, draw):
     """dqkv (B,T,3,NH,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
+    a.qkv, a.dout = draw(a.B, a.T, 3 * a.NH * a.HS), draw(a.B, a.T, a.NH * a.HS)
+    return dict(dqkv=np.concatenate(attention_gradients(a, draw, a.qkv), -1))
+
+
+def attention_gradients(a, draw, qkv):
+    """dq, dk and dv (B,T,NH*HS) of qkv (B,T,3*NH*HS) and a.dout. Sets scale, out and lse in a, for versions to use."""
     def gradients(q, k, v, dout):
         score = np.where(np.tri(a.T, dtype=bool), q @ transposed(k) / np.sqrt(a.HS), -np.inf)
         top = score.max(-1)
@@ -450,14 +456,12 @@ def attention_backward(a, draw):
         out = draw.round(attention("softmax", q, k, v))
         return (out, lse, *dattention("softmax", dout, q, k, v, (dout * out).sum(-1, keepdims=True)))
 
-    a.scale, a.qkv, a.dout = a.HS**-0.5, draw(a.B, a.T, 3 * a.NH * a.HS), draw(a.B, a.T, a.NH * a.HS)
-    out, lse, *dqkv = in_parts(gradients, *split_heads(a, a.qkv), heads(a.dout, 1, a.NH).reshape(-1, a.T, a.HS),
-                                step=1)
-    a.out, a.lse = join_heads(a, out), f32(lse.reshape(a.B, a.NH, a.T))
-    return dict(dqkv=np.concatenate([join_heads(a, x) for x in dqkv], -1))
+    out, lse, *dqkv = in_parts(gradients, *split_heads(a, qkv), heads(a.dout, 1, a.NH).reshape(-1, a.T, a.HS), step=1)
+    a.scale, a.out, a.lse = a.HS**-0.5, join_heads(a, out), f32(lse.reshape(a.B, a.NH, a.T))
+    return [join_heads(a, x) for x in dqkv]
 
 
-@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, LONG_HEADS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
         limits=ATTENTION_LIMITS, versions=(
     Version("a thread a query", "relu_attention_forward1", "B*NH*T", threads=(64, 256), args="out qkv scale B T NH"),
     Version("tiles of keys in shared memory", "relu_attention_forward2", "T, B*NH", threads=(64, 128, 256),
@@ -859,74 +863,120 @@ def swiglu_backward(a, draw):
     return dict(dinp=np.concatenate([a.dout * gate * s, a.dout * up * s * (1 + gate * (1 - s))], -1))
 
 
-GROUPS = "B=1,T=1,NH=1,KV=1,HS=64", "B=2,T=33,NH=6,KV=2,HS=64", "B=1,T=130,NH=4,KV=1,HS=64", "B=1,T=70,NH=3,KV=3,HS=64"
+GROUPS = ("B=1,T=1,NH=1,NKV=1,HS=64", "B=2,T=33,NH=6,NKV=2,HS=64", "B=1,T=130,NH=4,NKV=1,HS=64",
+          "B=1,T=70,NH=3,NKV=3,HS=64")
+LONG_GROUPS = "B=1,T=150,NH=4,NKV=2,HS=128"
 
 
 def set_groups(a):
     """The sizes of grouped heads. Raises UserError."""
-    if a.NH % a.KV:
-        raise UserError(f"expected KV = {a.KV} to divide NH = {a.NH}")
+    if a.NH % a.NKV:
+        raise UserError(f"expected NKV = {a.NKV} to divide NH = {a.NH}")
     a.N = a.B * a.T
 
 
 def repeat_heads(a, inp):
-    """(B,T,3,NH,HS) of inp (B,T,NH+2KV,HS)."""
-    kv = inp[:, :, a.NH :].reshape(a.B, a.T, 2, a.KV, a.HS).repeat(a.NH // a.KV, 3)
+    """(B,T,3,NH,HS) of inp (B,T,NH+2NKV,HS)."""
+    kv = inp[:, :, a.NH :].reshape(a.B, a.T, 2, a.NKV, a.HS).repeat(a.NH // a.NKV, 3)
     return np.concatenate([inp[:, :, None, : a.NH], kv], 2)
 
 
-@ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, args="out inp N NH KV HS", versions=(
+@ladder("B=8,T=1024,NH=12,NKV=4,HS=64", *GROUPS, args="out inp N NH NKV HS", versions=(
     Version("a thread a number", "repeat_kv_forward1", "N*3*NH*HS"),
     Version("16 bytes a lane", "repeat_kv_forward2", "3*NH*HS, N"),
 ))
 def repeat_kv_forward(a, draw):
-    """out (B,T,3,NH,HS) = inp (B,T,NH+2KV,HS) with each key and value head NH/KV times"""
+    """out (B,T,3,NH,HS) = inp (B,T,NH+2NKV,HS) with each key and value head NH/NKV times"""
     set_groups(a)
-    a.inp = draw(a.B, a.T, a.NH + 2 * a.KV, a.HS)
+    a.inp = draw(a.B, a.T, a.NH + 2 * a.NKV, a.HS)
     return dict(out=repeat_heads(a, a.inp))
 
 
 def repeat_kv_backward_with_atomics(device, a):
     device.zero(a.dinp)
-    device.launch("repeat_kv_backward1", a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.KV, a.HS,
+    device.launch("repeat_kv_backward1", a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.NKV, a.HS,
                   threads=a.threads)
 
 
-@ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, args="dinp dout N NH KV HS", versions=(
+@ladder("B=8,T=1024,NH=12,NKV=4,HS=64", *GROUPS, args="dinp dout N NH NKV HS", versions=(
     Version("a thread a number of dout, with atomics", repeat_kv_backward_with_atomics, dtypes=("fp32",)),
-    Version("a thread a number of dinp", "repeat_kv_backward2", "N*(NH + 2*KV)*HS"),
-    Version("16 bytes a lane", "repeat_kv_backward3", "(NH + 2*KV)*HS, N"),
+    Version("a thread a number of dinp", "repeat_kv_backward2", "N*(NH + 2*NKV)*HS"),
+    Version("16 bytes a lane", "repeat_kv_backward3", "(NH + 2*NKV)*HS, N"),
 ))
 def repeat_kv_backward(a, draw):
-    """dinp (B,T,NH+2KV,HS) = dout (B,T,3,NH,HS), summed over the copies of a head"""
+    """dinp (B,T,NH+2NKV,HS) = dout (B,T,3,NH,HS), summed over the copies of a head"""
     set_groups(a)
     a.dout = draw(a.B, a.T, 3, a.NH, a.HS)
-    dkv = a.dout[:, :, 1:].reshape(a.B, a.T, 2 * a.KV, a.NH // a.KV, a.HS).sum(3)
+    dkv = a.dout[:, :, 1:].reshape(a.B, a.T, 2 * a.NKV, a.NH // a.NKV, a.HS).sum(3)
     return dict(dinp=np.concatenate([a.dout[:, :, 0], dkv], 2))
 
 
+def trainers_grouped_attention(device, a):
+    launch_trainers(device, a, a.NKV, "attention_forward", a.out, a.lse, a.inp)
+
+
 def repeat_and_attend(device, a):
-    device.launch("gqa_forward2_repeat", (3 * a.NH * a.HS, a.N), a.qkv, a.inp, a.NH, a.KV)
+    device.launch("gqa_forward2_repeat", (3 * a.NH * a.HS, a.N), a.qkv, a.inp, a.NH, a.NKV)
     trainers_attention(device, a)
 
 
 def torch_grouped_attention(torch, x):
-    q, k, v = (t.transpose(1, 2) for t in x.inp.split([x.NH, x.KV, x.KV], 2))
+    q, k, v = (t.transpose(1, 2) for t in x.inp.split([x.NH, x.NKV, x.NKV], 2))
     return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-@ladder("B=8,T=1024,NH=12,KV=4,HS=64", *GROUPS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
+@ladder("B=8,T=1024,NH=12,NKV=4,HS=64", *GROUPS, LONG_GROUPS, fp32="lse", flops=lambda a: 4 * pairs_seen(a) * a.HS,
         limits=ATTENTION_LIMITS, versions=(
-    Version("a thread a query", "gqa_forward1", "B*NH*T", threads=(64, 256), args="out inp scale B T NH KV"),
+    Version("a thread a query", "gqa_forward1", "B*NH*T", threads=(64, 256), args="out inp scale B T NH NKV"),
     Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(), dtypes=ALL,
             scratch=lambda a: dict(lse=(a.B, a.NH, a.T), qkv=(a.B, a.T, 3, a.NH, a.HS))),
-    Version("a tile of keys serves a group's heads; by mma.sync, and so behind 2 on Hopper", "gqa_forward3",
-            "NH//KV*T, B*KV", threads=(), args="out inp scale T NH KV", shared="4 * 64 * (HS + 8)*itemsize", dtypes=ALL,
-            fits=lambda a: a.HS % 16 == 0),
+    Version("each block finds its group's keys: the trainer's", trainers_grouped_attention, threads=(), dtypes=ALL,
+            scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
 ), torch=torch_grouped_attention)
 def gqa_forward(a, draw):
-    """out (B,T,NH,HS) = causal softmax attention of inp (B,T,NH+2KV,HS), NH/KV heads to each key and value"""
+    """out (B,T,NH,HS) = causal softmax attention of inp (B,T,NH+2NKV,HS), NH/NKV heads to each key and value"""
     set_groups(a)
-    a.scale, a.inp = a.HS**-0.5, draw(a.B, a.T, a.NH + 2 * a.KV, a.HS)
+    a.scale, a.inp = a.HS**-0.5, draw(a.B, a.T, a.NH + 2 * a.NKV, a.HS)
     q, k, v = split_heads(a, repeat_heads(a, a.inp).reshape(a.B, a.T, -1))
     return dict(out=join_heads(a, in_parts(functools.partial(attention, "softmax"), q, k, v, step=1)))
+
+
+def grouped_backward_with_atomics(device, a):
+    device.zero(a.dinp)
+    device.launch("gqa_backward1", a.B * a.NH * a.T, a.dinp, a.dout, a.out, a.inp, a.lse, a.scale, a.B, a.T, a.NH,
+                  a.NKV, threads=a.threads)
+
+
+def grouped_backward_by_rows(device, a):
+    inputs, sizes = (a.dout, a.out, a.inp, a.lse, a.delta), (a.scale, a.B, a.T, a.NH, a.NKV)
+    device.launch("gqa_backward2_q", a.B * a.NH * a.T, a.dinp, *inputs, *sizes, threads=a.threads)
+    device.launch("gqa_backward2_kv", a.B * a.NKV * a.T, a.dinp, *inputs, *sizes, threads=a.threads)
+
+
+def trainers_grouped_backward(device, a):
+    launch_trainers(device, a, a.NKV, "attention_backward_q", a.dinp, a.delta, a.dout, a.out, a.inp, a.lse)
+    launch_trainers(device, a, a.NKV, "attention_backward_kv", a.dinp, a.dout, a.inp, a.lse, a.delta)
+
+
+def torch_grouped_backward(torch, x):
+    q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in x.inp.split([x.NH, x.NKV, x.NKV], 2))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    dout = x.dout.view(x.B, x.T, x.NH, x.HS).transpose(1, 2)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+@ladder("B=8,T=1024,NH=12,NKV=4,HS=64", *GROUPS, LONG_GROUPS, fp32="lse delta",
+        flops=lambda a: 10 * pairs_seen(a) * a.HS, limits=ATTENTION_LIMITS | dict(tf32=1e-3), versions=(
+    Version("a thread a query, with atomics", grouped_backward_with_atomics, threads=(64, 256), dtypes=("fp32",)),
+    Version("a thread a query, or a key and a value", grouped_backward_by_rows, threads=(64, 128),
+            scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+    Version("a block's keys meet the queries of all heads of a group: the trainer's", trainers_grouped_backward,
+            threads=(), dtypes=ALL, scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+), torch=torch_grouped_backward)
+def gqa_backward(a, draw):
+    """dinp (B,T,NH+2NKV,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
+    set_groups(a)
+    a.inp, a.dout = draw(a.B, a.T, a.NH + 2 * a.NKV, a.HS), draw(a.B, a.T, a.NH * a.HS)
+    dq, *dkv = attention_gradients(a, draw, repeat_heads(a, a.inp).reshape(a.B, a.T, -1))
+    dkv = [x.reshape(a.B, a.T, a.NKV, a.NH // a.NKV, a.HS).sum(3) for x in dkv]
+    return dict(dinp=np.concatenate([dq.reshape(a.B, a.T, a.NH, a.HS), *dkv], 2))

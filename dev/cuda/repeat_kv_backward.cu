@@ -1,28 +1,28 @@
-// The gradient dinp (B,T,NH+2KV,HS) of repeat_kv_forward from dout (B,T,3,NH,HS): that of a key or value head is the
-// sum over its NH/KV copies.
+// The gradient dinp (B,T,NH+2NKV,HS) of repeat_kv_forward from dout (B,T,3,NH,HS): that of a key or value head is the
+// sum over its NH/NKV copies.
 
 // A thread a number of dout, added to where it came from by an atomic, to zeros: parallel, but dinp has to be fp32, is
 // written more than once, and the order of a sum is another one on each run.
 BLOCK(128, threads)
-extern "C" __global__ void repeat_kv_backward1(float* dinp, const real* __restrict__ dout, int N, int NH, int KV,
+extern "C" __global__ void repeat_kv_backward1(float* dinp, const real* __restrict__ dout, int N, int NH, int NKV,
                                                int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= (size_t)N * 3 * NH * head) return;
     int c = i % head, h = i / head % NH, which = i / head / NH % 3;
     size_t row = i / head / NH / 3;
-    int to = which == 0 ? h : NH + (which - 1) * KV + h / (NH / KV);
-    atomicAdd(dinp + (row * (NH + 2 * KV) + to) * head + c, to_float(dout[i]));
+    int to = which == 0 ? h : NH + (which - 1) * NKV + h / (NH / NKV);
+    atomicAdd(dinp + (row * (NH + 2 * NKV) + to) * head + c, to_float(dout[i]));
 }
 
 // A thread a number of dinp, which reads all its copies: each place is written once, by one thread, in one order.
 BLOCK(128, threads)
 extern "C" __global__ void repeat_kv_backward2(real* __restrict__ dinp, const real* __restrict__ dout, int N, int NH,
-                                               int KV, int head) {
+                                               int NKV, int head) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (size_t)N * (NH + 2 * KV) * head) return;
-    int c = i % head, h = i / head % (NH + 2 * KV), copies = h < NH ? 1 : NH / KV;
-    size_t row = i / head / (NH + 2 * KV);
-    int first = h < NH ? h : NH * (1 + (h - NH) / KV) + (h - NH) % KV * copies;
+    if (i >= (size_t)N * (NH + 2 * NKV) * head) return;
+    int c = i % head, h = i / head % (NH + 2 * NKV), copies = h < NH ? 1 : NH / NKV;
+    size_t row = i / head / (NH + 2 * NKV);
+    int first = h < NH ? h : NH * (1 + (h - NH) / NKV) + (h - NH) % NKV * copies;
     float sum = 0.0f;
     for (int j = 0; j < copies; j++) sum += to_float(dout[(row * 3 * NH + first + j) * head + c]);
     from_float(dinp[i], sum);
@@ -31,12 +31,12 @@ extern "C" __global__ void repeat_kv_backward2(real* __restrict__ dinp, const re
 // 16 bytes a lane, and the row from the grid.
 BLOCK(128, W * threads)
 extern "C" __global__ void repeat_kv_backward3(real* __restrict__ dinp, const real* __restrict__ dout, int N, int NH,
-                                               int KV, int head) {
-    int i = first_number(), size = (NH + 2 * KV) * head;
+                                               int NKV, int head) {
+    int i = first_number(), size = (NH + 2 * NKV) * head;
     if (i >= size) return;
-    int c = i % head, h = i / head, copies = h < NH ? 1 : NH / KV;
+    int c = i % head, h = i / head, copies = h < NH ? 1 : NH / NKV;
     size_t row = blockIdx.y;
-    int first = h < NH ? h : NH * (1 + (h - NH) / KV) + (h - NH) % KV * copies;
+    int first = h < NH ? h : NH * (1 + (h - NH) / NKV) + (h - NH) % NKV * copies;
     const real* d = dout + (row * 3 * NH + first) * head + c;
     Pack<W> sum = load<W>(d);
 #pragma unroll 4
