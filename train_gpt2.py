@@ -91,8 +91,9 @@ class Config:
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
     SOURCES = (HERE / "kernels.cu",)
     MODELS = ("gpt2_124M.bin", "d12", "d3")  # without -e: a checkpoint, if it is here; on a GPU; on a CPU
+    DESCRIPTORS = "d12, d24, d36, d48 and the like for that depth"
     PADDED = ("wte",)  # parameters whose rows are words, of which those beyond V are zeros
-    EOT = EOT  # the token between two texts
+    EOT, data_paths = EOT, staticmethod(data_paths)  # the token between two texts; the token files of -i and -j
     longest = property(lambda self: self.maxT)  # T of a sequence, at most: wpe has no more positions
     NKV = property(lambda self: self.NH)  # heads of keys and values: each query head has its own
 
@@ -492,10 +493,9 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, which keeps so many logits, at most two
-    rows of them. A block for each row, which keeps none, if there is but one pass, and on a CPU, whose caches do it."""
+    """(blocks, logits, bytes of shared memory): a block on each multiprocessor keeps so many logits, of two rows."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
-    if device.name == "cpu" or not with_gradient and room < 2 * Vp:
+    if device.name == "cpu" or not with_gradient and room < 2 * Vp:  # its caches keep them; one pass needs none again
         return N, 0, 0
     return min(N, device.multiprocessors), room, room // device.W * 16
 
@@ -511,7 +511,7 @@ def memory_of(c, device, B, T, recompute, free):
 class GPT2:
     """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
     recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
-    Another architecture would be a subclass with its own Config, and methods from layer_forward to head_backward."""
+    dev/llama3/ has another architecture: a subclass with its own Config, head, and methods from layer_forward on."""
     Config, decode = Config, staticmethod(decode)
 
     def __init__(self, config, device, B, T, attention="softmax", recompute=False):
@@ -552,7 +552,7 @@ class GPT2:
         self.step, self.stage = 0, "the start"  # updates done; what the loop is at, for the line after a Ctrl-C
 
     def set_parameters(self, tensors):
-        """Set parameters from (name, values) pairs, fp32 or bf16. Of a parameter with more words, the others stay."""
+        """Set parameters from (name, values) pairs, fp32 or bf16. Other names are skipped, and missing words stay."""
         for name, values in tensors:
             views = [getattr(x, name) for x in (self.originals, self.params) if hasattr(x, name)]
             for part, *both in zip(*map(matrices, (values, *views))):
@@ -856,8 +856,8 @@ BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of
 FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
     ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
     ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
-    ("-e", "--model", str, None, "checkpoint, or d12, d24, d36, d48 and the like for that depth from scratch "
-     "(default: gpt2_124M.bin if it is here, else d12 on a GPU and d3 on a CPU)"),
+    ("-e", "--model", str, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it is "
+     "here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
     ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
     ("-b", "--batch-size", COUNT, 4, "B, sequences in a batch"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
@@ -885,7 +885,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
 def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Returns the exit status. Raises UserError."""
     kind = architecture.Config
-    flags = parse_flags(f"Train {architecture.__name__} from raw kernels.", FLAGS, arguments)
+    flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments)
     place = flags.device or ("cuda" if has_gpu() else "cpu")
     name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
@@ -895,14 +895,14 @@ def main(arguments=None, architecture=GPT2):
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, CPU_T if place == "cpu" else 1024)
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
     log = open_log(flags.output)
-    train_path, val_path = data_paths(flags.train_data, flags.val_data)
+    train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
     train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
     steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
     print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
-    minute = "; about a minute on two cores, -e d12 is GPT-2 124M" if small and flags.steps is None else ""
+    minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
     print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}{minute}")
     status, free = 0, device.free_bytes()
     try:

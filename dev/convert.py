@@ -32,7 +32,7 @@ from dev.llama3.train_llama3 import Config3  # noqa: E402
 DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
 SHARD_BYTES = 5 * 10**9  # the most that a file of a folder holds, unless one tensor is more
 CHUNK = 2**24  # numbers that are converted at a time
-SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # RoPE's
 END_OF_TEXT = {50257: (50256, 50256), 128256: (128000, 128001)}  # V: the tokens before and after a text
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = {  # a checkpoint's tensors, and the folder's whose rows they hold one after the other; {}: the layer
@@ -94,7 +94,9 @@ def find_folder(name):
                         "name on the hub such as meta-llama/Llama-3.2-1B")
     try:
         from huggingface_hub import snapshot_download
-        return Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*"]))
+        folder = Path(snapshot_download(name, allow_patterns=["config.json", "model*.safetensors*", "tokenizer.json"]))
+        print(f"downloaded to {folder}; its tokenizer.json is for dev/llama3/tokens.py")
+        return folder
     except ImportError:
         raise UserError(f"{name}: there is no such folder, and to download it huggingface_hub is missing: "
                         "pip install huggingface_hub") from None
@@ -151,9 +153,12 @@ def read_config(folder):
     rope = {"rope_theta": config.get("rope_theta")} | (config.get("rope_scaling") or {})
     rope = config.get("rope_parameters") or rope  # as transformers has written it since version 5
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    scaling = {name: rope.get(name) for name in SCALING}
-    if kind != "default" and (kind, scaling) != ("llama3", SCALING):
-        raise UserError(f"{path}: RoPE is of type {kind} with {scaling}; expected default, or llama3 with {SCALING}")
+    scaling, factor, scaled = {name: rope.get(name) for name in SCALING}, rope.get("factor"), 0
+    if kind != "default":
+        if (kind, scaling) != ("llama3", SCALING) or factor not in range(2, 1024):
+            raise UserError(f"{path}: RoPE is of type {kind} with factor {factor}, {scaling}; expected default, or "
+                            f"llama3 with a whole factor and {SCALING}")
+        scaled = 1 if factor == 8 else int(factor)
     mlp = mlp_numbers(C, H)
     if not mlp:
         raise UserError(f"{path}: no multiple_of and ffn_multiplier of a checkpoint make intermediate_size {H} of "
@@ -163,7 +168,7 @@ def read_config(folder):
     if not all(isinstance(number, (int, float)) and number > 0 for number in (eps, theta)):
         raise UserError(f"{path}: rms_norm_eps is {eps} and rope_theta {theta}; expected numbers above 0")
     # Of the versions 3.1 and 3.2, the tied models are 3.2.
-    c = Config3(maxT, V, L, NH, C, 0, NKV, *mlp, eps, theta, int(kind == "llama3"), 1 + tied, tied)
+    c = Config3(maxT, V, L, NH, C, 0, NKV, *mlp, eps, theta, scaled, 1 + tied, tied)
     c.check(path)
     return c
 
@@ -267,8 +272,8 @@ def checkpoint_to_folder(path, folder, dtype=None):
         "vocab_size": c.V, "max_position_embeddings": c.maxT, "num_hidden_layers": c.L, "num_attention_heads": c.NH,
         "num_key_value_heads": c.NKV, "hidden_size": c.C, "intermediate_size": c.H, "head_dim": c.C // c.NH,
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rms_norm_eps": c.eps, "rope_theta": c.theta,
-        "rope_scaling": {"rope_type": "llama3", **SCALING} if c.scaled else None, "tie_word_embeddings": c.tied,
-        "bos_token_id": begin, "eos_token_id": end}}
+        "rope_scaling": {"rope_type": "llama3", "factor": float(c.factor), **SCALING} if c.scaled else None,
+        "tie_word_embeddings": c.tied, "bos_token_id": begin, "eos_token_id": end}}
     if len(shards) > 1:
         objects["model.safetensors.index.json"] = {
             "metadata": {"total_size": sum(tensor.size for tensors in shards for tensor in tensors.values())
@@ -284,6 +289,8 @@ def main():
     parser.add_argument("target", help="the checkpoint, or the folder, that is written")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="of what is written (default: the source's)")
     flags = parser.parse_args()
+    if flags.source.endswith(".bin") == flags.target.endswith(".bin"):
+        raise UserError(f"{flags.source} {flags.target}: expected one of them to be a checkpoint, which ends in .bin")
     convert = checkpoint_to_folder if flags.source.endswith(".bin") else folder_to_checkpoint
     convert(flags.source, flags.target, {"fp32": np.float32, "bf16": BF16, None: None}[flags.dtype])
     print(f"wrote {flags.target}")

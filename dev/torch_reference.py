@@ -62,7 +62,7 @@ LLAMA_FLAGS = {
     "ffn_multiplier": (1.0, "see multiple-of"),
     "norm_eps": (1e-5, "added to the mean square in Llama's RMSNorm"),
     "theta": (500000.0, "the base of the wavelengths of Llama's RoPE"),
-    "scaled": (0, "1: long wavelengths are scaled as in Llama 3.1"),
+    "scaled": (0, "1: long wavelengths are scaled by 8, as in Llama 3.1; from 2 on, by that: 32 in Llama 3.2"),
     "tied": (0, "1: Llama's wte is the head too"),
 }
 RUN_FLAGS = {
@@ -226,7 +226,7 @@ def check_llama(s):
     check(s.NH % s.NKV == 0, f"heads must be divisible by kv-heads, found NH={s.NH} and NKV={s.NKV}")
     check(s.C % (2 * s.NH) == 0, f"channels must be divisible by twice the heads, found C={s.C} and NH={s.NH}")
     check(s.C % 32 == 0, f"channels must be a multiple of 32, found C={s.C}")
-    check({s.scaled, s.tied} <= {0, 1}, f"scaled and tied must be 0 or 1, found {s.scaled} and {s.tied}")
+    check(s.scaled >= 0 and s.tied in (0, 1), f"scaled must not be negative, tied 0 or 1, found {s.scaled}, {s.tied}")
     check(s.eps > 0 and s.theta > 1, f"norm-eps must be above 0 and theta above 1, found {s.eps} and {s.theta}")
 
 
@@ -275,7 +275,8 @@ def llama_model(shape):
 
     rope = {"rope_type": "default"}
     if shape.scaled:
-        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        factor = 8.0 if shape.scaled == 1 else float(shape.scaled)
+        rope = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope["original_max_position_embeddings"] = 8192
     config = LlamaConfig(
         max_position_embeddings=131072,  # Llama 3.1's, whatever maxT: RoPE does not depend on it

@@ -779,12 +779,12 @@ def cosines_and_sines(a):
 @ladder("T=8192,HS=64", "T=1,HS=64", "T=33,HS=32", "T=5000,HS=128", fp32="table", traffic=lambda a: 4 * a.T * a.HS,
         versions=(
     Version("a thread a pair", "rope_table1", "T*HS // 2", args="table theta T"),
-    Version("a block computes the powers once: the trainer's", "rope_table", "T*HS // 2", args="table theta scaled T"),
+    Version("a block computes the powers once: the trainer's", "rope_table", "T*HS // 2", args="table theta factor T"),
 ),
         held_back="they are so few that the launch and a block's powers take longer")
 def rope_table(a, draw):
     """table (T,HS) = the cosines and sines of t / theta^(2i/HS)"""
-    a.theta, a.scaled = 500000.0, 0
+    a.theta, a.factor = 500000.0, 1.0
     return dict(table=cosines_and_sines(a))
 
 

@@ -158,23 +158,23 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
 // ---- rotary position embedding (Su et al. 2021, section 3.4.2) ----
 
 // The radians that pair i of a head turns by from one token to the next, theta^(-2i/HS), rounded as PyTorch does: at
-// token 8,000, another last bit would turn a pair by 0.0005. `scaled` is Llama 3.1's way from 8,192 to 131,072 tokens:
-// a pair that turns four times or more in 8,192 tokens stays, one that turns less than once becomes 8 times as slow,
-// and in between the change is gradual.
-__device__ __forceinline__ float frequency_of_pair(int i, float theta, int scaled) {
+// token 8,000, another last bit would turn a pair by 0.0005. A factor above 1 is Llama 3.1's way from 8,192 to
+// 131,072 tokens: a pair that turns four times or more in 8,192 tokens stays, one that turns less than once becomes so
+// many times as slow, and in between the change is gradual.
+__device__ __forceinline__ float frequency_of_pair(int i, float theta, float factor) {
     float frequency = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / HS));
     float turns = 8192.0f * frequency / 6.283185307f, kept = (turns - 1.0f) / (4.0f - 1.0f);
-    if (!scaled || turns >= 4.0f) return frequency;
-    return turns < 1.0f ? frequency / 8.0f : (1.0f - kept) * frequency / 8.0f + kept * frequency;
+    if (factor == 1.0f || turns >= 4.0f) return frequency;
+    return turns < 1.0f ? frequency / factor : (1.0f - kept) * frequency / factor + kept * frequency;
 }
 
 // table (T,HS) = at 2i the cosine and at 2i + 1 the sine of t * frequency_of_pair(i). A power in double precision costs
 // as much as ten sines, so a block computes those of all pairs once. Items: T*HS/2 pairs.
 BLOCK(256, 4 * threads)
-extern "C" __global__ void rope_table(float* __restrict__ table, float theta, int scaled, int T) {
+extern "C" __global__ void rope_table(float* __restrict__ table, float theta, float factor, int T) {
     constexpr int pairs = HS / 2;
     __shared__ float frequency[pairs];
-    for (int i = threadIdx.x; i < pairs; i += blockDim.x) frequency[i] = frequency_of_pair(i, theta, scaled);
+    for (int i = threadIdx.x; i < pairs; i += blockDim.x) frequency[i] = frequency_of_pair(i, theta, factor);
     __syncthreads();
     for (int j = 0; j < 4; j++) {
         int at = (blockIdx.x * 4 + j) * blockDim.x + threadIdx.x;

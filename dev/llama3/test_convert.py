@@ -120,8 +120,7 @@ def round_trips(folder):
     tensors, path = random_tensors(np.float32), folder / "checkpoint.bin"
     tensors["lm_head.weight"][:-1] = tensors["model.embed_tokens.weight"][:-1]
     path.write_bytes(expected_checkpoint(tensors, np.float32))
-    with mock.patch("convert.CHUNK", 1000):
-        check("an lm_head that differs from wte in its last row is its own", not Config3.from_file(path).tied)
+    check("an lm_head that differs from wte in its last row is its own", not Config3.from_file(path).tied)
     for path in (FIXTURES / "llama_gqa.bin", FIXTURES / "llama_tied.bin"):
         convert.checkpoint_to_folder(path, folder / path.stem)
         convert.folder_to_checkpoint(str(folder / path.stem), folder / "again.bin")
@@ -149,7 +148,9 @@ def other_types(folder):
 def configs(folder):
     """What config.json may say, and the sizes that a checkpoint can express."""
     rope5 = {"rope_parameters": CONFIG["rope_scaling"] | {"rope_theta": 10000.0}, "rope_scaling": None}
-    for change, field, wish in (({}, "scaled", 1), ({"rope_scaling": None}, "scaled", 0), (rope5, "scaled", 1),
+    llama32 = {"rope_scaling": CONFIG["rope_scaling"] | {"factor": 32.0}}  # Meta's 1B and 3B
+    for change, field, wish in (({}, "scaled", 1), ({}, "factor", 8), (llama32, "scaled", 32), (llama32, "factor", 32),
+                                ({"rope_scaling": None}, "scaled", 0), (rope5, "scaled", 1),
                                 (rope5, "theta", 10000.0), ({"rope_theta": None}, "theta", 10000.0),
                                 ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "theta", 5.0),
                                 ({"rms_norm_eps": None}, "eps", 1e-6), ({"num_key_value_heads": None}, "NKV", NH),
@@ -174,13 +175,13 @@ def refusals(folder):
     q, target = "model.layers.0.self_attn.q_proj.weight", folder / "target.bin"
     target.write_bytes(b"an older file")
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    factor = {"rope_scaling": CONFIG["rope_scaling"] | {"factor": 32.0}}
+    factor = {"rope_scaling": CONFIG["rope_scaling"] | {"factor": 8.5}}
     cases = [  # what it says; what becomes of config.json; what becomes of the tensors
         ("attention_bias is True; expected False", {"attention_bias": True}), ("mlp_bias is True", {"mlp_bias": True}),
         ("model_type is mistral; expected llama", {"model_type": "mistral"}),
         ("architectures is .'LlamaForSequenceClassification'", {"architectures": ["LlamaForSequenceClassification"]}),
         ("hidden_act is gelu", {"hidden_act": "gelu"}), ("head_dim is 32; expected 16", {"head_dim": 32}),
-        ("RoPE is of type yarn", yarn), ("'factor': 32.0.* expected default, or llama3 with .*'factor': 8.0", factor),
+        ("RoPE is of type yarn", yarn), ("with factor 8.5.* expected default, or llama3 with a whole factor", factor),
         ("hidden_size is None; expected a size", {"hidden_size": None}), ("vocab_size is -1", {"vocab_size": -1}),
         ("vocab_size is 37.5", {"vocab_size": 37.5}), ("rms_norm_eps is 0.1x", {"rms_norm_eps": "0.1x"}),
         ("NH to be divisible by NKV", {"num_key_value_heads": 4}), ("C to be a multiple of 32", {"hidden_size": 102}),

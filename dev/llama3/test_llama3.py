@@ -47,14 +47,14 @@ def drmsnorm(eps, dout, x, weight):
     return [rstd * (dnorm - x * rstd**2 * np.mean(dnorm * x, -1, keepdims=True)), (dout * x * rstd).sum(0)]
 
 
-def frequencies(HS, theta, scaled):
+def frequencies(HS, theta, factor):
     """Radians a token of each pair of channels (HS/2), rounded to fp32 where PyTorch rounds. Llama 3.1's scaling goes
     by wavelengths, in tokens."""
     exponent = np.float32(np.arange(0, HS, 2)) / np.float32(HS)
     frequency = np.float32(1) / np.float32(np.float64(np.float32(theta)) ** exponent)
     wavelength = 2 * np.pi / np.float64(frequency)
     smooth = np.clip((8192 / wavelength - 1) / (4 - 1), 0, 1)
-    return np.float32((1 - smooth) * frequency / 8 + smooth * frequency) if scaled else frequency
+    return np.float32((1 - smooth) * frequency / factor + smooth * frequency) if factor > 1 else frequency
 
 
 def rotate(x, angle, half):
@@ -124,12 +124,12 @@ def rmsnorm_backward(launch, N, C, blocks):
     yield "dweight", partials.sum(0), dweight
 
 
-@kernel(*((T, HS, theta, scaled) for theta, scaled in ((5e5, 0), (5e5, 1), (1e4, 0)) for T, HS in (
+@kernel(*((T, HS, theta, factor) for theta, factor in ((5e5, 1), (5e5, 8), (5e5, 32), (1e4, 1)) for T, HS in (
     (1, 2), (7, 2), (33, 6), (9000, 32), (8192, 64), (4097, 80), (9001, 128))), tests=KERNELS)
-def rope_table(launch, T, HS, theta, scaled):
-    angle = np.float32(np.arange(T))[:, None] * frequencies(HS, theta, scaled)  # an fp32, whose cosine is exact
+def rope_table(launch, T, HS, theta, factor):
+    angle = np.float32(np.arange(T))[:, None] * frequencies(HS, theta, factor)  # an fp32, whose cosine is exact
     expected = np.stack([f(np.float64(angle)) for f in (np.cos, np.sin)], -1).reshape(T, HS)
-    yield "table", *launch(T * HS // 2, nan32(T, HS), theta, scaled, T), expected, 1e-6
+    yield "table", *launch(T * HS // 2, nan32(T, HS), theta, factor, T), expected, 1e-6
 
 
 ROPE = [(*sizes, half) for half in (0, 1) for sizes in (
@@ -296,7 +296,8 @@ def bad_files(device_name, folder):
             ("sizes from 1", 4, 2**30), ("multiple of 32", 7, 108), ("H, by ffn_multiplier", 8, 0),
             ("H, by ffn_multiplier", 8, 1), *(("H, by ffn_multiplier", 256, int(x)) for x in ratio[:4]),
             ("promises", 256, int(ratio[4])), ("eps between 0 and 1", 257, int(ratio[1])),
-            ("a theta above 1", 258, int(ratio[0])), ("a Llama 2.1; expected a Llama 3", 10, 2),
+            ("a theta above 1", 258, int(ratio[0])), ("a scaling of RoPE", 9, -1), ("C of at most 8,192", 7, 96 * 96),
+            ("a Llama 2.1; expected a Llama 3", 10, 2),
             ("ln1b is not zero", bias, 1), ("truncated", 3, 332), ("truncated", 0, 20240803, 1500),
             ("too long", 3, 330), ("version 4", 1, 4)):
         changed = whole.copy()

@@ -1,7 +1,7 @@
 """Text to Llama 3's tokens, in llm.c's files for them, which the trainers read.
 
     python dev/llama3/tokens.py --tokenizer tokenizer.json             # downloads tinyshakespeare, 1.1 MB
-    python dev/llama3/tokens.py --input book.txt --name book_llama     # data/book_llama/book_llama_{train,val}.bin
+    python dev/llama3/tokens.py --input book.txt                       # data/book_llama/book_llama_{train,val}.bin
 
 The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json, or Meta's tokenizer.model. Without --tokenizer
 it is the one in the current folder, and without that GPT-2's. The text is split into documents as by
@@ -11,12 +11,13 @@ then the tokens as uint32.
 import base64
 import functools
 import json
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from prepro_tinyshakespeare import (END_OF_TEXT, FLAGS, LLAMA_TOKEN_FILE, PRINTING, UserError, gpt2_encoding,
-                                    parse_flags, prepare, read_text, run, words_of)
+                                    parse_flags, prepare, read_text, run, vocabulary as gpt2_vocabulary, words_of)
 
 BEGIN_OF_TEXT = "<|begin_of_text|>"
 # How Llama 3 cuts a text into the pieces that become tokens each on its own; a tokenizer.json says it by itself.
@@ -51,20 +52,26 @@ def read_json(path):
     return pattern, ids, special
 
 
+def tokenizer_here():
+    """The name of a tokenizer in the current folder, or None."""
+    return next(filter(os.path.exists, ("tokenizer.json", "tokenizer.model")), None)
+
+
 @functools.cache
 def encoding(path=None):
     """tiktoken's Encoding of a tokenizer.json or tokenizer.model: of the one in the current folder without a path, and
     GPT-2's if there is none. Raises UserError."""
-    found = [name for name in ("tokenizer.json", "tokenizer.model") if Path(name).exists()]
-    if not path and not found:
+    path = path or tokenizer_here()
+    if not path:
         return gpt2_encoding()
-    import tiktoken
-
-    path = Path(path or found[0])
+    path = Path(path)
     try:
+        import tiktoken
         pattern, ids, special = (read_json if path.suffix == ".json" else read_model)(path)
     except OSError as e:
         raise UserError(f"{path}: could not be read ({e.strerror}); a tokenizer comes with Llama's weights") from None
+    except ImportError as e:
+        raise UserError(f"{path} needs tiktoken ({e}): pip install -r requirements.txt") from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise UserError(f"{path}: expected Llama 3's tokenizer.json or tokenizer.model") from None
     missing = [b for b in range(256) if bytes([b]) not in ids]
@@ -80,15 +87,15 @@ def border(encoding):
 
 
 def vocabulary(path=None):
-    """{token id: its bytes} of encoding(path)."""
-    return words_of(encoding(path))
+    """{token id: its bytes} of encoding(path), or without a tokenizer of what GPT-2's samples are decoded by."""
+    return words_of(encoding(path)) if path or tokenizer_here() else gpt2_vocabulary()
 
 
 def main():
     flags = parse_flags(__doc__, [(None, "--tokenizer", str, None, "tokenizer.json or tokenizer.model"), *FLAGS])
-    words = encoding(flags.tokenizer)
     text, name = read_text(flags)
-    name = name or "tinyshakespeare_llama"
+    words = encoding(flags.tokenizer)
+    name = flags.name or f"{name or 'tinyshakespeare'}_llama"  # prepro_tinyshakespeare.py has the name without it
     print(f"tokenizer    | {words.name}: {words.n_vocab:,} tokens")
     prepare(text, words, Path(f"data/{name}/{name}_{{}}.bin"), LLAMA_TOKEN_FILE, border(words))
 

@@ -1,7 +1,12 @@
 """Train Llama 3 from raw kernels.
 
-    python dev/llama3/train_llama3.py                     # a small one, from scratch, on GPT-2's tokens
-    python dev/llama3/train_llama3.py -e llama3.2_1B.bin  # Meta's, which dev/convert.py makes from Hugging Face's files
+    python dev/llama3/train_llama3.py    # a small one, from scratch, on GPT-2's tokens
+
+or, from Meta's weights and in Llama's tokens,
+
+    python dev/convert.py meta-llama/Llama-3.2-1B llama3.2_1B.bin
+    python dev/llama3/tokens.py --tokenizer tokenizer.json --input book.txt
+    python dev/llama3/train_llama3.py -e llama3.2_1B.bin -i data/book_llama/book_llama_train.bin
 
 Read train_gpt2.py first. The devices, the loop, the update, the files, the flags are all its own, and here is what is
 different in a Llama 3 (Grattafiori et al. 2024, section 3.2), with llama3.cu beside it:
@@ -10,7 +15,7 @@ different in a Llama 3 (Grattafiori et al. 2024, section 3.2), with llama3.cu be
     no biases          Linear layers have none.
     RoPE               A token's position is not added to it. It turns the pairs of channels of queries and keys.
     grouped queries    The NH heads of queries share NKV heads of keys and values.
-    SwiGLU             Half of the MLP's hidden channels, through SiLU, are gates for the other half.
+    SwiGLU             The MLP makes two products of its input, up and gate. Its hidden channels are up * silu(gate).
     the head           Large models have a weight of their own for the logits, lm_head. Small ones use wte.
 
 Two more letters: NKV, the heads of keys and of values, and H, the hidden channels of the MLP.
@@ -24,8 +29,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from prepro_tinyshakespeare import (EOT, HEADER_BYTES, FileKind, UserError, check_size, decode, make_header,  # noqa: E402
-                                    read_header, run, to_float)
+from prepro_tinyshakespeare import (EOT, HEADER_BYTES, LLAMA_TOKEN_FILE, TOKEN_FILES, FileKind,  # noqa: E402
+                                    UserError, check_size, data_paths, decode, make_header, read_header, run,
+                                    to_float)
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
@@ -34,10 +40,10 @@ from train_gpt2 import GPT2, PARTIAL_ROWS, Config, Row, logit_rows, main, read_p
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
 
-SIZES = {  # Meta's models that this file can train, by their descriptors
-    "llama3.1:8B": dict(L=32, NH=32, NKV=8, C=4096, ffn_multiplier=1.3, minor=1, tied=False),
-    "llama3.2:3B": dict(L=28, NH=24, NKV=8, C=3072, ffn_multiplier=1.0),
-    "llama3.2:1B": dict(L=16, NH=32, NKV=8, C=2048, ffn_multiplier=1.4),
+META = {  # Meta's models, by their descriptors
+    "llama3.1:8B": dict(L=32, NH=32, NKV=8, C=4096, ffn_multiplier=1.3, scaled=1, minor=1, tied=False),
+    "llama3.2:3B": dict(L=28, NH=24, NKV=8, C=3072, ffn_multiplier=1.0, scaled=32),
+    "llama3.2:1B": dict(L=16, NH=32, NKV=8, C=2048, ffn_multiplier=1.4, scaled=32),
 }
 BEGIN_OF_TEXT = 128000  # stands between two texts in Llama's vocabulary of 128,256 words, as EOT in GPT-2's
 
@@ -50,14 +56,15 @@ class Config3(Config):
     multiple_of: int = 256  # H is rounded up to a multiple of it
     ffn_multiplier: float = 1.0
     eps: float = 1e-5  # under RMSNorm's root
-    theta: float = 500000.0  # RoPE's slowest pair of channels takes about 2 pi theta tokens to turn once
-    scaled: int = 0  # whether RoPE is stretched for long texts, as from Llama 3.1 on
+    theta: float = 500000.0  # the larger, the slower RoPE's slow pairs of channels turn
+    scaled: int = 0  # 1: RoPE's slow pairs are 8 times as slow, for long texts, as in Llama 3.1; n > 1: n times
     minor: int = 2  # of Llama 3.1 or 3.2
     tied: bool = True  # the head's weight is wte
 
     FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/convert.py makes one from Hugging Face's files")
     SOURCES = (*Config.SOURCES, HERE / "llama3.cu")
     MODELS = ("llama3.2_1B.bin", "llama3:d12", "llama3:d3")
+    DESCRIPTORS = f"{', '.join(META)}, or llama3:d12 and the like"
     PADDED = ("wte", "lm_head")
     EOT = property(lambda self: BEGIN_OF_TEXT if self.V > BEGIN_OF_TEXT else EOT)
     longest = math.inf
@@ -67,32 +74,38 @@ class Config3(Config):
 
     @property
     def H(self):
-        """The MLP's hidden channels: two thirds of GPT-2's 4C, since it has three matrices, and not two."""
+        """The MLP's hidden channels: two thirds of GPT-2's 4C, times ffn_multiplier, rounded up. With three matrices,
+        not two, two thirds make as many weights."""
         return -(-int(self.ffn_multiplier * int(2 * 4 * self.C / 3)) // self.multiple_of) * self.multiple_of
 
     @property
-    def qkv(self):
+    def factor(self):
+        """How many times as slow RoPE's slow pairs are."""
+        return {0: 1, 1: 8}.get(self.scaled, self.scaled)
+
+    @property
+    def QKV(self):
         """The channels of a token's queries, keys and values."""
         return (self.NH + 2 * self.NKV) * (self.C // self.NH)
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of one of SIZES; or, for "llama3:dN", of GPT-2's depth N and words, tied, with a third as many
-        key-value heads as heads, or fewer, as divides them. Raises UserError."""
-        if descriptor in SIZES:
-            return cls(V=128256, multiple_of=1024, scaled=1, **SIZES[descriptor])
+        """The config of one of META. Or, for "llama3:dN" or "dN", a tied model of the sizes and the words of GPT-2's
+        depth N; its key-value heads divide the heads and are at most a third of them. Raises UserError."""
+        if descriptor in META:
+            return cls(V=128256, multiple_of=1024, **META[descriptor])
         if not re.fullmatch(r"(llama3:)?d[1-9]\d{0,2}", descriptor):
-            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor, which is {', '.join(SIZES)}, or "
-                            "llama3:d1 to llama3:d999, such as llama3:d12")
+            raise UserError(f"-e {descriptor}: expected a checkpoint, or {cls.DESCRIPTORS}")
         c = Config.from_descriptor(descriptor.removeprefix("llama3:"))
         NKV = max(n for n in range(1, 1 + max(1, c.NH // 3)) if c.NH % n == 0)
         return cls(L=c.L, NH=c.NH, C=c.C, NKV=NKV)
 
     @classmethod
     def from_file(cls, path):
-        """The config of a checkpoint, after checking all but the weights. It is tied if its head is its embeddings
-        again. There are two formats: that of llm.c's branch llama3, which has a second header of floats, and that of
-        its master, where each is cut off to a whole number. There eps is taken to be Llama's. Raises UserError."""
+        """The config of a checkpoint, after checking its sizes, and that its biases are zeros. It is tied if its head
+        is its embeddings again. There are two formats: that of llm.c's branch llama3, which has a second header of
+        floats, and that of its master, where each float is cut off to a whole number. There eps is taken to be Llama's.
+        Raises UserError."""
         header = read_header(path, cls.FILE)
         maxT, V, L, NH, NKV, C = header[2:8]
         cut_off = whole_numbers_only(header)
@@ -105,7 +118,8 @@ class Config3(Config):
             if floats.size < 256:
                 raise UserError(f"{path}: truncated within its second header: {cls.FILE.remedy}")
             multiplier, eps, theta = (float(str(x)) for x in floats[:3])  # 1.3, not fp32's 1.29999995
-        c = cls(maxT, V, L, NH, C, 0, NKV, multiple_of, multiplier, eps, theta, scaled, minor, tied=False)
+        c = cls(maxT=maxT, V=V, L=L, NH=NH, C=C, NKV=NKV, multiple_of=multiple_of, ffn_multiplier=multiplier, eps=eps,
+                theta=theta, scaled=scaled, minor=minor, tied=False)
         c.check(path)
         if major != 3:
             raise UserError(f"{path}: a Llama {major}.{minor}; expected a Llama 3")
@@ -122,12 +136,23 @@ class Config3(Config):
         return dataclasses.replace(c, tied=np.array_equal(tensors["wte"], tensors["lm_head"]))
 
     def check(self, path):
-        HS, positive = self.C // max(1, self.NH), self.multiple_of > 0 and 0 < self.ffn_multiplier < 100
+        HS, has_mlp = self.C // max(1, self.NH), self.multiple_of > 0 and 0 < self.ffn_multiplier < 100
         super().check(path, (
             (self.NKV > 0 and self.NH % self.NKV == 0, "NH to be divisible by NKV"),
             (HS % 2 == 0, "heads of an even number of channels, which RoPE turns in pairs"),
-            (positive and self.H % 8 == 0, "H, by ffn_multiplier and multiple_of, to be a multiple of 8"),
+            (has_mlp and self.H % 8 == 0, "H, by ffn_multiplier and multiple_of, to be a multiple of 8"),
+            (self.C <= 8192, "C of at most 8,192"), (0 <= self.scaled < 2**16, "a scaling of RoPE from 0 to 65,535"),
             (0 < self.eps < 1 and 1 < self.theta < math.inf, "eps between 0 and 1, and a theta above 1")))
+
+    def data_paths(self, train, val):
+        """As prepro_tinyshakespeare.data_paths. A damaged tokenizer is refused here, and not at the first sample."""
+        paths = data_paths(train, val)
+        if self.EOT == BEGIN_OF_TEXT:
+            vocabulary()
+            if read_header(paths[0], *TOKEN_FILES)[0] != LLAMA_TOKEN_FILE.magic:
+                print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for which "
+                      "dev/llama3/tokens.py writes token files")
+        return paths
 
     def headers(self, version):
         floats = np.zeros(256, "<f4")
@@ -141,11 +166,11 @@ class Config3(Config):
         each, C, H = dict(dtype=real, layers=self.L), self.C, self.H
         words, final = (self.V, C), Row("lnfw", (C,), real)
         if header and whole_numbers_only(header):
-            return [Row("wte", words, real), Row("ln1w", (C,), **each), Row("qkvw", (self.qkv, C), **each),
+            return [Row("wte", words, real), Row("ln1w", (C,), **each), Row("qkvw", (self.QKV, C), **each),
                     Row("attprojw", (C, C), **each), Row("ln2w", (C,), **each), Row("upw", (H, C), **each),
                     Row("gatew", (H, C), **each), Row("fcprojw", (C, H), **each), final, Row("lm_head", words, real)]
         table = [Row("wte", words, real), Row("lm_head", words, real)]
-        for name, *shape in (("ln1", C), ("qkv", self.qkv, C), ("attproj", C, C), ("ln2", C), ("fc", 2 * H, C),
+        for name, *shape in (("ln1", C), ("qkv", self.QKV, C), ("attproj", C, C), ("ln2", C), ("fc", 2 * H, C),
                              ("fcproj", C, H)):
             table += [Row(f"{name}w", tuple(shape), **each), Row(f"{name}b", tuple(shape[:1]), **each)]
         return [*table, final, Row("lnfb", (C,), real)]
@@ -157,10 +182,10 @@ class Config3(Config):
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
         head = [] if self.tied else [Row("lm_head", (self.Vp, C), **once, **weight)]
         return [
-            Row("wte", (self.Vp, C), **once, **weight | dict(matrix=self.tied)),  # token embeddings
+            Row("wte", (self.Vp, C), **once, **weight | dict(matrix=self.tied)),  # a product sets its gradient if tied
             *head,  # what makes logits of channels
             Row("ln1w", (C,), **each, mean=1.0),
-            Row("qkvw", (self.qkv, C), **each, **weight),
+            Row("qkvw", (self.QKV, C), **each, **weight),
             Row("attprojw", (C, C), **each, **residual),
             Row("ln2w", (C,), **each, mean=1.0),
             Row("fcw", (2 * H, C), **each, **weight),  # up, and below it gate
@@ -179,13 +204,13 @@ class Config3(Config):
             Row("ln1_inp", (N, C), real, L),  # what ln1 normalises: a copy of the stream as the layer finds it
             Row("ln1_rstd", (N,), layers=L),
             Row("ln1", (N, C), real, kept),
-            Row("qkv", (N, self.qkv), real, L),  # queries of NH heads, keys and values of NKV heads; turned by RoPE
+            Row("qkv", (N, self.QKV), real, L),  # queries of NH heads, keys of NKV heads, both after RoPE; their values
             Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
             Row("atty", (N, C), real, L),  # attention's output
             Row("ln2_inp", (N, C), real, L),  # a copy of the stream after attention
             Row("ln2_rstd", (N,), layers=L),
             Row("ln2", (N, C), real, kept),
-            Row("fch", (N, 2 * H), real, kept),  # the MLP's hidden channels, up and gate
+            Row("fch", (N, 2 * H), real, kept),  # up and gate, H channels each
             Row("fch_swiglu", (N, H), real, kept),  # up * silu(gate)
             Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
             Row("lnf_rstd", (N,)),
@@ -201,7 +226,7 @@ class Config3(Config):
             Row("dresidual", (N, C), real),  # of the residual stream, all the way down
             Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
             Row("dswiglu", (N, self.H), real),
-            Row("dqkv", (N, self.qkv), real),
+            Row("dqkv", (N, self.QKV), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
             Row("partials", (PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward
         ]
@@ -275,9 +300,9 @@ class Llama3(GPT2):
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)
-        self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # -> (N,(NH+2NKV)HS)
-        self.rope("rope_backward", d.dqkv)
+        self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)  # -> (N,NH*HS), dq
+        self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # -> (N,2NKV*HS), dk and dv
+        self.rope("rope_backward", d.dqkv)  # dq and dk, in place
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # -> ((NH+2NKV)HS,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,(NH+2NKV)HS) @ ((NH+2NKV)HS,C) -> (N,C)
         self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)  # dx += (N,C)
@@ -296,15 +321,16 @@ class Llama3(GPT2):
         device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
 
     def rope(self, kernel, qkv):
-        """Turn the queries and keys of qkv (N,(NH+2NKV)HS), or their gradients back. A pair is two neighbours."""
-        c, N = self.config, len(qkv)
+        """Turn the queries and keys of qkv (N,(NH+2NKV)HS), or their gradients back. The two channels of a pair are
+        neighbours, as in a checkpoint; dev/convert.py reorders Hugging Face's, which are not."""
+        c, N, half = self.config, len(qkv), 0
         heads = c.NH + c.NKV
-        self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.shape[1], heads, c.qkv, 0)
+        self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.shape[1], heads, c.QKV, half)
 
     def embedding_forward(self):
-        """Where the stream begins: x = wte[token]. Positions come with RoPE, whose table takes microseconds to make."""
+        """Where the stream begins: x = wte[token]. RoPE's table is made anew, for this T: that takes microseconds."""
         c, (_, T), (N, C), a = self.config, self.shape, self.acts.residual.shape, self.acts
-        self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.scaled, T)  # -> (T,HS)
+        self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # -> (T,HS)
         self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, self.params.wte, None, N, T, C)
 
     def embedding_backward(self):
