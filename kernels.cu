@@ -116,7 +116,7 @@ constexpr float LOG2_E = 1.442695041f;
 __device__ __forceinline__ float exponential(float x) { return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x); }
 
 // Pack<n> is n neighbours of an array, in registers, as fp32. load and store move up to 16 bytes at a time, the most
-// that one instruction can. Every row starts at a multiple of 16 bytes, since C is a multiple of 32.
+// that one instruction can. Rows of C numbers start at a multiple of 16 bytes, since C is a multiple of 32.
 template <int n>
 struct Pack {
     float x[n];
@@ -546,7 +546,7 @@ struct Part {
     int first;             // the block's first row, counted from the head's first
     int warp;              // its warp's first row, counted from the block's first: a row of the block's own tile
     int group;             // the first row of its warp's group, counted from the head's first
-    size_t queries, keys;  // where the query head, or the first of the group, and its key head begin in qkv and dqkv
+    size_t queries, keys;  // where the query head, or the first that shares the keys, and the key head begin in qkv
     size_t out, lse;       // where the same query head begins in out and dout, in lse and delta
 };
 
@@ -753,15 +753,11 @@ __device__ __forceinline__ void tiles_fence() { asm volatile("fence.proxy.async.
 template <int columns>
 __device__ __forceinline__ void multiply_transposed(float (&d)[1][columns / 8][4], const real* own, const Part& part,
                                                     const real* right) {
+    static_assert(columns == 64, "one wgmma has 64 columns");
     unsigned a = place_of(own + (part.group - part.first) * HP), b = place_of(right);
     products_start(d);
 #pragma unroll
-    for (int c = 0; c < HP; c += 16)
-#pragma unroll
-        for (int n = 0; n < columns; n += 64) {
-            int of_c = (c / 64 * 512 + c % 64) / W;
-            wgmma(d[0] + n / 8, describe(a + of_c), describe(b + of_c + n * HP / W), c > 0);
-        }
+    for (int c = 0; c < HP; c += 16) wgmma(d[0], describe(a + at(0, c) / W), describe(b + at(0, c) / W), c > 0);
     products_end();
 }
 
@@ -980,7 +976,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
-    auto load_stage = [&](int stage, int head, int query) {  // the group's query heads are 0, 1, ...
+    auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
         load_tile<TILE>(queries(stage), qkv + part.queries + head * HS, stride, query, T);
         load_tile<TILE>(douts(stage), dout + part.out + head * HS, NH * HS, query, T);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
@@ -1118,8 +1114,9 @@ __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ 
 // classify_rows, W logits at a time if the padded rows allow it, with room for so many logits in shared memory. One
 // pass alone needs none of it. Items: blocks.
 BLOCK(1024, 1)
-extern "C" __global__ void fused_classifier(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
-                                            float dloss, int N, int V, int Vp, int with_gradient, int room) {
+extern "C" __global__ void __launch_bounds__(1024, 2) fused_classifier(
+    real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N, int V, int Vp,
+    int with_gradient, int room) {
     if (Vp % W > 0) classify_rows<1, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient, 0);
     else if (room >= 2 * Vp) classify_rows<W, true>(logits, losses, targets, dloss, N, V, Vp, with_gradient, Vp);
     else classify_rows<W, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient,

@@ -877,7 +877,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
-    (None, "--recompute", SWITCH, 0, "1: compute layernorms and GELUs again: less memory, somewhat slower"),
+    (None, "--recompute", SWITCH, 0, "1: compute norms and what is inside of the MLP again: less memory, slower"),
     (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
 ]
 
@@ -1009,8 +1009,8 @@ class FastCuda(Cuda):
             epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
         elif self.fused_gelu and dgelu_at is not None:
             epilogue, aux = self.TIMES_DGELU, dgelu_at
-        product = str((out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue))
-        key = product, *(x if x is None else x.data.ptr for x in (bias, aux))
+        product = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue
+        key = product, accumulate, *(x if x is None else x.data.ptr for x in (bias, aux))
         if key not in self.plans:
             plan = self.describe(epilogue, result, a, b, bias, aux)
             self.plans[key] = plan, self.choose(product, plan, accumulate, result, a, b)
@@ -1022,8 +1022,9 @@ class FastCuda(Cuda):
         """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is
         saved, so that later runs add up in the same order: the same seed, the same bits. What adds to out cannot be
         timed: it takes what was chosen for a product of these shapes that sets out, or the first that is offered."""
-        if product in self.choices:
-            return np.array(self.choices[product], np.uint64)
+        known = self.choices.get(str((*product, accumulate))) or self.choices.get(str((*product, False)))
+        if known:
+            return np.array(known, np.uint64)
 
         preference = self.create("MatmulPreference", attributes=(
             (1, ctypes.c_size_t(self.WORKSPACE)), (3, ctypes.c_uint32(2)),  # a sum in several parts is added up in fp32
@@ -1034,13 +1035,11 @@ class FastCuda(Cuda):
         self.call("MatmulPreferenceDestroy", preference)
         if not found.value:
             raise UserError(f"cuBLASLt has no algorithm for a product {product}; --plain 1 does without it")
-        if accumulate:
-            return algorithms[0]
         thrice = lambda algorithm: [self.multiply(plan, algorithm, False, out, a, b) for _ in range(3)]
         times = [self.cupyx.profiler.benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
-                 for algorithm in algorithms[: found.value]]
-        best = algorithms[int(np.argmin(times))]
-        self.choices[product] = best[:8].tolist()
+                 for algorithm in algorithms[: found.value] if not accumulate]
+        best = algorithms[int(np.argmin(times or [0]))]
+        self.choices[str((*product, accumulate))] = best[:8].tolist()
         write_cache(self.cache, self.choices)
         return best
 

@@ -6,9 +6,10 @@
 There is a table for each dtype, with a row for each kernel: registers of a thread and bytes of static shared memory, on
 each GPU, for heads of 64 channels. Four things are errors, and make the exit status 1: a warning of the compiler, a
 kernel that spills more than a few registers to memory, one that needs so many registers that no block of it can be
-launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels and Llama 3's kernels are compiled
-by the same rules for sm_90a, where attention has code of its own for them, and for the last GPU named; and for that the
-kernel lab's files once more, whose naive versions may spill.
+launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels with Llama 3's kernels, and those of
+a model of 4,096 channels, are compiled by the same rules for sm_90a, where attention has code of its own for such
+heads, and for the last GPU named. GPT-2's layernorms, which Llama does not use, may spill there, and so may the naive
+versions in the kernel lab's files, which are compiled for the last GPU alone.
 """
 import re
 import sys
@@ -26,13 +27,13 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) by
                    r"(?:.*?(\d+) bytes smem)?")
 SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
-SMALL, LARGE_HEADS = Config(C=768, NH=12), Config(C=1024, NH=8)
+SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA = TOP / "dev/llama3/llama3.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 faults = []
 
 
-def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED):
+def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a.
     Notes the faults that it finds."""
     sources = [*c.SOURCES, *beside]
@@ -49,7 +50,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED):
     for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
         report[name] = int(registers), int(shared or 0)
-        if int(stores) + int(loads) > spilled:
+        if int(stores) + int(loads) > spilled and not (unused and unused in name):
             faults.append(f"{where}: {name} spills {int(stores) + int(loads)} bytes")
         # A kernel that is launched with more threads than its BLOCK says has __launch_bounds__, which ptxas keeps to.
         if int(registers) * kernels[name].threads > REGISTERS:
@@ -67,6 +68,7 @@ def main():
             print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
         for gpu in {"sm_90a"}.intersection(gpus) | {gpus[-1]}:
             compile_for(gpu, dtype, LARGE_HEADS, [LLAMA])
+            compile_for(gpu, dtype, LARGE_MODEL, [LLAMA], unused="layernorm")
         compile_for(gpus[-1], dtype, SMALL, LAB, spilled=2**20)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)

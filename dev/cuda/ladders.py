@@ -739,7 +739,7 @@ def rmsnorm_backward_in_registers(device, a):
 
 def trainers_rmsnorm_backward(device, a):
     device.launch("rmsnorm_backward", a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N,
-                  shared=2 * 3 * 8192 * a.itemsize)
+                  shared=96 * 1024)
     device.launch("add_partials", a.C, a.dweight, None, None, a.partials, a.blocks, a.C)
 
 

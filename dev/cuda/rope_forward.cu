@@ -1,4 +1,4 @@
-// Rotary position embedding (Su et al. 2021, section 3.4.2), in place: in each of the N rows of qkv (N,row), which has
+// Rotary position embedding (Su et al. 2021, section 3.2.2), in place: in each of the N rows of qkv (N,row), which has
 // `row` numbers, the first `heads` heads of HS channels, those of queries and keys, are turned pair by pair. Pair i of
 // position t turns by the angle t / theta^(2i/HS). A pair is two neighbours (2i, 2i+1), as Meta stores them, or with
 // `half` (i, i + HS/2), as Hugging Face does.

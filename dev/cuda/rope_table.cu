@@ -1,6 +1,6 @@
 // table (T,HS) of rotary position embedding: at 2i the cosine and at 2i + 1 the sine of t / theta^(2i/HS). The power is
 // rounded to fp32, as PyTorch does, but it must be right to the last bit: at position 8,000 another one would turn a pair
-// by 0.0005. So it is computed in double precision, which costs as much as ten sines.
+// by 0.0005. So it is computed in double precision, which is dear.
 
 // A thread a pair.
 BLOCK(128, threads)

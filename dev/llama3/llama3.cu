@@ -10,7 +10,7 @@ C is at most 8,192, and HS even. A row of qkv has NH query heads, then NKV key h
 
 // ---- residual stream and RMSNorm (Zhang and Sennrich 2019, section 4) ----
 
-// A block of 8 warps works on 8,192 numbers at a time, 32 a lane, which registers can hold. So a row of up to 1,024
+// A block of 8 warps works on up to 8,192 numbers at a time, up to 32 a lane, which registers can hold. So a row of up to 1,024
 // channels is one warp's, and a longer one is that of 2, 4 or 8. Of a row's lanes, lane i has packs i, i + ROW_LANES,
 // ... of n columns each. EACH_ROW_PACK goes over them: pack k begins at column c.
 constexpr int ROW_WARPS = CHANNELS <= 1024 ? 1 : CHANNELS <= 2048 ? 2 : CHANNELS <= 4096 ? 4 : 8;
@@ -94,9 +94,10 @@ extern "C" __global__ void rmsnorm_again(real* __restrict__ out, const real* __r
 //   dresidual (N,C) += rstd * (dnorm - norm * average(dnorm * norm))
 //   partials (gridDim.x, C) = of each block's rows the sum of dout * norm, for add_partials to add to dweight
 // As in layernorm_backward, a lane keeps the sums of its columns in registers, and copies bring its next row into shared
-// memory (rows at once, 2 stages, 3, C) while it works on one. So 48 KB in bf16, and 96 in fp32, are on their way to
-// each block at all times. Items: blocks, two for each multiprocessor or fewer. Each is given shared memory for
-// 2 * 3 * 8,192 numbers, whatever C is.
+// memory (rows at once, STAGES, 3, C). In bf16 that is on its way while the block works on one. In fp32 there is room
+// for one row, and the other block of the multiprocessor works while this one waits for its next. Items: blocks, two for
+// each multiprocessor or fewer. Each is given 96 KiB of shared memory, whatever C and real are.
+constexpr int STAGES = sizeof(real) == 2 ? 2 : 1;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
     real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
     int own = threadIdx.x / ROW_LANES;  // of the rows at once
-    real* rows = shared + own * 2 * 3 * C;
+    real* rows = shared + own * STAGES * 3 * C;
     auto load_row = [&](int stage, int row) {
         real* to = rows + stage * 3 * C;
         size_t start = (size_t)row * C;
@@ -123,10 +124,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
     for (int turn = 0; first < N; first += step, turn++) {
         int row = first + own, next = row + step;
         float s = next_rstd, sum = 0.0f;
-        load_row((turn + 1) % 2, next);
         if (next < N) next_rstd = rstd[next];
-        copies_arrive<1>();
-        const real *x = rows + turn % 2 * 3 * C, *dy = x + C, *dx = dy + C;
+        if (STAGES == 2) load_row((turn + 1) % 2, next);
+        copies_arrive<STAGES - 1>();
+        const real *x = rows + turn % STAGES * 3 * C, *dy = x + C, *dx = dy + C;
         if (row < N)
             EACH_ROW_PACK(W) {
                 Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
@@ -143,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
                 }
                 store(dresidual + (size_t)row * C + c, g);
             }
+        if (STAGES == 1) load_row(0, next);
     }
     __syncthreads();
     float* of_row = reinterpret_cast<float*>(shared);  // (rows at once, C), where the rows were
@@ -155,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
     }
 }
 
-// ---- rotary position embedding (Su et al. 2021, section 3.4.2) ----
+// ---- rotary position embedding (Su et al. 2021, section 3.2.2) ----
 
 // The radians that pair i of a head turns by from one token to the next, theta^(-2i/HS), rounded as PyTorch does: at
 // token 8,000, another last bit would turn a pair by 0.0005. A factor above 1 is Llama 3.1's way from 8,192 to
@@ -168,8 +170,8 @@ __device__ __forceinline__ float frequency_of_pair(int i, float theta, float fac
     return turns < 1.0f ? frequency / factor : (1.0f - kept) * frequency / factor + kept * frequency;
 }
 
-// table (T,HS) = at 2i the cosine and at 2i + 1 the sine of t * frequency_of_pair(i). A power in double precision costs
-// as much as ten sines, so a block computes those of all pairs once. Items: T*HS/2 pairs.
+// table (T,HS) = at 2i the cosine and at 2i + 1 the sine of t * frequency_of_pair(i). A power in double precision is
+// dear, so a block computes those of all pairs once. Items: T*HS/2 pairs.
 BLOCK(256, 4 * threads)
 extern "C" __global__ void rope_table(float* __restrict__ table, float theta, float factor, int T) {
     constexpr int pairs = HS / 2;

@@ -304,6 +304,7 @@ def bad_files(device_name, folder):
         changed[index] = number
         path.write_bytes(changed.tobytes()[: cut[0] if cut else None])
         check_refusal(f"file with {number} at {index}", wish, Config3.from_file, path)
+    check_refusal("descriptor", "llama3:d400: .* C of at most 8,192", Config3.from_descriptor, "llama3:d400")
     for name in ("llama3:d0", "llama3.1:70B", "gpt2"):
         check_refusal("descriptor", f"-e {name}: expected .*llama3.2:1B.*llama3:d12", Config3.from_descriptor, name)
 

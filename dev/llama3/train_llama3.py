@@ -98,7 +98,9 @@ class Config3(Config):
             raise UserError(f"-e {descriptor}: expected a checkpoint, or {cls.DESCRIPTORS}")
         c = Config.from_descriptor(descriptor.removeprefix("llama3:"))
         NKV = max(n for n in range(1, 1 + max(1, c.NH // 3)) if c.NH % n == 0)
-        return cls(L=c.L, NH=c.NH, C=c.C, NKV=NKV)
+        c = cls(L=c.L, NH=c.NH, C=c.C, NKV=NKV)
+        c.check(descriptor)
+        return c
 
     @classmethod
     def from_file(cls, path):
@@ -241,8 +243,8 @@ def whole_numbers_only(header):
 
 
 def rmsnorm_backward_launch(device, N):
-    """(blocks, bytes of shared memory): two blocks on each multiprocessor, as the comment over the kernel says."""
-    return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), 2 * 3 * 8192 * np.dtype(device.real).itemsize
+    """(blocks, bytes of shared memory): two blocks on each multiprocessor, or fewer. The kernel's comment says why."""
+    return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), 96 * 1024
 
 
 class Llama3(GPT2):
