@@ -33,7 +33,7 @@ DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
 SHARD_BYTES = 5 * 10**9  # the most that a file of a folder holds, unless one tensor is more
 CHUNK = 2**24  # numbers that are converted at a time
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # RoPE's
-END_OF_TEXT = {50257: (50256, 50256), 128256: (128000, 128001)}  # V: the tokens before and after a text
+TEXT_IDS = {50257: (50256, 50256), 128256: (128000, 128001)}  # V: the tokens before and after a text
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = {  # a checkpoint's tensors, and the folder's whose rows they hold one after the other; {}: the layer
     "wte": [EMBEDDING],
@@ -265,7 +265,7 @@ def checkpoint_to_folder(path, folder, dtype=None):
         files = ["model.safetensors"]
     for file, tensors in zip(files, shards):
         write_safetensors(folder / file, tensors, dtype, c.C // c.NH)
-    begin, end = END_OF_TEXT.get(c.V, (None, None))
+    begin, end = TEXT_IDS.get(c.V, (None, None))
     objects = {"config.json": {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "torch_dtype": "bfloat16" if dtype == BF16 else "float32",

@@ -45,7 +45,7 @@ META = {  # Meta's models, by their descriptors
     "llama3.2:3B": dict(L=28, NH=24, NKV=8, C=3072, ffn_multiplier=1.0, scaled=32),
     "llama3.2:1B": dict(L=16, NH=32, NKV=8, C=2048, ffn_multiplier=1.4, scaled=32),
 }
-BEGIN_OF_TEXT = 128000  # stands between two texts in Llama's vocabulary of 128,256 words, as EOT in GPT-2's
+BEGIN_ID = 128000  # stands between two texts in Llama's vocabulary of 128,256 words, as EOT in GPT-2's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Config3(Config):
     MODELS = ("llama3.2_1B.bin", "llama3:d12", "llama3:d3")
     DESCRIPTORS = f"{', '.join(META)}, or llama3:d12 and the like"
     PADDED = ("wte", "lm_head")
-    EOT = property(lambda self: BEGIN_OF_TEXT if self.V > BEGIN_OF_TEXT else EOT)
+    EOT = property(lambda self: BEGIN_ID if self.V > BEGIN_ID else EOT)
     longest = math.inf
 
     def __post_init__(self):
@@ -149,7 +149,7 @@ class Config3(Config):
     def data_paths(self, train, val):
         """As prepro_tinyshakespeare.data_paths. A damaged tokenizer is refused here, and not at the first sample."""
         paths = data_paths(train, val)
-        if self.EOT == BEGIN_OF_TEXT:
+        if self.EOT == BEGIN_ID:
             vocabulary()
             if read_header(paths[0], *TOKEN_FILES)[0] != LLAMA_TOKEN_FILE.magic:
                 print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for which "
@@ -260,7 +260,7 @@ class Llama3(GPT2):
 
     def decode(self, tokens):
         """The text of token ids, by the tokenizer in the current folder if their vocabulary is Llama's."""
-        return decode(tokens, vocabulary() if self.config.EOT == BEGIN_OF_TEXT else None)
+        return decode(tokens, vocabulary() if self.config.EOT == BEGIN_ID else None)
 
     def layer_forward(self, l):
         """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""
