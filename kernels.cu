@@ -1113,8 +1113,13 @@ __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ 
 
 // classify_rows, W logits at a time if the padded rows allow it, with room for so many logits in shared memory. One
 // pass alone needs none of it. Items: blocks.
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
+constexpr int CLASSIFIER_BLOCKS = 2;  // of 1,024 threads; the multiprocessors of other GPUs have 1,536
+#else
+constexpr int CLASSIFIER_BLOCKS = 1;
+#endif
 BLOCK(1024, 1)
-extern "C" __global__ void __launch_bounds__(1024, 2) fused_classifier(
+extern "C" __global__ void __launch_bounds__(1024, CLASSIFIER_BLOCKS) fused_classifier(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N, int V, int Vp,
     int with_gradient, int room) {
     if (Vp % W > 0) classify_rows<1, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient, 0);
