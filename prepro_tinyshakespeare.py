@@ -138,14 +138,15 @@ def write_cache(name, values):
 
 
 def open_log(folder):
-    """folder/main.log, to add lines to, or, without a folder, a file that forgets them. Raises UserError.
+    """folder/main.log, begun anew, or, without a folder, a file that forgets its lines. Raises UserError.
 
-    The lines are llm.c's: s is the step, trl a training loss, tel a validation loss.
+    The lines are llm.c's: s is the step, from 0; trl a training loss; lr the learning rate; norm the gradient's; tel a
+    validation loss.
     """
     path = Path(folder) / "main.log" if folder else Path(os.devnull)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "a", buffering=1)
+        return open(path, "w", buffering=1)
     except OSError as e:
         raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
                         "give -o a folder that can be") from None
@@ -317,13 +318,23 @@ def write_tokens(path, tokens, kind=TOKEN_FILE):
     replace_file(path, [make_header(kind, kind.versions[0], len(tokens)), np.asarray(tokens, TOKEN_FILES[kind])])
 
 
-def read_tokens(path, V):
-    """The tokens of a token file, GPT-2's or Llama's, mapped into memory. Raises UserError unless all ids are in
-    0..V-1."""
+def token_type(path):
+    """The FileKind and the NumPy type of a token file, GPT-2's or Llama's, and how many there are. Raises UserError."""
     header = read_header(path, *TOKEN_FILES)
     [(kind, dtype)] = [item for item in TOKEN_FILES.items() if item[0].magic == header[0]]
     check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
-    tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if os.path.getsize(path) > HEADER_BYTES else np.zeros(0)
+    return kind, dtype, header[2]
+
+
+def count_tokens(path):
+    """How many tokens a token file has. Raises UserError."""
+    return token_type(path)[2]
+
+
+def read_tokens(path, V):
+    """The tokens of a token file, mapped into memory. Raises UserError unless all ids are in 0..V-1."""
+    _, dtype, count = token_type(path)
+    tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if count else np.zeros(0, dtype)
     check_tokens(path, tokens, V)
     return tokens
 

@@ -25,6 +25,7 @@ Version 1 of each kernel in dev/cuda/ is the loop that one would write first, an
 import bisect
 import ctypes
 import dataclasses
+import glob
 import itertools
 import math
 import os
@@ -35,9 +36,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, SIZES, FileKind, UserError, check_size, data_paths, decode,
-                                    has_gpu, make_header, number, open_log, parse_flags, read_cache, read_header,
-                                    read_kernels, read_tokens, replace_file, run, to_bf16, to_float, write_cache)
+from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, SIZES, FileKind, UserError, check_size, count_tokens,
+                                    data_paths, decode, has_gpu, make_header, number, open_log, parse_flags, read_cache,
+                                    read_header, read_kernels, read_tokens, replace_file, run, to_bf16, to_float,
+                                    write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
@@ -108,12 +110,13 @@ class Config:
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL. Raises UserError."""
+        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL, and d60, d72, d84 are
+        llm.c's larger ones. Raises UserError."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
             raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to d999, such as d12")
         L = int(descriptor[1:])
-        NH = 25 if L == 48 else min(L, 12 + max(0, L - 12) // 3)
-        return cls(L=L, NH=NH, C=64 * NH)
+        NH = {48: 25, 60: 30, 72: 30, 84: 36}.get(L, min(L, 12 + max(0, L - 12) // 3))
+        return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
 
     def check(self, path, wishes=()):
         """Raise UserError, naming the file that the sizes come from, unless they make a model and the wishes hold."""
@@ -297,20 +300,48 @@ def write_checkpoint(path, model):
 
 
 class DataLoader:
-    """Hands out the batches of a token file in order, and begins again at its end."""
+    """Hands out the batches of a token file, or of all that a pattern matches, and begins again at their end. The end
+    of a file that fills no batch is left out. With shuffle, files come in another order in each epoch, and so do the
+    batches of each file: in llm.c's order, by its Mersenne Twister. Several files are shuffled unless it is False."""
 
-    def __init__(self, path, B, T, V):
-        self.tokens, self.B, self.T, self.next = read_tokens(path, V), B, T, 0
-        self.batches = (self.tokens.size - 1) // (B * T)
-        if self.batches < 1:
-            raise UserError(f"{path}: {self.tokens.size:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
-                            "give a longer file, or a smaller -b or -t")
+    def __init__(self, pattern, B, T, V, shuffle=None):
+        self.paths = sorted(glob.glob(pattern)) if re.search(r"[*?[]", pattern := str(pattern)) else [pattern]
+        if not self.paths:
+            raise UserError(f"{pattern}: no file matches; give a pattern in quotes, such as 'data/fineweb_train_*.bin'")
+        self.B, self.T, self.V, counts = B, T, V, [count_tokens(path) for path in self.paths]
+        for path, count in zip(self.paths, counts):
+            if count <= B * T:
+                raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
+                                "give a longer file, or a smaller -b or -t")
+        self.size, self.batches_of = sum(counts), [(count - 1) // (B * T) for count in counts]
+        self.batches = sum(self.batches_of)  # of an epoch
+        self.shuffle, self.rng = len(counts) > 1 if shuffle is None else shuffle, np.random.RandomState(42)
+        self.files = self.in_order(range(len(counts)))
+        self.open(0)
+
+    def in_order(self, items):
+        """The items as a list; with shuffle, by Fisher and Yates's method from the end, as llm.c does it."""
+        items = list(items)
+        for i in range(len(items) - 1, 0, -1) if self.shuffle else ():
+            j = int(self.rng.randint(2**32, dtype=np.uint32)) % (i + 1)
+            items[i], items[j] = items[j], items[i]
+        return items
+
+    def open(self, place):
+        """Go to the first batch of the file at a place in this epoch's order."""
+        self.place, self.next = place, 0
+        self.tokens = read_tokens(self.paths[self.files[place]], self.V)
+        self.order = self.in_order(range(self.batches_of[self.files[place]]))
 
     def next_batch(self):
         """Tokens and targets, both (B,T) int32: for each token the one that follows."""
-        size = self.B * self.T
-        window = self.tokens[self.next * size : (self.next + 1) * size + 1].astype(np.int32)
-        self.next = (self.next + 1) % self.batches
+        if self.next == len(self.order):
+            if self.place + 1 == len(self.files):
+                self.files = self.in_order(self.files)
+            self.open((self.place + 1) % len(self.files))
+        size, self.next = self.B * self.T, self.next + 1
+        start = self.order[self.next - 1] * size
+        window = self.tokens[start : start + size + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
@@ -550,6 +581,7 @@ class GPT2:
         self.shape = None  # (B,T) of the batch that the activations are laid out for
         self.graphs = {}  # {shape: a step as a graph} of a device that makes them: they hold this model's addresses
         self.step, self.stage = 0, "the start"  # updates done; what the loop is at, for the line after a Ctrl-C
+        self.micros = 1  # micro-batches of the step that is queued, over which its loss is the mean
 
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16. Other names are skipped, and missing words stay."""
@@ -687,11 +719,12 @@ class GPT2:
         return logits
 
     def loss_forward(self, rows, logits, with_gradient=False):
-        """The losses of these tokens; with_gradient, the same kernel turns logits into the mean loss's gradient."""
+        """The losses of these tokens; with_gradient, the same kernel turns logits into the gradient of the step's."""
         c, a = self.config, self.acts
         blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
-        self.device.launch("fused_classifier", blocks, logits, a.losses[rows], self.batch.targets.reshape(-1)[rows],
-                           1 / len(a.losses), len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
+        targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
+        self.device.launch("fused_classifier", blocks, logits, a.losses[rows], targets, dloss, len(logits), c.V, c.Vp,
+                           with_gradient, room, shared=shared)
 
     def head_backward(self, rows, dlogits):
         """The gradients of these tokens' lnf, into dinp, and of the head's weight, whose parts add up."""
@@ -742,10 +775,11 @@ class GPT2:
         logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
         return to_float(self.device.get(logits))[0, : self.config.V]
 
-    def report(self):
-        """Queue a copy of the loss and of the gradient's norm. Returns a function that waits for them: (loss, norm)."""
-        losses, norm = self.device.fetch(self.acts.losses), self.device.fetch(self.adam.norm[:1])
-        return lambda: (float(losses().mean(dtype=np.float64)), float(norm()[0]))
+    def report(self, earlier=()):
+        """Queue a copy of the loss and of the gradient's norm. Returns a function that waits for them: (loss, norm).
+        The loss is the mean over the micro-batches of a step, of which train_step returned the earlier."""
+        losses, norm = [*earlier, self.device.fetch(self.acts.losses)], self.device.fetch(self.adam.norm[:1])
+        return lambda: (float(np.mean([part() for part in losses], dtype=np.float64)), float(norm()[0]))
 
     # ---- The update
 
@@ -765,32 +799,63 @@ class GPT2:
         device.launch("adamw", n, arenas["parameters"], self.master, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
 
-    def train_step(self, batch, **adamw):
-        """Queue a step of one micro-batch, of pack_batch, with set_adamw's settings. report()() waits for it."""
-        def work():
-            self.forward_pass()
-            self.backward_pass()
-            self.update_pass()
-
-        def count():
-            self.step += 1
-
-        self.set_batch(batch)
+    def train_step(self, *batches, **adamw):
+        """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
+        Returns what report() needs of all but the last; and report()() waits for the step."""
+        self.micros, losses = len(batches), []
         self.set_adamw(**adamw)
-        self.device.replay(self.graphs, self.shape, work, count)
+        for micro, batch in enumerate(batches):
+            last = micro == self.micros - 1
+
+            def work(micro=micro, last=last):
+                self.forward_pass()
+                self.backward_pass(micro)
+                if last:
+                    self.update_pass()
+
+            def count(last=last):
+                self.step += last
+
+            self.set_batch(batch)
+            self.device.replay(self.graphs, (self.shape, self.micros, micro > 0, last), work, count)
+            if not last:
+                losses.append(self.device.fetch(self.acts.losses))
+        self.micros = 1
+        return losses
 
 
 # ---- The loop
 
 
+def scheduled_rate(step, steps, flags):
+    """The learning rate of a step, counted from 0, of so many, in fp32 as in llm.c. It rises to -l in -u steps, then
+    falls to -q of that: like a cosine, along a line, or, for wsd, like a root in the last fifth of all."""
+    f, kind, warmup = np.float32, flags.schedule, flags.warmup
+    rate = f(flags.learning_rate)
+    least = rate * f(flags.final_fraction)
+    if kind == "constant":
+        return rate
+    if step < warmup:
+        return rate * f(step + 1) / f(warmup)
+    begin = int(f(0.8) * f(steps)) if kind == "wsd" else warmup
+    if step < begin:
+        return rate
+    share = f(step - begin) / f(steps - begin)  # of the way down
+    if kind == "linear":
+        return rate - share * (rate - least)
+    left = f(0.5) * (f(1) + np.cos(f(math.pi * float(share)))) if kind == "cosine" else f(1) - np.sqrt(share)
+    return least + left * (rate - least)
+
+
 def train(model, train_data, val_data, steps, flags, log):
     """The training loop; lines for main.log go to log. Raises UserError when the loss is no longer a number."""
-    device, tokens_a_step, rng = model.device, model.B * model.T, np.random.default_rng([flags.seed, 1])
+    device, micros = model.device, flags.total_batch // (model.B * model.T)
+    tokens_a_step = flags.total_batch
     flops_a_step = tokens_a_step * model.config.flops_per_token(model.T)
-    adamw = {name: getattr(flags, name) for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "clip")}
+    adamw = {name: getattr(flags, name) for name in ("beta1", "beta2", "eps", "weight_decay", "clip")}
     times, losses, queued, clock = [], [], [], 0.0
 
-    def finish(step, report):
+    def finish(step, rate, report):
         """Wait for a step that was queued, and print its line."""
         nonlocal clock
         loss, norm = report()  # waits
@@ -801,11 +866,15 @@ def train(model, train_data, val_data, steps, flags, log):
             raise UserError(f"step {step}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
                             "try a smaller -l, or look at the data")
         share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
-        print(f"step {step:4d}/{steps} | loss {loss:.6f} | norm {norm:7.4f} | {1e3 * times[-1]:8.2f} ms | "
-              f"{tokens_a_step / times[-1]:9,.0f} tok/s{share}", flush=True)
-        print(f"s:{step} trl:{loss:.6f}", file=log)
+        print(f"step {step:4d}/{steps} | loss {loss:.6f} | norm {norm:7.4f} | lr {rate:.2e} | "
+              f"{1e3 * times[-1]:8.2f} ms | {tokens_a_step / times[-1]:9,.0f} tok/s{share} | "
+              f"{step * tokens_a_step:,} tokens", flush=True)
+        print(f"s:{step - 1} trl:{loss:.4f} lr:{rate:.6f} norm:{norm:.2f}", file=log)
 
-    batch = pack_batch(*train_data.next_batch())
+    def next_step():
+        return [pack_batch(*train_data.next_batch()) for _ in range(micros)]
+
+    batches = next_step()
     for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
         done, last = step - 1, step > steps
         validates = flags.val_every and (done % flags.val_every == 0 or last)
@@ -813,21 +882,23 @@ def train(model, train_data, val_data, steps, flags, log):
         while len(queued) > (0 if validates or samples or last else device.ahead):  # before those, all are finished
             finish(*queued.pop(0))
         if validates:
-            model.stage, val_data.next = f"the validation after step {done}", 0
-            batches = min(flags.val_batches, val_data.batches)
-            val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(batches)) / batches
+            model.stage = f"the validation after step {done}"
+            val_data.open(0)
+            count = val_data.batches if flags.val_batches < 0 else min(flags.val_batches, val_data.batches)
+            val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(count)) / count
             print(f"val loss {val_loss:.6f}", flush=True)
-            print(f"s:{done} tel:{val_loss:.6f}", file=log)
+            print(f"s:{done} tel:{val_loss:.4f}", file=log)
         if samples:
             model.stage = f"the sample after step {done}"
-            print(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens, rng))}\n---", flush=True)
+            print(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens))}\n---", flush=True)
         if last:
             break
 
         model.stage, clock = f"step {step}", clock if queued else time.perf_counter()
-        model.train_step(batch, **adamw)
-        batch = pack_batch(*train_data.next_batch())  # while a GPU is at work
-        queued.append((step, model.report()))
+        rate = scheduled_rate(done, steps, flags)
+        report = model.report(model.train_step(*batches, learning_rate=rate, **adamw))
+        batches = next_step()  # while a GPU is at work
+        queued.append((step, rate, report))
 
     if steps:
         median = float(np.median(times))
@@ -838,13 +909,28 @@ def train(model, train_data, val_data, steps, flags, log):
 # ---- A sample
 
 
-def sample(model, count, rng):
+def coins():
+    """llm.c's random numbers in [0, 1), fp32, the same in each sample: xorshift64* (Vigna 2014) from the state 1337."""
+    state, bits = 1337, 2**64 - 1
+    while True:
+        state ^= state >> 12
+        state ^= state << 25 & bits
+        state ^= state >> 27
+        yield np.float32((state * 0x2545F4914F6CDD1D & bits) >> 40) / np.float32(2**24)
+
+
+def draw_token(logits, coin):
+    """The token that a coin in [0, 1) draws, by the probabilities softmax(logits), in fp32 and float64 as in llm.c."""
+    weights = np.exp(logits)
+    coin = np.float32(coin * weights.sum(dtype=np.float64))
+    return min(int(np.searchsorted(np.cumsum(weights, dtype=np.float32), coin, side="right")), len(logits) - 1)
+
+
+def sample(model, count):
     """Token ids (count), each drawn from what the model expects after end-of-text and the last T, by a forward pass."""
     tokens = [min(model.config.EOT, model.config.V - 1)]
-    for _ in range(count):
-        logits = model.next_logits(tokens[-model.T :]).astype(np.float64)
-        cumulative = np.cumsum(np.exp(logits - logits.max()))
-        tokens.append(int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right")))
+    for _, coin in zip(range(count), coins()):
+        tokens.append(draw_token(model.next_logits(tokens[-model.T :]), coin))
     return tokens[1:]
 
 
@@ -852,19 +938,26 @@ def sample(model, count, rng):
 
 CPU_T, CPU_STEPS = 64, 200  # a CPU's defaults: something visible is learned in about a minute
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
+COUNT_OR_ALL = number(int, -1)
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
 FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
-    ("-i", "--train-data", str, None, "token file to train on (default: tinyshakespeare, prepared if it is missing)"),
+    ("-i", "--train-data", str, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
+     "(default: tinyshakespeare, prepared if it is missing)"),
     ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
     ("-e", "--model", str, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it is "
      "here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
     ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
-    ("-b", "--batch-size", COUNT, 4, "B, sequences in a batch"),
+    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
+    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: of several micro-batches (default: B*T)"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
     ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
-    ("-x", "--steps", COUNT_OR_0, None, "steps to train (default: an epoch; on a CPU without -e and gpt2_124M 200)"),
+    ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate falls; wsd: late"),
+    ("-u", "--warmup", COUNT_OR_0, 0, "steps in which the learning rate rises, except if it is constant"),
+    ("-q", "--final-fraction", RATE, 1.0, "what the learning rate falls to, as a fraction of it"),
+    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1; on a CPU without -e and gpt2_124M"
+     " 200)"),
     ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, with one more after the last step; 0 for none"),
-    ("-m", "--val-batches", COUNT, 20, "batches of a validation, at most"),
+    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
     ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),
     ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
     ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
@@ -872,7 +965,8 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
     (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
     (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
     (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
-    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters and of the samples"),
+    (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' (default: 1 for several)"),
+    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
@@ -896,14 +990,20 @@ def main(arguments=None, architecture=GPT2):
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
     log = open_log(flags.output)
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
-    train_data, val_data = DataLoader(train_path, B, T, c.V), DataLoader(val_path, B, T, c.V)
-    steps = flags.steps if flags.steps is not None else CPU_STEPS if small else train_data.batches
+    train_data, val_data = DataLoader(train_path, B, T, c.V, flags.shuffle), DataLoader(val_path, B, T, c.V, False)
+    flags.total_batch = flags.total_batch or B * T
+    if flags.total_batch % (B * T):
+        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
+    epoch = max(1, train_data.size // flags.total_batch)
+    steps = epoch if flags.steps == -1 else flags.steps if flags.steps is not None else CPU_STEPS if small else epoch
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
-    print(f"data         | {train_path}: {train_data.tokens.size:,} tokens (-i), {val_path} (-j)")
+    files = f" in {len(train_data.paths)} files" * (len(train_data.paths) > 1)
+    print(f"data         | {train_path}: {train_data.size:,} tokens{files} (-i), {val_path} (-j)")
     minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
-    print(f"run          | B={B} T={T} (-b, -t), {steps} steps (-x), an epoch has {train_data.batches}{minute}")
+    print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
+          f"an epoch has {epoch}{minute}")
     status, free = 0, device.free_bytes()
     try:
         model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))

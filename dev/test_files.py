@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -29,9 +30,10 @@ from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
                        LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
                        read_debug_state, run, stored, summary, words)
-from train_gpt2 import (GPT2, Config, DataLoader, attention_launch, batch_table, carve,  # noqa: E402
-                        draw_parameters, has_gpu, make_device, memory_of, pack_batch, read_kernels, read_parameters,
-                        write_checkpoint)
+from train_gpt2 import (GPT2, Config, DataLoader, attention_launch, batch_table, carve, coins,  # noqa: E402
+                        draw_parameters, draw_token, has_gpu, make_device, memory_of, pack_batch, read_kernels,
+                        read_parameters, scheduled_rate, write_checkpoint)
+
 
 
 # ---- The steps of a training run: the same bits again, no more memory, other ways to the same gradients
@@ -47,6 +49,26 @@ def micro_batches(device):
     for name in together:
         yield f"sum of d{name}", together[name], sum(np.float64(one[name]) for one in alone), KERNEL_LIMIT
         yield f"d{name} after other micro-batches", again[name], alone[0][name], EXACT
+
+
+def accumulated_steps(device):
+    """A step of several micro-batches has the mean of their losses and of their gradients, which AdamW's first moment
+    shows; on a fast GPU, be it run, recorded or replayed."""
+    model, alone, losses = poisoned_model(device, 2, 20), [], []
+    batches, parameters = words(257, 3, 2, 2, 20), device.get(model.master)
+    for batch in batches:
+        alone.append(np.concatenate([array.ravel() for array in gradients(model, batch).values()], dtype=np.float64))
+        losses.append(model.report()()[0])
+    for count in (3, 3, 3, 2, 1):
+        packed = [pack_batch(*batch) for batch in batches[:count]]
+        loss, norm = model.report(model.train_step(*packed, learning_rate=0.0, beta1=0, clip=0))()
+        mean = sum(alone[:count]) / count
+        yield f"loss of {count}", loss, np.mean(losses[:count]), KERNEL_LIMIT
+        yield f"norm of {count}", norm, np.linalg.norm(mean), 1e-2 if device.dtype == "bf16" else KERNEL_LIMIT
+        limit = LIMITS[device.dtype] if device.dtype == "bf16" else KERNEL_LIMIT
+        yield f"m of {count}", device.get(model.arenas["adam m"].view(np.float32)), mean, limit
+    yield "steps", model.step, 5, EXACT
+    yield "the parameters stay", device.get(model.master), parameters, EXACT
 
 
 def repeated_steps(device):
@@ -185,9 +207,9 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
     """All of these on one device."""
     sizes = SMALL_MODEL[architecture]
     device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture)
-    for name, test in (("micro-batches:", micro_batches), ("again:", repeated_steps), ("clipped:", clipped_gradients),
-                       ("other ways:", other_ways), ("smaller batches:", smaller_batches),
-                       ("next logits", next_logits)):
+    for name, test in (("micro-batches:", micro_batches), ("steps:", accumulated_steps), ("again:", repeated_steps),
+                       ("clipped:", clipped_gradients), ("other ways:", other_ways),
+                       ("smaller batches:", smaller_batches), ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
     heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # of 32, 64, 128
     for C, NH, T in heads:
@@ -345,11 +367,83 @@ def first_parameters(device_name, folder):
     yield "another seed is another model", np.array_equal(other, first), False, EXACT
     for name, sizes, count in (("d12", (12, 12, 768), 124475904), ("d24", (24, 16, 1024), 354871296),
                                ("d36", (36, 20, 1280), 774090240), ("d48", (48, 25, 1600), 1557686400),
-                               ("d3", (3, 3, 192), None), ("d18", (18, 14, 896), None)):
+                               ("d3", (3, 3, 192), None), ("d18", (18, 14, 896), None),
+                               ("d60", (60, 30, 1920), None), ("d72", (72, 30, 2880), None),
+                               ("d84", (84, 36, 3456), None)):
         c = Config.from_descriptor(name)
         yield f"sizes of {name}", np.array([c.L, c.NH, c.C]), np.array(sizes), EXACT
         if count:
             yield f"parameters of {name}", sum(row.size for row in c.parameter_table()), count, EXACT
+
+
+SCHEDULES = {  # llm.c's, at steps 0, 699, 700, 5000, 9432, 15092, 15093 and 18864 of 18865
+    "cosine": (8.57142879e-07, 6.00000028e-04, 6.00000028e-04, 5.28716249e-04, 3.46356886e-04, 1.15471652e-04,
+               1.15443312e-04, 6.00000021e-05),
+    "linear": (8.57142879e-07, 6.00000028e-04, 6.00000028e-04, 4.72171756e-04, 3.40419501e-04, 1.72161846e-04,
+               1.72132131e-04, 6.00297353e-05),
+    "wsd": (8.57142879e-07, 6.00000028e-04, 6.00000028e-04, 6.00000028e-04, 6.00000028e-04, 6.00000028e-04,
+            5.91208809e-04, 6.00715866e-05),
+    "constant": (6.00000028e-04,) * 8}
+
+
+def schedules(device_name, folder):
+    """The learning rates of llm.c, to the last digit."""
+    for kind, rates in SCHEDULES.items():
+        flags = SimpleNamespace(learning_rate=6e-4, warmup=700, final_fraction=0.1, schedule=kind)
+        found = [scheduled_rate(step, 18865, flags) for step in (0, 699, 700, 5000, 9432, 15092, 15093, 18864)]
+        yield kind, np.float32(found), np.float32(rates), EXACT
+    flags = SimpleNamespace(learning_rate=3e-4, warmup=0, final_fraction=1.0, schedule="cosine")
+    yield "by default", np.float32([scheduled_rate(step, 3, flags) for step in range(3)]), np.float32([3e-4] * 3), EXACT
+
+
+def samples(device_name, folder):
+    """llm.c's coins, and the tokens that they draw from its logits."""
+    first = [coin for _, coin in zip(range(6), coins())]
+    yield "coins", np.float32(first), np.float32((0.230317235, 0.19051826, 0.310865164, 0.902659476, 0.684917867,
+                                                  0.307830393)), EXACT
+    logits = np.float32((0.1, 2, -1, 0.5, 0))
+    drawn = [draw_token(logits, coin) for _, coin in zip(range(8), coins())]
+    yield "tokens", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
+    yield "the last token", np.array(draw_token(logits, np.float32(1))), np.array(4), EXACT
+
+
+def token_order(device_name, folder):
+    """Files come in llm.c's order, and their batches: an epoch has each batch of each file once, without the tails. The
+    permutations are those that llm.c's Mersenne Twister makes, by its own program."""
+    sizes = (12 * 16 + 1, 5 * 16 + 9, 16 + 1)  # of 12, 5 and 1 batches of (2,8)
+    with contextlib.redirect_stdout(None):
+        for i, size in enumerate(sizes):
+            write_tokens(folder / f"part_{i}.bin", np.arange(size) + 1000 * i)
+
+    def starts(data, count):
+        return [int(data.next_batch()[0][0, 0]) for _ in range(count)]
+
+    in_order = [0 + 16 * i for i in range(12)] + [1000 + 16 * i for i in range(5)] + [2000]
+    one, several = str(folder / "part_0.bin"), str(folder / "part_*.bin")
+    yield "one file, in order", np.array(starts(DataLoader(one, 2, 8, 5000), 13)), np.array([*in_order[:12], 0]), EXACT
+    shuffled = [16 * i for i in (1, 0, 9, 10, 5, 8, 3, 2, 4, 11, 7, 6)]
+    yield "one file, shuffled", np.array(starts(DataLoader(one, 2, 8, 5000, True), 12)), np.array(shuffled), EXACT
+    data = DataLoader(several, 2, 8, 5000, False)
+    yield "several files, in order", np.array(starts(data, 19)), np.array([*in_order, 0]), EXACT
+    data.next_batch()
+    data.open(0)
+    yield "and from the first again", np.array(starts(data, 18)), np.array(in_order), EXACT
+    data, epochs = DataLoader(several, 2, 8, 5000), []
+    for _ in range(3):
+        epochs.append(starts(data, 18))
+        yield "an epoch of several files", np.sort(epochs[-1]), np.array(in_order), EXACT
+        files = [start // 1000 for start in epochs[-1]]
+        yield "files one after the other", np.count_nonzero(np.diff(files)), 2, EXACT
+    check("epochs differ", epochs[0] != epochs[1] != epochs[2] != in_order)
+    data.files, data.rng = None, np.random.RandomState(42)
+    items = data.in_order(range(10))
+    found = [items, data.in_order(items), data.in_order(range(12))]
+    wish = [[1, 3, 9, 7, 6, 0, 8, 4, 5, 2], [2, 5, 9, 0, 3, 1, 4, 8, 6, 7], [2, 4, 0, 7, 6, 5, 11, 1, 8, 10, 9, 3]]
+    check("llm.c's permutations", found == wish, f"{found}")
+    check_refusal("pattern", "none_.*: no file matches", DataLoader, str(folder / "none_*.bin"), 2, 8, 5000)
+    check_refusal("pattern", r"part_2.bin: 17 tokens, .* needs B\*T\+1 = 33", DataLoader, several, 4, 8, 5000)
+    check_refusal("pattern", "part_1.bin: token 0 is 1000, and the model has V = 1000", lambda: starts(
+        DataLoader(several, 2, 8, 1000, False), 13))
 
 
 def limits(device_name, folder):
@@ -465,6 +559,7 @@ def command_line(device_name, folder):
                          ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
                          ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
                          ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
+                         ("-d 24: expected a multiple of B.T = 16", *tiny, "-d", "24"),
                          ("--recompute.* 2: ", "--recompute", "2"), ("--plain.* 2: ", "--plain", "2"),
                          ("step 2/3: the loss is", *tiny, "-l", "1e30", "--dtype", "fp32"),
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
@@ -489,8 +584,8 @@ def command_line(device_name, folder):
     for name, *_ in others:  # by other ways, and so not to the same bits on every device
         yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
     lines = (folder / "fp32_1" / "main.log").read_text()
-    steps = "".join(rf"s:{step} trl:\d\.\d{{6}}\n" for step in (1, 2, 3))
-    ok = re.fullmatch(rf"s:0 tel:\d\.\d{{6}}\n{steps}s:3 tel:\d\.\d{{6}}\n", lines)
+    steps = "".join(rf"s:{step} trl:\d\.\d{{4}} lr:0\.000300 norm:\d+\.\d\d\n" for step in (0, 1, 2))
+    ok = re.fullmatch(rf"s:0 tel:\d\.\d{{4}}\n{steps}s:3 tel:\d\.\d{{4}}\n", lines)
     check("train_gpt2.py: its log", ok, "" if ok else repr(lines))
 
 
@@ -549,8 +644,9 @@ def interrupted_runs(device_name, folder):
 
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
-    for test in (bad_files, good_files, packed_batches, first_parameters, limits, kernel_files, steps_of_a_graph,
-                 models_too_large, command_line, without_the_cpu_folder, interrupted_runs):
+    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, token_order, limits,
+                 kernel_files, steps_of_a_graph, models_too_large, command_line, without_the_cpu_folder,
+                 interrupted_runs):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 

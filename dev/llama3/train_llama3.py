@@ -22,6 +22,7 @@ Two more letters: NKV, the heads of keys and of values, and H, the hidden channe
 """
 import dataclasses
 import functools
+import glob
 import math
 import re
 import sys
@@ -151,7 +152,8 @@ class Config3(Config):
         paths = data_paths(train, val)
         if self.EOT == BEGIN_ID:
             vocabulary()
-            if read_header(paths[0], *TOKEN_FILES)[0] != LLAMA_TOKEN_FILE.magic:
+            first = (sorted(glob.glob(paths[0])) or paths)[0]
+            if read_header(first, *TOKEN_FILES)[0] != LLAMA_TOKEN_FILE.magic:
                 print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for which "
                       "dev/llama3/tokens.py writes token files")
         return paths
