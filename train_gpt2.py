@@ -948,7 +948,7 @@ FLAGS = [  # letter, long name, type or choices, default (None: see main), what 
      "here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
     ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
     ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
-    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: of several micro-batches (default: B*T)"),
+    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: one micro-batch or more (default: B*T)"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
     ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
     ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate falls; wsd: late"),
