@@ -316,7 +316,7 @@ class DataLoader:
         self.size, self.batches_of = sum(counts), [(count - 1) // (B * T) for count in counts]
         self.batches = sum(self.batches_of)  # of an epoch
         self.shuffle, self.rng = len(counts) > 1 if shuffle is None else shuffle, np.random.RandomState(42)
-        self.files = self.in_order(range(len(counts)))
+        self.files, self.path = self.in_order(range(len(counts))), None
         self.open(0)
 
     def in_order(self, items):
@@ -329,8 +329,9 @@ class DataLoader:
 
     def open(self, place):
         """Go to the first batch of the file at a place in this epoch's order."""
-        self.place, self.next = place, 0
-        self.tokens = read_tokens(self.paths[self.files[place]], self.V)
+        self.place, self.next, path = place, 0, self.paths[self.files[place]]
+        if path != self.path:
+            self.path, self.tokens = path, read_tokens(path, self.V)
         self.order = self.in_order(range(self.batches_of[self.files[place]]))
 
     def next_batch(self):
