@@ -16,6 +16,7 @@ import functools
 import inspect
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -471,16 +472,23 @@ def test_kernels(device_name, dtype, only, tests=KERNELS, compiled_for=COMPILED_
     """All kernels, compiled for the C and HS of each run if it has them; in tf32 only those that multiply matrices,
     which are attention's."""
     global under_test
+    wanted = []  # (kernel, test, its sizes, their names, the C and NH to compile for)
     for name, (test, runs) in tests.items():
         for sizes in runs if only in (None, name) and (dtype != "tf32" or "attention" in name) else ():
             named = dict(zip([*inspect.signature(test).parameters][1:], sizes, strict=True))
-            title = " ".join((dtype, name, *(f"{size}={value}" for size, value in named.items())))
-            under_test = device_of(device_name, dtype, *next(
+            wanted.append((name, test, sizes, named, next(
                 (C, NH) for C, NH in compiled_for
-                if (named.get("C", C), named.get("HS", C // NH)) == (C, C // NH)), architecture=architecture)
-            # Without CuPy's pool, which a sanitizer would take for one large array.
-            with under_test.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext():
-                run(title, test, functools.partial(launch, name), *sizes)
+                if (named.get("C", C), named.get("HS", C // NH)) == (C, C // NH))))
+    device_for = lambda model: device_of(device_name, dtype, *model, architecture=architecture)
+    if device_name == "cpu":  # a compiler takes a core
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(device_for, {model: True for *_, model in wanted}))
+    for name, test, sizes, named, model in wanted:
+        under_test = device_for(model)
+        # Without CuPy's pool, which a sanitizer would take for one large array.
+        with under_test.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext():
+            title = " ".join((dtype, name, *(f"{size}={value}" for size, value in named.items())))
+            run(title, test, functools.partial(launch, name), *sizes)
     under_test = None
 
 

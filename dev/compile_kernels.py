@@ -13,6 +13,7 @@ versions in the kernel lab's files, which are compiled for the last GPU alone.
 """
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cupy  # noqa: F401  (finds and loads NVRTC)
@@ -61,15 +62,16 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
 def main():
     gpus = sys.argv[1:] or ["sm_80", "sm_90a", "sm_100", "sm_120"]
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
+    others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
+        (gpu, LARGE_HEADS, [LLAMA]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
     for dtype in ("fp32", "tf32", "bf16"):
-        reports = [compile_for(gpu, dtype, SMALL) for gpu in gpus]
+        with ThreadPoolExecutor() as pool:
+            jobs = [pool.submit(compile_for, gpu, dtype, *job) for gpu, *job in (
+                *((gpu, SMALL) for gpu in gpus), *others, (gpus[-1], SMALL, LAB, 2**20))]
+            reports = [job.result() for job in jobs][: len(gpus)]
         print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
         for name in read_kernels(SMALL.SOURCES):
             print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
-        for gpu in {"sm_90a"}.intersection(gpus) | {gpus[-1]}:
-            compile_for(gpu, dtype, LARGE_HEADS, [LLAMA])
-            compile_for(gpu, dtype, LARGE_MODEL, [LLAMA], unused="layernorm")
-        compile_for(gpus[-1], dtype, SMALL, LAB, spilled=2**20)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     return 1 if faults else 0
