@@ -64,7 +64,7 @@ def accumulated_steps(device):
         loss, norm = model.report(model.train_step(*packed, learning_rate=0.0, beta1=0, clip=0))()
         mean = sum(alone[:count]) / count
         yield f"loss of {count}", loss, np.mean(losses[:count]), KERNEL_LIMIT
-        limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third of a gradient is rounded anew
+        limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third is rounded anew
         yield f"norm of {count}", norm, np.linalg.norm(mean), limit
         yield f"m of {count}", device.get(model.arenas["adam m"].view(np.float32)), mean, limit
     yield "steps", model.step, 5, EXACT
