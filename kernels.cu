@@ -488,9 +488,9 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
 
 // Attention is the only layer in which a token sees others, those before it. A row of qkv (B,T,NH+2NKV,HS) has the
-// queries of NH heads, the keys of NKV heads, and their values. A group of NH/NKV neighbouring query heads shares one
-// head of keys and values (Ainslie et al. 2023, section 2.2); in GPT-2 each has its own. Of each query head, with its
-// q, k, v (T,HS), a prime for a transpose, and scale = 1 / sqrt(HS):
+// queries of NH heads, the keys of NKV heads, and their values. NH/NKV neighbouring query heads share one head of keys
+// and values (Ainslie et al. 2023, section 2.2); in GPT-2 each has its own. Of each query head, with q, k, v (T,HS), a
+// prime for a transpose, and scale = 1 / sqrt(HS):
 //   score (T,T) = q k'
 //   weight (T,T) = softmax(scale * score) over the keys s <= t of query t, or for ReLU attention max(0, scale * score)
 //   out (B,T,NH,HS) = weight v
@@ -557,7 +557,7 @@ __device__ __forceinline__ Part part_of_block(int T, int NH, int NKV) {
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
     int heads_here = min(SECTION, heads - section), head = section + i % heads_here, place = i / heads_here;
     int of_sequence = rows_are_keys ? NKV : NH, own = head % of_sequence;
-    int h = own * NH / of_sequence, kv = own * NKV / of_sequence;
+    int h = own * NH / of_sequence, kv = own * NKV / of_sequence;  // one is `own`, the other NH/NKV times more or less
     int first = (rows_are_keys ? place : blocks - 1 - place) * ROWS, warp = threadIdx.x / 32 * 16 * M;
     int group = ROWS == GROUP ? 0 : warp / GROUP * GROUP;
     if (HOPPER && ROWS > GROUP) group = __shfl_sync(FULL_WARP, group, 0);  // so the compiler knows that lanes agree
@@ -961,9 +961,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     store_rows(dqkv + part.queries, stride, row, T, dq, [&](int, int) { return scale; });
 }
 
-// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, one query head
-// of the group after another, for dv = weight' dout and dk = dscore' q. The rows of its weights are keys. Items: blocks
-// of ROWS keys of a key head.
+// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, for
+// dv = weight' dout and dk = dscore' q: all of one query head, then of the next that shares the keys. The rows of its
+// weights are keys. Items: blocks of ROWS keys of a key head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,

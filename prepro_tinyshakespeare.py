@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import glob
 import http.client
 import json
 import math
@@ -318,22 +319,23 @@ def write_tokens(path, tokens, kind=TOKEN_FILE):
     replace_file(path, [make_header(kind, kind.versions[0], len(tokens)), np.asarray(tokens, TOKEN_FILES[kind])])
 
 
-def token_type(path):
-    """The FileKind and the NumPy type of a token file, GPT-2's or Llama's, and how many there are. Raises UserError."""
-    header = read_header(path, *TOKEN_FILES)
-    [(kind, dtype)] = [item for item in TOKEN_FILES.items() if item[0].magic == header[0]]
-    check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
-    return kind, dtype, header[2]
+def files_of(pattern):
+    """The paths of the files that a pattern such as data/fineweb_train_*.bin matches, sorted as llm.c does; or, if none
+    does, that of a file of this name."""
+    return sorted(glob.glob(str(pattern))) or [str(pattern)]
 
 
 def count_tokens(path):
-    """How many tokens a token file has. Raises UserError."""
-    return token_type(path)[2]
+    """(how many tokens a token file has, GPT-2's or Llama's, and their NumPy type). Raises UserError."""
+    header = read_header(path, *TOKEN_FILES)
+    [(kind, dtype)] = [item for item in TOKEN_FILES.items() if item[0].magic == header[0]]
+    check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
+    return header[2], dtype
 
 
 def read_tokens(path, V):
     """The tokens of a token file, mapped into memory. Raises UserError unless all ids are in 0..V-1."""
-    _, dtype, count = token_type(path)
+    count, dtype = count_tokens(path)
     tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if count else np.zeros(0, dtype)
     check_tokens(path, tokens, V)
     return tokens

@@ -25,7 +25,6 @@ Version 1 of each kernel in dev/cuda/ is the loop that one would write first, an
 import bisect
 import ctypes
 import dataclasses
-import glob
 import itertools
 import math
 import os
@@ -37,9 +36,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, SIZES, FileKind, UserError, check_size, count_tokens,
-                                    data_paths, decode, has_gpu, make_header, number, open_log, parse_flags, read_cache,
-                                    read_header, read_kernels, read_tokens, replace_file, run, to_bf16, to_float,
-                                    write_cache)
+                                    data_paths, decode, files_of, has_gpu, make_header, number, open_log, parse_flags,
+                                    read_cache, read_header, read_kernels, read_tokens, replace_file, run, to_bf16,
+                                    to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
@@ -119,13 +118,14 @@ class Config:
         return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
 
     def check(self, path, wishes=()):
-        """Raise UserError, naming the file that the sizes come from, unless they make a model and the wishes hold."""
+        """Raise UserError, naming where the sizes come from, unless they make a model and the wishes hold, each of them
+        (whether it holds, what is expected)."""
         for ok, wish in ((all(0 < size < 2**24 for size in dataclasses.astuple(self)[:6]), "sizes from 1 to 2**24 - 1"),
                          (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
                          (self.C % 32 == 0, "C to be a multiple of 32"), (self.V <= self.Vp, "V not to exceed Vp"),
                          *wishes):
             if not ok:
-                raise UserError(f"{path}: its header says {self}; expected {wish}")
+                raise UserError(f"{path}: {self}; expected {wish}")
 
     def switches(self):
         """What kernels.cu is compiled for: the channels of a token, and those of a head."""
@@ -300,27 +300,26 @@ def write_checkpoint(path, model):
 
 
 class DataLoader:
-    """Hands out the batches of a token file, or of all that a pattern matches, and begins again at their end. The end
-    of a file that fills no batch is left out. With shuffle, files come in another order in each epoch, and so do the
-    batches of each file: in llm.c's order, by its Mersenne Twister. Several files are shuffled unless it is False."""
+    """Hands out the batches of a token file, or of all that a pattern matches, and begins again at their end. What is
+    left at the end of a file, and fills no batch, is skipped. With shuffle, files come in a random order, another in
+    each epoch, and so do the batches of each file, as in llm.c. By default, files are shuffled if there are several."""
 
     def __init__(self, pattern, B, T, V, shuffle=None):
-        self.paths = sorted(glob.glob(pattern)) if re.search(r"[*?[]", pattern := str(pattern)) else [pattern]
-        if not self.paths:
-            raise UserError(f"{pattern}: no file matches; give a pattern in quotes, such as 'data/fineweb_train_*.bin'")
-        self.B, self.T, self.V, counts = B, T, V, [count_tokens(path) for path in self.paths]
+        self.paths = files_of(pattern)
+        self.B, self.T, self.V, counts = B, T, V, [count_tokens(path)[0] for path in self.paths]
         for path, count in zip(self.paths, counts):
             if count <= B * T:
                 raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
                                 "give a longer file, or a smaller -b or -t")
-        self.size, self.batches_of = sum(counts), [(count - 1) // (B * T) for count in counts]
+        self.total, self.batches_of = sum(counts), [(count - 1) // (B * T) for count in counts]
         self.batches = sum(self.batches_of)  # of an epoch
         self.shuffle, self.rng = len(counts) > 1 if shuffle is None else shuffle, np.random.RandomState(42)
-        self.files, self.path = self.in_order(range(len(counts))), None
+        self.files, self.path = self.permuted(range(len(counts))), None
         self.open(0)
 
-    def in_order(self, items):
-        """The items as a list; with shuffle, by Fisher and Yates's method from the end, as llm.c does it."""
+    def permuted(self, items):
+        """The items as a list; with shuffle, permuted by Fisher and Yates's method from the end, as llm.c does it, with
+        the numbers of a Mersenne Twister."""
         items = list(items)
         for i in range(len(items) - 1, 0, -1) if self.shuffle else ():
             j = int(self.rng.randint(2**32, dtype=np.uint32)) % (i + 1)
@@ -332,13 +331,13 @@ class DataLoader:
         self.place, self.next, path = place, 0, self.paths[self.files[place]]
         if path != self.path:
             self.path, self.tokens = path, read_tokens(path, self.V)
-        self.order = self.in_order(range(self.batches_of[self.files[place]]))
+        self.order = self.permuted(range(self.batches_of[self.files[place]]))
 
     def next_batch(self):
         """Tokens and targets, both (B,T) int32: for each token the one that follows."""
         if self.next == len(self.order):
             if self.place + 1 == len(self.files):
-                self.files = self.in_order(self.files)
+                self.files = self.permuted(self.files)
             self.open((self.place + 1) % len(self.files))
         size, self.next = self.B * self.T, self.next + 1
         start = self.order[self.next - 1] * size
@@ -525,9 +524,10 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits, bytes of shared memory): a block on each multiprocessor keeps so many logits, of two rows."""
+    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, with room for so many logits, at most
+    two rows. Or a block for each row, without room: on a CPU, or where long rows are read only once."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
-    if device.name == "cpu" or not with_gradient and room < 2 * Vp:  # its caches keep them; one pass needs none again
+    if device.name == "cpu" or not with_gradient and room < 2 * Vp:
         return N, 0, 0
     return min(N, device.multiprocessors), room, room // device.W * 16
 
@@ -580,17 +580,17 @@ class GPT2:
         device.put(self.adam.starts, [start // 4 for start in layout(tables["gradients"])])
         device.put(self.adam.decayed, [row.decay for row in tables["gradients"]])
         self.shape = None  # (B,T) of the batch that the activations are laid out for
-        self.graphs = {}  # {shape: a step as a graph} of a device that makes them: they hold this model's addresses
+        self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
         self.step, self.stage = 0, "the start"  # updates done; what the loop is at, for the line after a Ctrl-C
         self.micros = 1  # micro-batches of the step that is queued, over which its loss is the mean
 
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16. Other names are skipped, and missing words stay."""
         for name, values in tensors:
-            views = [getattr(x, name) for x in (self.originals, self.params) if hasattr(x, name)]
-            for part, *both in zip(*map(matrices, (values, *views))):
-                for to, convert in zip(both, (to_float, to_bf16)[: 1 + (self.device.real == BF16)]):
-                    self.device.put(to.reshape(-1)[: part.size], convert(to_float(part)))
+            for views in (self.originals, self.params)[: 1 + (self.device.real == BF16)]:  # in fp32 they are the same
+                for to, part in zip(matrices(getattr(views, name)), matrices(values)) if hasattr(views, name) else ():
+                    part = to_float(part)
+                    self.device.put(to.reshape(-1)[: part.size], to_bf16(part) if to.dtype == BF16 else part)
 
     def set_batch(self, batch):
         """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may be smaller."""
@@ -802,7 +802,9 @@ class GPT2:
 
     def train_step(self, *batches, **adamw):
         """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
-        Returns what report() needs of all but the last; and report()() waits for the step."""
+        Returns what report() needs of all but the last; and report()() waits for the step. Its graphs are one for each
+        kind of micro-batch: the only one; the first, which sets gradients; one that adds; the last, which updates too.
+        """
         self.micros, losses = len(batches), []
         self.set_adamw(**adamw)
         for micro, batch in enumerate(batches):
@@ -922,7 +924,8 @@ def coins():
 
 def draw_token(logits, coin):
     """The token that a coin in [0, 1) draws, by the probabilities softmax(logits), in fp32 and float64 as in llm.c."""
-    weights = np.exp(logits)
+    top = logits.max()
+    weights = np.exp(logits - (top - np.clip(top, -80, 80)))  # as they are, unless that would overflow, or be all zeros
     coin = np.float32(coin * weights.sum(dtype=np.float64))
     return min(int(np.searchsorted(np.cumsum(weights, dtype=np.float32), coin, side="right")), len(logits) - 1)
 
@@ -989,19 +992,18 @@ def main(arguments=None, architecture=GPT2):
     c = kind.from_file(name) if from_file else kind.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, CPU_T if place == "cpu" else 1024)
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
-    log = open_log(flags.output)
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
     train_data, val_data = DataLoader(train_path, B, T, c.V, flags.shuffle), DataLoader(val_path, B, T, c.V, False)
     flags.total_batch = flags.total_batch or B * T
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
-    epoch = max(1, train_data.size // flags.total_batch)
-    steps = epoch if flags.steps == -1 else flags.steps if flags.steps is not None else CPU_STEPS if small else epoch
+    epoch = max(1, train_data.total // flags.total_batch)
+    steps = {None: CPU_STEPS if small else epoch, -1: epoch}.get(flags.steps, flags.steps)
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
     files = f" in {len(train_data.paths)} files" * (len(train_data.paths) > 1)
-    print(f"data         | {train_path}: {train_data.size:,} tokens{files} (-i), {val_path} (-j)")
+    print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
     minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
     print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
           f"an epoch has {epoch}{minute}")
@@ -1014,6 +1016,7 @@ def main(arguments=None, architecture=GPT2):
         asked, fits = memory_of(c, device, B, T, flags.recompute, free)
         print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
         model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
+        log = open_log(flags.output)  # only now, since it replaces an older one
         try:
             train(model, train_data, val_data, steps, flags, log)
         except KeyboardInterrupt:

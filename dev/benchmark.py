@@ -35,7 +35,7 @@ import numpy as np
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
-from prepro_tinyshakespeare import UserError, replace_file, to_bf16, write_tokens  # noqa: E402
+from prepro_tinyshakespeare import UserError, replace_file, run, to_bf16, write_tokens  # noqa: E402
 from train_gpt2 import Config, Cuda, DataLoader, FastCuda, has_gpu, read_kernels  # noqa: E402
 
 T = 1024
@@ -630,9 +630,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

@@ -29,7 +29,7 @@ TOP = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(TOP))
 from dev.benchmark import run_job  # noqa: E402
 from dev.llama3.train_llama3 import Config3, Llama3  # noqa: E402
-from prepro_tinyshakespeare import BF16, UserError, has_gpu, to_bf16  # noqa: E402
+from prepro_tinyshakespeare import BF16, UserError, has_gpu, run, to_bf16  # noqa: E402
 from train_gpt2 import draw_parameters, make_device, memory_of, pack_batch  # noqa: E402
 
 PLACE, WARM_UP, STEPS, TIMEOUT, GIB = "cuda", 5, 20, 200, 2**30  # TIMEOUT: seconds, for one process
@@ -365,20 +365,20 @@ def main():
         raise UserError(f"--only {given.only}: expected some of {','.join(sorted(sections))}")
     end, rows = time.perf_counter() + 60 * given.minutes, []
 
-    def run(*job):
+    def measure(*job):
         return run_job(*job, timeout=min(TIMEOUT, end - time.perf_counter()), program=__file__)
 
-    steps = {(name, 0): run("ours_step", name, 0) for name in ROWS if name in only}
+    steps = {(name, 0): measure("ours_step", name, 0) for name in ROWS if name in only}
     if isinstance(steps.get(("8B", 0)), str):
-        steps["8B", FEWER] = run("ours_step", "8B", FEWER)
+        steps["8B", FEWER] = measure("ours_step", "8B", FEWER)
     for job in [("attention", heads) for heads in HEADS] + [("accuracy",), ("curve",)]:
         if job[0] in only:
-            result = run(*job)
+            result = measure(*job)
             rows += [(" ".join(job), result, "", "", "")] if isinstance(result, str) else result
     peers = {name: {} for name in ("1B", "d12") if name in only}
     for mode in MODES:
         for name in peers:
-            peers[name][mode] = run("torch_step", name, *mode)
+            peers[name][mode] = measure("torch_step", name, *mode)
     rows = [step_row(*key, ours, peers.get(key[0], {})) for key, ours in steps.items()] + rows
     gpu = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], text=True,
                          capture_output=True).stdout.strip()
@@ -389,9 +389,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        sys.exit(f"error: {e}")
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+    run(main)

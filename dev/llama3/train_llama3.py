@@ -22,7 +22,6 @@ Two more letters: NKV, the heads of keys and of values, and H, the hidden channe
 """
 import dataclasses
 import functools
-import glob
 import math
 import re
 import sys
@@ -31,8 +30,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 from prepro_tinyshakespeare import (EOT, HEADER_BYTES, LLAMA_TOKEN_FILE, TOKEN_FILES, FileKind,  # noqa: E402
-                                    UserError, check_size, data_paths, decode, make_header, read_header, run,
-                                    to_float)
+                                    UserError, check_size, data_paths, decode, files_of, make_header,
+                                    read_header, run, to_float)
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
@@ -47,6 +46,11 @@ META = {  # Meta's models, by their descriptors
     "llama3.2:1B": dict(L=16, NH=32, NKV=8, C=2048, ffn_multiplier=1.4, scaled=32),
 }
 BEGIN_ID = 128000  # stands between two texts in Llama's vocabulary of 128,256 words, as EOT in GPT-2's
+
+
+def whole_numbers_only(header):
+    """Whether a checkpoint's header is of llm.c's master, which goes on behind where its branch llama3 ends."""
+    return header[14] != 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +156,7 @@ class Config3(Config):
         paths = data_paths(train, val)
         if self.EOT == BEGIN_ID:
             vocabulary()
-            first = (sorted(glob.glob(paths[0])) or paths)[0]
-            if read_header(first, *TOKEN_FILES)[0] != LLAMA_TOKEN_FILE.magic:
+            if read_header(files_of(paths[0])[0], *TOKEN_FILES)[0] != LLAMA_TOKEN_FILE.magic:
                 print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for which "
                       "dev/llama3/tokens.py writes token files")
         return paths
@@ -236,11 +239,6 @@ class Config3(Config):
         ]
 
 
-def whole_numbers_only(header):
-    """Whether a checkpoint's header is of llm.c's master, which goes on behind where its branch llama3 ends."""
-    return header[14] != 0
-
-
 # ---- The model
 
 
@@ -255,10 +253,10 @@ class Llama3(GPT2):
 
     def __init__(self, config, *args, **keywords):
         super().__init__(config, *args, **keywords)
-        H, names = config.H, ("wte" if config.tied else "lm_head")
+        H, head = config.H, "wte" if config.tied else "lm_head"
         for views in (self.params, self.originals):  # by the names of a file's tensors
-            views.lm_head, views.upw, views.gatew = getattr(views, names), views.fcw[:, :H], views.fcw[:, H:]
-        self.head, self.dhead = self.params.lm_head, getattr(self.grads, names)
+            views.lm_head, views.upw, views.gatew = getattr(views, head), views.fcw[:, :H], views.fcw[:, H:]
+        self.head, self.dhead = self.params.lm_head, getattr(self.grads, head)
 
     def decode(self, tokens):
         """The text of token ids, by the tokenizer in the current folder if their vocabulary is Llama's."""
