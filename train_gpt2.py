@@ -74,7 +74,19 @@ ALIGN = 64  # bytes, where tensors start. 32 divides C, so parameters have no ga
 LOGIT_ROWS = 8192  # the fewest tokens whose logits are computed at a time, if there are as many
 PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column; add_partials adds them
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
-ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # its struct
+WINDOW = 128  # steps whose losses and norms say if the next one's are outliers
+ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip", "loss_limit",
+         "norm_limit")  # its struct
+
+
+class Verdict(NamedTuple):
+    """What the device says of a step, as kernels.cu's struct has it: is its update made, or are all stopped?"""
+    norm: float
+    loss: float
+    norm_z: float  # z-scores: how far above the mean of the last WINDOW steps, in their standard deviations; or NaN
+    loss_z: float
+    update: float
+    stopped: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +242,8 @@ def arena_tables(c, B, T, real, recompute=False):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
     bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
     parameters = c.parameter_table()
-    update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)),
+    update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
+              Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
               Row("starts", (len(parameters) + 1,), np.uint64),  # where each parameter starts, counted in numbers
               Row("decayed", (len(parameters),), np.int32)]  # 1 where weight decay applies, else 0
     return {"parameters": c.parameter_table(real), **({"master": parameters} if real == BF16 else {}),
@@ -727,6 +740,11 @@ class GPT2:
         self.device.launch("fused_classifier", blocks, logits, a.losses[rows], targets, dloss, len(logits), c.V, c.Vp,
                            with_gradient, room, shared=shared)
 
+    def mean_loss(self, accumulate=False):
+        """The mean of the losses is the verdict's; or, of a step's later micro-batches, it is added to that."""
+        N = len(self.acts.losses)
+        self.device.launch("add_loss", 1, self.adam.verdict, self.acts.losses, 1 / (N * self.micros), N, accumulate)
+
     def head_backward(self, rows, dlogits):
         """The gradients of these tokens' lnf, into dinp, and of the head's weight, whose parts add up."""
         matmul, accumulate = self.device.matmul, self.accumulate or rows.start > 0
@@ -751,6 +769,7 @@ class GPT2:
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)
             self.head_backward(rows, logits)
+        self.mean_loss(self.accumulate)
         self.last_norm_backward()
         for l in reversed(range(self.config.L)):
             self.layer_backward(l)
@@ -765,7 +784,10 @@ class GPT2:
             logits = self.head_forward(rows)
             if targets is not None:
                 self.loss_forward(rows, logits)
-        return None if targets is None else self.report()()[0]
+        if targets is None:
+            return None
+        self.mean_loss()
+        return self.report()().loss
 
     def next_logits(self, tokens):
         """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
@@ -776,36 +798,35 @@ class GPT2:
         logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
         return to_float(self.device.get(logits))[0, : self.config.V]
 
-    def report(self, earlier=()):
-        """Queue a copy of the loss and of the gradient's norm. Returns a function that waits for them: (loss, norm).
-        The loss is the mean over the micro-batches of a step, of which train_step returned the earlier."""
-        losses, norm = [*earlier, self.device.fetch(self.acts.losses)], self.device.fetch(self.adam.norm[:1])
-        return lambda: (float(np.mean([part() for part in losses], dtype=np.float64)), float(norm()[0]))
+    def report(self):
+        """Queue a copy of what the device says of the last step. Returns a function that waits for it: a Verdict."""
+        verdict = self.device.fetch(self.adam.verdict)
+        return lambda: Verdict(*verdict().tolist())
 
     # ---- The update
 
-    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
-        """AdamW's settings for the next update; a gradient's norm is clipped to `clip`, unless that is 0."""
-        step = self.step + 1
-        settings = dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, clip=clip,
-                        correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step), weight_decay=weight_decay)
+    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, **others):
+        """AdamW's settings for the next update; the others are 0 if not given. See kernels.cu's struct."""
+        step, settings = self.step + 1, dict.fromkeys(ADAMW, 0.0)
+        settings |= dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, **others,
+                         correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step))
         self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
 
     def update_pass(self):
-        """An AdamW step with the gradients that were added up. If their norm is not finite, no parameter changes."""
+        """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
         n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
         gradients = arenas["gradients"].view(np.float32)
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
-        self.step += 1  # before the launch, since Python handles most of a Ctrl-C behind it, when the update is queued
+        device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
+        self.step += 1
         device.launch("adamw", n, arenas["parameters"], self.master, gradients, arenas["adam m"], arenas["adam v"],
-                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
+                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)
 
     def train_step(self, *batches, **adamw):
         """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
-        Returns what report() needs of all but the last; and report()() waits for the step. Its graphs are one for each
-        kind of micro-batch: the only one; the first, which sets gradients; one that adds; the last, which updates too.
-        """
-        self.micros, losses = len(batches), []
+        report()() waits for it. Its graphs are one for each kind of micro-batch: the only one; the first, which sets
+        gradients; one that adds; the last, which updates too."""
+        self.micros = len(batches)
         self.set_adamw(**adamw)
         for micro, batch in enumerate(batches):
             last = micro == self.micros - 1
@@ -821,10 +842,7 @@ class GPT2:
 
             self.set_batch(batch)
             self.device.replay(self.graphs, (self.shape, self.micros, micro > 0, last), work, count)
-            if not last:
-                losses.append(self.device.fetch(self.acts.losses))
         self.micros = 1
-        return losses
 
 
 # ---- The loop

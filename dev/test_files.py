@@ -58,10 +58,11 @@ def accumulated_steps(device):
     batches, parameters = words(257, 3, 2, 2, 20), device.get(model.master)
     for batch in batches:
         alone.append(np.concatenate([array.ravel() for array in gradients(model, batch).values()], dtype=np.float64))
-        losses.append(model.report()()[0])
+        losses.append(model.report()().loss)
     for count in (3, 3, 3, 2, 1):
         packed = [pack_batch(*batch) for batch in batches[:count]]
-        loss, norm = model.report(model.train_step(*packed, learning_rate=0.0, beta1=0, clip=0))()
+        model.train_step(*packed, learning_rate=0.0, beta1=0, clip=0)
+        norm, loss, *_ = model.report()()
         mean = sum(alone[:count]) / count
         yield f"loss of {count}", loss, np.mean(losses[:count]), KERNEL_LIMIT
         limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third is rounded anew
@@ -109,7 +110,7 @@ def clipped_gradients(device):
         norm = np.linalg.norm(np.float64(gradient))
         model.set_adamw(clip=clip * norm, beta1=0)
         model.update_pass()
-        yield f"norm, clip {clip}", model.report()()[1], norm
+        yield f"norm, clip {clip}", model.report()().norm, norm
         yield f"m, clip {clip}", device.get(model.arenas["adam m"].view(np.float32)), left * gradient
         yield f"gradient, clip {clip}", device.get(model.arenas["gradients"].view(np.float32)), gradient, EXACT
 
@@ -120,7 +121,7 @@ def other_ways(device):
     for recompute, rows in ((False, 42), (True, 42), (False, 7)):
         with mock.patch("train_gpt2.LOGIT_ROWS", rows):
             model = poisoned_model(device, 2, 21, recompute=recompute)
-            found.append(gradients(model, *batches) | {"loss": model.report()()[0]})
+            found.append(gradients(model, *batches) | {"loss": model.report()().loss})
             memory.append(model.arenas["activations"].nbytes)
     for i, way in ((1, "recomputed"), (2, "in parts")):
         check(f"{device.dtype} other ways: less memory {way}", memory[i] < memory[0], f"{memory[i]} < {memory[0]}")
