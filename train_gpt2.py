@@ -936,7 +936,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
 
     def due(done, every):
         """Whether something that comes every so many steps, and at the end, comes after so many are done."""
-        return every and not stop and (done % every == 0 or done == steps)
+        return every and (done % every == 0 or done == steps)
 
     def next_batches():
         """The micro-batches of a step, packed, and where they are in the data."""
@@ -950,9 +950,10 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
 
     batches = next_batches()
     for step in range(begun + 1, steps + 2):  # once more than there are steps, to validate and sample at the end
-        done, last = step - 1, step > steps
-        validates, samples = due(done, flags.val_every), done and flags.sample_tokens and due(done, flags.sample_every)
-        saves = folder and done != folder.step and (last or stop or done and due(done, flags.checkpoint_every))
+        done, last, stopping = step - 1, step > steps, bool(stop)  # asked once, since a signal may come at any time
+        validates = due(done, flags.val_every) and not stopping
+        samples = done and flags.sample_tokens and due(done, flags.sample_every) and not stopping
+        saves = folder and done != folder.step and (last or stopping or done and due(done, flags.checkpoint_every))
         while len(queued) > (0 if validates or samples or saves or last else device.ahead):  # all, before those
             finish(*queued.pop(0))
         if validates:
@@ -969,8 +970,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         if samples:
             say(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens))}\n---")
         if saves:
-            folder.save(model, batches.position, whole=flags.checkpoint_every or stop)
-        if last or stop:
+            folder.save(model, batches.position, whole=flags.checkpoint_every or stopping)
+        if last or stopping:
             break
 
         clock = clock if queued else time.perf_counter()

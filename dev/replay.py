@@ -21,8 +21,8 @@ import numpy as np
 from prepro_tinyshakespeare import UserError, replace_file, say, to_float
 from train_gpt2 import batch_table, carve, make_device, pack_batch, read_parameters
 
-PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward", "head_backward",
-         "last_norm_backward", "layer_backward", "embedding_backward")  # GPT2's methods, which a report names
+PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward", "mean_loss",
+         "head_backward", "last_norm_backward", "layer_backward", "embedding_backward")  # methods that a report names
 LARGEST = 5  # tensors of an outlier that are named
 
 
@@ -95,7 +95,8 @@ class Watch:
     def name_of(self, array):
         """What the tensor is called whose memory an array is in."""
         model = self.model
-        for prefix, views in (("", model.params), ("d", model.grads), ("", model.acts), ("", model.back)):
+        for prefix, views in (("", model.params), ("d", model.grads), ("", model.acts), ("", model.back),
+                              ("", model.adam)):
             for name, whole in vars(views).items():
                 if 0 <= address(array) - address(whole) < whole.nbytes:
                     return prefix + name
@@ -111,6 +112,7 @@ def repeat(model, batches):
             return f"the parameter {row.name} is not finite at {[int(x) for x in at]}, before this step"
     for name in ("activations", "backward", "gradients"):
         model.device.zero(model.arenas[name])  # no number of the step that failed is left
+    model.device.zero(model.adam.verdict[:2])
     model.micros = len(batches)
     try:
         for micro, batch in enumerate(batches):
@@ -146,7 +148,8 @@ def describe(model, packed, places, stopped):
     total = math.sqrt(sum(norm**2 for norm, _ in norms))
     text = ", ".join(f"{name} {norm:.3g}" for norm, name in norms[:LARGEST])
     finite = "repeated, every number of the step is finite, and " if stopped else ""
-    return f"{finite}the gradient's norm is {total:.4g}, of which {text}; batches: {'; '.join(places)}"
+    large = ", whose square overflows fp32" if total > math.sqrt(np.finfo(np.float32).max) else ""
+    return f"{finite}the gradient's norm is {total:.4g}{large}, of which {text}; batches: {'; '.join(places)}"
 
 
 def explain(model, verdict, batches, flags, folder):

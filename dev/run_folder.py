@@ -191,10 +191,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             steps = self.steps()
         except OSError as e:
-            raise UserError(f"-o {self.path}: {e.strerror}; expected a folder that can be made and read") from None
+            raise UserError(f"-o {self.path}: {e.strerror}; expected a folder to write to") from None
         if steps and flags.checkpoint_every and not flags.resume:
-            raise UserError(f"-o {self.path}: holds checkpoints of another run, up to step {steps[-1]}: go on from that "
-                            "with -y 1, or give another folder")
+            raise UserError(f"-o {self.path}: holds checkpoints of another run, up to step {steps[-1]}: go on from "
+                            "that with -y 1, or give another folder")
         if flags.resume and steps:
             self.step, self.checkpoint = steps[-1], self.file(0, steps[-1])
             for path in (self.file(i, self.step) for i in range(2)):
@@ -274,10 +274,11 @@ class RunFolder:
         for name, now in vars(self.flags).items():
             before = run["flags"].get(name, now)
             if before != now and name in MUST_AGREE:
-                raise UserError(f"{notes}: of a run with {MUST_AGREE[name]} {before}, and now it is {now}: expected "
-                                "the same")
+                flag = MUST_AGREE[name]
+                raise UserError(f"{notes}: of a run with {flag} {before}, and now it is {now}: expected the same")
             if before != now and name not in MAY_DIFFER:
-                say(f"WARNING: --{name.replace('_', '-')} was {before} until step {self.step}, and is {now} from now on")
+                flag = f"--{name.replace('_', '-')}"
+                say(f"WARNING: {flag} was {before} until step {self.step}, and is {now} from now on")
 
     def log(self, line):
         """Append a line to main.log, in llm.c's form: s is the step, from 0; trl a training loss; lr the learning rate;
@@ -315,8 +316,8 @@ class RunFolder:
                 self.prune()
             self.failed = None
             seconds, waited = time.perf_counter() - begun, self.writer.waited
-            self.news.append(f"wrote {self.file(0, step)}{' and its state' * bool(whole)} in {seconds:.1f} s, for which "
-                             f"training waited {waited:.2f} s")
+            self.news.append(f"wrote {self.file(0, step)}{' and its state' * bool(whole)} in {seconds:.1f} s, for "
+                             f"which training waited {waited:.2f} s")
 
         self.step = step
         self.writer.save(files, finish)
