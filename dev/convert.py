@@ -258,23 +258,25 @@ def stored_as(dtype, tensor):
 # ---- The hub
 
 
+NO_MODEL, LOG_IN = "it has no such model, or shows it only after `hf auth login`", "`hf auth login`, or check HF_TOKEN"
+ADVICE = {  # by the name of huggingface_hub's exception, or by the status that the hub answered with
+    "GatedRepoError": "accept its licence at https://huggingface.co/{}, then `hf auth login`",
+    "RepositoryNotFoundError": NO_MODEL, 404: NO_MODEL, 401: LOG_IN, 403: LOG_IN,
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and HF_HOME does not have all of it: unset it, or give a folder",
+}
+
+
 def explain(name, error):
     """The UserError for what huggingface_hub has raised, whichever HTTP library it uses."""
-    if type(error).__name__ in ("LocalEntryNotFoundError", "IncompleteSnapshotError"):  # it looked into its cache, too
+    if type(error).__name__ in ("LocalEntryNotFoundError", "IncompleteSnapshotError"):  # nor is it in the cache
         error = error.__cause__ or error
     kind, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", None)
-    advice = {"GatedRepoError": f"accept its licence at https://huggingface.co/{name}, then `hf auth login`",
-              "RepositoryNotFoundError": "it has no such model, or shows it only after `hf auth login`",
-              "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and HF_HOME does not have all of it: unset it, or give a "
-                                      "folder"}.get(kind)
-    if not advice and status in (401, 403):
-        advice = "`hf auth login` again, or check HF_TOKEN"
-    if not advice and kind == "OSError":  # of the disk, or of a file that is not as long as it should be
-        kind = error.strerror or str(error).partition("\n")[0]
-        advice = "try again, or give a folder"
+    advice = ADVICE.get(kind) or ADVICE.get(status) or "check the network and try again, or give a folder"
+    if kind == "OSError":  # of the disk, or of a file that is not as long as it should be
+        kind = error.strerror or str(error).partition("\n")[0].rstrip(".")
+    found = f"{kind}, HTTP {status}" if status else kind
     hub = os.environ.get("HF_ENDPOINT") or "the hub"
-    return UserError(f"{name}: there is no such folder, and {hub} did not give it ({kind}"
-                     f"{f', HTTP {status}' if status else ''}): {advice or 'connect to the network, or give a folder'}")
+    return UserError(f"{name}: there is no such folder, and {hub} did not give it ({found}): {advice.format(name)}")
 
 
 def find_folder(name):
@@ -316,11 +318,12 @@ def read_config(folder):
     """The config of a folder, by its config.json. Raises UserError where it is of something else."""
     path = folder / "config.json"
     config = read_json(path)
-    kinds = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
-    if config.get("model_type") not in kinds:
-        raise UserError(f"{path}: model_type is {config.get('model_type')}; expected {' or '.join(kinds)}: nothing "
-                        "else can be converted")
-    return kinds[config["model_type"]].read_config(path, config)
+    for architecture in ARCHITECTURES.values():
+        if config.get("model_type") == architecture.model_type:
+            return architecture.read_config(path, config)
+    expected = " or ".join(architecture.model_type for architecture in ARCHITECTURES.values())
+    raise UserError(f"{path}: model_type is {config.get('model_type')}; expected {expected}: nothing else can be "
+                    "converted")
 
 
 def config_of_tensors(path, found):
@@ -365,11 +368,11 @@ def map_file(path):
 def files_of(folder):
     """The paths of a folder's weights. Raises UserError."""
     index, path = folder / INDEX, folder / WEIGHTS
-    if path.exists() or not index.exists():
-        if not path.exists() and (folder / "pytorch_model.bin").exists():
-            raise UserError(f"{folder}: has its weights in pytorch_model.bin alone; expected {WEIGHTS}, which "
-                            "transformers makes of it with save_pretrained")
+    if path.exists():
         return [path]
+    if not index.exists():
+        raise UserError(f"{folder}: has no {WEIGHTS}, nor {INDEX}; expected weights of this kind, which "
+                        "transformers makes of a pytorch_model.bin with save_pretrained")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise UserError(f"{index}: expected a weight_map, {{tensor: file}}")
@@ -522,12 +525,16 @@ def letters():
 def merges_of(ranks):
     """The pairs of words that byte-pair encoding joins, the earliest first, of {word: its rank}, all bytes.
 
-    A word longer than a byte is made by the join of its rank. Joins of lower ranks have made its two parts before.
+    A word longer than a byte comes from the join of two parts, and these from earlier joins: of all neighbours, those
+    are joined first whose word has the lowest rank. Raises UserError where that does not lead to a word.
     """
     for word in sorted(ranks, key=ranks.get):
         parts = [word[i : i + 1] for i in range(len(word))]
         while len(parts) > 2:
-            i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], math.inf))
+            joined = [ranks.get(first + second, math.inf) for first, second in itertools.pairwise(parts)]
+            i = joined.index(min(joined))
+            if joined[i] == math.inf:
+                raise UserError(f"tiktoken's vocabulary has {word}, which no joins of its other words make")
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             yield tuple(parts)

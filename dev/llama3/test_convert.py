@@ -227,7 +227,7 @@ def refusals(folder):
                                (SimpleNamespace(snapshot_download=snapshot_download), "a/RepositoryNotFoundError",
                                 "no such model, or shows it only after `hf auth login`"),
                                (SimpleNamespace(snapshot_download=snapshot_download), "a/ConnectionError",
-                                "connect to the network, or give a folder")):
+                                "check the network and try again, or give a folder")):
         with mock.patch.dict(sys.modules, {"huggingface_hub": module}):
             check_refusal("hub", wish, convert.folder_to_checkpoint, name, target)
 
