@@ -7,6 +7,7 @@ dev/llama3/test_convert.py tests it on Llama 3. This needs the packages safetens
 """
 import argparse
 import contextlib
+import hashlib
 import http.server
 import io
 import itertools
@@ -353,6 +354,7 @@ HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve",
         "a<|endoftext|>b<|endoftext|>", "<|endoftext |>", "tabs\t\tand\r\nlines\r", "x" * 300, " " * 99 + "y",
         "...!!!???", "def f(x):\n    return x**2  # 4 spaces\n", "SolidGoldMagikarp rawdownloadcloneembedreportprint",
         "_a__b___"]
+VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # its SHA-256, as tiktoken knows it
 PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, of a text
 
 
@@ -414,6 +416,8 @@ def tokenizers(folder):
         encodings["gpt2"] = gpt2_encoding()  # if it is cached here
         (folder / "gpt2").mkdir()
         convert.write_tokenizer(folder / "gpt2", encodings["gpt2"], 1024)
+        found = hashlib.sha256((folder / "gpt2/merges.txt").read_bytes()).hexdigest()
+        check("gpt2: merges.txt is OpenAI's vocab.bpe", found == VOCAB_BPE, found)
     check_refusal("a word without joins", "tiktoken's vocabulary has b'bcd', which no joins", convert.write_tokenizer,
                   folder / "small", small_encoding([*WORDS, b"bcd"]), 77)
     for name, encoding in encodings.items():
