@@ -98,11 +98,11 @@ LLAMA_NAMES = {
 
 
 def check_config(path, config, wishes):
-    """Raise UserError unless the dict of a config.json fulfils the wishes, each of them a name and what is accepted,
-    the default first."""
+    """Raise UserError unless the dict of a config.json fulfils the wishes, each of them a name and what is accepted. A
+    name that is left out has a default, which is."""
     for name, *accepted in wishes:
-        found = accepted[0] if config.get(name) is None else config[name]
-        if found not in accepted:
+        found = config.get(name)
+        if found is not None and found not in accepted:
             raise UserError(f"{path}: {name} is {found}; expected {' or '.join(map(str, accepted))}: "
                             "the trainer has nothing else")
 
@@ -543,13 +543,12 @@ def merges_of(ranks):
 def write_tokenizer(folder, encoding, maxT):
     """Write the files from which transformers makes GPT-2's tokenizer, of tiktoken's encoding. Raises UserError."""
     words, letter = words_of(encoding), letters()
-    special = {encoding.encode_single_token(name): name for name in encoding.special_tokens_set}
     spelled = lambda word: "".join(letter[b] for b in word)
-    merges = merges_of({word: i for i, word in words.items() if i not in special})
+    merges = merges_of({word: i for i, word in words.items() if word != END_OF_TEXT.encode()})
     lines = ["#version: 0.2", *(f"{spelled(first)} {spelled(second)}" for first, second in merges)]
     replace_file(folder / "merges.txt", ["\n".join(lines).encode() + b"\n"])
     write_objects(folder, {
-        "vocab.json": {special.get(i) or spelled(word): i for i, word in sorted(words.items())},
+        "vocab.json": {spelled(word): i for i, word in sorted(words.items())},
         "tokenizer_config.json": {
             "tokenizer_class": "GPT2Tokenizer", "model_max_length": maxT, "add_prefix_space": False,
             "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}})

@@ -257,7 +257,7 @@ def refusals(folder):
         ("lm_head.weight differs from transformer.wte.weight; expected a head that is tied", {}, {
             "lm_head.weight": head}),
         ("lm_head.weight differs", {}, {"lm_head.weight": head[:-1]}),
-        ("lm_head.weight differs", {}, {"lm_head.weight": to_bf16(tensors["wte.weight"])})]
+        ("lm_head.weight differs", {}, {"lm_head.weight": to_bf16(head), "wte.weight": to_bf16(head).view(np.float16)})]
     for i, (wish, change, *more) in enumerate(cases):
         source, found = folder / f"case{i}", tensors | (more[0] if more else {})
         write_folder(source, {name: array for name, array in found.items() if array is not None},
@@ -272,6 +272,7 @@ def refusals(folder):
                       ("no safetensors file", b"\xff" * 100), ("of type F64; expected BF16, F32, F16",
                                                                content.replace(b'"F32"', b'"F64"')),
                       ("no safetensors file", np.uint64(4).tobytes() + b"[]  "),
+                      ("no safetensors file", np.uint64(4).tobytes() + b'"ab"'),
                       ("no safetensors file", np.uint64(99999).tobytes() + b"[" * 99999), ("could not be read", None)):
         weights.write_bytes(bad or b"")
         if bad is None:
@@ -343,10 +344,10 @@ def replaced_files(folder):
 # ---- The tokenizer
 
 WORDS = [*BYTES, b"th", b"e ", b"he", b" t", b" th", b" the", b"ab", b"abc", b"cab", b"abcab", "é".encode(), b"\n\n",
-         b"  ", b"    ", "\u2019".encode()[:2], "\u2019".encode()]
-# By hand. The e of " the" is joined to " th", as no rank is lower than th's, and that of the whole is the highest.
+         b"  ", b"    ", "\u2019".encode()[:2], "\u2019".encode(), b"xx", b"xxx"]
+# By hand. In " the", th has the lowest rank, and then " th" the only one. In xxx the first of two equal pairs is joined.
 MERGES = ["t h", "e Ġ", "h e", "Ġ t", "Ġ th", "Ġth e", "a b", "ab c", "c ab", "abc ab", "Ã ©", "Ċ Ċ", "Ġ Ġ", "ĠĠ ĠĠ",
-          "â Ģ", "âĢ Ļ"]
+          "â Ģ", "âĢ Ļ", "x x", "xx x"]
 HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve", "it's IT'S I\u2019ll we'd",
         "\u2003x \u00a0y\u200bz", "1234567 ½ ٣ Ⅷ", "日本語 한국어 العربية עברית हिन्दी",
         "\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f9d1\U0001f3fd",
