@@ -426,6 +426,8 @@ def folder_to_checkpoint(name, path, dtype=None):
         source = find_folder(name)
         c = read_config(source)
         found = {name: array for file in files_of(source) for name, array in map_file(file).items()}
+        if type(c) is Config3 and (source / "tokenizer.json").exists():
+            print(f"{source / 'tokenizer.json'} is for dev/llama3/tokens.py")
     found = check_tensors(source, found, c)
     if dtype is None:
         dtype = BF16 if all(tensor.dtype == BF16 for tensor in found.values()) else np.float32

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -345,7 +346,7 @@ def replaced_files(folder):
 
 WORDS = [*BYTES, b"th", b"e ", b"he", b" t", b" th", b" the", b"ab", b"abc", b"cab", b"abcab", "é".encode(), b"\n\n",
          b"  ", b"    ", "\u2019".encode()[:2], "\u2019".encode(), b"xx", b"xxx"]
-# By hand. In " the", th has the lowest rank, and then " th" the only one. In xxx the first of two equal pairs is joined.
+# By hand. In " the", th has the lowest rank, and then " th" the only one. In xxx the first of the two pairs is joined.
 MERGES = ["t h", "e Ġ", "h e", "Ġ t", "Ġ th", "Ġth e", "a b", "ab c", "c ab", "abc ab", "Ã ©", "Ċ Ċ", "Ġ Ġ", "ĠĠ ĠĠ",
           "â Ģ", "âĢ Ļ", "x x", "xx x"]
 HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve", "it's IT'S I\u2019ll we'd",
@@ -413,8 +414,8 @@ def tokenizers(folder):
     check("tokenizer_config.json", (said["model_max_length"], said["eos_token"], said["tokenizer_class"]) == (
         77, "<|endoftext|>", "GPT2Tokenizer"), said)
     encodings = {"small": small_encoding()}
-    with contextlib.suppress(UserError):
-        encodings["gpt2"] = gpt2_encoding()  # if it is cached here
+    if os.environ.get("TIKTOKEN_CACHE_DIR"):  # or the network would be asked
+        encodings["gpt2"] = gpt2_encoding()
         (folder / "gpt2").mkdir()
         convert.write_tokenizer(folder / "gpt2", encodings["gpt2"], 1024)
         found = hashlib.sha256((folder / "gpt2/merges.txt").read_bytes()).hexdigest()
@@ -449,7 +450,7 @@ def tokenizers(folder):
 
 class Hub(http.server.BaseHTTPRequestHandler):
     """The part of the Hugging Face hub that is asked for a model's files. The name of a model says how it fails."""
-    FILES = {}  # {path: bytes}, of every model
+    FILES, SHARDS = {}, {}  # {name: bytes} of the models' files; of the model "shards"
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
     asked = []  # the files that were downloaded
 
@@ -477,7 +478,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
                    "forbidden": (403, {}), "gated": (403, {"X-Error-Code": "GatedRepo"})}.get(model)
         if refused and (model != "gated" or action == "resolve"):
             return self.answer(refused[0], headers=refused[1])
-        files = dict(self.FILES)
+        files = dict(self.SHARDS if model == "shards" else self.FILES)
         if model == "short":  # it was uploaded like this
             files["model.safetensors"] = files["model.safetensors"][:99999]
         if model == "old":
@@ -505,12 +506,16 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub(folder):
     """By name, from a hub that has the model and from hubs that fail, from the cache, and without a network."""
     write_folder(folder / "model", random_tensors(np.float32), CONFIG)
+    write_folder(folder / "shards", random_tensors(np.float32), CONFIG, 3)
+    Hub.SHARDS = {path.name: path.read_bytes() for path in (folder / "shards").iterdir()}
     Hub.FILES = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
     Hub.FILES |= {"pytorch_model.bin": b"too large", "README.md": b"words", "model.fp16.safetensors": b"another"}
     wish = expected_checkpoint(random_tensors(np.float32), np.float32)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    here, nowhere = f"http://127.0.0.1:{server.server_port}", "http://127.0.0.1:9"
+    deaf = socket.socket()  # a port of its own on which nobody listens
+    deaf.bind(("127.0.0.1", 0))
+    here, nowhere = (f"http://127.0.0.1:{port}" for port in (server.server_port, deaf.getsockname()[1]))
 
     def ask(case):
         """Run convert.py: what it says, a model's name, the folder of the cache, and the hub or what else is set."""
@@ -533,7 +538,7 @@ def hub(folder):
     online, offline = {"HF_ENDPOINT": here}, {"HF_ENDPOINT": here, "HF_HUB_OFFLINE": "1"}
     absent = "there is no such folder, and"
     first = [
-        (None, "gpt2", "filled", online), (None, "owner/model", "other", online),
+        (None, "gpt2", "filled", online), (None, "owner/model", "other", online), (None, "owner/shards", "other", online),
         ((absent, here, "HTTP 404", "no such model"), "owner/absent", "empty", online),
         ((absent, "HTTP 404", "no such model"), "owner/lost", "empty", online),
         ((absent, "HTTP 401", "`hf auth login`"), "owner/private", "empty", online),
@@ -550,13 +555,14 @@ def hub(folder):
         (None, "gpt2", "filled", offline), (None, "gpt2", "filled", {"HF_ENDPOINT": nowhere}),
         ((absent, "HF_HUB_OFFLINE is set"), "owner/model", "filled", offline)]
     try:
-        with ThreadPoolExecutor(6) as pool:
+        with ThreadPoolExecutor(4) as pool:
             for cases in (first, then):
                 for name, ok, said in pool.map(ask, cases):
                     check(name, ok, said)
     finally:
         server.shutdown()
         server.server_close()
+        deaf.close()
     got = {file for model, file in Hub.asked if model == "model"}
     check("the hub: only the files that are needed", got == {"config.json", "model.safetensors"}, sorted(got))
 
