@@ -3,7 +3,8 @@
     python dev/test_convert.py
     python dev/test_convert.py --transformers    # also that transformers loads what is written, and computes the same
 
-dev/llama3/test_convert.py tests it on Llama 3. This needs the packages safetensors and huggingface_hub.
+dev/llama3/test_convert.py tests it on Llama 3. This needs the packages safetensors and huggingface_hub. Where
+TIKTOKEN_CACHE_DIR is set, to a folder with GPT-2's vocabulary, that is tested too.
 """
 import argparse
 import contextlib
@@ -414,7 +415,7 @@ def tokenizers(folder):
     check("tokenizer_config.json", (said["model_max_length"], said["eos_token"], said["tokenizer_class"]) == (
         77, "<|endoftext|>", "GPT2Tokenizer"), said)
     encodings = {"small": small_encoding()}
-    if os.environ.get("TIKTOKEN_CACHE_DIR"):  # or the network would be asked
+    if os.environ.get("TIKTOKEN_CACHE_DIR"):  # which has GPT-2's; without it the network would be asked
         encodings["gpt2"] = gpt2_encoding()
         (folder / "gpt2").mkdir()
         convert.write_tokenizer(folder / "gpt2", encodings["gpt2"], 1024)
@@ -538,7 +539,8 @@ def hub(folder):
     online, offline = {"HF_ENDPOINT": here}, {"HF_ENDPOINT": here, "HF_HUB_OFFLINE": "1"}
     absent = "there is no such folder, and"
     first = [
-        (None, "gpt2", "filled", online), (None, "owner/model", "other", online), (None, "owner/shards", "other", online),
+        (None, "gpt2", "filled", online), (None, "owner/model", "other", online),
+        (None, "owner/shards", "other", online),
         ((absent, here, "HTTP 404", "no such model"), "owner/absent", "empty", online),
         ((absent, "HTTP 404", "no such model"), "owner/lost", "empty", online),
         ((absent, "HTTP 401", "`hf auth login`"), "owner/private", "empty", online),
