@@ -162,6 +162,9 @@ def read_llama(path, config):
         ("hidden_size", None), ("intermediate_size", None)))
     check_config(path, config, (("architectures", ["LlamaForCausalLM"]), ("hidden_act", "silu"),
                                 ("attention_bias", False), ("mlp_bias", False), ("head_dim", C // NH)))
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise UserError(f"{path}: {name} is {config[name]}; expected an object or null")
     rope = {"rope_theta": config.get("rope_theta")} | (config.get("rope_scaling") or {})
     rope = config.get("rope_parameters") or rope  # as transformers has written it since version 5
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -256,7 +259,6 @@ def stored_as(dtype, tensor):
 
 
 # ---- The hub
-
 
 NO_MODEL, LOG_IN = "it has no such model, or shows it only after `hf auth login`", "`hf auth login`, or check HF_TOKEN"
 ADVICE = {  # by the name of huggingface_hub's exception, or by the status that the hub answered with

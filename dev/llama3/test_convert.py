@@ -182,6 +182,8 @@ def refusals(folder):
         ("architectures is .'LlamaForSequenceClassification'", {"architectures": ["LlamaForSequenceClassification"]}),
         ("hidden_act is gelu", {"hidden_act": "gelu"}), ("head_dim is 32; expected 16", {"head_dim": 32}),
         ("RoPE is of type yarn", yarn), ("with factor 8.5.* expected default, or llama3 with a whole factor", factor),
+        ("rope_scaling is llama3; expected an object", {"rope_scaling": "llama3"}),
+        ("rope_parameters is .1.; expected an object", {"rope_parameters": [1]}),
         ("hidden_size is None; expected a size", {"hidden_size": None}), ("vocab_size is -1", {"vocab_size": -1}),
         ("vocab_size is 37.5", {"vocab_size": 37.5}), ("rms_norm_eps is 0.1x", {"rms_norm_eps": "0.1x"}),
         ("NH to be divisible by NKV", {"num_key_value_heads": 4}), ("C to be a multiple of 32", {"hidden_size": 102}),
