@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, CPU_STEPS, CPU_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind,
                                     UserError, check_size, count_tokens,
-                                    data_paths, decode, duration, files_of, has_gpu, make_header, parse_flags,
+                                    data_paths, decode, duration, files_of, gpt2_encoding, has_gpu, make_header, parse_flags,
                                     progress, read_cache, read_header, read_kernels, read_tokens, replace_file, run,
                                     say, stop_signals, to_bf16, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
@@ -581,7 +581,7 @@ class GPT2:
     """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
     recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
     dev/llama3/ has another architecture: a subclass with its own Config, head, and methods from layer_forward on."""
-    Config, decode = Config, staticmethod(decode)
+    Config, decode, encoding = Config, staticmethod(decode), staticmethod(gpt2_encoding)
 
     def __init__(self, config, device, B, T, attention="softmax", recompute=False):
         if T > config.longest:
@@ -1047,6 +1047,15 @@ def main(arguments=None, architecture=GPT2):
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
     flags.device, flags.dtype = place, device.dtype
 
+    def load(B):
+        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
+        model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
+        return model
+
+    if flags.sample is not None:
+        from dev.eval.sample import go_on
+        return go_on(load(1), flags)
+
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
     train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c.V, 0 if flags.overfit else flags.shuffle)
     val_data = DataLoader(val_path, B, T, c.V, False)
@@ -1074,10 +1083,9 @@ def main(arguments=None, architecture=GPT2):
     print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
     if flags.dry_run:
         from dev.dry_run import estimate
-        return estimate(c, device, B, T, steps, flags)
+        return estimate(c, device, flags)
     try:
-        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
-        model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
+        model = load(B)
         if folder:
             folder.begin(model, train_data)
         with stop_signals() as stop:

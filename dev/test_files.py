@@ -30,9 +30,9 @@ from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
                        LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
                        read_debug_state, run, stored, summary, words)
-from train_gpt2 import (GPT2, Config, DataLoader, attention_launch, batch_table, carve, coins,  # noqa: E402
-                        draw_parameters, draw_token, has_gpu, make_device, memory_of, pack_batch, read_kernels,
-                        read_parameters, scheduled_rate, write_checkpoint)
+from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables, attention_launch,  # noqa: E402
+                        batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
+                        memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate, write_checkpoint)
 
 
 
@@ -411,6 +411,24 @@ def samples(device_name, folder):
         yield f"tokens of logits around {shift}", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
 
 
+def outliers(device_name, folder):
+    """llm.c's z-scores of a row of losses in which one is an outlier, as its own program prints them."""
+    device = device_of(device_name, "fp32", 64, 2)
+    table = arena_tables(Config(L=1, NH=2, C=64), 1, 8, device.real)["update"]
+    arena, found = device.empty(layout(table)[-1]), []
+    device.zero(arena)
+    update = carve(arena, table)
+    for i in range(152):
+        device.put(update.verdict, Verdict(0, 5.0 if i == 150 else 3 + 0.01 * (i % 7), 0, 0, 0, 0))
+        device.put(update.norm[:1], [1.0])
+        device.launch("judge", 32, update.verdict, update.windows, update.seen, update.norm, update.settings)
+        found.append(Verdict(*device.get(update.verdict).tolist()))
+    z = [verdict.loss_z for verdict in found]
+    yield "no z-score", np.isnan(z[:128]), np.full(128, True), EXACT
+    yield "z-scores", np.array([z[128], z[150], z[151]]), np.array([-0.489751907, 11.1962549, -0.0313269258]), 1e-5
+    yield "z-scores of equal norms", np.array([verdict.norm_z for verdict in found[128:]]), np.zeros(24), EXACT
+
+
 def token_order(device_name, folder):
     """Files come in llm.c's order, and their batches: an epoch has each batch of each file once, without the tails. The
     permutations are those that llm.c's Mersenne Twister makes, by its own program."""
@@ -631,8 +649,8 @@ def faults_of_a_gpu(device_name, folder):
 
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
-    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, token_order, limits,
-                 kernel_files, steps_of_a_graph, models_too_large, command_line, without_the_cpu_folder,
+    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, outliers, token_order,
+                 limits, kernel_files, steps_of_a_graph, models_too_large, command_line, without_the_cpu_folder,
                  faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
