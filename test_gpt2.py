@@ -23,10 +23,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from prepro_tinyshakespeare import (BF16, HEADER_BYTES, FileKind, UserError, check_size, check_tokens, read_header,
-                                    to_bf16, to_float)
+                                    replace_file, to_bf16, to_float)
 from train_gpt2 import (ADAMW, GPT2, HERE, NORM_BLOCKS, PARTIAL_ROWS, WINDOW, Config, Row, Verdict, attention_launch,
-                        batch_table, carve, classifier_launch, has_gpu, layernorm_backward_launch, make_device,
-                        pack_batch, read_kernels, read_parameters)
+                        batch_table, carve, checkpoint_parts, classifier_launch, has_gpu, layernorm_backward_launch,
+                        make_device, pack_batch, read_kernels, read_parameters)
 
 # The largest relative errors of a tensor, by Frobenius norm. A kernel by itself errs by 1e-7 to 2e-6, and without one
 # of its terms by far more than its limit; stored in bf16, whose 8 bits are off by 1.5e-3 when they are rounded and by
@@ -550,6 +550,11 @@ def poison(model, *arenas):
 
 
 SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=1, C=32, Vp=384)}  # the sizes of a model that steps are tested with
+
+
+def write_checkpoint(path, model):
+    """Write a checkpoint of a model, as a run does."""
+    replace_file(path, map(model.device.get, checkpoint_parts(model)))
 
 
 def poisoned_model(device, B, T, kind="softmax", recompute=False, **sizes):

@@ -37,10 +37,10 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, CPU_STEPS, CPU_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind,
-                                    UserError, check_size, count_tokens,
-                                    data_paths, decode, duration, files_of, gpt2_encoding, has_gpu, make_header, parse_flags,
-                                    progress, read_cache, read_header, read_kernels, read_tokens, replace_file, run,
-                                    say, stop_signals, to_bf16, to_float, write_cache)
+                                    UserError, check_size, count_tokens, data_paths, decode, duration, files_of,
+                                    gpt2_encoding, has_gpu, make_header, parse_flags, progress, read_cache,
+                                    read_header, read_kernels, read_tokens, run, say, stop_signals,
+                                    to_bf16, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
@@ -320,11 +320,6 @@ def checkpoint_parts(model):
     c, real = model.config, model.device.real
     yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
     yield from in_file_order(c, model.params, real)
-
-
-def write_checkpoint(path, model):
-    """Write a checkpoint of a model. Raises UserError; an older file is then untouched."""
-    replace_file(path, map(model.device.get, checkpoint_parts(model)))
 
 
 class DataLoader:
@@ -1027,10 +1022,10 @@ def main(arguments=None, architecture=GPT2):
     if flags.replay:
         from dev.replay import replay
         return replay(flags.replay, architecture, flags, place)
-    if flags.output:
+    if flags.output and not flags.dry_run:
         from dev.run_folder import RunFolder
         folder = RunFolder(flags)
-    elif flags.checkpoint_every or flags.resume:
+    if not flags.output and (flags.checkpoint_every or flags.resume):
         raise UserError("-n and -y 1: expected -o too, the folder of the checkpoints")
 
     def config_of(name):
@@ -1067,7 +1062,7 @@ def main(arguments=None, architecture=GPT2):
     steps = flags.steps = {None: CPU_STEPS if small else epoch, -1: epoch}.get(flags.steps, flags.steps)
     if flags.hellaswag:
         from dev.eval.hellaswag import read_examples
-        examples = read_examples(flags.hellaswag, c.V)
+        examples = read_examples(flags.hellaswag, c.V, T)
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")

@@ -29,10 +29,10 @@ from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read
                                     read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
                        LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
-                       read_debug_state, run, stored, summary, words)
+                       read_debug_state, run, stored, summary, words, write_checkpoint)
 from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables, attention_launch,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
-                        memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate, write_checkpoint)
+                        memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate)
 
 
 
