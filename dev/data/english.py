@@ -4,10 +4,10 @@
     python dev/data/english.py FOLDER ... --output docs.jsonl
     python dev/data/fineweb.py --input data/english.jsonl
 
-Reads *.md, *.rst, *.txt, *.info, *.pod, *.html, man pages and the docstrings of *.py, also gzipped. Of a file it takes the paragraphs
-that are English prose and came in no file before, so that a licence or a text in two versions is there once. Code,
-tables and lists of changes are left out. The documents have the order of their hashes: a random one, in which the first
-are a fair sample, and the same wherever the same files lie.
+Reads *.md, *.rst, *.txt, *.info, *.pod, *.html, man pages, and the docstrings of *.py; also gzipped. Of a file it takes
+the paragraphs that are English prose and came in no file before, so that a licence or a text in two versions is there
+once. Code, tables and lists of changes are left out. The documents have the order of their hashes: it is a random one,
+so that the first of them are a fair sample, and the same one wherever the same files lie.
 """
 import argparse
 import ast
@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from prepro_tinyshakespeare import UserError, replace_file, run  # noqa: E402
+from prepro_tinyshakespeare import UserError, replace_file, run
 
 FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc", "/usr/share/man",
            "/usr/lib/python3", "/usr/local/lib"]

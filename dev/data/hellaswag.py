@@ -58,7 +58,8 @@ def write_questions(path, questions, encoding):
         examples.append(np.array([START, nbytes, *body], "<u2"))
     if not examples:
         raise UserError("the input has no question; expected HellaSwag's")
-    replace_file(path, [make_header(QUESTIONS, 1, len(examples), max(example.nbytes for example in examples)), *examples])
+    longest = max(example.nbytes for example in examples)
+    replace_file(path, [make_header(QUESTIONS, 1, len(examples), longest), *examples])
     return len(examples)
 
 
