@@ -10,13 +10,14 @@ Each document becomes <|endoftext|> and its tokens. All of them in a row, in the
 tokens into shards. The first shard is for validation, the others are for training, and the last one is shorter. A
 document may begin in one shard and end in the next.
 
-10B downloads 28 GB and writes 21 GB in 104 shards; 100B downloads 277 GB and writes about 200 GB. The input files, of 2
-GB each, are downloaded one by one as they are needed, and deleted when their tokens are written: beside the shards,
-two of them lie on the disk at most. A core makes two to three million tokens a second. On 16 cores 10B takes a few
-minutes, and the download: on two cores half an hour.
+10B downloads 28 GB and writes 21 GB in 104 shards. 100B downloads 277 GB and writes about 200 GB. The input files have
+2 GB each. One is downloaded when it is needed, and deleted when its tokens are written. So at most two of them lie on
+the disk beside the shards. A core tokenizes two to three million tokens a second: 10B takes about an hour and a half on
+one, and the time of its download on many.
 
-The program may be stopped at any moment, and goes on with the shard that it had begun when it is started again. Then
-the shards have the same bytes. They also have them whatever the number of workers.
+The program may be stopped at any moment. When it is started again, it goes on after the last shard that is complete,
+and in the end the shards have the same bytes. They have them with any number of workers, too. A file that was being
+downloaded is downloaded anew.
 """
 import collections
 import contextlib

@@ -9,9 +9,9 @@ from prepro_tinyshakespeare import UserError
 
 AGAIN = "start the program again to go on"
 ANSWERS = {  # what the hub may answer: what that means, and what to do
-    401: ("does not show it without a login", "check the name; if it is right, `hf auth login`"),
+    401: ("does not show it without a login", "see its page on huggingface.co, then `hf auth login`"),
     403: ("does not give it to you", "ask for access on its page, then `hf auth login`"),
-    404: ("has no such thing", "check the name"),
+    404: ("has no such thing", "see its page on huggingface.co"),
     429: ("has had too many requests from here", f"wait some minutes, then {AGAIN}"),
 }
 
