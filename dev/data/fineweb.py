@@ -4,7 +4,7 @@
     python dev/data/fineweb.py -t edu -v 100B              # FineWeb-Edu's of 100 billion
     python dev/data/fineweb.py --input texts               # any .parquet or .jsonl files with a column text
 
-then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin" -j data/fineweb10B/fineweb_val_000000.bin`.
+then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
 
 Each document becomes <|endoftext|> and its tokens. All of them in a row, in the files' order, are cut every 100 million
 tokens into shards. The first shard is for validation, the others are for training, and the last one is shorter. A
@@ -12,8 +12,8 @@ document may begin in one shard and end in the next.
 
 10B downloads 28 GB and writes 21 GB in 104 shards. 100B downloads 277 GB and writes about 200 GB. The input files have
 2 GB each. One is downloaded when it is needed, and deleted when its tokens are written. So at most two of them lie on
-the disk beside the shards. A core tokenizes two to three million tokens a second: 10B takes about an hour and a half on
-one, and the time of its download on many.
+the disk beside the shards. A core makes about three million tokens a second. So 10B takes an hour on one core, besides
+the download, and all cores work.
 
 The program may be stopped at any moment. When it is started again, it goes on after the last shard that is complete,
 and in the end the shards have the same bytes. They have them with any number of workers, too. A file that was being
@@ -151,6 +151,11 @@ def shard_path(folder, name, shard):
     return folder / f"{name}_{'train' if shard else 'val'}_{shard:06d}.bin"
 
 
+def shard_size(settings, shard):
+    """How many tokens a shard has, unless it is the last."""
+    return settings["--shard-tokens" if shard else "--val-tokens"]
+
+
 def progress_path(folder, name):
     return folder / f"{name}_progress.json"
 
@@ -185,17 +190,15 @@ def begin(folder, name, settings):
                                      if pair[0] != pair[1])
                 what = f"other input files: {was} (name, bytes), where there is now {is_now}"
             raise UserError(f"{path}: the shards were begun with {what}; give the same again, or another --output")
-    for shard in range(progress["shards"] - progress["done"]):
-        found, size = count_tokens(shard_path(folder, name, shard))[0], shard_size(settings, shard)
+    sizes = [shard_size(settings, shard) for shard in range(progress["shards"])]
+    if progress["done"]:
+        sizes[-1] = progress["tokens"] - sum(sizes[:-1])
+    for shard, size in enumerate(sizes):
+        found = count_tokens(shard_path(folder, name, shard))[0]
         if found != size:
             raise UserError(f"{shard_path(folder, name, shard)}: {found:,} tokens; expected {size:,}: delete the "
                             f"shards and {path.name} to begin anew")
     return progress
-
-
-def shard_size(settings, shard):
-    """How many tokens a shard has, unless it is the last."""
-    return settings["--shard-tokens" if shard else "--val-tokens"]
 
 
 def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda file: None):

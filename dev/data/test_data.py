@@ -262,6 +262,9 @@ def local_shards(folder):
     os.chdir(folder)
     said = in_process(fineweb, *FLAGS, "--output", out, "--workers", 7)
     check("fineweb.py, finished", f"finished before, with {total:,} tokens in {len(wish)} shards" in said, said)
+    (out / list(wish)[-1]).write_bytes(wish["own_train_000001.bin"])
+    check_refusal("fineweb.py", f"own_train_00000[0-9].bin: 1,000 tokens; expected {(total - 333) % 1000}: delete",
+                  in_process, fineweb, *FLAGS, "--output", out)
     result = command("fineweb", folder, "--input", "texts", "-s", total - 1)
     check_command("fineweb.py, default name", f"data/texts: {total:,} tokens in 2 shards", result)
     check("fineweb.py, a last shard of one token", contents(folder / "data" / "texts") == shards_of(
@@ -310,8 +313,8 @@ def refusals(folder):
     os.chdir(folder)
     own, progress = (*FLAGS, "--output", "out"), folder / "out" / "own_progress.json"
 
-    code, out, err = command("fineweb", folder, *own, die_at=5)
-    check("fineweb.py, which will be changed", code == -signal.SIGKILL and "own_val" in out, err)
+    code, out, _ = command("fineweb", folder, *own, die_at=5)
+    check("fineweb.py, which will be changed", code == -signal.SIGKILL and "own_val" in out)
     for wish, *flags in (
             ("--nonsense is no flag", "--nonsense"), ("--type: .*classic", "-t", "best"),
             ("--version: .*10B", "-v", "1B"), ("--shard-tokens: 0: expected at least 1", "-s", 0),
