@@ -1,0 +1,110 @@
+"""English text that a machine has anyway, for a training run without a network: the documentation of its programs.
+
+    python dev/data/english.py                               # of Python and the system, to data/english.jsonl
+    python dev/data/english.py FOLDER ... --output docs.jsonl
+    python dev/data/fineweb.py --input data/english.jsonl
+
+Reads *.md, *.rst, *.txt, *.info, *.pod, *.html, man pages, and the docstrings of *.py; also gzipped. Of a file it takes
+the paragraphs that are English prose and came in no file before, so that a licence or a text in two versions is there
+once. Code, tables and lists of changes are left out. The documents have the order of their hashes: it is a random one,
+so that the first of them are a fair sample, and the same one wherever the same files lie.
+"""
+import argparse
+import ast
+import gzip
+import hashlib
+import html
+import json
+import multiprocessing
+import re
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from prepro_tinyshakespeare import UserError, replace_file, run
+
+FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc", "/usr/share/man",
+           "/usr/lib/python3", "/usr/local/lib"]
+SKIPPED = re.compile(r"(?i)licen[cs]e|copyright|copying|change|news|history|authors|credits|/locale/|/man/(?!man)")
+LARGEST = 4 * 2**20  # bytes of a file
+PROSE = re.compile(r"\b(the|a|an|and|or|of|to|in|is|are|be|it|this|that|with|for|as|on|by|not|you|if|which)\b", re.I)
+
+
+def of_python(text):
+    """The docstrings."""
+    with warnings.catch_warnings():  # of the files' own escapes
+        warnings.simplefilter("ignore")
+        tree = ast.parse(text)
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    return "\n\n".join(filter(None, (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))))
+
+
+def of_html(text):
+    """What stands between the tags, without scripts and preformatted text; blocks become paragraphs."""
+    text = re.sub(r"(?is)<(script|style|nav|head|pre|table|svg)\b.*?</\1>|<!--.*?-->", "\n\n", text)
+    text = re.sub(r"(?i)</?(p|div|li|ul|ol|h\d|dt|dd|section|details|summary|br)\b[^>]*>", "\n\n", text)
+    return html.unescape(re.sub(r"<[^>]*>", "", text))
+
+
+def of_man(text):
+    """troff without its requests and its changes of font."""
+    text = re.sub(r'(?m)^\.\\".*\n|^\.(?!(B|I|BR|IR|RB|RI|Nm|Fl|Ar|Xr|Pa)\b).*$|^\'.*$', "\n", text)
+    text = re.sub(r"(?m)^\.\w+ ?", "", text)
+    text = re.sub(r"\\f(\[\w*\]|\(..|.)|\\[&|^%:]|\\s[-+]?\d", "", text)
+    for escape, letter in ((r"\-", "-"), (r"\(aq", "'"), (r"\(cq", "'"), (r"\(oq", "'"), (r"\(lq", '"'), (r"\(rq", '"'),
+                           (r"\(en", "-"), (r"\(em", " - "), (r"\(bu", "*"), (r"\e", "\\"), ("\\ ", " ")):
+        text = text.replace(escape, letter)
+    return text
+
+
+READERS = {".md": str, ".rst": str, ".txt": str, ".info": str, ".pod": str, ".html": of_html, ".py": of_python,
+           **{f".{section}": of_man for section in range(1, 9)}}
+
+
+def is_prose(paragraph):
+    """Whether a paragraph reads as English: nearly all letters and spaces, and a common little word in every eight."""
+    words = paragraph.split()
+    letters = sum(letter.isascii() and (letter.isalpha() or letter.isspace()) for letter in paragraph)
+    return len(words) > 7 and letters > 0.88 * len(paragraph) and 8 * len(PROSE.findall(paragraph)) >= len(words)
+
+
+def paragraphs(path):
+    """The paragraphs of a file that are prose, each with single spaces between its words."""
+    try:
+        content = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
+        text = READERS[Path(path.stem if path.suffix == ".gz" else path).suffix](content.decode("utf-8"))
+    except (OSError, EOFError, ValueError, SyntaxError, RecursionError, MemoryError):  # not UTF-8, Python 2, and so on
+        return []
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", help=f"where to look (default: {' '.join(FOLDERS)})")
+    parser.add_argument("--output", default="data/english.jsonl", help="the file to write (default: %(default)s)")
+    flags = parser.parse_args()
+    for folder in flags.folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"{folder}: there is no such folder; expected folders with documentation")
+    paths = sorted({path for folder in flags.folders or FOLDERS for path in Path(folder).rglob("*")
+                    if Path(path.stem if path.suffix == ".gz" else path).suffix in READERS
+                    and not SKIPPED.search(str(path)) and path.is_file() and path.stat().st_size < LARGEST})
+    seen, documents = set(), {}
+    with multiprocessing.Pool() as pool:
+        for found in pool.imap(paragraphs, paths, chunksize=32):
+            new = [part for part in dict.fromkeys(found) if part not in seen]
+            seen.update(new)
+            text = "\n\n".join(new)
+            if len(text) >= 200:
+                documents[hashlib.sha256(text.encode()).digest()] = text
+    if not documents:
+        raise UserError(f"no English prose in {len(paths)} files; give folders with documentation")
+    replace_file(flags.output, (json.dumps({"text": documents[key]}).encode() + b"\n" for key in sorted(documents)))
+    print(f"{flags.output}: {len(documents):,} documents of {sum(map(len, documents.values())):,} characters, from "
+          f"{len(paths):,} files")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,301 @@
+"""FineWeb as GPT-2 tokens: llm.c's shards, byte for byte.
+
+    python dev/data/fineweb.py                             # FineWeb's sample of 10 billion tokens
+    python dev/data/fineweb.py -t edu -v 100B              # FineWeb-Edu's of 100 billion
+    python dev/data/fineweb.py --input texts               # any .parquet or .jsonl files with a column text
+
+then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
+
+Each document becomes <|endoftext|> and its tokens. All of them in a row, in the files' order, are cut every 100 million
+tokens into shards. The first shard is for validation, the others are for training, and the last one is shorter. A
+document may begin in one shard and end in the next.
+
+10B downloads 28 GB and writes 21 GB in 104 shards. 100B downloads 277 GB and writes about 200 GB. The input files have
+2 GB each. One is downloaded when it is needed, and deleted when its tokens are written. So at most two of them lie on
+the disk beside the shards. A core makes about three million tokens a second. So 10B takes an hour on one core, besides
+the download, and all cores work.
+
+The program may be stopped at any moment. When it is started again, it goes on after the last shard that is complete,
+and in the end the shards have the same bytes. They have them with any number of workers, too. A file that was being
+downloaded is downloaded anew.
+"""
+import collections
+import contextlib
+import fcntl
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+from hub import download, library, list_files  # noqa: E402
+from prepro_tinyshakespeare import (EOT, TOKEN_FILE, UserError, count_tokens, gpt2_encoding,  # noqa: E402
+                                    make_header, number, parse_flags, replace_file, run)
+from rows import read_rows, table_files  # noqa: E402
+
+import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
+
+DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"), "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}
+BATCH = 2**20  # characters that a worker is given at a time
+FLAGS = [
+    ("-t", "--type", tuple(DATASETS), None, "FineWeb or FineWeb-Edu (default: classic)"),
+    ("-v", "--version", ("10B", "100B"), None, "tokens of the sample (default: 10B)"),
+    (None, "--input", str, None, "a .parquet or .jsonl file, or a folder of such files, instead of FineWeb"),
+    (None, "--column", str, "text", "the column, or field, that has the text"),
+    (None, "--name", str, None, "writes NAME_val_000000.bin, NAME_train_000001.bin, ... (default: fineweb, edu_fineweb "
+                                "or the input's name)"),
+    (None, "--output", str, None, "folder of the shards (default: data/NAME and the version)"),
+    ("-s", "--shard-tokens", number(int, 1, 2**31), 10**8, "tokens of a shard"),
+    (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the shard for validation (default: as the others)"),
+    (None, "--workers", number(int, 1, 1025), None, "processes that tokenize (default: one for each core)"),
+]
+
+# ---- Documents to tokens, on all cores
+
+
+class Place(NamedTuple):
+    """A place in the input: the number of a file, of a row in it, and of a token of that row's document."""
+    file: int = 0
+    row: int = 0
+    token: int = 0
+
+
+def read_batches(paths, column, place):
+    """Batches of documents from a place's row on: (number of the file, number of the first row, texts). The paths are
+    those from the place's file on; one is taken when the file before it is read. Raises UserError."""
+    for file, path in enumerate(paths, place.file):
+        texts, size, first = [], 0, place.row if file == place.file else 0
+        for row, (text,) in enumerate(read_rows(path, [column], first), first):
+            if text is not None and not isinstance(text, str):
+                raise UserError(f"{path}: {column} of row {row + 1} is of type {type(text).__name__}; expected a text")
+            texts.append(text)
+            size += 1 + len(text or "")
+            if size >= BATCH:
+                yield file, first, texts
+                texts, size, first = [], 0, row + 1
+        if texts:
+            yield file, first, texts
+
+
+def start_worker(encoding):
+    """What a worker does first. Ctrl-C is for its parent to answer, and without a parent it ends, so that nothing is
+    left of a program that was killed."""
+    global encode
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    encode = encoding.encode_ordinary  # <|endoftext|> in a text is text
+
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def tokenize(texts):
+    """(how many tokens each document becomes, all of them in a row as uint16); of a text that is None it is none."""
+    documents = [np.array([] if text is None else [EOT, *encode(text)], "<u2") for text in texts]
+    return [len(document) for document in documents], np.concatenate(documents)
+
+
+def tokenized(batches, encoding, workers):
+    """(number of the file, number of the first row, how many tokens each document has, tokens) of batches, in their
+    order. Some batches are read ahead, so that no worker waits. Raises UserError."""
+    # Not by fork, which may not be done to a process with threads, such as those of pyarrow.
+    context, waiting = multiprocessing.get_context("forkserver"), collections.deque()
+    pool = ProcessPoolExecutor(workers, context, start_worker, (encoding,))
+    try:
+        for batch in itertools.chain(batches, [None] * 2 * workers):
+            waiting.append(batch and (*batch[:2], pool.submit(tokenize, batch[2])))
+            done = waiting.popleft() if len(waiting) > 2 * workers else None
+            if done:
+                yield *done[:2], *done[2].result()
+    except BrokenProcessPool:
+        raise UserError("a worker died, perhaps because memory was full: give fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# ---- Tokens to shards, and a file that says how far they are
+
+
+def cut_shards(batches, sizes, place, show=lambda count: None):
+    """(tokens, the Place where the next one begins) of each shard, and None for the Place of the last. The sizes are
+    those of the shards from here on, the place is where the batches begin, show is told how many tokens came."""
+    size, parts, filled = next(sizes), [], 0
+    for file, first, lengths, tokens in batches:
+        ends, at = np.cumsum(lengths), place.token if (file, first) == place[:2] else 0
+        while at < len(tokens):
+            if filled == size:  # not as soon as it is full: without a token behind it, it is the last
+                row = int(np.searchsorted(ends, at, "right"))
+                yield np.concatenate(parts), Place(file, first + row, at - int(ends[row - 1] if row else 0))
+                size, parts, filled = next(sizes), [], 0
+            parts.append(tokens[at : at + size - filled])
+            at, filled = at + len(parts[-1]), filled + len(parts[-1])
+            show(len(parts[-1]))
+    if parts:
+        yield np.concatenate(parts), None
+
+
+def shard_path(folder, name, shard):
+    """Shard 0 is for validation."""
+    return folder / f"{name}_{'train' if shard else 'val'}_{shard:06d}.bin"
+
+
+def shard_size(settings, shard):
+    """How many tokens a shard has, unless it is the last."""
+    return settings["--shard-tokens" if shard else "--val-tokens"]
+
+
+def progress_path(folder, name):
+    return folder / f"{name}_progress.json"
+
+
+def read_progress(path):
+    """What the progress file says, or, if there is none, {}. Raises UserError."""
+    try:
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        Place(*progress["place"]), progress["shards"], progress["done"], progress["tokens"]
+        return progress
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, LookupError):
+        raise UserError(f"{path}: is damaged; delete it and the shards beside it to begin anew") from None
+
+
+def begin(folder, name, settings):
+    """The progress that the folder has, or that of a beginning. Raises UserError if its shards were made with other
+    settings, are damaged, or were made by something else."""
+    path = progress_path(folder, name)
+    progress, begun = read_progress(path), sorted(folder.glob(f"{name}_*_*.bin"))
+    if not progress and begun:
+        raise UserError(f"{begun[0]}: is there already, without {path.name}, which would say how it was made; give "
+                        "another --output, or delete the shards")
+    if not progress.get("shards"):
+        return settings | {"shards": 0, "place": Place(), "tokens": 0, "done": False}
+    for key, now in settings.items():
+        if progress.get(key) != now:
+            what = f"{key} {progress.get(key)}, and now it is {now}"
+            if key == "files":
+                [was, is_now] = next(pair for pair in itertools.zip_longest(progress.get(key) or [], now)
+                                     if pair[0] != pair[1])
+                what = f"other input files: {was} (name, bytes), where there is now {is_now}"
+            raise UserError(f"{path}: the shards were begun with {what}; give the same again, or another --output")
+    sizes = [shard_size(settings, shard) for shard in range(progress["shards"])]
+    if progress["done"]:
+        sizes[-1] = progress["tokens"] - sum(sizes[:-1])
+    for shard, size in enumerate(sizes):
+        found = count_tokens(shard_path(folder, name, shard))[0]
+        if found != size:
+            raise UserError(f"{shard_path(folder, name, shard)}: {found:,} tokens; expected {size:,}: delete the "
+                            f"shards and {path.name} to begin anew")
+    return progress
+
+
+def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda file: None):
+    """Write all shards that are still to be written, and after each the progress file. Raises UserError.
+
+    A program that is killed between the two writes that shard again, from the same place and so with the same bytes.
+    The paths are those of the input files from the place's on. forget(i) is told that files below i have been used.
+    """
+    tqdm, start, path = library("tqdm").tqdm, Place(*progress["place"]), progress_path(folder, name)
+    replace_file(path, [json.dumps(progress).encode()])
+    sizes = (shard_size(progress, shard) for shard in itertools.count(progress["shards"]))
+    batches = tokenized(read_batches(paths, progress["--column"], start), encoding, workers)
+    with contextlib.closing(batches), tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
+        bar.reset(shard_size(progress, progress["shards"]))
+        begun = time.perf_counter()
+        for tokens, place in cut_shards(batches, sizes, start, bar.update):
+            shard = progress["shards"]
+            if shard == 0 and place is None:
+                raise UserError(f"the texts have {len(tokens):,} tokens, and all of them would be for validation; "
+                                "give more of them, or fewer --val-tokens")
+            replace_file(shard_path(folder, name, shard), [make_header(TOKEN_FILE, 1, len(tokens)), tokens])
+            progress |= {"shards": shard + 1, "place": place or progress["place"], "done": place is None,
+                         "tokens": progress["tokens"] + len(tokens)}
+            replace_file(path, [json.dumps(progress).encode()])
+            rate, begun = len(tokens) / (time.perf_counter() - begun), time.perf_counter()
+            bar.clear()  # whose line this takes
+            print(f"{shard_path(folder, name, shard)}: {len(tokens):,} tokens, {rate:,.0f} tokens/s, input file "
+                  f"{progress['place'][0] + 1} of {len(progress['files'])}", flush=True)
+            bar.reset(shard_size(progress, shard + 1))
+            forget(progress["place"][0])
+    if not progress["done"]:
+        raise UserError("the input has no text; expected documents to tokenize")
+
+
+# ---- The program
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """While this program writes into a folder, another may not. Raises UserError."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"{folder}: another program writes shards there; wait for it, or give another --output"
+                        ) from None
+    finally:
+        os.close(handle)
+
+
+def main(arguments=None):
+    flags = parse_flags(__doc__, FLAGS, arguments)
+    if flags.input and (flags.type or flags.version):
+        raise UserError("--input takes local files, and -t or -v chooses a sample to download: give one of them")
+    version, (repo, name) = flags.version or "10B", DATASETS[flags.type or "classic"]
+    sample = f"sample/{version}T"
+    name = flags.name or (Path(flags.input).stem if flags.input else name)
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
+    folder = Path(flags.output or f"data/{name}{'' if flags.input else version}")
+    encoding = gpt2_encoding()
+    workers = flags.workers or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count())
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        downloads, before = folder / f"{name}_download", read_progress(progress_path(folder, name))
+        source, commit = ("--input", None) if flags.input else (f"{repo} {sample}", before.get("commit"))
+        if flags.input:
+            found = table_files(flags.input)
+            files = [[path.name, path.stat().st_size] for path in found]
+        elif before.get("source") == source:  # the hub's files as they were then, should it have others now
+            files = before["files"]
+        else:
+            commit, files = list_files(repo, sample)
+            files = [[path, size] for path, size in files if path.endswith(".parquet")]
+        progress = begin(folder, name, {
+            "source": source, "commit": commit, "files": files, "--column": flags.column,
+            "--shard-tokens": flags.shard_tokens, "--val-tokens": flags.val_tokens or flags.shard_tokens,
+            "tokenizer": encoding.name})
+        for rest in (*folder.glob(f"{name}_*.tmp"), *downloads.rglob("*.incomplete")):  # of one that was killed
+            rest.unlink()
+        if progress["done"]:
+            print(f"{folder}: finished before, with {progress['tokens']:,} tokens in {progress['shards']} shards; to "
+                  "make them anew, delete them and their progress file")
+            return
+
+        def forget(file):
+            for path, _ in () if flags.input else files[:file]:
+                (downloads / path).unlink(missing_ok=True)
+
+        first = progress["place"][0]
+        paths = found[first:] if flags.input else (
+            download(repo, path, revision=commit, folder=downloads) for path, _ in files[first:])
+        write_shards(folder, name, progress, paths, encoding, workers, forget)
+        shutil.rmtree(downloads, ignore_errors=True)
+        print(f"{folder}: {progress['tokens']:,} tokens in {progress['shards']} shards")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,72 @@
+"""Hugging Face's hub by huggingface_hub, with errors of one line; and other libraries of dev/requirements.txt."""
+import errno
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from prepro_tinyshakespeare import UserError
+
+AGAIN = "start the program again to go on"
+ANSWERS = {  # what the hub may answer: what that means, and what to do
+    401: ("does not show it without a login", "see its page on huggingface.co, then `hf auth login`"),
+    403: ("does not give it to you", "ask for access on its page, then `hf auth login`"),
+    404: ("has no such thing", "see its page on huggingface.co"),
+    429: ("has had too many requests from here", f"wait some minutes, then {AGAIN}"),
+}
+
+
+def library(name):
+    """A module that dev/requirements.txt brings. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise UserError(f"{name.split('.')[0]} is missing ({e}): pip install -r dev/requirements.txt") from None
+
+
+def meaning(error):
+    """(what went wrong, what to do) of an exception of huggingface_hub, by what it was raised from, too."""
+    chain = []
+    while error and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    kinds = {type(e).__name__ for e in chain}
+    status = next((e.response.status_code for e in chain if getattr(e, "response", None) is not None), None)
+    if status:
+        what, advice = ANSWERS.get(status, ("cannot answer now", f"wait some minutes, then {AGAIN}"))
+        return f"the hub {what} ({status})", advice
+    if "OfflineModeIsEnabled" in kinds:
+        return "HF_HUB_OFFLINE forbids to ask the hub", "unset it"
+    if any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in chain):
+        return "the disk is full", f"make room, then {AGAIN}"
+    if "RemoteProtocolError" in kinds or any("Consistency check failed" in str(e) for e in chain):
+        return "the hub sent a part of it and then stopped", AGAIN
+    return f"the hub could not be reached ({type(chain[-1]).__name__})", "connect to the network"
+
+
+def ask(what, question):
+    """question(huggingface_hub). Raises UserError, which says what was asked for."""
+    hub = library("huggingface_hub")
+    hub.logging.set_verbosity_error()
+    try:
+        return question(hub)
+    except Exception as e:  # its own, and its HTTP library's
+        wrong, advice = meaning(e)
+        raise UserError(f"{what}: {wrong}: {advice}; or give local files with --input") from None
+
+
+def list_files(repo, folder, repo_type="dataset"):
+    """(commit, [[path, bytes], ...] sorted by path) of what a folder of a repository holds now. Raises UserError."""
+    def question(hub):
+        commit = hub.HfApi().repo_info(repo, repo_type=repo_type).sha
+        tree = hub.HfApi().list_repo_tree(repo, folder, recursive=True, revision=commit, repo_type=repo_type)
+        return commit, sorted([item.path, item.size] for item in tree if hasattr(item, "size"))
+
+    return ask(f"{repo}, {folder}", question)
+
+
+def download(repo, filename, repo_type="dataset", revision=None, folder=None):
+    """The path of a file of a repository, which is downloaded unless it is here: into the folder, or by default into
+    the cache of huggingface_hub. Raises UserError."""
+    return Path(ask(f"{repo}, {filename}", lambda hub: hub.hf_hub_download(
+        repo, filename, repo_type=repo_type, revision=revision, local_dir=folder)))
