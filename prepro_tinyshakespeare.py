@@ -87,8 +87,22 @@ def parse_flags(description, table, arguments=None):
     return flags
 
 
-# The trainer's flags: letter, long name, type or choices, default (None: train_gpt2.main chooses), what it is.
-CPU_T, CPU_STEPS = 64, 200  # a CPU's defaults: something visible is learned in about a minute
+# The trainer's defaults where FLAGS has None: of any run, and of one that is not told what to train. The latter are
+# what dev/sweep.py found for tinyshakespeare, from random weights: about a minute on two cores, and seconds on a GPU.
+DEFAULTS = dict(batch_size=4, learning_rate=3e-4, schedule="cosine", warmup=0, final_fraction=1.0)
+SCRATCH = {"cpu": dict(steps=200), "cuda": dict()}
+DEFAULT_T = {"cpu": 64, "cuda": 1024}
+
+
+def set_defaults(flags, device, no_model):
+    """Set those of the flags that were not given and have a default here."""
+    scratch = SCRATCH[device] if no_model and (device == "cpu" or not flags.train_data) else {}
+    for name, value in (DEFAULTS | scratch).items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
+
+
+# The trainer's flags: letter, long name, type or choices, default (None: see above), what it is.
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
 COUNT_OR_ALL = number(int, -1)
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
@@ -104,15 +118,15 @@ FLAGS = [
     ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "the newest so many of them are kept; 0: all"),
     ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "those of multiples of so many steps are kept forever; 0 for none"),
     ("-y", "--resume", SWITCH, 0, "1: go on from the newest whole checkpoint in -o, if there is one"),
-    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
+    ("-b", "--batch-size", COUNT, None, "B, sequences in a micro-batch (default: 4)"),
     ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: one micro-batch or more (default: B*T)"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
-    ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
-    ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate falls; wsd: late"),
-    ("-u", "--warmup", COUNT_OR_0, 0, "steps in which the learning rate rises, except if it is constant"),
-    ("-q", "--final-fraction", RATE, 1.0, "what the learning rate falls to, as a fraction of it"),
-    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1; on a CPU without -e and gpt2_124M"
-     " 200)"),
+    ("-l", "--learning-rate", RATE, None, "learning rate (default: 3e-4; for it and the next four see the README)"),
+    ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), None, "how the learning rate falls; wsd: "
+     "late (default: cosine)"),
+    ("-u", "--warmup", COUNT_OR_0, None, "steps in which the rate rises, except if it is constant (default: 0)"),
+    ("-q", "--final-fraction", RATE, None, "what the learning rate falls to, as a fraction of it (default: 1)"),
+    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
     ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, with one more after the last step; 0 for none"),
     ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
     ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),

@@ -36,10 +36,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, CPU_STEPS, CPU_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind,
+from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind,
                                     UserError, check_size, count_tokens, data_paths, decode, duration, files_of,
                                     gpt2_encoding, has_gpu, make_header, parse_flags, progress, read_cache,
-                                    read_header, read_kernels, read_tokens, run, say, stop_signals,
+                                    read_header, read_kernels, read_tokens, run, say, set_defaults, stop_signals,
                                     to_bf16, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
@@ -1031,14 +1031,15 @@ def main(arguments=None, architecture=GPT2):
     def config_of(name):
         return kind.from_file(name) if Path(name).exists() or name.endswith(".bin") else kind.from_descriptor(name)
 
-    resumed = folder and folder.checkpoint
-    name = resumed or flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
+    resumed, name = folder and folder.checkpoint, flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
-    name = name or kind.MODELS[2 if small else 1]
+    minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
+    set_defaults(flags, place, not name)
+    name = resumed or name or kind.MODELS[2 if small else 1]
     c, from_file = config_of(name), os.path.exists(name)
     if resumed and flags.model and config_of(flags.model) != c:
         raise UserError(f"-e {flags.model}: another model than that of {name}, with which -y 1 goes on: leave -e out")
-    B, T = flags.batch_size, flags.seq_len or min(c.maxT, CPU_T if place == "cpu" else 1024)
+    B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
     flags.device, flags.dtype = place, device.dtype
 
@@ -1056,12 +1057,11 @@ def main(arguments=None, architecture=GPT2):
     if flags.val_every:
         fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
         val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)
-    minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
     flags.seq_len, flags.total_batch, flags.shuffle = T, flags.total_batch or B * T, int(train_data.shuffle)
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
     epoch = max(1, train_data.total // flags.total_batch)
-    steps = flags.steps = {None: CPU_STEPS if small else epoch, -1: epoch}.get(flags.steps, flags.steps)
+    steps = flags.steps = epoch if flags.steps in (None, -1) else flags.steps
     if flags.hellaswag:
         from dev.eval.hellaswag import read_examples
         examples = read_examples(flags.hellaswag, c.V, T)
