@@ -61,7 +61,8 @@ def logs(folder):
         check("a loss that is no number", math.isnan(log["trl"][2]) and math.isinf(log["norm"][2]))
     for wish, content in (("line 2 is 'step 1'; expected lines such as", "s:0 tel:1.0\nstep 1\n"),
                           ("line 1 is 's:0 trl:x", "s:0 trl:x lr:1 norm:1\n"), ("line 1 is ''", "\n"),
-                          ("line 1 is 's:0 lol:1'", "s:0 lol:1\n"), ("is no text", b"\xff\xfe"),
+                          ("line 1 is 's:0 lol:1'", "s:0 lol:1\n"),
+                          ("line 1 is 's:0 tel:1.0 and more'", "s:0 tel:1.0 and more\n"), ("is no text", b"\xff\xfe"),
                           ("could not be read .*; expected a main.log", None)):
         path = folder / "bad.log"
         path.unlink(missing_ok=True)
@@ -303,8 +304,7 @@ def twins(folder):
                         ("--dtype tf32: PyTorch has it on a GPU alone", "--dtype", "tf32"),
                         ("--nonsense is no flag", "--nonsense", "1"),
                         ("step 2/8: the loss is nan", "-l", "1e30")):
-        with contextlib.redirect_stdout(None):
-            check_refusal("torch_training.py", wish, torch_training.main, [*arguments, *more])
+        check_refusal("torch_training.py", wish, output_of, torch_training.main, [*arguments, *more])
     bf16 = step_losses(output_of(torch_training.main, [*arguments, "--dtype", "bf16"]))[0][:, 0]
     fp32 = step_losses(output_of(torch_training.main, arguments))[0][:, 0]
     check("bf16 is not fp32, and near it", 1e-5 < np.abs(bf16 - fp32).max() < 0.1, np.abs(bf16 - fp32).max())
