@@ -268,7 +268,7 @@ def recipes(folder):
 LOSS_LIMIT, NORM_LIMIT = 2e-6, 3e-5  # relative, in the first 8 steps of a tiny model in fp32
 COMMON = f"-e {TINY} -b 2 -t 16 -x 8 -v 4 -m 2 -l 1e-2 --device cpu"
 TWINS = [  # further flags, each a branch of the loop
-    "", "-d 96", "-d 64 --clip 0.5", "--clip 0", "-u 3 -q 0.1", "-k linear -u 2 -q 0", "-k constant -u 3",
+    "", "-d 96", "-d 64 --clip 0.5", "--clip 0", "--clip 100", "-u 3 -q 0.1", "-k linear -u 2 -q 0", "-k constant -u 3",
     "-k wsd -q 0.2", "-c 0.3", "--beta1 0.8 --beta2 0.95 --eps 1e-4", "--shuffle 1", "-m -1 -v 3",
     "-e d1 --seed 7 -l 1e-3 -x 3",
 ]
