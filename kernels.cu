@@ -37,7 +37,8 @@ constexpr float LOWEST = -3.402823466e38f;  // stands for -infinity in a maximum
 // ---- sums over a warp and over a block ----
 
 // Each lane adds what the lane at some distance has, and so all lanes end with the total, in an order that is fixed.
-__device__ __forceinline__ float warp_sum(float x) {
+template <typename T>
+__device__ __forceinline__ T warp_sum(T x) {
     for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
     return x;
 }
@@ -1161,18 +1162,74 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
 // The settings of a step are in device memory, since a recorded graph cannot change its arguments. rate is 1 - beta,
 // which the host computes, because 1 - 0.999 in fp32 would be wrong by 1e-5 of itself. correction = 1/(1 - beta^step)
 // undoes the moments' start at zero. A gradient of a larger norm than clip is scaled down to it, unless clip is 0.
-struct AdamW { float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip; };
+// An update is skipped if the z-score of the loss or of the norm is above its limit, unless that is 0.
+struct AdamW {
+    float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip, loss_limit, norm_limit;
+};
+
+// What the host reads of a step, perhaps when the next one is already queued, and what adamw obeys. A z-score says how
+// many standard deviations a value lies above the mean of the last WINDOW values. stopped stays 1 from a step whose
+// loss or norm is not finite until the host clears it, so that no update follows before somebody has looked.
+struct Verdict { float norm, loss, norm_z, loss_z, update, stopped; };
+
+constexpr int WINDOW = 128;  // steps; the first that have so many before them are judged (as in llm.c)
+
+// verdict->loss = share times the sum of losses (N), or, with accumulate, that is added to it. One block, so that the
+// order is fixed. Items: blocks.
+BLOCK(1024, 1)
+extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ losses, float share, int N,
+                                    int accumulate) {
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < N; i += blockDim.x) sum += losses[i];
+    sum = block_reduce<warp_sum>(sum, 0.0f);
+    if (threadIdx.x == 0) verdict->loss = (accumulate ? verdict->loss : 0.0f) + share * sum;
+}
+
+// A value joins its window, in the place of the oldest if `seen` came before it. Returns its z-score there, or NaN if
+// the window was not full. A warp calls it.
+__device__ double z_score(double* window, int seen, double value) {
+    if (threadIdx.x == 0) window[seen % WINDOW] = value;
+    __syncwarp();
+    double sum = 0.0, squares = 0.0;
+    for (int i = threadIdx.x; i < WINDOW; i += 32) sum += window[i];
+    double mean = warp_sum(sum) / WINDOW;
+    for (int i = threadIdx.x; i < WINDOW; i += 32) squares += (window[i] - mean) * (window[i] - mean);
+    double deviation = sqrt(warp_sum(squares) / WINDOW);
+    if (seen < WINDOW) return nan("");
+    return deviation > 0.0 ? (value - mean) / deviation : 0.0;
+}
+
+// The verdict on a step, from its loss, which is there already, and norm[0]. windows (2,WINDOW) have the losses and
+// norms of the last steps, which are float64 as in llm.c, and *seen counts them. Items: threads; one warp.
+BLOCK(32, threads)
+extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, const float* __restrict__ norm,
+                                 const AdamW* __restrict__ settings) {
+    Verdict v = *verdict;
+    int count = *seen;
+    v.norm = norm[0];
+    if (!(fabsf(v.loss) <= -LOWEST && v.norm <= -LOWEST)) v.stopped = 1.0f;
+    v.update = 1.0f - v.stopped;
+    if (v.update) {
+        double loss_z = z_score(windows, count, v.loss), norm_z = z_score(windows + WINDOW, count, v.norm);
+        bool skips = (settings->loss_limit > 0.0f && loss_z > settings->loss_limit) ||
+                     (settings->norm_limit > 0.0f && norm_z > settings->norm_limit);  // never above, if NaN
+        v.loss_z = loss_z, v.norm_z = norm_z, v.update = !skips;
+    }
+    __syncwarp();  // all lanes have read *verdict and *seen
+    if (threadIdx.x == 0) *verdict = v, *seen = count + !v.stopped;
+}
 
 // A step of all n parameters. Tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas, and
 // decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection. The
 // step is made to fp32 master parameters. params are the rounded copy that the other kernels read, or, in fp32, the
-// master itself. If the gradient's norm is not finite, nothing changes. Bound by four reads and three writes of the
-// arena, and in bf16 another write of half of it. Items: n numbers.
+// master itself. Without verdict->update nothing changes. Bound by four reads and three writes of the arena, and in
+// bf16 another write of half of it. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
                                  float* __restrict__ v, const size_t* __restrict__ starts,
                                  const int* __restrict__ decayed, int tensors, size_t n,
-                                 const AdamW* __restrict__ settings, const float* __restrict__ norm) {
+                                 const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict) {
     size_t i = first_number();
     if (i >= n) return;
     Pack<W> g = load<W>(grads + i), p = load<W>(master + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
@@ -1181,7 +1238,7 @@ extern "C" __global__ void adamw(real* params, float* master, const float* __res
     for (int half = 16; half > 0; half /= 2)
         if (tensor + half < tensors && starts[tensor + half] <= i) tensor += half;
     float decay = decayed[tensor] ? a.weight_decay : 0.0f;
-    float scale = a.clip > 0.0f && norm[0] > a.clip ? a.clip / norm[0] : 1.0f;
+    float norm = verdict->norm, scale = a.clip > 0.0f && norm > a.clip ? a.clip / norm : 1.0f;
     for (int j = 0; j < W; j++) {
         g[j] *= scale;
         m1[j] += a.rate1 * (g[j] - m1[j]);
@@ -1189,7 +1246,7 @@ extern "C" __global__ void adamw(real* params, float* master, const float* __res
         float change = m1[j] * a.correction1 / (sqrtf(m2[j] * a.correction2) + a.eps);
         p[j] -= a.learning_rate * (change + decay * p[j]);
     }
-    if (!(norm[0] <= -LOWEST)) return;
+    if (!verdict->update) return;  // asked so late, it delays no load
     store(master + i, p);
     if (sizeof(real) < sizeof(float)) store(params + i, p);
     store(m + i, m1);

@@ -16,10 +16,12 @@ import ctypes
 import functools
 import glob
 import http.client
+import itertools
 import json
 import math
 import os
 import re
+import signal
 import sys
 import urllib.request
 from pathlib import Path
@@ -45,6 +47,10 @@ def run(main):
         sys.exit(main())
     except (UserError, OSError) as e:
         sys.exit(f"error: {e}")
+    except ModuleNotFoundError as e:
+        if not f"{e.name}.".startswith("dev."):
+            raise
+        sys.exit(f"error: this needs {e.name.replace('.', '/')}, which is missing beside train_gpt2.py: restore it")
     except KeyboardInterrupt:
         sys.exit("interrupted")
 
@@ -69,13 +75,116 @@ def parse_flags(description, table, arguments=None):
         form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(flag == "-h" and not value.startswith("-") for flag, value in itertools.pairwise(given)):
+        raise UserError("-h is help, and takes no value; HellaSwag is --hellaswag FILE")
     try:
-        flags, unknown = parser.parse_known_args(arguments)
+        flags, unknown = parser.parse_known_args(given)
     except argparse.ArgumentError as e:
         raise UserError(f"{str(e).removeprefix('argument ')}; --help lists the flags") from None
     if unknown:
         raise UserError(f"{unknown[0]} is no flag; --help lists them")
     return flags
+
+
+# The trainer's flags: letter, long name, type or choices, default (None: train_gpt2.main chooses), what it is.
+CPU_T, CPU_STEPS = 64, 200  # a CPU's defaults: something visible is learned in about a minute
+COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
+COUNT_OR_ALL = number(int, -1)
+BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
+ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit"
+FLAGS = [
+    ("-i", "--train-data", str, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
+     "(default: tinyshakespeare, prepared if it is missing)"),
+    ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
+    ("-e", "--model", str, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it is "
+     "here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
+    ("-o", "--output", str, None, "folder for main.log and checkpoints; one comes at the end (default: none)"),
+    ("-n", "--checkpoint-every", COUNT_OR_0, 0, "steps between checkpoints that -y 1 can go on from; 0 for none"),
+    ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "the newest so many of them are kept; 0: all"),
+    ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "those of multiples of so many steps are kept forever; 0 for none"),
+    ("-y", "--resume", SWITCH, 0, "1: go on from the newest whole checkpoint in -o, if there is one"),
+    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
+    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: one micro-batch or more (default: B*T)"),
+    ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
+    ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
+    ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate falls; wsd: late"),
+    ("-u", "--warmup", COUNT_OR_0, 0, "steps in which the learning rate rises, except if it is constant"),
+    ("-q", "--final-fraction", RATE, 1.0, "what the learning rate falls to, as a fraction of it"),
+    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1; on a CPU without -e and gpt2_124M"
+     " 200)"),
+    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, with one more after the last step; 0 for none"),
+    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
+    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),
+    ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
+    ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
+    (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
+    (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
+    (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
+    (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
+    ("-sl", "--loss-limit", RATE, 0.0, "skip an update if the loss's z-score in the last 128 is above it; 0: none"),
+    ("-sg", "--norm-limit", RATE, 0.0, "skip an update if the norm's is above it; 0: none"),
+    ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, to see whether it can be learned"),
+    (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' (default: 1 for several)"),
+    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
+    (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
+    (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
+    (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
+    (None, "--recompute", SWITCH, 0, "1: compute norms and what is inside of the MLP again: less memory, slower"),
+    (None, "--hellaswag", str, None, "file of dev/data/hellaswag.py to score at each validation but the first"),
+    (None, "--sample", str, None, "go on with this text, for -g tokens, and do not train"),
+    (None, "--temperature", RATE, 1.0, "of --sample: below 1 likely tokens are likelier still; 0: only the likeliest"),
+    (None, "--top-k", COUNT_OR_0, 0, "of --sample: choose among so many tokens; 0: all"),
+    (None, "--dry-run", SWITCH, 0, "1: print sizes and an estimate of the time, and do not train"),
+    (None, "--replay", str, None, "find what was not finite in a step, from the file that a run wrote of it"),
+    (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
+]
+
+
+# ---- The terminal, and signals
+
+
+def duration(seconds):
+    """A time for a person: "3 h 20 min", "4 min 10 s" or "9 s"."""
+    minutes, hours = seconds // 60, seconds // 3600
+    if hours:
+        return f"{hours:.0f} h {minutes % 60:.0f} min"
+    return f"{minutes:.0f} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
+
+
+def progress(share=None, seconds_left=0):
+    """Draw a bar with the time left under what was printed; without a share, take it away. It goes to stderr, and only
+    if that is a terminal, so that no log file gets it."""
+    if sys.stderr.isatty():
+        bar = "" if share is None else f"[{'#' * int(40 * share):40}] {share:4.0%}, {duration(seconds_left)} left"
+        print(f"\r\x1b[K{bar}", end="", file=sys.stderr, flush=True)
+
+
+def say(line):
+    """Print a line in the place of the bar, at once."""
+    progress()
+    print(line, flush=True)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second one ends the program at once."""
+    came, before = [], {}
+
+    def handler(number, frame):
+        came.append(number)
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this step; once more leaves at once\n")  # print may be what it interrupts
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, handler)
+    try:
+        yield came
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 # ---- Files: llm.c's numbers and headers, and what is kept for later runs
@@ -136,21 +245,6 @@ def write_cache(name, values):
     """Keep a dict for later runs, together with what others have kept since; where it cannot be written, it is lost."""
     with contextlib.suppress(OSError, UserError):
         replace_file(cache_folder() / f"{name}.json", [json.dumps(read_cache(name) | values).encode()])
-
-
-def open_log(folder):
-    """folder/main.log, begun anew, or, without a folder, a file that forgets its lines. Raises UserError.
-
-    The lines are llm.c's: s is the step, from 0; trl a training loss; lr the learning rate; norm the gradient's; tel a
-    validation loss.
-    """
-    path = Path(folder) / "main.log" if folder else Path(os.devnull)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "w", buffering=1)
-    except OSError as e:
-        raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
-                        "give -o a folder that can be") from None
 
 
 class FileKind(NamedTuple):
@@ -259,6 +353,14 @@ def read_kernels(sources):
 # and their bytes of shared memory; the most threads of layernorm_backward's blocks, and a warp's bytes of that there.
 SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward"),
          "layernorm_sizes": ("threads", "shared_of_warp")}
+
+
+def available_memory():
+    """How many bytes of the host's memory can be allocated."""
+    try:
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    except (OSError, TypeError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def has_gpu():
@@ -438,7 +540,7 @@ def decode(tokens, words=None):
 
 # ---- The program
 
-FLAGS = [
+TEXT_FLAGS = [
     (None, "--input", str, None, "a UTF-8 text, instead of downloading tinyshakespeare"),
     (None, "--name", str, None, "writes data/NAME/NAME_{train,val}.bin (default: the input's name)"),
 ]
@@ -462,7 +564,7 @@ def read_text(flags):
 
 
 def main():
-    flags = parse_flags(__doc__, FLAGS)
+    flags = parse_flags(__doc__, TEXT_FLAGS)
     encoding = gpt2_encoding()
     text, name = read_text(flags)
     prepare(text, encoding, Path(f"data/{name}/{name}_{{}}.bin") if name else TINYSHAKESPEARE)

@@ -23,10 +23,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from prepro_tinyshakespeare import (BF16, HEADER_BYTES, FileKind, UserError, check_size, check_tokens, read_header,
-                                    to_bf16, to_float)
-from train_gpt2 import (ADAMW, GPT2, HERE, NORM_BLOCKS, PARTIAL_ROWS, Config, Row, attention_launch, batch_table, carve,
-                        classifier_launch, has_gpu, layernorm_backward_launch, make_device, pack_batch, read_kernels,
-                        read_parameters)
+                                    replace_file, to_bf16, to_float)
+from train_gpt2 import (ADAMW, GPT2, HERE, NORM_BLOCKS, PARTIAL_ROWS, WINDOW, Config, Row, Verdict, attention_launch,
+                        batch_table, carve, checkpoint_parts, classifier_launch, has_gpu, layernorm_backward_launch,
+                        make_device, pack_batch, read_kernels, read_parameters)
 
 # The largest relative errors of a tensor, by Frobenius norm. A kernel by itself errs by 1e-7 to 2e-6, and without one
 # of its terms by far more than its limit; stored in bf16, whose 8 bits are off by 1.5e-3 when they are rounded and by
@@ -433,27 +433,75 @@ def global_norm(launch, n, blocks):
         yield "counter", found[1], 0, EXACT
 
 
+@kernel((1, 0), (37, 1), (1024, 0), (5000, 1))
+def add_loss(launch, N, accumulate):
+    verdict, losses = np.float32(normal32(len(Verdict._fields))), np.float32(3 + 10 * np.square(normal32(N)))
+    [found] = launch(1, verdict, losses, 0.125 / N, N, accumulate)
+    before = np.float64(verdict[1]) if accumulate else 0
+    yield "loss", found[1], before + 0.125 * np.mean(losses, dtype=np.float64)
+    yield "the rest", np.delete(found, 1), np.delete(verdict, 1), EXACT
+
+
+@kernel((0, 0), (3, 0), (0, 3), (30, 30))
+def judge(launch, loss_limit, norm_limit):
+    """290 steps, of which some are outliers and some not finite, by the formula of llm.c's detector (z is NaN in its
+    first 128 values) on all values so far."""
+    settings = np.zeros(len(ADAMW), np.float32)
+    settings[-2:] = loss_limit, norm_limit
+    steps = 3 + 0.01 * (np.arange(290) % 7), np.square(normal32(290)) + 1
+    steps[0][[100, 150, 151]], steps[1][[131, 200, 289]] = (9, 5, 3), (1e3, 9, 1e30)
+    steps[0][[50, 180]], steps[1][[60, 250, 251]] = (np.nan, np.inf), (np.inf, np.nan, np.inf)
+    values, seen = np.float32(steps), np.zeros(1, np.int32)
+    verdict, windows = np.zeros(6, np.float32), np.zeros((2, WINDOW), np.uint64)  # the bits of float64s
+    known, found, expected = [], [], []
+    for loss, norm in values.T:
+        verdict[1] = loss
+        verdict, windows, seen = launch(32, verdict, windows, seen, np.float32([norm, 7]), settings)
+        found.append(verdict)
+        if not (np.isfinite(loss) and np.isfinite(norm)):
+            expected.append([norm, loss, *verdict[2:4], 0, 1])
+            [again, kept, _] = launch(32, np.float32([0, 3, 0, 0, 1, 1]), windows, seen, np.float32([1, 7]), settings)
+            yield "after a step that is not finite", again[4:], [0, 1], EXACT
+            yield "the windows then", kept, windows, EXACT
+            verdict = np.zeros(6, np.float32)  # as the host clears it
+            continue
+        known.append((loss, norm))
+        last = np.float64(known[-WINDOW:])
+        z = (last[-1] - last.mean(0)) / last.std(0) if len(known) > WINDOW else np.full(2, np.nan)
+        skips = 0 < loss_limit < z[0] or 0 < norm_limit < z[1]
+        expected.append([norm, loss, z[1], z[0], not skips, 0])
+    found, expected = np.array(found), np.array(expected)
+    judged = np.isfinite(expected[:, 2])
+    yield "which steps are judged", np.isfinite(found[:, 2:4]), np.stack([judged, judged], 1), EXACT
+    yield "z-scores", found[judged, 2:4], expected[judged, 2:4]
+    yield "update, stopped", found[:, 4:], np.float32(expected[:, 4:]), EXACT
+    skipped = {(0, 0): 0, (3, 0): 1, (0, 3): 3}.get((loss_limit, norm_limit), 0)
+    yield "steps without update", np.sum(found[:, 4] == 0), skipped + 5, EXACT
+    yield "windows", np.sort(windows.view(np.float64)), np.sort(np.float64(known[-WINDOW:]).T), EXACT
+    yield "seen", seen, [len(known)], EXACT
+
+
 @kernel((1, 0), (14, 0.5), (32, 2))
 def adamw(launch, tensors, clip):
-    """Three steps, clipped to a multiple of the norm, and between them two whose gradient is not finite."""
+    """Three steps, clipped to a multiple of the norm, and between them two that are not to update."""
     sizes, decayed = 32 * rng.integers(1, 200, tensors), np.resize(np.int32([1, 0, 0]), tensors)
     n, starts = sum(sizes), np.cumsum([0, *sizes]).astype(np.uint64)
     lr, rate1, rate2, eps, weight_decay = f32([0.01, 0.1, 0.001, 1e-8, 0.1])
     first = p = f32(0.02 * normal32(n))
     m = v = np.zeros(n)
     state = [np.float32(x) for x in (p, m, v)]
-    for step, bad in ((1, 0), (2, np.inf), (2, np.nan), (2, 0), (3, 0)):
+    for step, update in ((1, 1), (2, 0), (2, 1), (3, 0), (3, 1)):
         g = f32(normal32(n) * 10 ** rng.uniform(-10, 0, n))  # the small ones bring out eps
         norm, corrections = np.linalg.norm(g), (1 / (1 - (1 - rate1) ** step), 1 / (1 - (1 - rate2) ** step))
-        g[-1] += bad
-        settings = dict(learning_rate=lr, rate1=rate1, rate2=rate2, correction1=corrections[0],
-                        correction2=corrections[1], eps=eps, weight_decay=weight_decay, clip=clip * norm)
+        settings = dict.fromkeys(ADAMW, 0) | dict(
+            learning_rate=lr, rate1=rate1, rate2=rate2, correction1=corrections[0], correction2=corrections[1], eps=eps,
+            weight_decay=weight_decay, clip=clip * norm)
         params, master, *moments = launch(
             n, p.shape, state[0], np.float32(g), *state[1:], starts, decayed, tensors, n,
-            np.float32([settings[name] for name in ADAMW]), np.float32([norm + bad]))
-        if bad != 0:
-            yield f"master, m, v after {bad}", np.stack([master, *moments]), np.stack(state), EXACT
-            yield f"params after {bad}", params, np.full(n, np.nan), EXACT
+            np.float32([settings[name] for name in ADAMW]), np.float32(Verdict(norm, 0, 0, 0, update, 1 - update)))
+        if not update:
+            yield f"master, m, v without update {step}", np.stack([master, *moments]), np.stack(state), EXACT
+            yield f"params without update {step}", params, np.full(n, np.nan), EXACT
             continue
         state, g = [master, *moments], g * min(clip or 1, 1)
         m, v = (1 - rate1) * m + rate1 * g, (1 - rate2) * v + rate2 * g**2
@@ -502,6 +550,11 @@ def poison(model, *arenas):
 
 
 SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=1, C=32, Vp=384)}  # the sizes of a model that steps are tested with
+
+
+def write_checkpoint(path, model):
+    """Write a checkpoint of a model, as a run does."""
+    replace_file(path, map(model.device.get, checkpoint_parts(model)))
 
 
 def poisoned_model(device, B, T, kind="softmax", recompute=False, **sizes):
@@ -624,7 +677,7 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
             yield f"d{name}", found[name][: len(gradient)], gradient, limit_of(name, more)
     for step, wish in enumerate(losses):
         model.train_step(pack_batch(truth.x, truth.y), **hyperparameters)
-        yield f"loss {step}", model.report()()[0] - wish, 0, bound
+        yield f"loss {step}", model.report()().loss - wish, 0, bound
 
 
 def test_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):

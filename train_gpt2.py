@@ -29,16 +29,18 @@ import itertools
 import math
 import os
 import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (BF16, EOT, HEADER_BYTES, SIZES, FileKind, UserError, check_size, count_tokens,
-                                    data_paths, decode, files_of, has_gpu, make_header, number, open_log, parse_flags,
-                                    read_cache, read_header, read_kernels, read_tokens, replace_file, run, to_bf16,
-                                    to_float, write_cache)
+from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, CPU_STEPS, CPU_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind,
+                                    UserError, check_size, count_tokens, data_paths, decode, duration, files_of,
+                                    gpt2_encoding, has_gpu, make_header, parse_flags, progress, read_cache,
+                                    read_header, read_kernels, read_tokens, run, say, stop_signals,
+                                    to_bf16, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
@@ -74,7 +76,19 @@ ALIGN = 64  # bytes, where tensors start. 32 divides C, so parameters have no ga
 LOGIT_ROWS = 8192  # the fewest tokens whose logits are computed at a time, if there are as many
 PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column; add_partials adds them
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
-ADAMW = "learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip"  # its struct
+WINDOW = 128  # steps whose losses and norms say if the next one's are outliers
+ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip", "loss_limit",
+         "norm_limit")  # its struct
+
+
+class Verdict(NamedTuple):
+    """What the device says of a step, as kernels.cu's struct has it: is its update made, or are all stopped?"""
+    norm: float
+    loss: float
+    norm_z: float  # z-scores: how far above the mean of the last WINDOW steps, in their standard deviations; or NaN
+    loss_z: float
+    update: float
+    stopped: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +244,8 @@ def arena_tables(c, B, T, real, recompute=False):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
     bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
     parameters = c.parameter_table()
-    update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)),
+    update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
+              Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
               Row("starts", (len(parameters) + 1,), np.uint64),  # where each parameter starts, counted in numbers
               Row("decayed", (len(parameters),), np.int32)]  # 1 where weight decay applies, else 0
     return {"parameters": c.parameter_table(real), **({"master": parameters} if real == BF16 else {}),
@@ -279,24 +294,32 @@ def draw_parameters(c, seed):
 # ---- Files, byte for byte as llm.c has them: a header of 256 int32, then numbers
 
 
-def read_parameters(path, c):
-    """(name, values) of the tensors of a checkpoint of config c, mapped into memory as they are stored."""
-    header = read_header(path, c.FILE)
-    table = c.file_table(c.STORED[header[1]], header)
-    start = os.path.getsize(path) - sum(row.nbytes for row in table)
+def mapped(path, table, start):
+    """(name, values) of the tensors of a table, which lie in a file from byte `start` on, mapped into memory."""
     for row in table:
         yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
         start += row.nbytes
 
 
-def write_checkpoint(path, model):
-    """Write a checkpoint of a model. Raises UserError; an older file is then untouched."""
-    c, device = model.config, model.device
-    version = next(version for version, dtype in c.STORED.items() if dtype == device.real)
-    tensors = ((row.size, matrices(getattr(model.params, row.name, np.zeros(row.size, row.dtype))))
-               for row in c.file_table(device.real))
-    numbers = (device.get(part.reshape(-1)[: size // len(parts)]) for size, parts in tensors for part in parts)
-    replace_file(path, itertools.chain(c.headers(version), numbers))
+def read_parameters(path, c):
+    """(name, values) of the tensors of a checkpoint of config c, mapped into memory as they are stored."""
+    header = read_header(path, c.FILE)
+    table = c.file_table(c.STORED[header[1]], header)
+    return mapped(path, table, os.path.getsize(path) - sum(row.nbytes for row in table))
+
+
+def in_file_order(c, views, real):
+    """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or zeros."""
+    for row in c.file_table(real):
+        parts = matrices(getattr(views, row.name, np.zeros(row.size, row.dtype)))
+        yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
+
+
+def checkpoint_parts(model):
+    """What a checkpoint of a model consists of: headers, then the parameters."""
+    c, real = model.config, model.device.real
+    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
+    yield from in_file_order(c, model.params, real)
 
 
 class DataLoader:
@@ -333,6 +356,17 @@ class DataLoader:
             self.path, self.tokens = path, read_tokens(path, self.V)
         self.order = self.permuted(range(self.batches_of[self.files[place]]))
 
+    def position(self):
+        """Where the next batch is, for go_to."""
+        return SimpleNamespace(place=self.place, next=self.next, files=self.files, order=self.order,
+                               shuffle=self.shuffle, rng=self.rng.get_state())
+
+    def go_to(self, position):
+        self.files = position.files
+        self.open(position.place)
+        self.next, self.order = position.next, position.order
+        self.rng.set_state(position.rng)
+
     def next_batch(self):
         """Tokens and targets, both (B,T) int32: for each token the one that follows."""
         if self.next == len(self.order):
@@ -341,6 +375,7 @@ class DataLoader:
             self.open((self.place + 1) % len(self.files))
         size, self.next = self.B * self.T, self.next + 1
         start = self.order[self.next - 1] * size
+        self.where = f"{self.path}, tokens {start} to {start + size}"  # for a report when something is wrong with them
         window = self.tokens[start : start + size + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
@@ -499,10 +534,7 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=()):
     """The device "cuda" or "cpu", with the kernels of a config (see Cuda). Raises UserError."""
     if name == "cuda":
         return Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
-    try:
-        from dev.cpu.device import Cpu
-    except ModuleNotFoundError as e:
-        raise UserError(f"a CPU needs the folder dev/cpu beside train_gpt2.py ({e}): restore it") from None
+    from dev.cpu.device import Cpu
     return Cpu(dtype, c, beside)
 
 
@@ -544,7 +576,7 @@ class GPT2:
     """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
     recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
     dev/llama3/ has another architecture: a subclass with its own Config, head, and methods from layer_forward on."""
-    Config, decode = Config, staticmethod(decode)
+    Config, decode, encoding = Config, staticmethod(decode), staticmethod(gpt2_encoding)
 
     def __init__(self, config, device, B, T, attention="softmax", recompute=False):
         if T > config.longest:
@@ -573,6 +605,7 @@ class GPT2:
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
         master = self.arenas["master" if device.real == BF16 else "parameters"]
         self.master, self.originals = master.view(np.float32), carve(master, tables["gradients"])
+        self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
         self.head, self.dhead = self.params.wte, self.grads.wte  # GPT-2's head makes logits with its embeddings
         for name in tables.keys() - {"activations", "backward"}:
             device.zero(self.arenas[name])
@@ -581,13 +614,17 @@ class GPT2:
         device.put(self.adam.decayed, [row.decay for row in tables["gradients"]])
         self.shape = None  # (B,T) of the batch that the activations are laid out for
         self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
-        self.step, self.stage = 0, "the start"  # updates done; what the loop is at, for the line after a Ctrl-C
+        self.step = 0  # steps done
         self.micros = 1  # micro-batches of the step that is queued, over which its loss is the mean
 
     def set_parameters(self, tensors):
-        """Set parameters from (name, values) pairs, fp32 or bf16. Other names are skipped, and missing words stay."""
+        """Set parameters from (name, values) pairs, fp32 or bf16."""
+        self.set_tensors(tensors, *[self.originals, self.params][: 1 + (self.device.real == BF16)])  # in fp32 the same
+
+    def set_tensors(self, tensors, *sets):
+        """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay."""
         for name, values in tensors:
-            for views in (self.originals, self.params)[: 1 + (self.device.real == BF16)]:  # in fp32 they are the same
+            for views in sets:
                 for to, part in zip(matrices(getattr(views, name)), matrices(values)) if hasattr(views, name) else ():
                     part = to_float(part)
                     self.device.put(to.reshape(-1)[: part.size], to_bf16(part) if to.dtype == BF16 else part)
@@ -727,6 +764,11 @@ class GPT2:
         self.device.launch("fused_classifier", blocks, logits, a.losses[rows], targets, dloss, len(logits), c.V, c.Vp,
                            with_gradient, room, shared=shared)
 
+    def mean_loss(self, accumulate=False):
+        """The mean of the losses is the verdict's; or, of a step's later micro-batches, it is added to that."""
+        N = len(self.acts.losses)
+        self.device.launch("add_loss", 1, self.adam.verdict, self.acts.losses, 1 / (N * self.micros), N, accumulate)
+
     def head_backward(self, rows, dlogits):
         """The gradients of these tokens' lnf, into dinp, and of the head's weight, whose parts add up."""
         matmul, accumulate = self.device.matmul, self.accumulate or rows.start > 0
@@ -751,6 +793,7 @@ class GPT2:
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)
             self.head_backward(rows, logits)
+        self.mean_loss(self.accumulate)
         self.last_norm_backward()
         for l in reversed(range(self.config.L)):
             self.layer_backward(l)
@@ -765,7 +808,10 @@ class GPT2:
             logits = self.head_forward(rows)
             if targets is not None:
                 self.loss_forward(rows, logits)
-        return None if targets is None else self.report()()[0]
+        if targets is None:
+            return None
+        self.mean_loss()
+        return self.report()().loss
 
     def next_logits(self, tokens):
         """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
@@ -776,36 +822,35 @@ class GPT2:
         logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
         return to_float(self.device.get(logits))[0, : self.config.V]
 
-    def report(self, earlier=()):
-        """Queue a copy of the loss and of the gradient's norm. Returns a function that waits for them: (loss, norm).
-        The loss is the mean over the micro-batches of a step, of which train_step returned the earlier."""
-        losses, norm = [*earlier, self.device.fetch(self.acts.losses)], self.device.fetch(self.adam.norm[:1])
-        return lambda: (float(np.mean([part() for part in losses], dtype=np.float64)), float(norm()[0]))
+    def report(self):
+        """Queue a copy of what the device says of the last step. Returns a function that waits for it: a Verdict."""
+        verdict = self.device.fetch(self.adam.verdict)
+        return lambda: Verdict(*verdict().tolist())
 
     # ---- The update
 
-    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, clip=0.0):
-        """AdamW's settings for the next update; a gradient's norm is clipped to `clip`, unless that is 0."""
-        step = self.step + 1
-        settings = dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, clip=clip,
-                        correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step), weight_decay=weight_decay)
+    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, **others):
+        """AdamW's settings for the next update; the others are 0 if not given. See kernels.cu's struct."""
+        step, settings = self.step + 1, dict.fromkeys(ADAMW, 0.0)
+        settings |= dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, **others,
+                         correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step))
         self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
 
     def update_pass(self):
-        """An AdamW step with the gradients that were added up. If their norm is not finite, no parameter changes."""
+        """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
         n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
         gradients = arenas["gradients"].view(np.float32)
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
-        self.step += 1  # before the launch, since Python handles most of a Ctrl-C behind it, when the update is queued
+        device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
+        self.step += 1
         device.launch("adamw", n, arenas["parameters"], self.master, gradients, arenas["adam m"], arenas["adam v"],
-                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.norm)
+                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)
 
     def train_step(self, *batches, **adamw):
         """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
-        Returns what report() needs of all but the last; and report()() waits for the step. Its graphs are one for each
-        kind of micro-batch: the only one; the first, which sets gradients; one that adds; the last, which updates too.
-        """
-        self.micros, losses = len(batches), []
+        report()() waits for it. Its graphs are one for each kind of micro-batch: the only one; the first, which sets
+        gradients; one that adds; the last, which updates too."""
+        self.micros = len(batches)
         self.set_adamw(**adamw)
         for micro, batch in enumerate(batches):
             last = micro == self.micros - 1
@@ -821,10 +866,7 @@ class GPT2:
 
             self.set_batch(batch)
             self.device.replay(self.graphs, (self.shape, self.micros, micro > 0, last), work, count)
-            if not last:
-                losses.append(self.device.fetch(self.acts.losses))
         self.micros = 1
-        return losses
 
 
 # ---- The loop
@@ -850,63 +892,95 @@ def scheduled_rate(step, steps, flags):
     return least + left * (rate - least)
 
 
-def train(model, train_data, val_data, steps, flags, log):
-    """The training loop; lines for main.log go to log. Raises UserError when the loss is no longer a number."""
-    device, micros = model.device, flags.total_batch // (model.B * model.T)
-    tokens_a_step = flags.total_batch
+def train(model, train_data, val_data, steps, flags, stop, folder=None, examples=()):
+    """The training loop, from the model's step on, until a signal's number is in `stop`. In between it validates,
+    scores HellaSwag's examples, samples, and, with a folder (dev/run_folder.py), logs and writes checkpoints. Raises
+    UserError when the loss is no longer a number."""
+    device, tokens_a_step, begun = model.device, flags.total_batch, model.step
     flops_a_step = tokens_a_step * model.config.flops_per_token(model.T)
-    adamw = {name: getattr(flags, name) for name in ("beta1", "beta2", "eps", "weight_decay", "clip")}
+    adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
     times, losses, queued, clock = [], [], [], 0.0
+    log = folder.log if folder else lambda line: None
 
-    def finish(step, rate, report):
+    def finish(step, rate, batches, report):
         """Wait for a step that was queued, and print its line."""
         nonlocal clock
-        loss, norm = report()  # waits
+        verdict = report()  # waits
+        if not verdict.update:
+            say(f"WARNING: step {step}: no update: loss {verdict.loss:.6f} (z-score {verdict.loss_z:.2f}), "
+                f"norm {verdict.norm:.6f} ({verdict.norm_z:.2f})")
+            if verdict.stopped:
+                model.step = step - 1  # no later one has made an update
+                if folder:
+                    folder.save(model, batches.position, whole=True)
+            from dev.replay import explain
+            explain(model, verdict, batches, flags, folder)
         times.append(time.perf_counter() - clock)
         clock += times[-1]  # where the next step's time begins
-        losses.append(loss)
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise UserError(f"step {step}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
-                            "try a smaller -l, or look at the data")
+        losses.append(verdict.loss)
+        median = float(np.median(times))
         share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
-        print(f"step {step:4d}/{steps} | loss {loss:.6f} | norm {norm:7.4f} | lr {rate:.2e} | "
-              f"{1e3 * times[-1]:8.2f} ms | {tokens_a_step / times[-1]:9,.0f} tok/s{share} | "
-              f"{step * tokens_a_step:,} tokens", flush=True)
-        print(f"s:{step - 1} trl:{loss:.4f} lr:{rate:.6f} norm:{norm:.2f}", file=log)
+        say(f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | lr {rate:.2e} | "
+            f"{1e3 * times[-1]:8.2f} ms | {tokens_a_step / times[-1]:9,.0f} tok/s{share} | "
+            f"{step * tokens_a_step:,} tokens")
+        log(f"s:{step - 1} trl:{verdict.loss:.4f} lr:{rate:.6f} norm:{verdict.norm:.2f}")
+        if len(times) == 20:
+            say(f"estimate     | {steps - begun} steps of {1e3 * median:.2f} ms take "
+                f"{duration((steps - begun) * median)}; validations, samples and checkpoints come on top")
+        progress(step / steps, (steps - step) * median)
 
-    def next_step():
-        return [pack_batch(*train_data.next_batch()) for _ in range(micros)]
+    def due(done, every):
+        """Whether something that comes every so many steps, and at the end, comes after so many are done."""
+        return every and (done % every == 0 or done == steps)
 
-    batches = next_step()
-    for step in range(1, steps + 2):  # once more than there are steps, to validate and sample at the end
-        done, last = step - 1, step > steps
-        validates = flags.val_every and (done % flags.val_every == 0 or last)
-        samples = flags.sample_every and flags.sample_tokens and (done and done % flags.sample_every == 0 or last)
-        while len(queued) > (0 if validates or samples or last else device.ahead):  # before those, all are finished
+    def next_batches():
+        """The micro-batches of a step, packed, and where they are in the data."""
+        if flags.overfit:
+            train_data.open(0)
+        batches = SimpleNamespace(position=train_data.position(), packed=[], places=[])
+        for _ in range(tokens_a_step // (model.B * model.T)):
+            batches.packed.append(pack_batch(*train_data.next_batch()))
+            batches.places.append(train_data.where)
+        return batches
+
+    batches = next_batches()
+    for step in range(begun + 1, steps + 2):  # once more than there are steps, to validate and sample at the end
+        done, last, stopping = step - 1, step > steps, bool(stop)  # asked once, since a signal may come at any time
+        validates = due(done, flags.val_every) and not stopping
+        samples = done and flags.sample_tokens and due(done, flags.sample_every) and not stopping
+        saves = folder and done != folder.step and (last or stopping or done and due(done, flags.checkpoint_every))
+        while len(queued) > (0 if validates or samples or saves or last else device.ahead):  # all, before those
             finish(*queued.pop(0))
         if validates:
-            model.stage = f"the validation after step {done}"
             val_data.open(0)
             count = val_data.batches if flags.val_batches < 0 else min(flags.val_batches, val_data.batches)
             val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(count)) / count
-            print(f"val loss {val_loss:.6f}", flush=True)
-            print(f"s:{done} tel:{val_loss:.4f}", file=log)
+            say(f"val loss {val_loss:.6f}")
+            log(f"s:{done} tel:{val_loss:.4f}")
+        if validates and examples and done:
+            from dev.eval.hellaswag import score
+            correct, total = score(model, examples)
+            say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
+            log(f"s:{done} eval:{correct / total:.4f}")
         if samples:
-            model.stage = f"the sample after step {done}"
-            print(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens))}\n---", flush=True)
-        if last:
+            say(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens))}\n---")
+        if saves:
+            folder.save(model, batches.position, whole=flags.checkpoint_every or stopping)
+        if last or stopping:
             break
 
-        model.stage, clock = f"step {step}", clock if queued else time.perf_counter()
+        clock = clock if queued else time.perf_counter()
         rate = scheduled_rate(done, steps, flags)
-        report = model.report(model.train_step(*batches, learning_rate=rate, **adamw))
-        batches = next_step()  # while a GPU is at work
-        queued.append((step, rate, report))
+        model.train_step(*batches.packed, learning_rate=rate, **adamw)
+        queued.append((step, rate, batches, model.report()))
+        batches = next_batches()  # while a GPU is at work
 
-    if steps:
+    if times:
         median = float(np.median(times))
-        print(f"{steps} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-              f"{tokens_a_step / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+        say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
+            f"{tokens_a_step / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+    if stop:
+        say(f"interrupted: the weights are those after {model.step} of {steps} steps")
 
 
 # ---- A sample
@@ -938,98 +1012,89 @@ def sample(model, count):
     return tokens[1:]
 
 
-# ---- Flags, and main
-
-CPU_T, CPU_STEPS = 64, 200  # a CPU's defaults: something visible is learned in about a minute
-COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
-COUNT_OR_ALL = number(int, -1)
-BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
-FLAGS = [  # letter, long name, type or choices, default (None: see main), what it is
-    ("-i", "--train-data", str, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
-     "(default: tinyshakespeare, prepared if it is missing)"),
-    ("-j", "--val-data", str, None, "token file to validate on (default: -i's, with val for train in its name)"),
-    ("-e", "--model", str, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it is "
-     "here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
-    ("-o", "--output", str, None, "folder for main.log and, at the end, a checkpoint (default: write neither)"),
-    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
-    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: one micro-batch or more (default: B*T)"),
-    ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
-    ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
-    ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate falls; wsd: late"),
-    ("-u", "--warmup", COUNT_OR_0, 0, "steps in which the learning rate rises, except if it is constant"),
-    ("-q", "--final-fraction", RATE, 1.0, "what the learning rate falls to, as a fraction of it"),
-    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1; on a CPU without -e and gpt2_124M"
-     " 200)"),
-    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, with one more after the last step; 0 for none"),
-    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
-    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),
-    ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
-    ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
-    (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
-    (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
-    (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
-    (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
-    (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' (default: 1 for several)"),
-    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
-    (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
-    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
-    (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
-    (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
-    (None, "--recompute", SWITCH, 0, "1: compute norms and what is inside of the MLP again: less memory, slower"),
-    (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
-]
-
+# ---- Main: from the flags to the last checkpoint
 
 def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Returns the exit status. Raises UserError."""
     kind = architecture.Config
     flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments)
-    place = flags.device or ("cuda" if has_gpu() else "cpu")
-    name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
+    place, folder, val_data, examples = flags.device or ("cuda" if has_gpu() else "cpu"), None, None, ()
+    if flags.replay:
+        from dev.replay import replay
+        return replay(flags.replay, architecture, flags, place)
+    if flags.output and not flags.dry_run:
+        from dev.run_folder import RunFolder
+        folder = RunFolder(flags)
+    if not flags.output and (flags.checkpoint_every or flags.resume):
+        raise UserError("-n and -y 1: expected -o too, the folder of the checkpoints")
+
+    def config_of(name):
+        return kind.from_file(name) if Path(name).exists() or name.endswith(".bin") else kind.from_descriptor(name)
+
+    resumed = folder and folder.checkpoint
+    name = resumed or flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
     name = name or kind.MODELS[2 if small else 1]
-    from_file = Path(name).exists() or name.endswith(".bin")
-    c = kind.from_file(name) if from_file else kind.from_descriptor(name)
+    c, from_file = config_of(name), os.path.exists(name)
+    if resumed and flags.model and config_of(flags.model) != c:
+        raise UserError(f"-e {flags.model}: another model than that of {name}, with which -y 1 goes on: leave -e out")
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, CPU_T if place == "cpu" else 1024)
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
+    flags.device, flags.dtype = place, device.dtype
+
+    def load(B):
+        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
+        model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
+        return model
+
+    if flags.sample is not None:
+        from dev.eval.sample import go_on
+        return go_on(load(1), flags)
+
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
-    train_data, val_data = DataLoader(train_path, B, T, c.V, flags.shuffle), DataLoader(val_path, B, T, c.V, False)
-    flags.total_batch = flags.total_batch or B * T
+    train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c.V, 0 if flags.overfit else flags.shuffle)
+    if flags.val_every:
+        fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
+        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)
+    minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
+    flags.seq_len, flags.total_batch, flags.shuffle = T, flags.total_batch or B * T, int(train_data.shuffle)
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
     epoch = max(1, train_data.total // flags.total_batch)
-    steps = {None: CPU_STEPS if small else epoch, -1: epoch}.get(flags.steps, flags.steps)
+    steps = flags.steps = {None: CPU_STEPS if small else epoch, -1: epoch}.get(flags.steps, flags.steps)
+    if flags.hellaswag:
+        from dev.eval.hellaswag import read_examples
+        examples = read_examples(flags.hellaswag, c.V, T)
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
     files = f" in {len(train_data.paths)} files" * (len(train_data.paths) > 1)
     print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
-    minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
     print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
           f"an epoch has {epoch}{minute}")
-    status, free = 0, device.free_bytes()
+    for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
+        print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
+              f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
+    free = device.free_bytes()
+    asked, fits = memory_of(c, device, B, T, flags.recompute, free)
+    print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
+    if flags.dry_run:
+        from dev.dry_run import estimate
+        return estimate(c, device, flags)
     try:
-        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
-        for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
-            print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
-                  f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
-        asked, fits = memory_of(c, device, B, T, flags.recompute, free)
-        print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
-        model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
-        log = open_log(flags.output)  # only now, since it replaces an older one
-        try:
-            train(model, train_data, val_data, steps, flags, log)
-        except KeyboardInterrupt:
-            status = 130
-            print(f"\ninterrupted during {model.stage}: the weights are those after {model.step} of {steps} steps")
-        if flags.output:
-            path = Path(flags.output) / f"model_{model.step:08d}.bin"
-            write_checkpoint(path, model)
-            print(f"wrote {path}")
+        model = load(B)
+        if folder:
+            folder.begin(model, train_data)
+        with stop_signals() as stop:
+            try:
+                train(model, train_data, val_data, steps, flags, stop, folder, examples)
+            finally:
+                if folder:
+                    folder.close()
     except device.Fault as e:
         raise UserError(f"the GPU stopped ({e}) at {device.launched} or a launch before it: find the fault with "
                         "--graph 0, --plain 1, compute-sanitizer, or --device cpu") from None
-    return status
+    return 128 + stop[0] if stop else 0
 
 
 # ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here (see dev/RESULTS.md):
@@ -1180,4 +1245,5 @@ def address(array):
 
 
 if __name__ == "__main__":
+    sys.modules["train_gpt2"] = sys.modules["__main__"]  # what dev/ imports is this module, not another copy
     run(main)

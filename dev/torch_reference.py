@@ -1,7 +1,8 @@
 """Dump what GPT-2 or Llama 3 should compute, as plain PyTorch computes it, for the tests to compare with.
 
-    python dev/torch_reference.py PREFIX [flags]            # GPT-2
-    python dev/torch_reference.py PREFIX --llama [flags]    # Llama 3
+    python dev/torch_reference.py PREFIX [flags]                   # GPT-2
+    python dev/torch_reference.py PREFIX --llama [flags]           # Llama 3
+    python dev/torch_reference.py PREFIX --transformers [flags]    # GPT-2 as transformers saves it: see write_folder
 
 writes, for a model of any shape with random weights and one batch of random tokens,
 
@@ -331,6 +332,39 @@ def llama_forward(weights, shape, x, y, kind):
     return logits, F.cross_entropy(logits.view(y.numel(), -1), y.reshape(-1))
 
 
+# ---- A folder
+
+
+def write_folder(prefix, shape, std, seed, B, T):
+    """Have transformers save a random GPT-2 in the folder PREFIX, and write PREFIX_logits.npz: tokens (B, T) int32, and
+    logits (B, T, V) fp32, which are transformers' own, computed in float64.
+
+    No bias is 0 and no norm weight is 1, as in random_weights.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(shape.V, (B, T), generator=generator)
+    config = GPT2Config(
+        vocab_size=shape.V,
+        n_positions=shape.maxT,
+        n_layer=shape.L,
+        n_head=shape.NH,
+        n_embd=shape.C,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            is_norm = ".ln_" in name and name.endswith("weight")
+            weight.copy_(is_norm + std * torch.randn(weight.shape, generator=generator))
+        model.save_pretrained(prefix)
+        logits = model.double()(tokens).logits
+    np.savez(f"{prefix}_logits.npz", tokens=tokens.numpy().astype("<i4"), logits=logits.numpy().astype("<f4"))
+    print(f"wrote {prefix} and {prefix}_logits.npz")
+
+
 # ---- What they share
 
 
@@ -435,6 +469,7 @@ def parse_flags():
     parser = argparse.ArgumentParser(description="Dump a checkpoint, debug state and losses from PyTorch.")
     parser.add_argument("prefix", help="of the names of the files that are written")
     parser.add_argument("--llama", action="store_true", help="Llama 3 instead of GPT-2")
+    parser.add_argument("--transformers", action="store_true", help="a folder of transformers, and logits; GPT-2 alone")
     parser.add_argument("--checkpoint", help="take the shape and the weights from this version-3 checkpoint")
     parser.add_argument("--attention", choices=["softmax", "relu"], default="softmax")
     parser.add_argument("--autocast", action="store_true", help="also measure the errors of PyTorch's autocast to bf16")
@@ -456,6 +491,11 @@ def parse_flags():
     extra = named(GPT2_FLAGS if given["llama"] else LLAMA_FLAGS)
     check(not extra, f"{extra} does not go {'with' if given['llama'] else 'without'} --llama")
     check(not given["llama"] or given["attention"] == "softmax", "Llama's attention is softmax")
+    if given["transformers"]:
+        extra = named(["padded_vocab", *(name for name in RUN_FLAGS if name not in ("batch", "seq_len", "seed"))])
+        check(not extra, f"{extra} does not go with --transformers")
+        other = given["llama"] or given["checkpoint"] or given["autocast"] or given["attention"] == "relu"
+        check(not other, "--transformers goes with none of --llama, --checkpoint, --autocast and --attention relu")
     return argparse.Namespace(**{name: default for name, (default, _) in flags.items()} | given)
 
 
@@ -470,6 +510,8 @@ def main():
     B, T = args.batch, args.seq_len
     check(B >= 1 and T >= 1, f"batch and seq-len must be at least 1, found B={B} and T={T}")
     check(T <= shape.maxT, f"seq-len must be at most max-seq-len, found T={T} and maxT={shape.maxT}")
+    if args.transformers:
+        return write_folder(args.prefix, shape, args.std, args.seed, B, T)
     check(min(args.learning_rate, args.weight_decay) >= 0, "learning-rate and weight-decay must not be negative")
     check(0 <= args.beta1 < 1 and 0 <= args.beta2 < 1, "beta1 and beta2 must be at least 0 and below 1")
     check(args.eps > 0, "eps must be above 0, or a weight whose gradient is 0 becomes 0/0")

@@ -440,6 +440,9 @@ template <class T> __forceinline__ T __shfl_xor_sync(unsigned mask, T value, int
     cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_xor_sync", line);
     return warp.of(warp.lane ^ bits);
 }
+__forceinline__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
+    cuda_on_cpu::Exchange<char>(mask, 0, "__syncwarp", line);
+}
 
 // ---- the functions that stand for PTX in kernels.cu ----
 

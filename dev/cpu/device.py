@@ -6,7 +6,6 @@ It has the verbs of train_gpt2.Cuda, and imports nothing of that file: run as a 
 import ctypes
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,7 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import BF16, SIZES, UserError, cache_folder, read_kernels, to_bf16, to_float
+from prepro_tinyshakespeare import (BF16, SIZES, UserError, available_memory, cache_folder, read_kernels, to_bf16,
+                                    to_float)
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 
@@ -100,10 +100,7 @@ class Cpu:
 
     def free_bytes(self):
         """How much memory there is to allocate."""
-        try:
-            return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
-        except (OSError, TypeError):  # not Linux
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return available_memory()
 
     def empty(self, nbytes):
         try:

@@ -29,7 +29,7 @@ import numpy as np
 from prepro_tinyshakespeare import UserError
 from test_gpt2 import (ATTENTION_LIMITS, attention, bf16, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm,
                        f32, gelu, heads, layernorm, moments, softmax, transposed)
-from train_gpt2 import (ADAMW, PARTIAL_ROWS, attention_launch, batch_table, carve, classifier_launch,
+from train_gpt2 import (ADAMW, PARTIAL_ROWS, Verdict, attention_launch, batch_table, carve, classifier_launch,
                         layernorm_backward_launch, pack_batch)
 
 ALL = "fp32", "tf32", "bf16"  # the dtypes of a version that uses tensor cores; to the others tf32 is fp32
@@ -667,15 +667,15 @@ def global_norm(a, draw):
 
 def adamw_line_by_line(device, a):
     launch = functools.partial(device.launch, threads=a.threads)
-    launch("adamw1_clip", a.n, a.clipped, a.grads, a.n, a.settings, a.norm)
+    launch("adamw1_clip", a.n, a.clipped, a.grads, a.n, a.settings, a.verdict)
     launch("adamw1_decay", a.n, a.master, a.starts, a.decayed, a.tensors, a.n, a.settings)
     launch("adamw1_m", a.n, a.m, a.clipped, a.n, a.settings)
     launch("adamw1_v", a.n, a.v, a.clipped, a.n, a.settings)
     launch("adamw1_step", a.n, a.params, a.master, a.m, a.v, a.n, a.settings)
 
 
-@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="master grads clipped m v settings norm",
-        args="params master grads m v starts decayed tensors n settings norm", versions=(
+@ladder("n=124475904", "n=32", "n=9600", "n=300032", fp32="master grads clipped m v settings verdict",
+        args="params master grads m v starts decayed tensors n settings verdict", versions=(
     Version("five kernels, a line of the algorithm each", adamw_line_by_line, threads=(256, 512, 1024),
             scratch=lambda a: dict(clipped=(a.n,))),
     Version("one kernel, a thread a number", "adamw2", "n"),
@@ -683,16 +683,17 @@ def adamw_line_by_line(device, a):
 ))
 def adamw(a, draw):
     """a step of AdamW on n numbers, clipped, in 16 tensors of arenas; params are rounded copies of the master"""
-    values = dict(learning_rate=0.01, rate1=0.1, rate2=0.001, eps=1e-8, weight_decay=0.1, clip=1.0,
-                  correction1=1 / (1 - 0.9**3), correction2=1 / (1 - 0.999**3))
-    a.settings, a.norm, a.tensors = f32([values[name] for name in ADAMW]), np.array([2.5]), min(16, a.n // 32)
+    values = dict.fromkeys(ADAMW, 0) | dict(learning_rate=0.01, rate1=0.1, rate2=0.001, eps=1e-8, weight_decay=0.1,
+                                            clip=1.0, correction1=1 / (1 - 0.9**3), correction2=1 / (1 - 0.999**3))
+    a.settings, a.tensors = f32([values[name] for name in ADAMW]), min(16, a.n // 32)
+    a.verdict = np.array(Verdict(norm=2.5, loss=0, norm_z=0, loss_z=0, update=1, stopped=0))  # the norm comes first
     a.starts = np.append(np.arange(a.tensors) * (a.n // a.tensors // 32 * 32), a.n).astype(np.uint64)
     a.decayed = np.resize(np.int32([1, 0, 0]), a.tensors)
     a.master, a.grads, a.m, a.v = draw.fp32(a.n), draw.fp32(a.n), draw.fp32(a.n), abs(draw.fp32(a.n))
     s = dict(zip(ADAMW, a.settings))
 
     def step(p, g, m, v, decayed):
-        g = g * s["clip"] / a.norm
+        g = g * s["clip"] / 2.5
         m, v = m + s["rate1"] * (g - m), v + s["rate2"] * (g**2 - v)
         change = m * s["correction1"] / (np.sqrt(v * s["correction2"]) + s["eps"])
         return p - s["learning_rate"] * (change + s["weight_decay"] * decayed * p), m, v

@@ -127,7 +127,7 @@ def ours_step(name, layers):
         return model.report()
 
     ms = time_steps(queue, random_batches(c.V, row.B, row.T))
-    return dict(ms=ms, memory=device.cupy.get_default_memory_pool().total_bytes(), loss=model.report()()[0])
+    return dict(ms=ms, memory=device.cupy.get_default_memory_pool().total_bytes(), loss=model.report()().loss)
 
 
 def ours_attention(c):
@@ -307,7 +307,7 @@ def curve():
         model = d12(dtype, parameters)
         for batch in text_batches():
             model.train_step(pack_batch(*batch), learning_rate=RATE, clip=CLIP)
-            losses.append(model.report()()[0])
+            losses.append(model.report()().loss)
     import torch
     for dtype, losses in theirs.items():
         weights = {name: tensor(values).to(getattr(torch, dtype.replace("fp", "float"))).requires_grad_()

@@ -178,14 +178,16 @@ def refusals(folder):
     factor = {"rope_scaling": CONFIG["rope_scaling"] | {"factor": 8.5}}
     cases = [  # what it says; what becomes of config.json; what becomes of the tensors
         ("attention_bias is True; expected False", {"attention_bias": True}), ("mlp_bias is True", {"mlp_bias": True}),
-        ("model_type is mistral; expected llama", {"model_type": "mistral"}),
+        ("model_type is mistral; expected gpt2 or llama", {"model_type": "mistral"}),
         ("architectures is .'LlamaForSequenceClassification'", {"architectures": ["LlamaForSequenceClassification"]}),
         ("hidden_act is gelu", {"hidden_act": "gelu"}), ("head_dim is 32; expected 16", {"head_dim": 32}),
         ("RoPE is of type yarn", yarn), ("with factor 8.5.* expected default, or llama3 with a whole factor", factor),
+        ("rope_scaling is llama3; expected an object", {"rope_scaling": "llama3"}),
+        ("rope_parameters is .1.; expected an object", {"rope_parameters": [1]}),
         ("hidden_size is None; expected a size", {"hidden_size": None}), ("vocab_size is -1", {"vocab_size": -1}),
         ("vocab_size is 37.5", {"vocab_size": 37.5}), ("rms_norm_eps is 0.1x", {"rms_norm_eps": "0.1x"}),
         ("NH to be divisible by NKV", {"num_key_value_heads": 4}), ("C to be a multiple of 32", {"hidden_size": 102}),
-        ("q_proj.weight is of shape .96, 96., and config.json makes it .128, 128.", {"hidden_size": 128,
+        ("q_proj.weight is of shape .96, 96.; expected .128, 128.", {"hidden_size": 128,
          "num_attention_heads": 8, "vocab_size": V}, {"model.embed_tokens.weight": np.zeros((V, 128), np.float32),
          "lm_head.weight": np.zeros((V, 128), np.float32), "model.layers.0.input_layernorm.weight":
          np.zeros(128, np.float32), "model.layers.1.input_layernorm.weight": np.zeros(128, np.float32)}),
@@ -227,7 +229,7 @@ def refusals(folder):
                                (SimpleNamespace(snapshot_download=snapshot_download), "a/RepositoryNotFoundError",
                                 "no such model, or shows it only after `hf auth login`"),
                                (SimpleNamespace(snapshot_download=snapshot_download), "a/ConnectionError",
-                                "connect to the network, or give a folder")):
+                                "check the network and try again, or give a folder")):
         with mock.patch.dict(sys.modules, {"huggingface_hub": module}):
             check_refusal("hub", wish, convert.folder_to_checkpoint, name, target)
 
@@ -238,8 +240,8 @@ def refusals(folder):
             ints[int(index[1:])] = value
         return ints.tobytes()
 
-    for wish, content in (("begins with 20240326, and a Llama 3 checkpoint with 20240803",
-                           (FIXTURES / "gpt2_tiny.bin").read_bytes()),
+    for wish, content in (("begins with 20240327, and a checkpoint with 20240326 or 20240803",
+                           (FIXTURES / "gpt2_tiny_debug_state.bin").read_bytes()),
                           ("sizes from 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
                           ("truncated: ", good[:-1]), ("too long", good + b"1"), ("too long", header(_1=5)),
                           ("truncated within its second header", good[:HEADER_BYTES + 11]),

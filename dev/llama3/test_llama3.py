@@ -28,8 +28,8 @@ from dev.llama3.train_llama3 import Config3, Llama3, rmsnorm_backward_launch  # 
 from dev.test_files import TINY, check_refusal, numbers_of, test_steps, token_files  # noqa: E402
 from test_gpt2 import (BF16_LIMIT, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT, SMALL_MODEL, as_real, check,  # noqa: E402
                        device_of, each_device, each_kind, f32, finite_difference, kernel, nan32, normal, normal32,
-                       read_flags, run, stored, summary, test_dump, test_kernels)
-from train_gpt2 import Config, draw_parameters, read_parameters, write_checkpoint  # noqa: E402
+                       read_flags, run, stored, summary, test_dump, test_kernels, write_checkpoint)
+from train_gpt2 import Config, draw_parameters, read_parameters  # noqa: E402
 
 # ---- The formulas. df(dout, x) is the gradient of sum(dout * f(x)), and a list of them if there are several x.
 

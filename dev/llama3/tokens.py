@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from prepro_tinyshakespeare import (END_OF_TEXT, FLAGS, LLAMA_TOKEN_FILE, PRINTING, UserError, gpt2_encoding,
+from prepro_tinyshakespeare import (END_OF_TEXT, LLAMA_TOKEN_FILE, PRINTING, TEXT_FLAGS, UserError, gpt2_encoding,
                                     parse_flags, prepare, read_text, run, vocabulary as gpt2_vocabulary, words_of)
 
 BEGIN_OF_TEXT = "<|begin_of_text|>"
@@ -92,7 +92,7 @@ def vocabulary(path=None):
 
 
 def main():
-    flags = parse_flags(__doc__, [(None, "--tokenizer", str, None, "tokenizer.json or tokenizer.model"), *FLAGS])
+    flags = parse_flags(__doc__, [(None, "--tokenizer", str, None, "tokenizer.json or tokenizer.model"), *TEXT_FLAGS])
     text, name = read_text(flags)
     words = encoding(flags.tokenizer)
     name = flags.name or f"{name or 'tinyshakespeare'}_llama"  # prepro_tinyshakespeare.py has the name without it

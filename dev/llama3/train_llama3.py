@@ -30,12 +30,12 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 from prepro_tinyshakespeare import (EOT, HEADER_BYTES, LLAMA_TOKEN_FILE, TOKEN_FILES, FileKind,  # noqa: E402
-                                    UserError, check_size, data_paths, decode, files_of, make_header,
-                                    read_header, run, to_float)
+                                    UserError, check_size, data_paths, decode, files_of, gpt2_encoding,
+                                    make_header, read_header, run, to_float)
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
-from dev.llama3.tokens import vocabulary  # noqa: E402
+from dev.llama3.tokens import encoding, vocabulary  # noqa: E402
 from train_gpt2 import GPT2, PARTIAL_ROWS, Config, Row, logit_rows, main, read_parameters  # noqa: E402
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
@@ -261,6 +261,10 @@ class Llama3(GPT2):
     def decode(self, tokens):
         """The text of token ids, by the tokenizer in the current folder if their vocabulary is Llama's."""
         return decode(tokens, vocabulary() if self.config.EOT == BEGIN_ID else None)
+
+    def encoding(self):
+        """The encoding of texts that samples go on from."""
+        return encoding() if self.config.EOT == BEGIN_ID else gpt2_encoding()
 
     def layer_forward(self, l):
         """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""
