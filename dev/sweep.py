@@ -15,6 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from compare_training import read_log  # noqa: E402
+from prepro_tinyshakespeare import FLAGS as TRAINER_FLAGS  # noqa: E402
 from prepro_tinyshakespeare import UserError, data_paths, has_gpu, number, parse_flags, replace_file, run  # noqa: E402
-from train_gpt2 import FLAGS as TRAINER_FLAGS  # noqa: E402
 
 # What all rows have, unless a row says another value after it: no row depends on train_gpt2.py's defaults.
 COMMON = "-k cosine -c 0 --beta1 0.9 --beta2 0.999 --eps 1e-8 --clip 1 --seed 42 -m -1 -s 1000000 -g 120"
@@ -112,11 +113,12 @@ def train(flags, folder, data, threads):
     done = subprocess.run([sys.executable, str(HERE.parent / "train_gpt2.py"), *shlex.split(flags), "-i", data[0], "-j",
                            data[1], "-o", str(folder)], capture_output=True, text=True,
                           env=os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
-    for checkpoint in folder.glob("*.bin"):
-        checkpoint.unlink()
+    for path in folder.iterdir():  # a checkpoint, and what a run that diverged leaves of its last step
+        if path.name != "main.log":
+            path.unlink()
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        return lines[0].removeprefix("error: ")
+        return textwrap.shorten(lines[0].removeprefix("error: "), 100, placeholder=" ...")
     replace_file(output, [done.stdout.encode(), f"{time.perf_counter() - begin:.1f} s in all\n".encode()])
     return None
 

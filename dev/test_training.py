@@ -23,10 +23,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import compare_training  # noqa: E402
 import sweep  # noqa: E402
 import train_gpt2  # noqa: E402
-from prepro_tinyshakespeare import parse_flags, write_tokens  # noqa: E402
+from prepro_tinyshakespeare import FLAGS, parse_flags, write_tokens  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, check, run, summary  # noqa: E402
-from train_gpt2 import FLAGS, Config  # noqa: E402
+from train_gpt2 import Config  # noqa: E402
 
 TINY = HERE / "fixtures" / "gpt2_tiny.bin"
 LOG = """s:0 tel:11.0092
@@ -167,8 +167,9 @@ def whole_sweep(folder):
         finals = [float(line.split("|")[4]) for line in lines[:2]]
         check("sweep.py: sorted, what diverged at the end", len(order) == 3 and order[-1] == "1e30"
               and finals == sorted(finals), order)
-        check("sweep.py: why it diverged", re.search(r"\| step [23]/3: the loss is", lines[-1]), lines[-1])
-        check("sweep.py: checkpoints are gone", not [*folder.glob("runs/**/*.bin")])
+        check("sweep.py: why it diverged", re.search(r"\| the loss of step [23] is nan", lines[-1]), lines[-1])
+        kept = {path.name for path in folder.glob("runs/**/*") if path.is_file()}
+        check("sweep.py: logs and outputs alone are kept", kept == {"main.log", "output.txt"}, kept)
         times = {path: path.stat().st_mtime_ns for path in folder.glob("runs/**/output.txt")}
         check("sweep.py: outputs of two runs and of a shape", len(times) == 3, times.keys())
         found = output_of(sweep.main, arguments)
@@ -265,11 +266,12 @@ def recipes(folder):
 
 # ---- PyTorch's twin, where PyTorch is
 
-LOSS_LIMIT, NORM_LIMIT = 2e-6, 3e-5  # relative, in the first 8 steps of a tiny model in fp32
+LOSS_LIMIT, NORM_LIMIT = 5e-6, 1e-4  # relative, in the first 8 steps of a tiny model in fp32
 COMMON = f"-e {TINY} -b 2 -t 16 -x 8 -v 4 -m 2 -l 1e-2 --device cpu"
 TWINS = [  # further flags, each a branch of the loop
     "", "-d 96", "-d 64 --clip 0.5", "--clip 0", "--clip 100", "-u 3 -q 0.1", "-k linear -u 2 -q 0", "-k constant -u 3",
-    "-k wsd -q 0.2", "-c 0.3", "--beta1 0.8 --beta2 0.95 --eps 1e-4", "--shuffle 1", "-m -1 -v 3",
+    "-k wsd -q 0.2", "-c 0.3", "--beta1 0.8 --beta2 0.95 --eps 1e-4", "--shuffle 1", "-m -1 -v 3", "-a 1 -d 64",
+    "-b 3 -t 33",
     "-e d1 --seed 7 -l 1e-3 -x 3",
 ]
 
@@ -305,6 +307,9 @@ def twins(folder):
                         ("-d 33: expected a multiple of B.T = 32", "-d", "33"),
                         ("-t 41: expected at most .* 40", "-t", "41"),
                         ("--dtype tf32: PyTorch has it on a GPU alone", "--dtype", "tf32"),
+                        ("-sl 2.0: PyTorch's twin does not", "-sl", "2"),
+                        ("-y 1: PyTorch's twin does not", "-y", "1"),
+                        (f"-o {one}: .* could not be written", "-o", str(one)),
                         ("--nonsense is no flag", "--nonsense", "1"),
                         ("step 2/8: the loss is nan", "-l", "1e30")):
         check_refusal("torch_training.py", wish, output_of, torch_training.main, [*arguments, *more])

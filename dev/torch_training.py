@@ -25,16 +25,16 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from prepro_tinyshakespeare import UserError, open_log, parse_flags, run, to_float
-from train_gpt2 import (CPU_STEPS, CPU_T, FLAGS, SWITCH, Config, DataLoader, draw_parameters,
-                        read_parameters, scheduled_rate)
+from prepro_tinyshakespeare import (CPU_STEPS, CPU_T, FLAGS, SWITCH, UserError, count_tokens, files_of,
+                                    parse_flags, run, to_float)
+from train_gpt2 import Config, DataLoader, draw_parameters, read_parameters, scheduled_rate
 
 OWN_FLAGS = [(None, "--compile", SWITCH, 0, "1: with torch.compile")]
 FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len", "learning_rate",
             "schedule", "warmup", "final_fraction", "steps", "val_every", "val_batches", "weight_decay", "beta1",
-            "beta2", "eps", "clip", "shuffle", "seed", "device", "dtype", "compile"}
-IGNORED = {"sample_every", "sample_tokens", "plain", "graph", "recompute", "checkpoint_every", "keep_checkpoints",
-           "major_every", "hellaswag"}  # they change what is printed, written or kept in memory, and no step
+            "beta2", "eps", "clip", "overfit", "shuffle", "seed", "device", "dtype", "compile"}
+IGNORED = {"sample_every", "sample_tokens", "checkpoint_every", "checkpoints_kept", "checkpoints_major", "hellaswag",
+           "plain", "graph", "recompute"}  # they change what is printed, written or kept in memory, and no step
 
 
 # ---- The model
@@ -113,6 +113,8 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
+        if flags.overfit:
+            train_data.open(0)
         for _ in range(micros):
             loss = loss_of_next(train_data)
             (loss / micros).backward()
@@ -144,6 +146,17 @@ def check_followed(flags, table):
                             "both runs")
 
 
+def open_log(folder):
+    """folder/main.log, begun anew, or, without a folder, a file that forgets its lines. Raises UserError."""
+    path = Path(folder) / "main.log" if folder else Path(os.devnull)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "w", buffering=1)
+    except OSError as e:
+        raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
+                        "give -o a folder that can be") from None
+
+
 def main(arguments=None):
     """Everything from the flags to the last line of main.log. Raises UserError."""
     table = [(*row[:4], row[4].format(kind=Config)) for row in FLAGS] + OWN_FLAGS
@@ -166,7 +179,11 @@ def main(arguments=None):
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
-    train_data, val_data = DataLoader(train_path, B, T, c.V, flags.shuffle), DataLoader(val_path, B, T, c.V, False)
+    train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c.V, 0 if flags.overfit else flags.shuffle)
+    val_data = None
+    if flags.val_every:
+        fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences, as the trainer has them
+        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)
     flags.total_batch = flags.total_batch or B * T
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
@@ -175,7 +192,8 @@ def main(arguments=None):
     print(f"PyTorch {torch.__version__} on {place}, {flags.dtype}; {name}, {c}; {train_path}; B={B} T={T}, "
           f"{flags.total_batch:,} tokens a step, {steps} steps")
     weights = parameters_of(c, read_parameters(name, c) if from_file else draw_parameters(c, flags.seed), place)
-    train(c, weights, train_data, val_data, steps, place, flags, open_log(flags.output))
+    with open_log(flags.output) as log:
+        train(c, weights, train_data, val_data, steps, place, flags, log)
 
 
 if __name__ == "__main__":
