@@ -97,9 +97,10 @@ def read_examples(path, V, T=None):
 def check_lengths(examples, T):
     """Raise UserError unless each row has fewer than T tokens, as llm.c demands."""
     i = max(range(len(examples)), key=lambda i: examples[i].longest)
-    if examples[i].longest >= T:
-        raise UserError(f"-t {T}: example {i} of HellaSwag has {examples[i].longest} tokens with its longest completion, "
-                        f"and needs -t {examples[i].longest + 1} or more")
+    most = examples[i].longest
+    if most >= T:
+        raise UserError(f"-t {T}: HellaSwag's example {i} has {most} tokens with its longest completion; expected "
+                        f"-t {most + 1} or more")
 
 
 def mean_losses(model, examples, progress=None):

@@ -25,14 +25,15 @@ def choose(logits, coin, temperature, top_k, draw_token):
         words = np.sort(np.argsort(-logits, kind="stable")[:top_k])  # the others are not there: none can be drawn
     kept = logits[words]
     if temperature != 1:
-        kept = (kept - kept.max()) / temperature  # below 0, so that a small temperature makes no infinity
+        with np.errstate(over="ignore"):  # a small temperature makes minus infinity, which is never drawn
+            kept = (kept - kept.max()) / temperature
     return int(words[draw_token(kept, coin)])
 
 
 def generate(model, tokens, count, temperature, top_k):
     """Yield `count` token ids, each drawn from what the model expects after the tokens (a list) and those before it: of
     them all, after the last T."""
-    from train_gpt2 import coins, draw_token  # not at the top: the trainer, as `__main__`, may not need this file
+    from train_gpt2 import coins, draw_token  # only here: of a trainer that runs as a script, this is another copy
 
     tokens = list(tokens)
     for _, coin in zip(range(count), coins()):
