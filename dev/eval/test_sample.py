@@ -52,18 +52,18 @@ def formula():
     for temperature in (0.2, 0.8, 1, 3):
         for top_k in (0, 1, 2, 5, 36, 37, 50):
             wrong = tried = 0
-            for row, coin in enumerate(first_coins(300)):
+            for row, coin in enumerate(first_coins(120)):
                 logits = np.float32(rng.normal(0, 2, 37) if row % 2 else rng.integers(-2, 3, 37))
                 wish = drawn_by_formula(logits, coin, temperature, top_k)
                 tried += wish is not None
                 wrong += wish is not None and choose(logits, coin, temperature, top_k, draw_token) != wish
-            check(f"temperature {temperature}, top_k {top_k}", wrong == 0 and tried > 250, f"{wrong} of {tried} differ")
+            check(f"temperature {temperature}, top_k {top_k}", wrong == 0 and tried > 100, f"{wrong} of {tried} differ")
     logits = np.float32((0.5, 2, 2, -1, 2))
     for coin in (0, 0.5, np.float32(1 - 2**-24)):
         coin = np.float32(coin)
         for name, wish, *settings in (
                 ("temperature 0 is greedy, the first of equals", 1, 0, 0), ("and with top_k", 1, 0, 3),
-                ("the smallest temperatures are not 0", {0: 1, 0.5: 2}.get(float(coin), 4), 1e-38, 0),
+                ("the smallest temperatures are not 0", {0: 1, 0.5: 2}.get(float(coin), 4), 1e-40, 0),
                 ("what fp32 rounds to 0 is 0", 1, 1e-50, 0), ("top_k 1 is greedy, the first of equals", 1, 5, 1),
                 ("top_k 2 keeps the first two of three equals", 1 if coin < 0.5 else 2, 1, 2)):
             found = choose(logits, coin, *settings, draw_token)
@@ -107,9 +107,9 @@ def windows():
     stream(model, lambda text: [], words, "", 1, 0, 0, pieces.append)
     check("an empty text: EOT, or the last word", model.asked == [[5]], model.asked)
     model = Listed(np.eye(6), T=1)
-    model.next_logits = lambda tokens: np.eye(60000, 1)[:, 0] if tokens == [50256] else None
+    model.next_logits = lambda tokens: np.eye(60000, 1, 0 if tokens == [50256] else -1)[:, 0]
     model.config.V = 60000
-    stream(model, lambda text: [], {0: b"after EOT"}, "", 1, 0, 0, pieces.append)
+    stream(model, lambda text: [], {0: b"after EOT", 1: b"after another"}, "", 1, 0, 0, pieces.append)
     check("an empty text: EOT", pieces[-1] == "after EOT", pieces[-1])
 
     model, pieces = Listed(np.eye(6)), []
