@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from prepro_tinyshakespeare import FileKind, to_float
@@ -154,20 +155,22 @@ def count_of_logits(logits, row, count):
 
 def agrees(name, model, examples, truth):
     """Losses near the truth's, and the score of the truth's smallest, which must not be too close to call."""
-    limit = LIMITS[model.device.dtype]
-    yield f"{name}, losses", mean_losses(model, examples), truth, limit
+    means = mean_losses(model, examples)
+    yield f"{name}, losses", means, truth, LIMITS[model.device.dtype]
     ordered = np.sort(truth, axis=1)
     near = np.min(ordered[:, 1] - ordered[:, 0])
     right = sum(int(np.argmin(row)) == example.label for row, example in zip(truth, examples))
-    found = score(model, examples)
+    with mock.patch("dev.eval.hellaswag.mean_losses", return_value=means):  # not again
+        found = score(model, examples)
     check(f"{name}, score {found}", found == (right, len(examples)) and near > 2e-4, f"{right}, {near:.1e} apart")
 
 
 def small_models(architecture, dtype):
     """Batches of any size; rows in one batch or in several, of T a multiple of 128 or not, or padded to one."""
     device = device_of("cpu", dtype, *DEVICE_SIZES[architecture], architecture=architecture)
-    long = [*LENGTHS, (100, (1, 27, 28, 60)), (120, (7, 8, 9, 10)), (3, (200, 2, 3, 4))]
-    for T, lengths, sizes in ((40, LENGTHS, (1, 3, 4, 5, 8)), (204, long, (1, 5))):
+    few = architecture is not GPT2 or dtype != "fp32"
+    long = [(100, (1, 27, 28, 60)), (3, (200, 2, 3, 4))]  # of 101 to 203 tokens
+    for T, lengths, sizes in ((40, LENGTHS, (3,) if few else (1, 3, 4, 5, 8)), (204, long, (5,))):
         examples = random_examples(257, lengths)
         truth = counted(poisoned_model(device, 1, T, maxT=204), examples)
         for B in sizes:
