@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from prepro_tinyshakespeare import UserError, number, replace_file, run
+from prepro_tinyshakespeare import UserError, number, replace_file, run as run_main
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
@@ -127,19 +127,19 @@ def read_run(argument, tokens=None):
 
 SIZES = "124M", "350M", "774M", "1558M"
 FIGURES = [  # series, the data that it was measured on ("" for any), the model's size, value, whose
-    *(("val loss", "fineweb", size, loss, "OpenAI") for size, loss in zip(
+    *(("val loss", "fineweb", size, loss, "OpenAI's") for size, loss in zip(
         SIZES, (3.424958, 3.083089, 3.000580, 2.831273))),
-    ("val loss", "fineweb", "124M", 3.2722, "llm.c, 10B tokens,"),
-    ("val loss", "edu", "124M", 3.2924, "OpenAI"),
-    *(("HellaSwag", "", size, share, "OpenAI") for size, share in zip(SIZES, (0.2945, 0.3752, 0.4320, 0.4889))),
+    ("val loss", "fineweb", "124M", 3.2722, "llm.c's"),  # over 10 billion tokens
+    ("val loss", "edu", "124M", 3.2924, "OpenAI's"),
+    *(("HellaSwag", "", size, share, "OpenAI's") for size, share in zip(SIZES, (0.2945, 0.3752, 0.4320, 0.4889))),
 ]
 REACH = {"val loss": 1.0, "HellaSwag": 0.1}  # how far away the next figure is worth a line
 
 
 def figures(series, runs, data, sizes):
-    """[(value, label)] of OpenAI's figures to draw into a panel: of these sizes. Or, without, those that the best run
-    has passed, and the next one, if it is near. data: "fineweb", "edu", "none", or None for what the runs were trained
-    on."""
+    """[(value, label)] of the figures to draw into a panel: those of these sizes; without sizes, those that the best
+    run has passed, and the next one, if it is near. data: "fineweb", "edu", "none", or None for what the runs were
+    trained on."""
     data = data or next((run.data for run in runs if run.data), "")
     rows = [(value, size, f"{who} {size}, {value:.4f}") for name, place, size, value, who in FIGURES
             if name == series and data != "none" and place in ("", data)]
@@ -165,8 +165,8 @@ def smoothed(values, width):
 
 COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"  # Okabe and Ito (2008)
 GREY = "#707070"
-TITLES = {"loss": "Loss, nats a token", "HellaSwag": "HellaSwag, share of right answers", "norm": "Norm of the gradient",
-          "lr": "Learning rate", "tok/s": "Tokens a second"}
+TITLES = {"loss": "Loss, nats a token", "HellaSwag": "HellaSwag, share of right answers",
+          "norm": "Norm of the gradient", "lr": "Learning rate", "tok/s": "Tokens a second"}  # of the panels
 LONG = 500  # steps: the beginning of a longer run, its first 3%, may leave the panel at its top
 
 
@@ -178,17 +178,38 @@ def short(number, _=None):
     return f"{number:.4g}"
 
 
+def figure_of(name, value):
+    """A value of a series, with the digits that count."""
+    return short(value) if name == "tok/s" else f"{value:.{ {'lr': 6, 'norm': 2}.get(name, 4)}f}"
+
+
 def apart(places, least):
-    """Places in ascending order, moved up so that each is at least so far above the one before it."""
-    moved = []
-    for place in places:
-        moved.append(max(place, moved[-1] + least) if moved else place)
-    return moved
+    """Places in ascending order, moved as little as can be (by the sum of squares) so that neighbours are at least so
+    far apart: those that are too close are spread evenly around their mean."""
+    groups = []  # [mean of place - i * least, how many]: these means have to ascend
+    for i, place in enumerate(places):
+        groups.append([place - i * least, 1])
+        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+            (one, m), (two, n) = groups[-2:]
+            groups[-2:] = [[(m * one + n * two) / (m + n), m + n]]
+    return [mean + i * least for i, mean in enumerate(mean for mean, count in groups for _ in range(count))]
+
+
+def thinned(x, y, buckets=1000):
+    """The points of a line; of a long one, the lowest and the highest of each bucket of points, which look the same."""
+    if len(x) <= 2 * buckets:
+        return x, y
+    kept = set()
+    for part in np.array_split(np.arange(len(x)), buckets):
+        there = part[np.isfinite(y[part])]
+        kept.update(there[[np.argmin(y[there]), np.argmax(y[there])]] if there.size else part[:1])
+    kept = sorted(kept)
+    return x[kept], y[kept]
 
 
 def draw(runs, x, data=None, sizes=(), form="svg"):
-    """The chart of runs, bytes of an SVG or a PNG; x: "steps" or "tokens". Raises UserError without matplotlib. Each
-    line of an SVG has an id, such as run0-loss."""
+    """The chart of runs, bytes of an SVG or a PNG; x: "steps" or "tokens". Each line of an SVG has an id, such as
+    run0-loss. Raises UserError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -200,86 +221,82 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
         "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#a0a0a0",
         "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e8e8e8", "xtick.color": "#404040",
         "ytick.color": "#404040", "axes.titlesize": 11, "axes.titlelocation": "left", "axes.axisbelow": True})
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    panels = [name for name in TITLES if any({name, "val loss"} & run.series.keys() if name == "loss"
-                                             else name in run.series for run in runs)]
-    rows = [["loss", "loss"]] * 2 if panels[0] == "loss" else []
+    contents = {name: ("loss", "val loss") if name == "loss" else (name,) for name in TITLES}  # of each panel
+    panels = [name for name in TITLES if any(key in run.series for run in runs for key in contents[name])]
     small = [name for name in panels if name != "loss"]
-    rows = rows + [[small[i], small[min(i + 1, len(small) - 1)]] for i in range(0, len(small), 2)]
+    across = 3 if len(small) == 3 else 2
+    rows = [["loss"] * 6] * 2 * ("loss" in panels) + [
+        [name for name in small[i : i + across] for _ in range(6 // len(small[i : i + across]))]
+        for i in range(0, len(small), across)]
     figure, axes = pyplot.subplot_mosaic(rows, figsize=(9.6, 0.6 + 2.1 * len(rows)), sharex=True, layout="constrained")
-
-    def line(panel, i, name, smooth=False, **style):
-        """A series of run i in a panel: with smooth, as it is, thin and pale, and a smoothed line over it."""
-        run = runs[i]
-        if name not in run.series:
-            return
-        steps, values = run.series[name]
-        width = 2 * (len(values) // 100) + 1
-        for part, y, look in (("", values, dict(alpha=0.35, linewidth=0.7) if smooth and width > 1 else {}),
-                              *([("-smoothed", smoothed(values, width), {})] if smooth and width > 1 else [])):
-            axes[panel].plot(steps * (run.tokens if x == "tokens" else 1), y, color=COLOURS[i % len(COLOURS)],
-                             gid=f"run{i}-{name.replace(' ', '-')}{part}", **{"linewidth": 1.4} | style | look)
-
     marker = dict(marker="o", markersize=4, markeredgecolor="white", markeredgewidth=0.6, zorder=3)
-    for i in range(len(runs)):
-        for name in panels:
-            line(name, i, name, name in ("loss", "norm", "tok/s"), **marker if name == "HellaSwag" else {})
-        if "loss" in panels:
-            line("loss", i, "val loss", linestyle="--", **marker)
-    for name in panels:
-        values = [values for run in runs for key in (name, "val loss")[: 1 + (name == "loss")] if key in run.series
-                  for values in [run.series[key][1][np.isfinite(run.series[key][1])]]]
-        values = np.concatenate(values) if values else np.zeros(0)
-        axes[name].set_title(TITLES[name])
-        if name == "norm" and values.size and 0 < 20 * values.min() < values.max():
-            axes[name].set_yscale("log")
-        if name in ("lr", "tok/s"):
-            axes[name].set_ylim(bottom=0)
-        if name == "tok/s":
-            axes[name].yaxis.set_major_formatter(short)
-        axes[name].xaxis.set_major_formatter(short)
+
+    for panel in panels:
+        ax, bounds = axes[panel], []
+        for i, run in enumerate(runs):
+            for name in filter(run.series.get, contents[panel]):
+                steps, values = run.series[name]
+                places, look = steps * (run.tokens if x == "tokens" else 1), dict(color=COLOURS[i % len(COLOURS)])
+                gid, width = f"run{i}-{name.replace(' ', '-')}", 2 * (len(values) // 100) + 1
+                if name in ("loss", "norm", "tok/s") and width > 1:  # as it is thin and pale, and smoothed over that
+                    ax.plot(*thinned(places, values), linewidth=0.7, alpha=0.35, gid=gid, **look)
+                    ax.plot(*thinned(places, smoothed(values, width)), linewidth=1.4, gid=f"{gid}-smoothed", **look)
+                else:
+                    dots = marker if name in ("val loss", "HellaSwag") or len(values) == 1 else {}
+                    line = 0 if name == "val loss" and "loss" in run.series else 1.4
+                    ax.plot(*thinned(places, values), linewidth=line, gid=gid, **dots, **look)
+                late = values[steps >= 0.03 * run.last] if panel == "loss" and run.last >= LONG else values
+                bounds += [values[np.isfinite(values)].min(initial=math.inf), late[np.isfinite(late)].max(initial=0)]
+        key = contents[panel][-1]
+        those = [run for run in runs if key in run.series]
+        lines = figures(key, those, data, sizes) if those and key in REACH else []
+        for value, label in lines:
+            ax.axhline(value, color=GREY, linewidth=0.8, linestyle=":", zorder=1, gid=f"figure-{label}")
+            if panel != panels[0]:
+                ax.annotate(label, (0, value), (4, 2), xycoords=("axes fraction", "data"), color=GREY, fontsize=8.5,
+                            textcoords="offset points")
+        ax.set_title(TITLES[panel])
+        for axis in (ax.xaxis, ax.yaxis) if panel in ("norm", "tok/s") else (ax.xaxis,):
+            axis.set_major_formatter(short)
+        bounds = [bound for bound in bounds if math.isfinite(bound)] + [value for value, _ in lines]
+        low, high = min(bounds, default=0), max(bounds, default=0)
+        if panel == "norm" and 0 < 20 * low < high:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter(short)
+            ax.yaxis.set_minor_formatter(ticker.NullFormatter())
+        elif low < high or panel in ("lr", "tok/s") and high:
+            low = 0 if panel in ("lr", "tok/s") else low
+            ax.set_ylim(low - 0.05 * (high - low) * (low != 0), high + 0.12 * (high - low))
+        if panel == panels[0]:
+            name_ends(ax, runs, contents[panel], lines)
     if "loss" in panels:
-        axes["loss"].set_title("dots: validation", loc="right", color=GREY, fontsize=9)
-        tops = [max(run.series[key][1][run.series[key][0] >= 0.03 * run.last], default=math.nan)
-                for run in runs if run.last >= LONG for key in ("loss", "val loss") if key in run.series]
-        if len(tops) and np.isfinite(tops).any() and all(run.last >= LONG for run in runs):
-            low = axes["loss"].get_ylim()[0]
-            axes["loss"].set_ylim(low + 0.04 * (np.nanmax(tops) - low), np.nanmax(tops))
-    for name, panel in (("val loss", "loss"), ("HellaSwag", "HellaSwag")):
-        those = [run for run in runs if name in run.series]
-        for value, label in figures(name, those, data, sizes) if those else ():
-            axes[panel].axhline(value, color=GREY, linewidth=0.8, linestyle=":", zorder=1, gid=f"figure-{label}")
-            axes[panel].annotate(label, (0, value), (4, 2), xycoords=("axes fraction", "data"), color=GREY, fontsize=8.5,
-                                 textcoords="offset points")
-    for name in {rows[-1][0], rows[-1][-1]}:
+        axes["loss"].set_title("line: training, smoothed; dots: validation", loc="right", color=GREY, fontsize=9)
+    for name in set(rows[-1]):
         axes[name].set_xlabel(x)
-    name_ends(figure, axes[panels[0]], runs, x)
     out = io.BytesIO()
     figure.savefig(out, format=form, dpi=150, metadata={"Date": None} if form == "svg" else {"Software": None})
     pyplot.close(figure)
     return out.getvalue()
 
 
-def name_ends(figure, axes, runs, x):
-    """Each run's name and last value where its line ends, beside the panel, in its colour."""
-    ends = []
+def name_ends(ax, runs, names, lines):
+    """Beside a panel stand the names of its lines, as high as they end: each run's, with its last value of the last of
+    the names that it has, and those of the figures."""
+    low, high = ax.get_ylim()
+    ends = [(value, label, GREY) for value, label in lines]
     for i, run in enumerate(runs):
-        name = next((name for name in ("val loss", "loss", *SERIES) if name in run.series and f"run{i}-{name}".replace(
-            " ", "-") in {line.get_gid() for line in axes.get_lines()}), None)
-        if name:
-            steps, values = run.series[name]
-            there = values[np.isfinite(values)]
-            place = there[-1] if len(there) else np.mean(axes.get_ylim())
-            ends.append((float(np.clip(place, *axes.get_ylim())), i, f"{run.name} {values[-1]:.4g}" if name in (
-                "norm", "lr", "tok/s") else f"{run.name} {values[-1]:.4f}"))
+        for name in [name for name in names if name in run.series][-1:]:
+            value = run.series[name][1][-1]
+            place = value if math.isfinite(value) else high
+            label = f"{run.name}, {figure_of(name, value)}"
+            ends.append((min(max(place, low), high), label, COLOURS[i % len(COLOURS)]))
     ends.sort()
-    low, high = axes.get_ylim()
-    least = (high - low) * (0.1 if len(ends) < 10 else 0.9 / len(ends))
-    room = [place - low for place, *_ in ends]
-    for moved, (_, i, text) in zip(apart(room, least), ends):
-        axes.annotate(text, (1.005, low + moved), xycoords=("axes fraction", "data"), va="center", fontsize=9.5,
-                      color=COLOURS[i % len(COLOURS)], annotation_clip=False)
+    least = (high - low) * min(0.055, 0.9 / max(1, len(ends)))
+    for place, (_, label, colour) in zip(apart([place for place, *_ in ends], least), ends):
+        ax.annotate(label, (1.005, place), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=colour,
+                    annotation_clip=False)
 
 
 # ---- The terminal
@@ -299,21 +316,15 @@ def columns_of(steps, values, last, width):
 
 
 def sparkline(means, height):
-    """`height` lines of text, a column of blocks for each mean, from the lowest of them to the highest. Where all are
-    positive and lie far apart, their logarithms are drawn."""
-    there = means[np.isfinite(means)]
+    """`height` lines of text, a column of blocks for each mean, from the lowest of all means to the highest after the
+    first tenth: there a loss falls so far that all else would be flat beside it."""
+    there, late = (part[np.isfinite(part)] for part in (means, means[len(means) // 10 :]))
     if not there.size:
         return [" " * len(means)] * height
-    if 0 < 2 * there.min() < there.max():
-        means, there = np.log(means), np.log(there)
-    low, span = there.min(), there.max() - there.min() or 1
-    levels = [0 if math.isnan(mean) else 1 + round((8 * height - 1) * (mean - low) / span) for mean in means]
+    low, high = there.min(), (late if late.size else there).max()
+    levels = [0 if math.isnan(mean) else 1 + round((8 * height - 1) * min(1, (mean - low) / ((high - low) or 1)))
+              for mean in means]
     return ["".join(BLOCKS[min(max(level - 8 * row, 0), 8)] for level in levels) for row in reversed(range(height))]
-
-
-def figure_of(name, value):
-    return short(value) if name == "tok/s" else f"{value:.6f}" if name == "lr" else (
-        f"{value:.2f}" if name == "norm" else f"{value:.4f}")
 
 
 def panel(arguments, tokens, width, height):
@@ -335,12 +346,12 @@ def panel(arguments, tokens, width, height):
             continue
         total = f", {short(run.last * run.tokens)} tokens" if run.tokens else ""
         head = f"{run.name}: step {run.last:,}{total}"
-        lines.append(f"{head[: width - 31]:{width - 31}} {'last':>9} {'low':>9} {'high':>9}")
+        lines.append(f"{head[: width - 30]:{width - 30}} {'last':>9} {'low':>9} {'high':>9}")
         lines += [run.skipped] * bool(run.skipped)
         for name, (steps, values) in run.series.items():
             there = values[np.isfinite(values)]
             ends = [values[-1], *((there.min(), there.max()) if there.size else (math.nan,) * 2)]
-            *above, bottom = sparkline(columns_of(steps, values, run.last, width - 10 - 31), tall)
+            *above, bottom = sparkline(columns_of(steps, values, run.last, width - 41), tall)
             lines += [f"{'':10}{part}".rstrip() for part in above]
             lines.append(f"{name:10}{bottom} " + "".join(f" {figure_of(name, value):>9}" for value in ends))
     if len(lines) > height:
@@ -405,7 +416,8 @@ def main():
         print(panel(flags.runs, flags.tokens_per_step, size.columns, size.lines - 1))
         return
     names = [run.name for run in runs]
-    runs = [run._replace(name=argument) if names.count(run.name) > 1 else run for run, argument in zip(runs, flags.runs)]
+    runs = [run._replace(name=argument) if names.count(run.name) > 1 else run
+            for run, argument in zip(runs, flags.runs)]
     for run in runs:
         if run.skipped:
             print(f"WARNING: {run.skipped}", file=sys.stderr)
@@ -419,4 +431,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

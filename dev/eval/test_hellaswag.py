@@ -241,6 +241,10 @@ def rules(folder):
     check("widths: the longest of a batch, to a multiple of 128, at most T",
           model.widths == [(3, 300), (3, 128), (3, 128), (3, 128), (3, 128), (3, 128), (3, 128)], model.widths)
     check("progress", seen == [(3, 20), (6, 20), (9, 20), (12, 20), (15, 20), (18, 20), (20, 20)], seen)
+    model = Told(table, 5)
+    mean_losses(model, [example(0, *[[1] * (n - 100)] * 4, context=[5] * 100) for n in (129, 130)]
+                + [example(0, [1], [2], [3], [4])])
+    check("widths of short rows", model.widths == [(5, 256), (5, 256), (5, 128)], model.widths)
     check_refusal("too long", "-t 299: HellaSwag's example 3 has 299 tokens .*; expected -t 300 or more", score,
                   Told(table, 4, 299), long)
     with contextlib.redirect_stderr(io.StringIO()) as written:
@@ -253,36 +257,39 @@ def rules(folder):
 # ---- The program
 
 
+MISTAKES = [  # what the one line says, and the flags
+    ("-t 35: HellaSwag's example 5 has 39 tokens", "-t", "35"), ("absent.bin: could not be read", "-e", "absent.bin"),
+    ("none.bin: could not be read .*dev/data/hellaswag.py writes one", "--data", "none.bin"),
+    ("begins with 20240522, .* 20240326 or 20240803", "-e", "hellaswag.bin"),
+    ("token 400, and the model has V = 331", "--data", "words.bin"), ("--nonsense is no flag", "--nonsense"),
+    ("--batch-size.* 0: expected at least 1", "-b", "0"), ("maxT = 40", "-t", "41"),
+]
+
+
 def command_line(folder):
-    """The program prints the score that is counted here, of both architectures, and mistakes are one line."""
-    for stem, architecture in (("gpt2_tiny", GPT2), ("llama_tied", Llama3)):
+    """The program prints the score that is counted here, of both architectures. By default T is the next multiple of
+    128, if the model has so many positions; a row of 128 tokens needs 256. Mistakes are one line."""
+    (folder / "words.bin").write_bytes(file_of([Example(0, np.int32([400]), [np.int32([1])] * 4)]))
+    for stem, architecture, longer, T, calls in (
+            ("gpt2_tiny", GPT2, [], 40, [(None,), (None, "-b", "3", "-t", "40", "--plain", "1"), *MISTAKES]),
+            ("llama_tied", Llama3, [(100, (28, 1, 2, 3))], 256, [(None,)])):
         path = FIXTURES / f"{stem}.bin"
         c = architecture.Config.from_file(path)
-        examples = random_examples(c.V, 6 * LENGTHS)
+        examples = random_examples(c.V, 6 * LENGTHS + longer)
         (folder / "hellaswag.bin").write_bytes(file_of(examples))
-        (folder / "words.bin").write_bytes(file_of([Example(0, np.int32([400]), [np.int32([1])] * 4)]))
-        model = architecture(c, make_device("cpu", "fp32", c), 1, 40)
+        model = architecture(c, make_device("cpu", "fp32", c), 1, T)
         model.set_parameters(read_parameters(path, c))
-        truth = counted(model, examples)
-        right = sum(int(np.argmin(row)) == example.label for row, example in zip(truth, examples))
-        flags = ("-e", path, "--data", "hellaswag.bin", "--device", "cpu")
-        for wish, *more in ((None,), (None, "-b", "3", "-t", "40", "--plain", "1"),
-                            *((("-t 35: HellaSwag's example 5 has 39 tokens", "-t", "35"),
-                               ("absent.bin: could not be read", "-e", "absent.bin"),
-                               ("none.bin: could not be read .*dev/data/hellaswag.py writes one", "--data", "none.bin"),
-                               ("begins with 20240522, .* 20240326 or 20240803", "-e", "hellaswag.bin"),
-                               ("token 400, and the model has V = 331", "--data", "words.bin"),
-                               ("--nonsense is no flag", "--nonsense"),
-                               ("--batch-size.* 0: expected at least 1", "-b", "0"),
-                               ("maxT = 40", "-t", "41")) if architecture is GPT2 else ())):
-            done = subprocess.run([sys.executable, HERE / "hellaswag.py", *flags, *more], cwd=folder,
-                                  capture_output=True, text=True)
-            line = f"HellaSwag: {right}/42 = {right / 42:.6f}"
+        right = sum(int(np.argmin(row)) == example.label for row, example in zip(counted(model, examples), examples))
+        line = f"HellaSwag: {right}/{len(examples)} = {right / len(examples):.6f}"
+        for wish, *flags in calls:
+            done = subprocess.run([sys.executable, HERE / "hellaswag.py", "-e", path, "--data", "hellaswag.bin",
+                                   "--device", "cpu", *flags], cwd=folder, capture_output=True, text=True)
             if wish:
                 ok = done.returncode == 1 and re.fullmatch(f"error: .*({wish}).*\n", done.stderr)
             else:
-                ok = done.returncode == 0 and done.stdout.splitlines()[-1] == line and not done.stderr
-            check(f"hellaswag.py {stem}: {wish or line} {' '.join(map(str, more))}", ok, "" if ok else repr(done))
+                shape = f"B={3 if flags else 16} T={T}\n"
+                ok = done.returncode == 0 and f"{shape}{line}\n" in done.stdout and not done.stderr
+            check(f"hellaswag.py {stem}: {wish or line} {' '.join(flags)}", ok, "" if ok else repr(done))
 
 
 def main():
