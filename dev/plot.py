@@ -70,7 +70,7 @@ def read_log(path):
     for i, line in enumerate(lines, 1):
         try:
             [(step, *numbers), names] = next((match.groups(), names) for pattern, names in LINES
-                                             if (match := pattern.fullmatch(line.rstrip())))
+                                             if (match := pattern.fullmatch(line)))
             for name, value in zip(names, map(float, numbers)):
                 found.setdefault(name, {})[int(step)] = value
         except (StopIteration, ValueError):  # no such line, or no number

@@ -78,7 +78,7 @@ def logs(folder):
             ("wrong", LOG + "s:5 tel\n", "line 12"), ("no number", LOG + "s:5 tel:abc\n", "line 12"),
             ("a blank one, two wrong", "\nx\n" + LOG + "s:5\n", "line 2 and 1 more"),
             ("half a line within", "s:1 trl:3.0 lr:0\n" + LOG, "line 1"),
-            ("two in one", "s:0 tel:1.0s:1 tel:2.0\n" + LOG, "line 1")):
+            ("two in one", "s:0 tel:1.0 s:1 tel:2.0\n" + LOG, "line 1")):
         run = read_run(write(folder / "wrong", text))
         check(f"{name}: {wish}", same(run.series, HELD) and re.search(rf"main.log: skipped {wish}, which", run.skipped),
               run.skipped)
@@ -366,11 +366,12 @@ def command_line(folder):
     flags = parse(["one", "--model", "124M", "two", "--model", "350M"])
     check("flags between runs", (flags.runs, flags.model) == (["one", "two"], ["124M", "350M"]), flags)
 
-    # --watch waits for a run, follows it, and leaves by Ctrl-C.
+    # --watch waits for a run, follows it, and leaves by Ctrl-C, which a shell's job in the background would ignore.
     shown = folder / "shown"
     with open(shown, "wb") as file:
         process = subprocess.Popen([sys.executable, PLOT, "later", "--watch", "--every", "0.1"], cwd=folder,
-                                   env=environment, stdout=file, stderr=subprocess.STDOUT)
+                                   env=environment, stdout=file, stderr=subprocess.STDOUT,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         try:
             for text in ("later: could not be read", "later: step 4", "later: step 5"):
                 for _ in range(300):
