@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import UserError, words_of
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
+from train_gpt2 import coins, draw_token
 
-def choose(logits, coin, temperature, top_k, draw_token):
+
+def choose(logits, coin, temperature, top_k):
     """The token that a coin in [0, 1) draws from logits (V,), fp32. Of equal logits the first come first. top_k = 0
-    leaves all words in; temperature = 0 takes the likeliest. draw_token(logits, coin) is the trainer's."""
+    leaves all words in; temperature = 0 takes the likeliest."""
     temperature = np.float32(temperature)
     if temperature == 0:
         return int(np.argmax(logits))
@@ -33,11 +35,9 @@ def choose(logits, coin, temperature, top_k, draw_token):
 def generate(model, tokens, count, temperature, top_k):
     """Yield `count` token ids, each drawn from what the model expects after the tokens (a list) and those before it: of
     them all, after the last T."""
-    from train_gpt2 import coins, draw_token  # only here: of a trainer that runs as a script, this is another copy
-
     tokens = list(tokens)
     for _, coin in zip(range(count), coins()):
-        tokens.append(choose(model.next_logits(tokens[-model.T :]), coin, temperature, top_k, draw_token))
+        tokens.append(choose(model.next_logits(tokens[-model.T :]), coin, temperature, top_k))
         yield tokens[-1]
 
 
@@ -67,3 +67,12 @@ def stream(model, encode, words, text, count, temperature=1.0, top_k=0, write=No
     for piece in texts(generate(model, tokens, count, temperature, top_k), words):
         if piece:
             write(piece)
+
+
+def go_on(model, flags):
+    """What --sample does with the trainer's flags. Returns the exit status."""
+    encoding = model.encoding()
+    stream(model, encoding.encode_ordinary, words_of(encoding), flags.sample, flags.sample_tokens, flags.temperature,
+           flags.top_k)
+    print()
+    return 0

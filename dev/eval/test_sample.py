@@ -56,7 +56,7 @@ def formula():
                 logits = np.float32(rng.normal(0, 2, 37) if row % 2 else rng.integers(-2, 3, 37))
                 wish = drawn_by_formula(logits, coin, temperature, top_k)
                 tried += wish is not None
-                wrong += wish is not None and choose(logits, coin, temperature, top_k, draw_token) != wish
+                wrong += wish is not None and choose(logits, coin, temperature, top_k) != wish
             check(f"temperature {temperature}, top_k {top_k}", wrong == 0 and tried > 100, f"{wrong} of {tried} differ")
     logits = np.float32((0.5, 2, 2, -1, 2))
     for coin in (0, 0.5, np.float32(1 - 2**-24)):
@@ -66,14 +66,14 @@ def formula():
                 ("the smallest temperatures are not 0", {0: 1, 0.5: 2}.get(float(coin), 4), 1e-40, 0),
                 ("what fp32 rounds to 0 is 0", 1, 1e-50, 0), ("top_k 1 is greedy, the first of equals", 1, 5, 1),
                 ("top_k 2 keeps the first two of three equals", 1 if coin < 0.5 else 2, 1, 2)):
-            found = choose(logits, coin, *settings, draw_token)
+            found = choose(logits, coin, *settings)
             check(f"{name}, coin {coin:.3f}", found == wish, f"{found}, expected {wish}")
     # Rounding may leave the sum of fp32 weights below the coin's share of it. Then too a word that is left out is not
     # drawn, though it is the last.
     logits = np.float32([0.1 * (i % 7) for i in range(3000)] + [-9.0])
-    last = choose(logits, np.float32(1), 1, 3000, draw_token)
+    last = choose(logits, np.float32(1), 1, 3000)
     check("a word outside of top_k is never drawn", last == 2999, last)
-    check("large logits", choose(logits + np.float32(1000), np.float32(0.5), 0.5, 0, draw_token) < 3000)
+    check("large logits", choose(logits + np.float32(1000), np.float32(0.5), 0.5, 0) < 3000)
 
 
 def as_the_trainer():
