@@ -83,14 +83,15 @@ def parse_flags(description, table, arguments=None):
     except argparse.ArgumentError as e:
         raise UserError(f"{str(e).removeprefix('argument ')}; --help lists the flags") from None
     if unknown:
-        raise UserError(f"{unknown[0]} is no flag; --help lists them")
+        pattern = "" if unknown[0].startswith("-") else "; a pattern of files goes in quotes"
+        raise UserError(f"{unknown[0]} is no flag{pattern}; --help lists them")
     return flags
 
 
 # The trainer's defaults where FLAGS has None: of any run, and of one that is not told what to train. The latter are
 # what dev/sweep.py found for tinyshakespeare, from random weights: about a minute on two cores, and seconds on a GPU.
 DEFAULTS = dict(batch_size=4, learning_rate=3e-4, schedule="cosine", warmup=0, final_fraction=1.0)
-SCRATCH = {"cpu": dict(steps=200), "cuda": dict()}
+SCRATCH = {"cpu": dict(steps=200), "cuda": dict(steps=526, warmup=60, final_fraction=0.3)}
 DEFAULT_T = {"cpu": 64, "cuda": 1024}
 
 

@@ -16,7 +16,7 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 from dev.eval.sample import choose, generate, stream, texts
 from dev.test_files import check_refusal
 from test_gpt2 import EXACT, check, device_of, poisoned_model, run, summary
-from train_gpt2 import coins, draw_token, sample
+from train_gpt2 import coins, sample
 
 
 def first_coins(count):
