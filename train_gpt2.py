@@ -897,7 +897,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
     scores HellaSwag's examples, samples, and, with a folder (dev/run_folder.py), logs and writes checkpoints. Raises
     UserError when the loss is no longer a number."""
     device, tokens_a_step, begun = model.device, flags.total_batch, model.step
-    flops_a_step = tokens_a_step * model.config.flops_per_token(model.T)
+    flops_a_step, micros = tokens_a_step * model.config.flops_per_token(model.T), tokens_a_step // (model.B * model.T)
+    ahead = device.ahead if micros == 1 else 0  # a step of several has the host copy batches while the device works
     adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
     times, losses, queued, clock = [], [], [], 0.0
     log = folder.log if folder else lambda line: None
@@ -938,7 +939,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         if flags.overfit:
             train_data.open(0)
         batches = SimpleNamespace(position=train_data.position(), packed=[], places=[])
-        for _ in range(tokens_a_step // (model.B * model.T)):
+        for _ in range(micros):
             batches.packed.append(pack_batch(*train_data.next_batch()))
             batches.places.append(train_data.where)
         return batches
@@ -949,7 +950,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         validates = due(done, flags.val_every) and not stopping
         samples = done and flags.sample_tokens and due(done, flags.sample_every) and not stopping
         saves = folder and done != folder.step and (last or stopping or done and due(done, flags.checkpoint_every))
-        while len(queued) > (0 if validates or samples or saves or last else device.ahead):  # all, before those
+        while len(queued) > (0 if validates or samples or saves or last else ahead):  # all, before those
             finish(*queued.pop(0))
         if validates:
             val_data.open(0)
