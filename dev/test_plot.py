@@ -292,6 +292,17 @@ def charts(folder):
     dots_only, joined = (root.find(".//{*}g[@id='run0-val-loss']/{*}path") for root in strokes)
     check("validation is dots beside training, and joined alone", dots_only is None and joined is not None)
     check("no figures are asked for", not [name for name in lines_of(ET.tostring(strokes[0]))[0] if "figure" in name])
+    inside = []  # points of each line in the rectangle of its panel
+    root = ET.fromstring(svg)
+    for path in root.iterfind(".//{*}path[@clip-path]"):
+        rect = root.find(f".//{{*}}clipPath[@id='{path.get('clip-path')[5:-1]}']/{{*}}rect")
+        left, top, width, height = (float(rect.get(name)) for name in ("x", "y", "width", "height"))
+        points = np.float64(re.findall(r"[ML] (\S+) (\S+)", path.get("d"))) - (left, top)
+        inside.append(bool(((points >= -1e-3) & (points <= (width + 1e-3, height + 1e-3))).all()))
+    check("nothing leaves its panel", len(inside) > 10 and all(inside), inside)
+    broken = of_scores(folder, (3.5, 3.4, "nan"), "val loss")
+    [y] = [float(text.get("y")) for text in ET.fromstring(draw([broken], "steps")).iter() if text.text == "scores, nan"]
+    check("a run that ends in NaN is named at the top", y < 40, y)
     level = found["figure-OpenAI's 124M, 3.4250"][:, 1]
     a, b = np.polyfit(everything, order, 1)
     check("OpenAI's loss", np.abs(a * 3.424958 + b - level).max() < 1e-2, level)
@@ -319,6 +330,10 @@ def charts(folder):
     found, texts = lines_of(draw([run], "steps"))
     check("a long run: smoothed lines over pale ones", {"run0-loss-smoothed", "run0-norm-smoothed"} <= found.keys()
           and "run0-lr-smoothed" not in found, sorted(found))
+    norms = (50, 20, 5, 2.5, 1)
+    log = "".join(f"s:{i} trl:3 lr:0 norm:{norm}\n" for i, norm in enumerate(norms))
+    points = lines_of(draw([read_run(write(folder / "norm", log))], "steps"))[0]["run0-norm"]
+    check("norms far apart are drawn by their logarithms", misfit(points[:, 1], np.log(norms)) < 1e-3)
     numbers = [float(text) for text, _ in texts if text and re.fullmatch(r"\d\.\d+", text)]
     check("a long run: its first 3% leave the panel", 3.3 < max(numbers) < 4, numbers)
     nan = "".join(f"s:{i} trl:{loss} lr:0 norm:nan\n" for i, loss in enumerate(("nan", 2.5, 2.25, "inf", 2, 1.5)))
