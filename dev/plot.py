@@ -245,8 +245,8 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
                     ax.plot(*thinned(places, smoothed(values, width)), linewidth=1.4, gid=f"{gid}-smoothed", **look)
                 else:
                     dots = marker if name in ("val loss", "HellaSwag") or len(values) == 1 else {}
-                    line = 0 if name == "val loss" and "loss" in run.series else 1.4
-                    ax.plot(*thinned(places, values), linewidth=line, gid=gid, **dots, **look)
+                    line = "none" if name == "val loss" and "loss" in run.series else "-"
+                    ax.plot(*thinned(places, values), linestyle=line, linewidth=1.4, gid=gid, **dots, **look)
                 late = values[steps >= 0.03 * run.last] if panel == "loss" and run.last >= LONG else values
                 bounds += [values[np.isfinite(values)].min(initial=math.inf), late[np.isfinite(late)].max(initial=0)]
         key = contents[panel][-1]
@@ -322,7 +322,7 @@ def sparkline(means, height):
     if not there.size:
         return [" " * len(means)] * height
     low, high = there.min(), (late if late.size else there).max()
-    levels = [0 if math.isnan(mean) else 1 + round((8 * height - 1) * min(1, (mean - low) / ((high - low) or 1)))
+    levels = [0 if math.isnan(mean) else 1 + round((8 * height - 1) * (mean - low) / ((high - low) or 1))
               for mean in means]
     return ["".join(BLOCKS[min(max(level - 8 * row, 0), 8)] for level in levels) for row in reversed(range(height))]
 

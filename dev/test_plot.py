@@ -5,6 +5,7 @@
 An SVG is read again: the points of each line lie where the data say, and the ticks' numbers too.
 """
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -137,12 +138,13 @@ def numbers(folder):
     y[[0, 700, 701, 702, 703, 704]] = np.nan
     few = thinned(x[:2000], y[:2000])
     yield "2000 points are all drawn", few[1], y[:2000], EXACT
+    check("of 2001 fewer are", len(thinned(x[:2001], y[:2001])[0]) <= 2000)
     found_x, found_y = thinned(x, y, 500)
     check("thinned: points of the line, in order", len(found_x) <= 1000 and all(np.diff(found_x) > 0)
           and np.array_equal(found_y, y[found_x.astype(int)], equal_nan=True))
     lost = [i for i in range(500) for part in [y[5 * i : 5 * i + 5]] if np.isfinite(part).any()
             and not {np.nanmin(part), np.nanmax(part)} <= set(found_y)]
-    check("thinned: the ends of each bucket", not lost and np.isnan(found_y[found_x == 700]).all(), lost)
+    check("thinned: the ends of each bucket", not lost and np.isnan(found_y[found_x == 700]).sum() == 1, lost)
 
     check("labels far apart stay", apart([1, 5, 9], 2) == [1, 5, 9])
     check("labels at one place", apart([4, 4, 4], 2) == [2, 4, 6])
@@ -229,6 +231,8 @@ def panels(folder):
         found = panel([one], None, 60, height)
         ok = found == expected(tall)
         check(f"a panel of {height} lines", ok, "" if ok else f"\n{found}\nexpected\n{expected(tall)}")
+    wish = "\n".join([*expected(1).split("\n")[:5], "2 lines more: they need a higher terminal"])
+    check("a line too many", panel([one], None, 60, 6) == wish)
     wrong = write(folder / "wrong", LOG + "x\n")
     text = panel([wrong, folder / "absent", one], 100, 80, 23)
     lines = text.split("\n")
@@ -283,6 +287,22 @@ def charts(folder):
     everything = np.concatenate([run.series[name][1] for run in runs for name in ("loss", "val loss")])
     order = np.concatenate([found[f"run{i}-{name}"][:, 1] for i in (0, 1) for name in ("loss", "val-loss")])
     check("one axis for losses of all runs", misfit(order, everything) < 1e-3)
+    strokes = [ET.fromstring(draw([run], "steps", data)) for run, data in (
+        (runs[0], "none"), (of_scores(folder, (3.5, 3.4), "val loss"), "fineweb"))]
+    dots_only, joined = (root.find(".//{*}g[@id='run0-val-loss']/{*}path") for root in strokes)
+    check("validation is dots beside training, and joined alone", dots_only is None and joined is not None)
+    check("no figures are asked for", not [name for name in lines_of(ET.tostring(strokes[0]))[0] if "figure" in name])
+    inside = []  # points of each line in the rectangle of its panel
+    root = ET.fromstring(svg)
+    for path in root.iterfind(".//{*}path[@clip-path]"):
+        rect = root.find(f".//{{*}}clipPath[@id='{path.get('clip-path')[5:-1]}']/{{*}}rect")
+        left, top, width, height = (float(rect.get(name)) for name in ("x", "y", "width", "height"))
+        points = np.float64(re.findall(r"[ML] (\S+) (\S+)", path.get("d"))) - (left, top)
+        inside.append(bool(((points >= -1e-3) & (points <= (width + 1e-3, height + 1e-3))).all()))
+    check("nothing leaves its panel", len(inside) > 10 and all(inside), inside)
+    broken = of_scores(folder, (3.5, 3.4, "nan"), "val loss")
+    [y] = [float(text.get("y")) for text in ET.fromstring(draw([broken], "steps")).iter() if text.text == "scores, nan"]
+    check("a run that ends in NaN is named at the top", y < 40, y)
     level = found["figure-OpenAI's 124M, 3.4250"][:, 1]
     a, b = np.polyfit(everything, order, 1)
     check("OpenAI's loss", np.abs(a * 3.424958 + b - level).max() < 1e-2, level)
@@ -310,15 +330,19 @@ def charts(folder):
     found, texts = lines_of(draw([run], "steps"))
     check("a long run: smoothed lines over pale ones", {"run0-loss-smoothed", "run0-norm-smoothed"} <= found.keys()
           and "run0-lr-smoothed" not in found, sorted(found))
+    norms = (50, 20, 5, 2.5, 1)
+    log = "".join(f"s:{i} trl:3 lr:0 norm:{norm}\n" for i, norm in enumerate(norms))
+    points = lines_of(draw([read_run(write(folder / "norm", log))], "steps"))[0]["run0-norm"]
+    check("norms far apart are drawn by their logarithms", misfit(points[:, 1], np.log(norms)) < 1e-3)
     numbers = [float(text) for text, _ in texts if text and re.fullmatch(r"\d\.\d+", text)]
     check("a long run: its first 3% leave the panel", 3.3 < max(numbers) < 4, numbers)
     nan = "".join(f"s:{i} trl:{loss} lr:0 norm:nan\n" for i, loss in enumerate(("nan", 2.5, 2.25, "inf", 2, 1.5)))
     found, _ = lines_of(draw([read_run(write(folder / "nan", nan))], "steps"))
     check("what is no finite number is left out", [len(found[f"run0-{name}"]) for name in ("loss", "lr", "norm")] == [
         4, 6, 0])
-    found, _ = lines_of(draw([read_run(write(folder / "nan", "s:0 trl:3 lr:0 norm:1\n"))], "steps"))
-    check("a single step is a dot", {name: len(points) for name, points in found.items()} == {
-        "run0-loss": 1, "run0-norm": 1, "run0-lr": 1}, list(found))
+    root = ET.fromstring(draw([read_run(write(folder / "nan", "s:0 trl:3 lr:0 norm:1\n"))], "steps"))
+    dots = [len(root.findall(f".//{{*}}g[@id='run0-{name}']//{{*}}use")) for name in ("loss", "norm", "lr")]
+    check("a single step is a dot", dots == [1, 1, 1], dots)
     found, _ = lines_of(draw([of_scores(folder, (0.3,))], "steps"))
     check("HellaSwag alone", len(found["run0-HellaSwag"]) == 1)
     found, _ = lines_of(draw([of_scores(folder, (3.5, 3.4), "val loss")], "steps"))
@@ -350,6 +374,9 @@ def command_line(folder):
     _, texts = lines_of((folder / "a.svg").read_bytes())
     texts = {text for text, *_ in texts}
     check("plot.py: runs of one name have their paths'", {"one, 8.5000", "more/one, 8.5000", "tokens"} <= texts, texts)
+    call("one", "-o", "a.svg", "--tokens-per-step", "1000", "--x", "steps")
+    texts = {text for text, _ in lines_of((folder / "a.svg").read_bytes())[1]}
+    check("plot.py: --x steps", "steps" in texts and "tokens" not in texts)
     done = call("one", "--once")
     check("plot.py: --once", (done.returncode, done.stdout) == (0, panel([one], None, 60, 7) + "\n"), repr(done))
     for wish, *arguments in (
@@ -388,6 +415,21 @@ def command_line(folder):
             check("--watch leaves by Ctrl-C", process.wait(20) == 0 and "Traceback" not in shown.read_text())
         finally:
             process.kill()
+    # On a terminal a panel is written over the one before it: home first, and what is left of old lines is cleared.
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, PLOT, "one", "--watch", "--every", "0.1"], cwd=folder, env=environment,
+                               stdout=theirs)
+    os.close(theirs)  # so that reading ends when the program does
+    try:
+        shown = b""
+        while shown.count(b"\x1b[H") < 4 and len(shown) < 20000:
+            shown += os.read(ours, 1000)
+        first, second, _ = shown.decode("utf-8", "replace").split("\x1b[H")[1:4]
+        lines = panel([one], None, 60, 7).split("\n")  # which the terminal ends with a carriage return too
+        check("--watch on a terminal", first == second == "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J\r\n", repr(first))
+    finally:
+        process.kill()
+        process.wait()
 
 
 def main():
