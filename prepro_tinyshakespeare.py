@@ -90,8 +90,11 @@ def parse_flags(description, table, arguments=None):
 
 # The trainer's defaults where FLAGS has None: of any run, and of one that is not told what to train. The latter are
 # what dev/sweep.py found for tinyshakespeare, from random weights: about a minute on two cores, and seconds on a GPU.
-DEFAULTS = dict(batch_size=4, learning_rate=3e-4, schedule="cosine", warmup=0, final_fraction=1.0)
-SCRATCH = {"cpu": dict(steps=200), "cuda": dict(steps=526, warmup=60, final_fraction=0.3)}
+DEFAULTS = dict(batch_size=4, learning_rate=3e-4, schedule="cosine", warmup=0, final_fraction=1.0, beta2=0.999,
+                val_every=20, sample_every=20)
+SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95, val_every=50,
+                       sample_every=125),
+           "cuda": dict(steps=526, warmup=60, final_fraction=0.3, val_every=50, sample_every=250)}
 DEFAULT_T = {"cpu": 64, "cuda": 1024}
 
 
@@ -122,19 +125,19 @@ FLAGS = [
     ("-b", "--batch-size", COUNT, None, "B, sequences in a micro-batch (default: 4)"),
     ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: one micro-batch or more (default: B*T)"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
-    ("-l", "--learning-rate", RATE, None, "learning rate (default: 3e-4; for it and the next four see the README)"),
+    ("-l", "--learning-rate", RATE, None, "learning rate (default: 3e-4; without -e and -i see the README)"),
     ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), None, "how the learning rate falls; wsd: "
      "late (default: cosine)"),
     ("-u", "--warmup", COUNT_OR_0, None, "steps in which the rate rises, except if it is constant (default: 0)"),
     ("-q", "--final-fraction", RATE, None, "what the learning rate falls to, as a fraction of it (default: 1)"),
     ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
-    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, with one more after the last step; 0 for none"),
+    ("-v", "--val-every", COUNT_OR_0, None, "steps between validations, with one more after the last; 0: none (default: 20)"),
     ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
-    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, with one more after the last step; 0 for none"),
+    ("-s", "--sample-every", COUNT_OR_0, None, "steps between samples, with one more after the last; 0: none (default: 20)"),
     ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
     ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
     (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
-    (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
+    (None, "--beta2", BETA, None, "AdamW's decay of the second moment (default: 0.999)"),
     (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
     (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 for none"),
     ("-sl", "--loss-limit", RATE, 0.0, "skip an update if the loss's z-score in the last 128 is above it; 0: none"),

@@ -25,8 +25,8 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from prepro_tinyshakespeare import (CPU_STEPS, CPU_T, FLAGS, SWITCH, UserError, count_tokens, files_of,
-                                    parse_flags, run, to_float)
+from prepro_tinyshakespeare import (DEFAULT_T, FLAGS, SWITCH, UserError, count_tokens, files_of, parse_flags, run,
+                                    set_defaults, to_float)
 from train_gpt2 import Config, DataLoader, draw_parameters, read_parameters, scheduled_rate
 
 OWN_FLAGS = [(None, "--compile", SWITCH, 0, "1: with torch.compile")]
@@ -172,11 +172,11 @@ def main(arguments=None):
     torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
 
     name = flags.model or next(filter(os.path.exists, Config.MODELS[:1]), None)
-    small = not name and place == "cpu"
-    name = name or Config.MODELS[2 if small else 1]
+    set_defaults(flags, place, not name)
+    name = name or Config.MODELS[2 if place == "cpu" else 1]
     from_file = Path(name).exists() or name.endswith(".bin")
     c = Config.from_file(name) if from_file else Config.from_descriptor(name)
-    B, T = flags.batch_size, flags.seq_len or min(c.maxT, CPU_T if place == "cpu" else 1024)
+    B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
@@ -189,7 +189,7 @@ def main(arguments=None):
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
     epoch = max(1, train_data.total // flags.total_batch)
-    steps = {None: CPU_STEPS if small else epoch, -1: epoch}.get(flags.steps, flags.steps)
+    steps = epoch if flags.steps in (None, -1) else flags.steps
     print(f"PyTorch {torch.__version__} on {place}, {flags.dtype}; {name}, {c}; {train_path}; B={B} T={T}, "
           f"{flags.total_batch:,} tokens a step, {steps} steps")
     weights = parameters_of(c, read_parameters(name, c) if from_file else draw_parameters(c, flags.seed), place)
