@@ -94,7 +94,8 @@ DEFAULTS = dict(batch_size=4, learning_rate=3e-4, schedule="cosine", warmup=0, f
                 val_every=20, sample_every=20)
 SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95, val_every=50,
                        sample_every=125),
-           "cuda": dict(steps=526, warmup=60, final_fraction=0.3, val_every=50, sample_every=250)}
+           "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120, final_fraction=0.3, val_every=100,
+                        sample_every=400)}
 DEFAULT_T = {"cpu": 64, "cuda": 1024}
 
 
@@ -131,9 +132,9 @@ FLAGS = [
     ("-u", "--warmup", COUNT_OR_0, None, "steps in which the rate rises, except if it is constant (default: 0)"),
     ("-q", "--final-fraction", RATE, None, "what the learning rate falls to, as a fraction of it (default: 1)"),
     ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
-    ("-v", "--val-every", COUNT_OR_0, None, "steps between validations, with one more after the last; 0: none (default: 20)"),
+    ("-v", "--val-every", COUNT_OR_0, None, "steps between validations, and one after the last; 0: none (default: 20)"),
     ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
-    ("-s", "--sample-every", COUNT_OR_0, None, "steps between samples, with one more after the last; 0: none (default: 20)"),
+    ("-s", "--sample-every", COUNT_OR_0, None, "steps between samples, and one after the last; 0: none (default: 20)"),
     ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
     ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
     (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
