@@ -242,7 +242,9 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
                 gid, width = f"run{i}-{name.replace(' ', '-')}", 2 * (len(values) // 100) + 1
                 if name in ("loss", "norm", "tok/s") and width > 1:  # as it is thin and pale, and smoothed over that
                     ax.plot(*thinned(places, values), linewidth=0.7, alpha=0.35, gid=gid, **look)
-                    ax.plot(*thinned(places, smoothed(values, width)), linewidth=1.4, gid=f"{gid}-smoothed", **look)
+                    # Of a rate it is the mean of times that says how many tokens some steps together did a second.
+                    mean = 1 / smoothed(1 / values, width) if name == "tok/s" else smoothed(values, width)
+                    ax.plot(*thinned(places, mean), linewidth=1.4, gid=f"{gid}-smoothed", **look)
                 else:
                     dots = marker if name in ("val loss", "HellaSwag") or len(values) == 1 else {}
                     line = "none" if name == "val loss" and "loss" in run.series else "-"
