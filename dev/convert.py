@@ -27,7 +27,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from prepro_tinyshakespeare import (BF16, END_OF_TEXT, PRINTING, UserError, gpt2
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
+from dev.data.hub import ask  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
 from train_gpt2 import Config  # noqa: E402
 
@@ -260,27 +260,6 @@ def stored_as(dtype, tensor):
 
 # ---- The hub
 
-NO_MODEL, LOG_IN = "it has no such model, or shows it only after `hf auth login`", "`hf auth login`, or check HF_TOKEN"
-ADVICE = {  # by the name of huggingface_hub's exception, or by the status that the hub answered with
-    "GatedRepoError": "accept its licence at https://huggingface.co/{}, then `hf auth login`",
-    "RepositoryNotFoundError": NO_MODEL, 404: NO_MODEL, 401: LOG_IN, 403: LOG_IN,
-    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and HF_HOME does not have all of it: unset it, or give a folder",
-}
-
-
-def explain(name, error):
-    """The UserError for what huggingface_hub has raised, whichever HTTP library it uses."""
-    if type(error).__name__ in ("LocalEntryNotFoundError", "IncompleteSnapshotError"):  # nor is it in the cache
-        error = error.__cause__ or error
-    kind, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", None)
-    advice = ADVICE.get(kind) or ADVICE.get(status) or "check the network and try again, or give a folder"
-    if kind == "OSError":  # of the disk, or of a file that is not as long as it should be
-        kind = error.strerror or str(error).partition("\n")[0].rstrip(".")
-    found = f"{kind}, HTTP {status}" if status else kind
-    hub = os.environ.get("HF_ENDPOINT") or "the hub"
-    return UserError(f"{name}: there is no such folder, and {hub} did not give it ({found}): {advice.format(name)}")
-
-
 def find_folder(name):
     """The path of a folder, which is downloaded if this is the name of a model on the hub. Raises UserError."""
     if Path(name).is_dir():
@@ -288,14 +267,8 @@ def find_folder(name):
     if name not in OPENAI and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         raise UserError(f"{name}: there is no such folder; expected one with config.json and model.safetensors, or a "
                         f"name on the hub: {', '.join(OPENAI)}, or one such as meta-llama/Llama-3.2-1B")
-    try:
-        from huggingface_hub import snapshot_download
-        folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except ImportError:
-        raise UserError(f"{name}: there is no such folder, and to download it huggingface_hub is missing: "
-                        "pip install huggingface_hub") from None
-    except Exception as e:
-        raise explain(name, e) from None
+    folder = Path(ask(f"{name}: there is no such folder, and for the model of that name",
+                      lambda hub: hub.snapshot_download(name, allow_patterns=list(HUB_FILES)), "give a folder"))
     print(f"downloaded to {folder}")
     return folder
 

@@ -541,21 +541,21 @@ def hub(folder):
     first = [
         (None, "gpt2", "filled", online), (None, "owner/model", "other", online),
         (None, "owner/shards", "other", online),
-        ((absent, here, "HTTP 404", "no such model"), "owner/absent", "empty", online),
-        ((absent, "HTTP 404", "no such model"), "owner/lost", "empty", online),
-        ((absent, "HTTP 401", "`hf auth login`"), "owner/private", "empty", online),
-        ((absent, "HTTP 401", "`hf auth login`, or check HF_TOKEN"), "owner/token", "empty", online),
-        ((absent, "HTTP 403", "`hf auth login`"), "owner/forbidden", "empty", online),
-        ((absent, "GatedRepoError, HTTP 403", "accept its licence"), "owner/gated", "empty", online),
-        ((absent, "should be of size", "try again"), "owner/half", "empty", online),
-        ((absent, "check the network and try again"), "owner/broken", "empty", online),
+        ((absent, "no such thing (404)"), "owner/absent", "empty", online),
+        ((absent, "no such thing (404)"), "owner/lost", "empty", online),
+        ((absent, "(401)", "`hf auth login`"), "owner/private", "empty", online),
+        ((absent, "(401)", "`hf auth login`"), "owner/token", "empty", online),
+        ((absent, "(403)", "`hf auth login`"), "owner/forbidden", "empty", online),
+        ((absent, "(403)", "ask for access on its page"), "owner/gated", "empty", online),
+        ((absent, "a part of it and then stopped", "again"), "owner/half", "empty", online),
+        ((absent, "the hub", "again"), "owner/broken", "empty", online),
         (("model.safetensors", "truncated; is the download complete?"), "owner/short", "empty", online),
         (("has no model.safetensors, nor",), "owner/old", "empty", online),
-        ((absent, "ConnectError", "check the network"), "gpt2", "empty", {"HF_ENDPOINT": nowhere}),
-        ((absent, "HF_HUB_OFFLINE is set"), "gpt2", "empty", offline)]
+        ((absent, "could not be reached", "connect to the network"), "gpt2", "empty", {"HF_ENDPOINT": nowhere}),
+        ((absent, "HF_HUB_OFFLINE forbids"), "gpt2", "empty", offline)]
     then = [
         (None, "gpt2", "filled", offline), (None, "gpt2", "filled", {"HF_ENDPOINT": nowhere}),
-        ((absent, "HF_HUB_OFFLINE is set"), "owner/model", "filled", offline)]
+        ((absent, "HF_HUB_OFFLINE forbids"), "owner/model", "filled", offline)]
     try:
         with ThreadPoolExecutor(4) as pool:
             for cases in (first, then):

@@ -44,15 +44,15 @@ def meaning(error):
     return f"the hub could not be reached ({type(chain[-1]).__name__})", "connect to the network"
 
 
-def ask(what, question):
-    """question(huggingface_hub). Raises UserError, which says what was asked for."""
+def ask(what, question, instead="give local files with --input"):
+    """question(huggingface_hub). Raises UserError, which says what was asked for, and what to do instead."""
     hub = library("huggingface_hub")
     hub.logging.set_verbosity_error()
     try:
         return question(hub)
     except Exception as e:  # its own, and its HTTP library's
         wrong, advice = meaning(e)
-        raise UserError(f"{what}: {wrong}: {advice}; or give local files with --input") from None
+        raise UserError(f"{what}: {wrong}: {advice}; or {instead}") from None
 
 
 def list_files(repo, folder, repo_type="dataset"):
