@@ -919,7 +919,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         times.append(time.perf_counter() - clock)
         clock += times[-1]  # where the next step's time begins
         losses.append(verdict.loss)
-        median = float(np.median(times))
+        median = float(np.median(times[-100:]))
         share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
         say(f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | lr {rate:.2e} | "
             f"{1e3 * times[-1]:8.2f} ms | {tokens_a_step / times[-1]:9,.0f} tok/s{share} | "
@@ -950,7 +950,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         validates = due(done, flags.val_every) and not stopping
         samples = done and flags.sample_tokens and due(done, flags.sample_every) and not stopping
         saves = folder and done != folder.step and (last or stopping or done and due(done, flags.checkpoint_every))
-        while len(queued) > (0 if validates or samples or saves or last else ahead):  # all, before those
+        while len(queued) > (0 if validates or samples or saves or last or stopping else ahead):  # all, before
             finish(*queued.pop(0))
         if validates:
             val_data.open(0)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -29,6 +30,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from dev.replay import largest_gradients, repeat  # noqa: E402
+from dev.run_folder import RunFolder  # noqa: E402
 from prepro_tinyshakespeare import write_tokens  # noqa: E402
 from test_gpt2 import (EXACT, FIXTURES, check, device_of, gradients, poisoned_model, run, summary,  # noqa: E402
                        words)
@@ -214,10 +216,15 @@ def resumed_runs(device, folder):
 def kept_checkpoints(device, folder):
     """-nk keeps the newest, -nm its multiples; -o alone writes parameters alone."""
     kept = folder / "kept"
-    train(device, folder, kept, "-n", 1, "-nk", 2, "-nm", 5)
+    train(device, folder, kept, "-n", 1, "-nk", 2, "-nm", 4)
     for pattern in ("DONE_*", "model_*", "state_*", "run_*"):
         found = sorted(int(re.search(r"\d{8}", path.name)[0]) for path in kept.glob(pattern))
-        yield f"kept {pattern}", found, [5, 10, 11, 12], EXACT
+        yield f"kept {pattern}", found, [4, 8, 11, 12], EXACT
+    gone = []
+    with mock.patch.object(Path, "unlink", lambda path, **_: gone.append(path.name)):
+        RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1)).remove(12)
+    names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]
+    yield "DONE goes first", gone == names, True, EXACT
     alone = folder / "alone"
     train(device, folder, alone, "-n", 0)
     yield "-o alone", sorted(path.name for path in alone.iterdir()) == ["main.log", "model_00000012.bin"], True, EXACT
