@@ -66,15 +66,16 @@ def number(kind, least, below=math.inf):
     return convert
 
 
-def parse_flags(description, table, arguments=None):
+def parse_flags(description, table, arguments=None, defaults=True):
     """The flags of a command line. A row of the table is a letter or None, a long name, a type or a tuple of choices, a
-    default, and what it is. Raises UserError."""
+    default, and what it is. Without defaults, what is not given is None. Raises UserError."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False, exit_on_error=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for letter, name, kind, default, text in table:
         form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
         shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown, **form)
+        parser.add_argument(*filter(None, (letter, name)), default=default if defaults else None, help=text + shown,
+                            **form)
     given = sys.argv[1:] if arguments is None else arguments
     if any(flag == "-h" and not value.startswith("-") for flag, value in itertools.pairwise(given)):
         raise UserError("-h is help, and takes no value; HellaSwag is --hellaswag FILE")
@@ -100,9 +101,10 @@ DEFAULT_T = {"cpu": 64, "cuda": 1024}
 
 
 def set_defaults(flags, device, no_model):
-    """Set those of the flags that were not given and have a default here."""
+    """Set those of the flags that are None and have a default."""
     scratch = SCRATCH[device] if no_model and (device == "cpu" or not flags.train_data) else {}
-    for name, value in (DEFAULTS | scratch).items():
+    defaults = {name.removeprefix("--").replace("-", "_"): default for _, name, _, default, _ in FLAGS}
+    for name, value in (defaults | DEFAULTS | scratch).items():
         if getattr(flags, name) is None:
             setattr(flags, name, value)
 
@@ -183,7 +185,10 @@ def progress(share=None, seconds_left=0):
 def say(line):
     """Print a line in the place of the bar, at once."""
     progress()
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # `| tee` got the Ctrl-C too: nobody reads any more, but the run is still to be saved
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -195,7 +200,8 @@ def stop_signals():
         came.append(number)
         for each in before:
             signal.signal(each, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this step; once more leaves at once\n")  # print may be what it interrupts
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping after this step; once more leaves at once\n")  # print may be what is interrupted
 
     for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, handler)

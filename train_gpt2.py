@@ -311,7 +311,7 @@ def read_parameters(path, c):
 def in_file_order(c, views, real):
     """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or zeros."""
     for row in c.file_table(real):
-        parts = matrices(getattr(views, row.name, np.zeros(row.size, row.dtype)))
+        parts = matrices(getattr(views, row.name) if hasattr(views, row.name) else np.zeros(row.size, row.dtype))
         yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
 
 
@@ -364,7 +364,9 @@ class DataLoader:
     def go_to(self, position):
         self.files = position.files
         self.open(position.place)
-        self.next, self.order = position.next, position.order
+        self.next = position.next
+        if self.shuffle:  # or else open() has made it
+            self.order = position.order
         self.rng.set_state(position.rng)
 
     def next_batch(self):
@@ -896,8 +898,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
     """The training loop, from the model's step on, until a signal's number is in `stop`. In between it validates,
     scores HellaSwag's examples, samples, and, with a folder (dev/run_folder.py), logs and writes checkpoints. Raises
     UserError when the loss is no longer a number."""
-    device, tokens_a_step, begun = model.device, flags.total_batch, model.step
-    flops_a_step, micros = tokens_a_step * model.config.flops_per_token(model.T), tokens_a_step // (model.B * model.T)
+    device, tokens, begun = model.device, flags.total_batch, model.step
+    flops_a_step, micros = tokens * model.config.flops_per_token(model.T), tokens // (model.B * model.T)
     ahead = device.ahead if micros == 1 else 0  # a step of several has the host copy batches while the device works
     adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
     times, losses, queued, clock = [], [], [], 0.0
@@ -913,7 +915,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
             if verdict.stopped:
                 model.step = step - 1  # no later one has made an update
                 if folder:
-                    folder.save(model, batches.position, whole=True)
+                    folder.save(model, batches.position, whole=True, prunes=False)
             from dev.replay import explain
             explain(model, verdict, batches, flags, folder)
         times.append(time.perf_counter() - clock)
@@ -922,8 +924,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         median = float(np.median(times[-100:]))
         share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
         say(f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | lr {rate:.2e} | "
-            f"{1e3 * times[-1]:8.2f} ms | {tokens_a_step / times[-1]:9,.0f} tok/s{share} | "
-            f"{step * tokens_a_step:,} tokens")
+            f"{1e3 * times[-1]:8.2f} ms | {tokens / times[-1]:9,.0f} tok/s{share} | {step * tokens:,} tokens")
         log(f"s:{step - 1} trl:{verdict.loss:.4f} lr:{rate:.6f} norm:{verdict.norm:.2f}")
         if len(times) == 20:
             say(f"estimate     | {steps - begun} steps of {1e3 * median:.2f} ms take "
@@ -946,11 +947,11 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
 
     batches = next_batches()
     for step in range(begun + 1, steps + 2):  # once more than there are steps, to validate and sample at the end
-        done, last, stopping = step - 1, step > steps, bool(stop)  # asked once, since a signal may come at any time
-        validates = due(done, flags.val_every) and not stopping
-        samples = done and flags.sample_tokens and due(done, flags.sample_every) and not stopping
-        saves = folder and done != folder.step and (last or stopping or done and due(done, flags.checkpoint_every))
-        while len(queued) > (0 if validates or samples or saves or last or stopping else ahead):  # all, before
+        done, last = step - 1, step > steps
+        validates = due(done, flags.val_every) and not stop
+        samples = done and flags.sample_tokens and due(done, flags.sample_every) and not stop
+        saves = folder and done and due(done, flags.checkpoint_every)
+        while len(queued) > (0 if validates or samples or saves or last else ahead):  # all, before one of those
             finish(*queued.pop(0))
         if validates:
             val_data.open(0)
@@ -965,7 +966,10 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
             log(f"s:{done} eval:{correct / total:.4f}")
         if samples:
             say(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens))}\n---")
-        if saves:
+        stopping = bool(stop)  # asked once, since a signal may come at any time
+        while stopping and queued:
+            finish(*queued.pop(0))
+        if folder and done != folder.step and (saves or last or stopping):
             folder.save(model, batches.position, whole=flags.checkpoint_every or stopping)
         if last or stopping:
             break
@@ -979,7 +983,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
     if times:
         median = float(np.median(times))
         say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-            f"{tokens_a_step / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
+            f"{tokens / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
     if stop:
         say(f"interrupted: the weights are those after {model.step} of {steps} steps")
 
@@ -1018,28 +1022,23 @@ def sample(model, count):
 def main(arguments=None, architecture=GPT2):
     """Everything from the flags to the last checkpoint. Returns the exit status. Raises UserError."""
     kind = architecture.Config
-    flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments)
+    flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments,
+                        defaults=False)
     place, folder, val_data, examples = flags.device or ("cuda" if has_gpu() else "cpu"), None, None, ()
     if flags.replay:
         from dev.replay import replay
         return replay(flags.replay, architecture, flags, place)
     if flags.output and not flags.dry_run:
         from dev.run_folder import RunFolder
-        folder = RunFolder(flags)
+        folder = RunFolder(flags)  # to go on, it sets what is not given as it was
     if not flags.output and (flags.checkpoint_every or flags.resume):
         raise UserError("-n and -y 1: expected -o too, the folder of the checkpoints")
-
-    def config_of(name):
-        return kind.from_file(name) if Path(name).exists() or name.endswith(".bin") else kind.from_descriptor(name)
-
-    resumed, name = folder and folder.checkpoint, flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
+    name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
-    minute = f"; a minute or two on two cores, a GPU's -e is {kind.MODELS[1]}" if small and flags.steps is None else ""
     set_defaults(flags, place, not name)
-    name = resumed or name or kind.MODELS[2 if small else 1]
-    c, from_file = config_of(name), os.path.exists(name)
-    if resumed and flags.model and config_of(flags.model) != c:
-        raise UserError(f"-e {flags.model}: another model than that of {name}, with which -y 1 goes on: leave -e out")
+    name = str(folder and folder.checkpoint or name or kind.MODELS[2 if small else 1])
+    from_file = os.path.exists(name) or name.endswith(".bin")
+    c = kind.from_file(name) if from_file else kind.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
     device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
     flags.device, flags.dtype = place, device.dtype
@@ -1072,7 +1071,7 @@ def main(arguments=None, architecture=GPT2):
     files = f" in {len(train_data.paths)} files" * (len(train_data.paths) > 1)
     print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
     print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
-          f"an epoch has {epoch}{minute}")
+          f"an epoch has {epoch}")
     for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
         print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
               f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
@@ -1209,8 +1208,9 @@ class FastCuda(Cuda):
         times = [self.cupyx.profiler.benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
                  for algorithm in algorithms[: found.value] if not accumulate]
         best = algorithms[int(np.argmin(times or [0]))]
-        self.choices[str((*product, accumulate))] = best[:8].tolist()
-        write_cache(self.cache, self.choices)
+        chosen = {str((*product, accumulate)): best[:8].tolist()}
+        self.choices |= chosen
+        write_cache(self.cache, chosen)
         return best
 
     def replay(self, graphs, key, work, count):

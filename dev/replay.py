@@ -30,8 +30,12 @@ def bad_place(array):
     """The index of the first number of an array, of a device or the host, that is not finite; or None. fp32 and bf16
     that are not finite have an exponent of ones."""
     ones = {2: 0x7F80, 4: 0x7F800000}[array.itemsize]
-    bad = (array.reshape(-1).view(f"u{array.itemsize}") & ones) == ones
-    return np.unravel_index(int(bad.argmax()), array.shape) if bool(bad.any()) else None
+    bits = array.reshape(-1).view(f"u{array.itemsize}")
+    for start in range(0, bits.size, 2**24):  # in parts: a GPU may have no memory for another of the size of logits
+        bad = (bits[start : start + 2**24] & ones) == ones
+        if bool(bad.any()):
+            return np.unravel_index(start + int(bad.argmax()), array.shape)
+    return None
 
 
 def address(array):
@@ -112,7 +116,7 @@ def repeat(model, batches):
             return f"the parameter {row.name} is not finite at {[int(x) for x in at]}, before this step"
     for name in ("activations", "backward", "gradients"):
         model.device.zero(model.arenas[name])  # no number of the step that failed is left
-    model.device.zero(model.adam.verdict[:2])
+    model.device.zero(model.adam.verdict[:4])  # but for whether updates are stopped
     model.micros = len(batches)
     try:
         for micro, batch in enumerate(batches):
@@ -157,8 +161,11 @@ def explain(model, verdict, batches, flags, folder):
     beside the checkpoint before it, and raise UserError."""
     step = model.step
     if not verdict.stopped:  # by now the device may have done the step that follows
-        text = describe(model, batches.packed, batches.places, False)
-        say(f"outlier      | repeated with the weights after step {step}: {text}")
+        try:
+            text = describe(model, batches.packed, batches.places, False)
+            say(f"outlier      | repeated with the weights after step {step}: {text}")
+        except (MemoryError, *model.device.Fault) as e:  # no reason to end a run whose numbers are all finite
+            say(f"WARNING: no look at the outlier ({type(e).__name__}); batches: {'; '.join(batches.places)}")
         return
     advice = "try a smaller -l, or look at the data"
     if folder:

@@ -10,6 +10,8 @@ A checkpoint that a run can go on from is four files, which are there in this or
 The trainer imports this if it is given -o. Its numbers are copied to the host while training waits, and written behind
 the training by a thread.
 """
+import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -153,14 +155,17 @@ class Writer:
                 self.filled.put(END)
                 raise RuntimeError("the numbers could not be copied")
             chunk, used = item
-            yield chunk[:used]
-            self.free.put(chunk)
+            try:
+                yield chunk[:used]
+            finally:  # also if it could not be written
+                self.free.put(chunk)
 
     def write(self, paths, finish):
         failure = None
         try:
             for path in paths:
-                replace_file(path, self.chunks())
+                with contextlib.closing(self.chunks()) as chunks:
+                    replace_file(path, chunks)
         except BaseException as e:  # whatever it is, the training goes on
             failure = e
         for item in iter(self.filled.get, END):  # after a failure, save() still fills chunks, and waits for free ones
@@ -175,8 +180,9 @@ class Writer:
 # ---- The folder
 
 CHECKPOINT = "model_{:08d}.bin", "state_{:08d}_00000.bin", "run_{:08d}.json", "DONE_{:08d}"  # in the order of writing
-MUST_AGREE = {"batch_size": "-b", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle", "overfit": "-a"}
-MAY_DIFFER = ("output", "train_data", "val_data", "model", "resume", "checkpoint_every", "checkpoints_kept", "graph",
+MUST_AGREE = {"model": "-e", "batch_size": "-b", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",
+              "overfit": "-a"}
+MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept", "graph",
               "checkpoints_major", "val_every", "val_batches", "sample_every", "sample_tokens", "hellaswag", "sample",
               "temperature", "top_k", "dry_run", "replay", "seed")  # any other flag that differs is a warning
 
@@ -186,13 +192,13 @@ class RunFolder:
 
     def __init__(self, flags):
         self.path, self.flags, self.step, self.checkpoint, self.writer = Path(flags.output), flags, None, None, None
-        self.news, self.failed = [], None
+        self.news, self.failed, self.full, self.unwritten = [], None, False, b""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             steps = self.steps()
         except OSError as e:
             raise UserError(f"-o {self.path}: {e.strerror}; expected a folder to write to") from None
-        if steps and flags.checkpoint_every and not flags.resume:
+        if steps and not flags.resume and flags.sample is None:
             raise UserError(f"-o {self.path}: holds checkpoints of another run, up to step {steps[-1]}: go on from "
                             "that with -y 1, or give another folder")
         if flags.resume and steps:
@@ -201,6 +207,10 @@ class RunFolder:
                 if not path.exists():
                     raise UserError(f"{self.file(3, self.step)}: is there, and {path.name} is not: restore that, or "
                                     "remove the former to go on from an older checkpoint")
+            self.run = self.read_notes(self.file(2, self.step))
+            for name, value in self.run["flags"].items() if self.run else ():  # as then, where nothing else is said
+                if name != "device" and getattr(flags, name, value) is None:
+                    setattr(flags, name, value)
 
     def file(self, i, step):
         return self.path / CHECKPOINT[i].format(step)
@@ -215,21 +225,28 @@ class RunFolder:
 
     def begin(self, model, data):
         """Go on from the checkpoint, if there is one, and open the log."""
+        self.lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"-o {self.path}: another run is writing to this folder: end it, or give another") from None
+        except OSError:  # a file system without locks
+            pass
         self.data = [[Path(path).name, os.path.getsize(path)] for path in data.paths]
         if self.checkpoint:
             self.go_on(model, data)
-        for path in self.path.glob("*_*.tmp"):  # of a run that was killed while it wrote
-            path.unlink()
-        for path in self.path.glob("state_*_00000.bin"):
-            step = int(path.name.split("_")[1])
-            if not self.file(3, step).exists():
-                self.remove(step)
+        for path in [*self.path.iterdir()]:  # what a run has left that was killed while it wrote or removed files
+            state = re.fullmatch(r"state_(\d{8})_00000\.bin", path.name)
+            if re.fullmatch(r"(main\.log|(model|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp", path.name):
+                path.unlink()
+            elif state and not self.file(3, int(state[1])).exists():
+                self.remove(int(state[1]))
         path, kept = self.path / "main.log", []
         if self.flags.resume and path.exists():  # what the run is going to log again is taken out
             kept = [line for line in path.read_text().splitlines(keepends=True)
                     if (found := re.match(r"s:(\d+) .*\n", line)) and int(found[1]) < (self.step or 0)]
         replace_file(path, ["".join(kept).encode()])
-        self.file_of_log = open(path, "a", buffering=1)
+        self.file_of_log = open(path, "ab", buffering=0)
         if self.flags.checkpoint_every:
             self.prepare(model)
 
@@ -242,31 +259,41 @@ class RunFolder:
     def go_on(self, model, data):
         """Set a model and its data to where the newest checkpoint was written. Raises UserError if its run had other
         data or batches."""
-        state, notes, device = self.file(1, self.step), self.file(2, self.step), model.device
-        try:
-            run = json.loads(notes.read_text())
-        except FileNotFoundError:
-            say(f"WARNING: there is no {notes}: flags and data of that run are not known, and windows of outliers are "
-                "empty")
-        except (OSError, ValueError) as e:
-            raise UserError(f"{notes}: could not be read ({e}): restore it, or remove it to go on without") from None
-        else:
-            self.compare(notes, run)
+        state, device, run = self.file(1, self.step), model.device, self.run
+        if run:
+            self.compare(self.file(2, self.step))
             device.put(model.adam.windows, run["windows"])
             device.put(model.adam.seen, run["seen"])
             products = run["products"]
             if products["of"] and products["of"] == getattr(device, "cache", None):
-                device.choices = products["algorithms"]
+                sets = {key: value for key, value in device.choices.items() if key.endswith("False)")}
+                device.choices = sets | products["algorithms"]  # what adds takes the choice of what sets
             elif products["of"]:
                 say(f"WARNING: algorithms of matrix products were chosen for {products['of']}: this device chooses its "
                     "own, and bits may differ")
+        else:
+            say(f"WARNING: there is no {self.file(2, self.step)}: flags and data of that run are not known, and "
+                "windows of outliers are empty")
         load_state(state, model, data)
         if model.step != self.step:
             raise UserError(f"{state}: of step {model.step}; expected {self.step}, as its name says")
         say(f"resumed      | after step {self.step}, from {self.checkpoint} (-y)")
 
-    def compare(self, notes, run):
-        """Raise UserError if a run had other data or batches, and warn of other flags."""
+    def read_notes(self, path):
+        """What a run_*.json says, or None if there is none. Raises UserError."""
+        try:
+            run = json.loads(path.read_text())
+            return {name: run[name] for name in ("flags", "data", "windows", "seen", "products")}
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise UserError(f"{path}: could not be read ({e}): restore it, or remove it to go on without") from None
+
+    def compare(self, notes):
+        """Raise UserError if the run had other data or batches, or has more steps, and warn of other flags."""
+        run = self.run
+        if self.step > self.flags.steps:
+            raise UserError(f"-x {self.flags.steps}: expected {self.step} or more, the steps of {self.checkpoint}")
         if run["data"] != self.data:
             before, now = next((pair for pair in zip(run["data"], self.data) if pair[0] != pair[1]),
                                (f"{len(run['data'])} files", f"{len(self.data)} files"))
@@ -282,8 +309,16 @@ class RunFolder:
 
     def log(self, line):
         """Append a line to main.log, in llm.c's form: s is the step, from 0; trl a training loss; lr the learning rate;
-        norm the gradient's; tel a validation loss; eval HellaSwag's share of right answers."""
-        print(line, file=self.file_of_log)
+        norm the gradient's; tel a validation loss; eval HellaSwag's share of right answers. If the disk is full, lines
+        wait until they can be written."""
+        self.unwritten += f"{line}\n".encode()
+        try:
+            self.unwritten = self.unwritten[self.file_of_log.write(self.unwritten) :]
+            self.full = self.full and bool(self.unwritten)
+        except OSError as e:
+            if not self.full:
+                self.news.append(f"WARNING: main.log could not be written ({e.strerror}); its lines wait until it can")
+            self.full = True
         self.tell()
 
     def tell(self):
@@ -291,10 +326,14 @@ class RunFolder:
         while self.news:
             say(self.news.pop(0))
 
-    def save(self, model, position, whole=False):
-        """Write a checkpoint: with -n a whole one, or else only the parameters."""
+    def save(self, model, position, whole=False, prunes=True):
+        """Write a checkpoint: a whole one, or only the parameters. One that is there already stays. prunes: whether old
+        ones are removed behind it, which a run that went wrong still needs."""
         self.prepare(model)
+        self.writer.wait()
         step, begun, device = model.step, time.perf_counter(), model.device
+        if whole and self.file(3, step).exists():
+            return
         files = {self.file(0, step): checkpoint_parts(model)}
         if whole:
             files[self.file(1, step)] = state_parts(model, position)
@@ -304,20 +343,24 @@ class RunFolder:
 
         def finish(failure):
             if failure:
+                self.failed = f"no checkpoint of step {step}: {failure or type(failure).__name__}"
                 if whole:
                     self.remove(step)  # what there is of it; the disk may be full
                 newest = f"; the newest whole one is of step {self.steps()[-1]}" if self.steps() else ""
-                self.failed = f"no checkpoint of step {step}: {failure or type(failure).__name__}{newest}"
-                self.news.append(f"WARNING: {self.failed}")
+                self.news.append(f"WARNING: {self.failed}{newest}")
                 return
             if whole:
                 replace_file(self.file(2, step), [json.dumps(notes, indent=1).encode()])
                 replace_file(self.file(3, step), [])
-                self.prune()
             self.failed = None
             seconds, waited = time.perf_counter() - begun, self.writer.waited
             self.news.append(f"wrote {self.file(0, step)}{' and its state' * bool(whole)} in {seconds:.1f} s, for "
                              f"which training waited {waited:.2f} s")
+            if whole and prunes:
+                try:
+                    self.prune()
+                except OSError as e:
+                    self.news.append(f"WARNING: an old checkpoint could not be removed ({e})")
 
         self.step = step
         self.writer.save(files, finish)
@@ -334,5 +377,6 @@ class RunFolder:
         if self.writer:
             self.writer.wait()
         self.tell()
+        os.close(self.lock)
         if self.failed and sys.exc_info()[0] is None:
             raise UserError(self.failed)

@@ -9,6 +9,7 @@ its own, which shares no code with the trainer's.
 """
 import argparse
 import contextlib
+import io
 import json
 import os
 import random
@@ -173,7 +174,19 @@ def resumed_runs(device, folder):
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
 
+    flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"  # after 11 it is in file 1, after 22 in file 2
+    train(device, folder, folder / "files", *flags)
+    for gone in ((26,), (22, 26)):
+        again = without(folder / "files", folder / f"files again {len(gone)}", *gone)
+        train(device, folder, again, *flags, "-y", 1)
+        expected = bytes_of(folder / "files", 26)
+        same(bytes_of(again, 26), expected, f"files in order, resumed after {33 - 11 * len(gone)}")
+
     whole = folder / "fp32"
+    again = without(whole, folder / "by its notes", 12)
+    subprocess.run([sys.executable, TRAINER, "--device", device, "-o", again, "-y", "1"], check=True,
+                   capture_output=True)
+    same(bytes_of(again, 12), bytes_of(whole, 12), "resumed with the flags of its notes")
     foreign = without(whole, folder / "llm.c", 12)
     (foreign / "run_00000007.json").unlink()
     state = foreign / "state_00000007_00000.bin"
@@ -222,7 +235,7 @@ def kept_checkpoints(device, folder):
         yield f"kept {pattern}", found, [4, 8, 11, 12], EXACT
     gone = []
     with mock.patch.object(Path, "unlink", lambda path, **_: gone.append(path.name)):
-        RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1)).remove(12)
+        RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None)).remove(12)
     names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]
     yield "DONE goes first", gone == names, True, EXACT
     alone = folder / "alone"
@@ -304,12 +317,26 @@ def signals(device, folder):
         train(device, folder, output, *flags[:2], "-n", 60, *flags[4:], "-y", 1)
         same(bytes_of(output, 60), expected, f"{output.name} resumed")
 
+    output = folder / "tee"  # which has gone away with the same Ctrl-C
+    child = subprocess.Popen(command(device, folder, output, *flags, "-x", 2000), stdout=subprocess.PIPE, text=True,
+                             stderr=subprocess.PIPE)
+    for line in child.stdout:
+        if line.startswith("step    5/"):
+            break
+    child.stdout.close()
+    child.stderr.close()
+    child.send_signal(signal.SIGINT)
+    yield "Ctrl-C with tee: exit status", child.wait(60), 130, EXACT
+    check("Ctrl-C with tee: a whole checkpoint", len(whole_ones(output)) == 1)
+
     output = folder / "twice"
     child = subprocess.Popen(command(device, folder, output, "-d", 16 * 20000, "-v", 0), stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     while not (output / "main.log").exists():
         time.sleep(0.01)
-    time.sleep(0.3)  # in its first step, which takes minutes
+    done = subprocess.run(command(device, folder, output), capture_output=True, text=True)
+    ok = re.fullmatch("error: .*another run is writing to this folder.*\n", done.stderr)
+    check("a second run in the folder is refused", done.returncode == 1 and ok, done.stderr)
     child.send_signal(signal.SIGINT)
     for line in child.stderr:
         if "once more leaves at once" in line:
@@ -344,6 +371,30 @@ def full_disks(device, folder):
     check("full disk: nothing else is left", rest == [], f"{rest}")
     train(device, folder, output, "-y", 1)
     same(bytes_of(output, 12), bytes_of(folder / "enough", 12), "after a full disk")
+
+    limit = 50_000  # not even for parameters: each checkpoint fails, and the writer's memory must not run out
+    again = without(folder / "enough", folder / "fuller", 9, 12)
+    done = subprocess.run(command(device, folder, again, "-y", 1, "-n", 1), capture_output=True, text=True, timeout=60,
+                          preexec_fn=little_room)
+    yield "fuller disk: failures", done.stdout.count("WARNING: no checkpoint of step"), 6, EXACT
+    yield "fuller disk: whole checkpoints", whole_ones(again), [3, 6], EXACT
+
+    lines, room = [], iter((0, 5, None, 100, 100))  # bytes that can be written, time after time
+
+    def write(data):
+        count = next(room)
+        if count is None:
+            raise OSError(28, "No space left on device")
+        lines.append(data[:count])
+        return len(data[:count])
+
+    log = RunFolder(SimpleNamespace(output=folder / "log", resume=0, checkpoint_every=0, sample=None))
+    log.file_of_log = SimpleNamespace(write=write)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for i in range(5):
+            log.log(f"line {i}")
+    yield "lines of the log wait for room", b"".join(lines) == b"line 0\nline 1\nline 2\nline 3\nline 4\n", True, EXACT
+    yield "which is said once", said.getvalue().count("WARNING: main.log could not be written"), 1, EXACT
 
     crash = ("import sys; import train_gpt2, dev.run_folder as r\n"
              "def broken(*args): raise ZeroDivisionError('a crash')\n"
@@ -397,7 +448,7 @@ def refusals(device, folder):
             (r"a run on \['part_train_1.bin', 1624\], and -i is \['part_train_1.bin', 1622\]", nothing,
              "-i", other / "part_train_*.bin"),
             (r"a run on 3 files, and -i is 2 files|a run on", nothing, "-i", folder / "part_train_[01].bin"),
-            (r"-e d2: another model", nothing, "-e", "d2"),
+            (r"-e .*gpt2_tiny.bin, and now it is d2: expected the same", nothing, "-e", "d2"),
             (r"DONE_00000003: is there, and model_00000003.bin is not", lambda p: (p / "model_00000003.bin").unlink()),
             (r"DONE_00000003: is there, and state_00000003_00000.bin is not",
              lambda p: (p / "state_00000003_00000.bin").unlink()),
@@ -411,6 +462,10 @@ def refusals(device, folder):
             (r"with --shuffle 0", change(20, 0)), (r"in file 3", change(120, 3)), (r"has \d+ batches", change(128, 99)),
             (r"of step 4; expected 3, as its name says", change(40, 4)),
             (r"holds checkpoints of another run, up to step 3: go on from that with -y 1", nothing, "-y", 0),
+            (r"holds checkpoints of another run, up to step 3: go on from that with -y 1", nothing, "-y", 0, "-n", 0),
+            (r"-x 2: expected 3 or more, the steps of .*model_00000003.bin", nothing, "-x", 2),
+            (r"run_00000003.json: could not be read \('data'\)",
+             lambda p: (p / "run_00000003.json").write_text('{"flags": {}}')),
             (r"model_00000003.bin: truncated", cut("model_00000003.bin", 9999))):
         flags = flags if "-y" in flags else [*flags, "-y", 1]
         text = train(device, folder, damage(action), "-x", 3, *flags, status=1)
@@ -461,12 +516,22 @@ def steps_that_are_not_finite(device, folder):
         check(f"not finite: {wish[:60]}", ok, line)
         [kept] = output.glob("replay_*.npz")
         step = int(kept.stem[-8:])
+        check("not finite: the step", step == (1 if flags else 0) and f"loss of step {step + 1} is" in line, f"{step}")
         check("not finite: the checkpoint before it is whole", whole_ones(output)[-1] == step, f"{step}")
         done = subprocess.run([sys.executable, TRAINER, "--device", device, "--replay", kept], text=True,
                               capture_output=True)
         found = re.search(wish, done.stdout)
         check("not finite: --replay finds it again", done.returncode == 0 and found and found[0] in line,
               done.stdout + done.stderr)
+
+    output = folder / "later"
+    train(device, folder, output, "-x", 6, "-n", 6, "-nk", 1, "--dtype", "fp32")
+    before = bytes_of(output, 6)
+    train(device, folder, output, "-x", 12, "-n", 6, "-nk", 1, "--dtype", "fp32", "-y", 1, "-l", 1e30, status=1)
+    steps = whole_ones(output)
+    check("not finite: the last good checkpoint stays", steps[0] == 6 and len(steps) == 2, f"{steps}")
+    before.pop("main.log")
+    same({name: (output / name).read_bytes() for name in before}, before, "the last good checkpoint")
 
     place = device_of(device, "fp32", 32, 1)
     model = poisoned_model(place, 2, 20)
@@ -492,7 +557,22 @@ def steps_that_are_not_finite(device, folder):
         with mock.patch.object(place, "launch", launch):
             found = repeat(model, batches)
         check(f"planted in {kernel} {nth}", found and re.search(wish, found), found or "nothing was found")
+    products = []
+
+    def matmul(out, *args, **keywords):
+        type(place).matmul(place, out, *args, **keywords)
+        products.append(out)
+        if len(products) == 2:
+            out[2, 3] = np.inf
+
+    with mock.patch.object(place, "matmul", matmul):
+        found = repeat(model, batches)
+    ok = re.search(r"inf in branch\[2, 3\] .*, which a matrix product wrote in layer_forward, layer 0; .* 0", found)
+    check("planted in a product", ok, found)
     check("nothing planted: nothing is found", repeat(model, batches) is None)
+    for _ in range(2):
+        model.train_step(*batches)
+    check("nothing planted: nor after two steps, whose z-scores are NaN", repeat(model, batches) is None)
     norms = dict((name, norm) for norm, name in largest_gradients(model))
     expected = gradients(model, *[(batch.tokens, batch.targets) for batch in (
         carve(data, batch_table(*shape)) for data, shape in batches)])
