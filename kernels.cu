@@ -1209,7 +1209,7 @@ extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, c
     int count = *seen;
     v.norm = norm[0];
     if (!(fabsf(v.loss) <= -LOWEST && v.norm <= -LOWEST)) v.stopped = 1.0f;
-    v.update = 1.0f - v.stopped, v.loss_z = v.norm_z = nan("");
+    v.update = 1.0f - v.stopped;
     if (v.update) {
         double loss_z = z_score(windows, count, v.loss), norm_z = z_score(windows + WINDOW, count, v.norm);
         bool skips = (settings->loss_limit > 0.0f && loss_z > settings->loss_limit) ||

@@ -910,8 +910,7 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         nonlocal clock
         verdict = report()  # waits
         if not verdict.update:
-            say(f"WARNING: step {step}: no update: loss {verdict.loss:.6f} (z-score {verdict.loss_z:.2f}), "
-                f"norm {verdict.norm:.6f} ({verdict.norm_z:.2f})")
+            say(f"WARNING: step {step}: no update: loss {verdict.loss:.6f}, norm {verdict.norm:.6f}")
             if verdict.stopped:
                 model.step = step - 1  # no later one has made an update
                 if folder:

@@ -163,7 +163,8 @@ def explain(model, verdict, batches, flags, folder):
     if not verdict.stopped:  # by now the device may have done the step that follows
         try:
             text = describe(model, batches.packed, batches.places, False)
-            say(f"outlier      | repeated with the weights after step {step}: {text}")
+            say(f"outlier      | z-scores: loss {verdict.loss_z:.2f}, norm {verdict.norm_z:.2f}; repeated with the "
+                f"weights after step {step}: {text}")
         except (MemoryError, *model.device.Fault) as e:  # no reason to end a run whose numbers are all finite
             say(f"WARNING: no look at the outlier ({type(e).__name__}); batches: {'; '.join(batches.places)}")
         return

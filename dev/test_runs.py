@@ -214,8 +214,9 @@ def resumed_runs(device, folder):
     skipped = [int(step) for step in re.findall(r"WARNING: step (\d+): no update: loss", text)]
     check("outliers: none in the first 128 steps, some after step 133, not all",
           skipped and 128 < skipped[0] and 133 < skipped[-1] and len(skipped) < 12, f"{skipped}")
-    report = re.search(r"outlier +\| repeated with the weights after step \d+: the gradient's norm is \S+ of which "
-                       r"d\w+.* batches: .*part_train_\d.bin, tokens \d+ to \d+", text)
+    report = re.search(r"outlier +\| z-scores: loss -?\d+.\d\d, norm -?\d+.\d\d; repeated with the weights after step "
+                       r"\d+: the gradient's norm is \S+ of which d\w+.* batches: .*part_train_\d.bin, tokens \d+ to",
+                       text)
     check("outliers: large gradients and the place in the data are named", report, text[-300:] * (not report))
     again = without(whole, folder / "outliers again", 140)
     train(device, folder, again, *flags, "-y", 1)
