@@ -36,8 +36,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind,
-                                    UserError, check_size, count_tokens, data_paths, decode, duration, files_of,
+from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind, UserError,
+                                    check_needs, check_size, count_tokens, data_paths, decode, duration, files_of,
                                     gpt2_encoding, has_gpu, make_header, parse_flags, progress, read_cache,
                                     read_header, read_kernels, read_tokens, run, say, set_defaults, stop_signals,
                                     to_bf16, to_float, write_cache)
@@ -102,7 +102,7 @@ class Config:
     C: int = 768
     Vp: int = 50304
 
-    FILE = FileKind("checkpoint", 20240326, (3, 5), "llm.c's train_gpt2.py or dev/torch_reference.py writes one")
+    FILE = FileKind("checkpoint", 20240326, (3, 5), "a run with -o writes one, dev/convert.py another")
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
     SOURCES = (HERE / "kernels.cu",)
     MODELS = ("gpt2_124M.bin", "d12", "d3")  # without -e: a checkpoint, if it is here; on a GPU; on a CPU
@@ -984,7 +984,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
             f"{tokens / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
     if stop:
-        say(f"interrupted: the weights are those after {model.step} of {steps} steps")
+        kept = "-y 1 goes on from there" if folder else "without -o the weights are lost"
+        say(f"interrupted after {model.step} of {steps} steps; {kept}")
 
 
 # ---- A sample
@@ -1023,6 +1024,7 @@ def main(arguments=None, architecture=GPT2):
     kind = architecture.Config
     flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments,
                         defaults=False)
+    check_needs(flags)
     place, folder, val_data, examples = flags.device or ("cuda" if has_gpu() else "cpu"), None, None, ()
     if flags.replay:
         from dev.replay import replay
@@ -1030,8 +1032,6 @@ def main(arguments=None, architecture=GPT2):
     if flags.output and not flags.dry_run:
         from dev.run_folder import RunFolder
         folder = RunFolder(flags)  # to go on, it sets what is not given as it was
-    if not flags.output and (flags.checkpoint_every or flags.resume):
-        raise UserError("-n and -y 1: expected -o too, the folder of the checkpoints")
     name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
     set_defaults(flags, place, not name)
@@ -1049,10 +1049,11 @@ def main(arguments=None, architecture=GPT2):
 
     if flags.sample is not None:
         from dev.eval.sample import go_on
-        return go_on(load(1), flags)
+        return go_on(from_file and load(1), flags)
 
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
-    train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c.V, 0 if flags.overfit else flags.shuffle)
+    train_path, flags.shuffle = (val_path, 0) if flags.overfit else (train_path, flags.shuffle)
+    train_data = DataLoader(train_path, B, T, c.V, flags.shuffle)
     if flags.val_every:
         fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
         val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)

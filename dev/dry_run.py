@@ -12,7 +12,7 @@ SHARE = {"cuda": 0.65, "cpu": 0.5}
 
 def product_rate(device, c, B, T):
     """FLOP/s of the product (B*T, C) @ (C, 4C), the largest of a layer, timed on the device."""
-    real, N = np.dtype(device.real), min(B * T, 16384)
+    real, N = np.dtype(device.real), max(2048, min(B * T, 16384))  # of fewer rows, the time is that of a launch
     out, inp, weight = (device.empty(real.itemsize * rows * columns).view(real).reshape(rows, columns)
                         for rows, columns in ((N, 4 * c.C), (N, c.C), (4 * c.C, c.C)))
     for array in (inp, weight):  # of zeros it would be faster, since a GPU's power limits its clock
@@ -28,8 +28,8 @@ def product_rate(device, c, B, T):
         return time.perf_counter() - begun
 
     seconds(1)  # chooses an algorithm
-    count = max(1, min(200, int(0.3 / max(seconds(1), 1e-6))))
-    return 2 * N * 4 * c.C * c.C * count / seconds(count)
+    count = max(1, min(200, int(0.1 / max(seconds(1), 1e-6))))
+    return 2 * N * 4 * c.C * c.C * count / min(seconds(count) for _ in range(3))
 
 
 def estimate(c, device, flags):

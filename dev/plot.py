@@ -410,7 +410,7 @@ def parse(arguments=None):
 def main():
     """Everything from the flags to the chart. Raises UserError."""
     flags = parse()
-    if flags.watch:
+    if flags.watch and not flags.once:
         return watch(flags.runs, flags.tokens_per_step, flags.every)
     runs = [read_run(argument, flags.tokens_per_step) for argument in flags.runs]
     if flags.once:

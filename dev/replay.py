@@ -189,7 +189,8 @@ def replay(path, architecture, flags, place):
         with np.load(path) as file:
             notes, tokens, targets = json.loads(str(file["notes"])), file["tokens"], file["targets"]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
-        raise UserError(f"--replay {path}: could not be read ({e}); expected a replay_*.npz, of a run with -o whose "
+        what = getattr(e, "strerror", None) or "it is no such file"
+        raise UserError(f"--replay {path}: could not be read ({what}); expected a replay_*.npz, of a run with -o whose "
                         "loss was no longer a number") from None
     checkpoint = Path(path).parent / notes["model"]
     c = architecture.Config.from_file(checkpoint)

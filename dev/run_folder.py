@@ -29,7 +29,7 @@ from train_gpt2 import checkpoint_parts, in_file_order, mapped
 
 # ---- llm.c's state file
 
-STATE = FileKind("state", 20240527, (1,), "a run with -n writes one beside each checkpoint")
+STATE = FileKind("state", 20240527, (1,), "restore it, or remove the DONE_ file of its step")
 SEED = 13371337  # of llm.c's stochastic rounding, at its start. This trainer rounds to nearest
 
 
@@ -194,7 +194,8 @@ class RunFolder:
         self.path, self.flags, self.step, self.checkpoint, self.writer = Path(flags.output), flags, None, None, None
         self.news, self.failed, self.full, self.unwritten = [], None, False, b""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            if flags.sample is None:
+                self.path.mkdir(parents=True, exist_ok=True)
             steps = self.steps()
         except OSError as e:
             raise UserError(f"-o {self.path}: {e.strerror}; expected a folder to write to") from None
@@ -277,7 +278,7 @@ class RunFolder:
         load_state(state, model, data)
         if model.step != self.step:
             raise UserError(f"{state}: of step {model.step}; expected {self.step}, as its name says")
-        say(f"resumed      | after step {self.step}, from {self.checkpoint} (-y)")
+        say(f"resumed      | after step {self.step}, from {state} (-y)")
 
     def read_notes(self, path):
         """What a run_*.json says, or None if there is none. Raises UserError."""

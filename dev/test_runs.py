@@ -476,7 +476,13 @@ def refusals(device, folder):
                                   "-l", 0.02), (r"WARNING: --steps was 3 until step 3, and is 4", nothing, "-x", 4)):
         text = train(device, folder, damage(action), "-x", 3, *flags, "-y", 1)
         check(f"warned: {wish}", wish in text, text[-200:])
-    for wish, flags in ((r"-n and -y 1: expected -o too", ("-n", 3)), (r"-n and -y 1: expected -o too", ("-y", 1)),
+    for wish, flags in ((r"--checkpoint-every: expected --output too", ("-n", 3)),
+                        (r"--resume: expected --output too", ("-y", 1)),
+                        (r"--checkpoints-kept: expected --checkpoint-every too", ("-nk", 3)),
+                        (r"--checkpoints-major: expected --checkpoints-kept too", ("-nm", 3)),
+                        (r"--top-k: expected --sample too", ("--top-k", 3)),
+                        (r"--sample: expected -e too", ("--sample", "O")),
+                        (r"-o/--output: expected a name, found nothing", ("-o", "")),
                         (r"-h is help, and takes no value; HellaSwag is --hellaswag FILE", ("-h", "1")),
                         (r"--replay .*absent.npz: could not be read", ("--replay", folder / "absent.npz")),
                         (r"--replay .*part_val_0.bin: could not be read", ("--replay", folder / "part_val_0.bin"))):

@@ -70,7 +70,10 @@ def stream(model, encode, words, text, count, temperature=1.0, top_k=0, write=No
 
 
 def go_on(model, flags):
-    """What --sample does with the trainer's flags. Returns the exit status."""
+    """What --sample does with the trainer's flags, and a model, if one was trained. Returns the exit status. Raises
+    UserError."""
+    if not model:
+        raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing to say")
     encoding = model.encoding()
     stream(model, encoding.encode_ordinary, words_of(encoding), flags.sample, flags.sample_tokens, flags.temperature,
            flags.top_k)
