@@ -143,8 +143,8 @@ FLAGS = [
     ("-i", "--train-data", name, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
      "(default: tinyshakespeare, prepared if it is missing)"),
     ("-j", "--val-data", name, None, "token file to validate on (default: -i's, with val for train)"),
-    ("-e", "--model", name, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it is "
-     "here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
+    ("-e", "--model", name, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it "
+     "is here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
     ("-o", "--output", name, None, "folder for main.log and checkpoints; one comes at the end (default: none)"),
     ("-n", "--checkpoint-every", COUNT_OR_0, 0, "steps between checkpoints that -y 1 can go on from; 0 for none"),
     ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "the newest so many of them are kept; 0: all"),
