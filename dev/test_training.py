@@ -105,7 +105,7 @@ def rows_of_sweep(folder):
         check(f"{device}: each has its own folder", len(names) == len(rows) and all(
             re.fullmatch(r"[\w.+-]+", name) for name in names), names)
         check(f"{device}: the whole validation file", all(flags.val_batches == -1 for flags in parsed))
-        check(f"{device}: warmups are shorter than runs", all(flags.warmup < flags.steps for flags in parsed))
+        check(f"{device}: warmups are shorter than runs", all((flags.warmup or 0) < flags.steps for flags in parsed))
     check_refusal("sweep", "--nonsense is no flag", sweep.flags_of, "-e d3 --nonsense 1", "cpu")
     for row, wish in (("-e d3 -b 4 -t 64 -x 9 -l 1", "-e d3 -b 4 -t 64"),
                       ("-l 1 -d 512 -b 2 -e d2", "-d 512 -b 2 -e d2")):
