@@ -203,7 +203,7 @@ struct Copies {
     std::vector<Copy> begun;
     size_t closed = 0;  // groups
 
-    void begin(void* to, const void* from, size_t bytes) {
+    __attribute__((noinline)) void begin(void* to, const void* from, size_t bytes) {
         Copy copy = {to, from, bytes, closed, {}};
         if (from) memcpy(copy.value, from, bytes);
         memset(to, 0xff, bytes);  // a GPU may write there from now on
@@ -211,7 +211,7 @@ struct Copies {
     }
     // Completes all copies but those of the newest `pending` groups, and of the group that is not closed yet. A GPU may
     // read the source at any time until then, so if it has changed, nobody knows what arrives.
-    void arrive(unsigned pending) {
+    __attribute__((noinline)) void arrive(unsigned pending) {
         auto copy = begun.begin();
         for (; copy != begun.end() && copy->group + pending < closed; ++copy) {
             if (copy->from && memcmp(copy->value, copy->from, copy->bytes)) memset(copy->to, 0xff, copy->bytes);
@@ -254,7 +254,7 @@ struct Block {
     }
 
     // Decides in which order the threads start, warp by warp. A shuffle depends on the block too.
-    void arrange(size_t block) {
+    __attribute__((noinline)) void arrange(size_t block) {
         const unsigned warp_count = (count + 31) / 32;
         unsigned warp[32], places = 0;
         random = order + block * 0x9e3779b97f4a7c15ull;
@@ -451,14 +451,10 @@ template <class T> struct Exchange {
         lane = t % 32, size = w.size, slots = s;
         memcpy(s + lane * sizeof(T), &value, sizeof(T));
         b.next = max(b.next, b.place[t] + 1);
-        if (mask != ~0u) b.wait(t, "a warp function whose mask is not 0xffffffff, which is not supported,", line);
-        else if (!w.meeting.complete(what, line, size)) b.wait(t, what, line);
-        else {
-            work(reinterpret_cast<T*>(s));
-            w.waiting = 0;
-            w.meetings++;
-            if (b.order != FORWARD) b.wait(t, what, line, true);
-        }
+        if (mask != ~0u) what = "a warp function whose mask is not 0xffffffff, which is not supported,";
+        const bool all = mask == ~0u && w.meeting.complete(what, line, size);
+        if (all) work(reinterpret_cast<T*>(s)), w.waiting = 0, w.meetings++;
+        if (!all || b.order != FORWARD) b.wait(t, what, line, all);
         waited = true;
     }
     T of(unsigned i) const {
@@ -545,11 +541,9 @@ __forceinline__ void __syncthreads(int line = __builtin_LINE()) {
     cuda_on_cpu::Block& b = *cuda_on_cpu::block;
     const unsigned t = thread_number();
     b.next = max(b.next, b.place[t] + 1);
-    if (!b.barrier.complete("__syncthreads", line, b.count)) b.wait(t, "__syncthreads", line);
-    else {
-        for (auto& w : b.warps) w.waiting = 0;
-        if (b.order != cuda_on_cpu::FORWARD) b.wait(t, "__syncthreads", line, true);
-    }
+    const bool all = b.barrier.complete("__syncthreads", line, b.count);
+    if (all) for (auto& w : b.warps) w.waiting = 0;
+    if (!all || b.order != cuda_on_cpu::FORWARD) b.wait(t, "__syncthreads", line, all);
     cuda_on_cpu::waited = true;
 }
 template <class T> __forceinline__ T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
