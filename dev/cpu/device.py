@@ -23,8 +23,8 @@ HEADER = Path(__file__).resolve().parent / "cuda.h"
 def with_poison(text):
     """CUDA text in which cuda.h's POISON(name) follows, on the same line, each __shared__ variable's declaration."""
     def add(declaration):
-        names = re.findall(r"(\w+)(?=(?:\[[^]]*\])*\s*[,;])", declaration[0])
-        return declaration[0] + "".join(f" POISON({name})" for name in names)
+        bare = re.sub(r"<[^;]*>|\[[^]]*\]|\([^)]*\)", "", declaration[0])
+        return declaration[0] + "".join(f" POISON({name})" for name in re.findall(r"(\w+)\s*[,;]", bare))
     return re.sub(r"(?<!extern )\b__shared__\s[^;]*;", add, text)
 
 
