@@ -527,9 +527,10 @@ extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes
 template <int a, int b> struct Numbers { float x[a * b]; };
 BLOCK(128, threads)
 extern "C" __global__ void turns(int* turn, int* count) {
-    turn[threadIdx.x] = count[0]++;
+    int i = 2 * blockDim.x * blockIdx.x + threadIdx.x;
+    turn[i] = count[blockIdx.x]++;
     __syncwarp();
-    turn[blockDim.x + threadIdx.x] = count[0]++;
+    turn[i + blockDim.x] = count[blockIdx.x]++;
 }
 BLOCK(32, 1)
 extern "C" __global__ void leftovers(float* out) {
@@ -582,11 +583,11 @@ def orders(device_name, folder):
         return
     device = cpu_of(folder, ORDER_FILE)
 
-    def turns(order):  # of 70 threads, before and after they have waited for their warp
-        turn, count = np.full((2, 70), -1, np.int32), np.zeros(1, np.int32)
+    def turns(order, block=0):  # of the 70 threads of a block, before and after they have waited for their warp
+        turn, count = np.full((2, 2, 70), -1, np.int32), np.zeros(2, np.int32)
         device.set_order(order)
-        device.launch("turns", 70, turn, count, threads=70)
-        return turn
+        device.launch("turns", 140, turn, count, threads=70)
+        return turn[block]
 
     # A warp does both before the next one starts. The lane that comes last is not the first to go on, but forward.
     lanes = np.arange(32)
@@ -607,6 +608,8 @@ def orders(device_name, folder):
         check(f"shuffle {seed}: warp by warp", whole, f"{first}")
         ranks = [tuple(np.argsort(turn[w])) for w in warps for turn in (before, after)]
         check(f"shuffle {seed}: lanes are shuffled anew", len({*ranks, (*lanes,), (*lanes[::-1],)}) == 8)
+    check("each block is shuffled in its own way", (turns(1, block=1) != shuffled[1]).any())
+    yield "and all are reversed alike", turns("reverse", block=1), turns("reverse"), EXACT
     check("warps are shuffled", len(firsts) > 2, f"{firsts}")
     device.set_order("forward")
     for order in ("backward", 0, -1, 1.5, 2**31, ""):
