@@ -229,13 +229,39 @@ def kernel(*runs, tests=KERNELS):
     return register
 
 
+ORDERS = "forward", "reverse", 1  # of the threads of a block, on a CPU; the last is a shuffle
+
+
+def run_in_orders(name, launch, written):
+    """Launch a kernel, on a CPU once in each of ORDERS. Raises AssertionError unless each array of written,
+    {label: array}, comes out the same to the last bit; it names the kernel, the array and the first element that
+    differs, and both values."""
+    if under_test.name != "cpu":
+        return launch()
+    given, first = {label: array.copy() for label, array in written.items()}, {}
+    try:
+        for order in ORDERS:
+            for label, array in written.items():
+                array[...] = given[label]
+            under_test.set_order(order)
+            launch()
+            for label, array in written.items():
+                wish, bits = first.setdefault(label, array.copy()), f"u{array.itemsize}"
+                for place in np.argwhere(array.view(bits) != wish.view(bits))[:1].tolist():
+                    found, expected = (to_float(x[tuple(place)]) for x in (array, wish))
+                    raise AssertionError(f"{name} has a race: {label}{place} is {found} when threads run in the order "
+                                         f"{order}, and {expected} in the order {ORDERS[0]}")
+    finally:
+        under_test.set_order(ORDERS[0])
+
+
 def launch(name, items, *args, threads=None, shared=0):
     """Launch a kernel, in blocks as large as a GPU's unless `threads` says otherwise. A float64 array becomes one of
     real; a shape becomes an array of real that is full of NaN; arrays of other types stay as they are; None is an array
     that is not there. Returns a list of the arrays that the kernel may write, which are those that are not const. They
-    lie between guards. Any other ends where its allocation does, for a sanitizer to see."""
+    lie between guards. Any other ends where its allocation does, for a sanitizer to see. See run_in_orders too."""
     kernel, guard, args, written = under_test.kernels[name], 2**15, list(args), []  # in bytes, more than a row
-    for i, (value, (_, _, const)) in enumerate(zip(args, kernel.parameters, strict=True)):
+    for i, (value, (label, _, const)) in enumerate(zip(args, kernel.parameters, strict=True)):
         if isinstance(value, (np.ndarray, tuple)):
             value = np.full(value, np.nan) if isinstance(value, tuple) else value
             value = stored(value, under_test.real) if value.dtype == np.float64 else value
@@ -244,11 +270,13 @@ def launch(name, items, *args, threads=None, shared=0):
             args[i] = buffer[margin : margin + value.nbytes].view(value.dtype).reshape(value.shape)
             under_test.put(buffer, np.full(buffer.nbytes, 255, np.uint8))
             under_test.put(args[i], value)
-            written += [(buffer, args[i])] if margin else []
-    under_test.launch(name, items, *args, threads=threads or kernel.threads, shared=shared)
-    for buffer, _ in written:
+            written += [(label, buffer, args[i])] if margin else []
+    launch_it = functools.partial(under_test.launch, name, items, *args, threads=threads or kernel.threads,
+                                  shared=shared)
+    run_in_orders(name, launch_it, {label: array for label, _, array in written})
+    for _, buffer, _ in written:
         assert (np.delete(under_test.get(buffer), slice(guard, -guard)) == 255).all(), "wrote outside of an array"
-    return [under_test.get(array) for _, array in written]
+    return [under_test.get(array) for *_, array in written]
 
 
 @kernel(*BTC)

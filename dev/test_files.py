@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -24,11 +25,13 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+import test_gpt2  # noqa: E402
 import train_gpt2  # noqa: E402
 from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
                                     read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
-                       LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
+                       KERNELS, LIMITS, ORDERS, SMALL_MODEL, check, device_of, dump_limit, gradients, launch, poison,
+                       poisoned_model,
                        read_debug_state, run, stored, summary, words, write_checkpoint)
 from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables, attention_launch,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
@@ -516,6 +519,164 @@ def kernel_files(device_name, folder):
         check_refusal("kernel", "BLOCK over fill: .*: expected arithmetic in threads and W", read_kernels, [path])
 
 
+# ---- Races, and how the CPU shows them
+
+ORDER_FILE = """
+#define BLOCK(threads, ...)
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 1}; }
+template <int a, int b> struct Numbers { float x[a * b]; };
+BLOCK(128, threads)
+extern "C" __global__ void turns(int* turn, int* count) {
+    int i = 2 * blockDim.x * blockIdx.x + threadIdx.x;
+    turn[i] = count[blockIdx.x]++;
+    __syncwarp();
+    turn[i + blockDim.x] = count[blockIdx.x]++;
+}
+BLOCK(32, 1)
+extern "C" __global__ void leftovers(float* out) {
+    __shared__ __align__(16) float x[32], y[2][32];  // two of them
+    __shared__ Numbers<4, 8> z;
+    int i = threadIdx.x;
+    out[32 * blockIdx.x + i] = x[i] == x[i] || y[0][i] == y[0][i] || y[1][i] == y[1][i] || z.x[i] == z.x[i];
+    x[i] = y[0][i] = y[1][i] = z.x[i] = 1.0f;
+}
+BLOCK(32, 1)
+extern "C" __global__ void copies(float* out, float* from) {
+    __shared__ float to[4][32];
+    int t = threadIdx.x;
+    auto read = [&](int when) {
+        for (int group = 0; group < 4; group++) out[(4 * when + group) * 32 + t] = to[group][t];
+    };
+    for (int group = 0; group < 4; group++) {
+        to[group][t] = -1.0f;
+        copy4(&to[group][t], from + 32 * group + t, group != 1 || t % 2 == 0);
+        if (group < 3) copies_end();
+    }
+    read(0);
+    copies_arrive<1>();
+    read(1);
+    from[64 + t] = 5.0f;
+    copies_arrive<0>();
+    read(2);
+    copies_end();
+    copies_arrive<0>();
+    read(3);
+}
+"""
+
+
+def cpu_of(folder, text, dtype="fp32", **sizes):
+    """A CPU that is compiled for other kernels, in a cache of its own."""
+    path = folder / "kernels.cu"
+    path.write_text(text)
+
+    class Other(Config):
+        SOURCES = (path,)
+
+    with contextlib.redirect_stdout(None), mock.patch.dict("os.environ", CXXFLAGS="-O1", XDG_CACHE_HOME=str(folder)):
+        return make_device("cpu", dtype, Other(**sizes), plain=True)
+
+
+def orders(device_name, folder):
+    """In which order threads run, when copies land, and that shared memory is poison in each block."""
+    if device_name != "cpu":
+        return
+    device = cpu_of(folder, ORDER_FILE)
+
+    def turns(order, block=0):  # of the 70 threads of a block, before and after they have waited for their warp
+        turn, count = np.full((2, 2, 70), -1, np.int32), np.zeros(2, np.int32)
+        device.set_order(order)
+        device.launch("turns", 140, turn, count, threads=70)
+        return turn[block]
+
+    # A warp does both before the next one starts. The lane that comes last is not the first to go on, but forward.
+    lanes = np.arange(32)
+    yield "forward", turns("forward")[0], np.r_[lanes, 64 + lanes, 128 + lanes[:6]], EXACT
+    forward_again = (32 + (lanes + 1) % 32, 96 + (lanes + 1) % 32, 134 + (lanes[:6] + 1) % 6)
+    yield "forward, after a wait", turns("forward")[1], np.concatenate(forward_again), EXACT
+    reverse = np.r_[76 + lanes[::-1], 12 + lanes[::-1], lanes[5::-1]]
+    yield "reverse", turns("reverse"), [reverse, reverse + np.repeat([32, 6], [64, 6])], EXACT
+    shuffled = {seed: turns(seed) for seed in (1, 2, 3, "4", 2**31 - 1)}
+    yield "a shuffle again", turns(3), shuffled[3], EXACT
+    firsts = set()
+    for seed, (before, after) in shuffled.items():
+        warps = [slice(0, 32), slice(32, 64), slice(64, 70)]
+        first = [min(before[warp]) for warp in warps]
+        firsts.add(tuple(np.argsort(first)))
+        whole = all(sorted(before[w]) + sorted(after[w]) == [*range(f, f + 2 * (w.stop - w.start))]
+                    for w, f in zip(warps, first))
+        check(f"shuffle {seed}: warp by warp", whole, f"{first}")
+        ranks = [tuple(np.argsort(turn[w])) for w in warps for turn in (before, after)]
+        check(f"shuffle {seed}: lanes are shuffled anew", len({*ranks, (*lanes,), (*lanes[::-1],)}) == 8)
+    check("each block is shuffled in its own way", (turns(1, block=1)[0] != shuffled[1][0]).any())
+    yield "and all are reversed alike", turns("reverse", block=1), turns("reverse"), EXACT
+    check("warps are shuffled", len(firsts) > 2, f"{firsts}")
+    device.set_order("forward")
+    for order in ("backward", 0, -1, 1.5, 2**31, ""):
+        check_refusal("order", f"order is {order}: expected forward, reverse, or a", device.set_order, order)
+    with mock.patch.dict("os.environ", CUDA_ON_CPU_ORDER="x"):
+        check_refusal("order", "CUDA_ON_CPU_ORDER is x: expected forward", cpu_of, folder, ORDER_FILE)
+    with mock.patch.dict("os.environ", CUDA_ON_CPU_ORDER="reverse"):
+        device = cpu_of(folder, ORDER_FILE)
+    turn, count = np.zeros(140, np.int32), np.zeros(1, np.int32)
+    device.launch("turns", 70, turn, count, threads=70)
+    yield "reverse by CUDA_ON_CPU_ORDER", turn[:70], reverse, EXACT
+
+    out = np.ones((5, 32), np.float32)
+    for again in range(2):
+        device.launch("leftovers", 5, out)
+        yield f"shared memory that outlives a block {again}", out, np.zeros((5, 32)), EXACT
+    for order in ORDERS:
+        nan, source = np.full((4, 4, 32), np.nan), np.arange(128, dtype=np.float32).reshape(4, 32) + 1
+        nan[1:, 0], nan[1:, 1], nan[3, 3] = source[0], np.where(lanes % 2 == 0, source[1], 0), source[3]
+        out = np.zeros((4, 4, 32), np.float32)
+        device.set_order(order)
+        device.launch("copies", 1, out, source)
+        check(f"copies land where they are waited for, in order {order}", np.array_equal(out, nan, equal_nan=True))
+
+
+RACES = (  # kernel, sizes of its test, behind which words of kernels.cu what is taken out, and what then comes out
+    ("encoder_backward_wte", (2, 27, 64), "of_warp[warp][lane] = sum;", "__syncthreads();", r"dwte\[.*\]"),
+    ("matmul_backward_bias", (300, 96, 5), "% 8 * n + i] = sum[i];", "__syncthreads();", r"dbias\[.*\]"),
+    ("layernorm_backward", (70, 64, (2, 3)), "copies_arrive<1>();\n        } else {", "copies_arrive<0>();",
+     "NaN in every order"),
+    ("attention_forward", ("softmax", 1, 300, 2, 2, 64), "tiles_fence();\n", "__syncthreads();", r"out\[.*\]"),
+    ("fused_classifier", (27, 257, 384, 0.7), "to_float(*at(target));", "__syncthreads();", r"losses\[\d+\]"),
+    ("global_norm", (4 * 12345, 70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
+     "kernels.cu: global_norm: block .* is stuck: .*"),
+    ("judge", (0, 0), "window[seen % WINDOW] = value;", "__syncwarp();", r"verdict\[\d\]"))
+
+
+def races(device_name, folder):
+    """A barrier or a wait that is missing in a copy of kernels.cu is found, and a test names kernel, array and element;
+    without a wait the array is NaN in every order."""
+    if device_name != "cpu":
+        return
+    [path], kernels = Config.SOURCES, {name for name, *_ in RACES}
+    text = path.read_text(encoding="utf-8")
+    for name in read_kernels([path]).keys() - kernels:  # is not compiled
+        text = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", text)
+    devices = {"whole": cpu_of(folder, text, C=64, NH=1)}
+    for _, _, before, cut, _ in RACES:
+        start = text.index(cut, text.index(before))
+        text = text[:start] + "(void)0;" + text[start + len(cut) :]
+    devices["cut"] = cpu_of(folder, text, C=64, NH=1)
+    for which, device in devices.items():
+        for name, sizes, _, cut, wish in RACES:
+            with mock.patch.multiple(test_gpt2, under_test=device, rng=np.random.default_rng(1)):
+                try:
+                    results = [found for _, found, *_ in KERNELS[name][0](partial(launch, name), *sizes)]
+                    said = "NaN in every order" if np.isnan(to_float(results[0])).any() else ""
+                except (AssertionError, UserError) as e:
+                    said = str(e)
+            wanted = wish if " " in wish else f"{name} has a race: {wish} is .* threads run in the order .*forward"
+            ok = said == "" if which == "whole" else re.fullmatch(wanted, said)
+            check(f"{name}, {which}: {cut}", ok, said)
+
+
+# ---- Graphs, and models that are too large
+
+
 def steps_of_a_graph(device_name, folder):
     """A step is counted once, whether it is run, recorded or replayed, and before its graph is launched: a Ctrl-C that
     comes during that launch finds it counted."""
@@ -650,8 +811,8 @@ def faults_of_a_gpu(device_name, folder):
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
     for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, outliers, token_order,
-                 limits, kernel_files, steps_of_a_graph, models_too_large, command_line, without_the_cpu_folder,
-                 faults_of_a_gpu):
+                 limits, kernel_files, orders, races, steps_of_a_graph, models_too_large, command_line,
+                 without_the_cpu_folder, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 

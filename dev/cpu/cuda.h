@@ -12,8 +12,12 @@
 // what a shuffle costs each lane.
 //
 // A wait that nothing can end is found when no thread is left to run, and is reported. Threads run in a fixed order and
-// never two of a block at a time, so no bit of a result depends on the number of cores; but for the same reason a
-// forgotten barrier, which on a GPU is a race, may go unnoticed here.
+// never two of a block at a time, so no bit of a result depends on the number of cores.
+//
+// For the same reason one order may hide a forgotten barrier, which on a GPU is a race. So set_order chooses another:
+// set_order(0) is forward, -1 is reverse, and a number from 1 on shuffles the warps, and the lanes of a warp anew after
+// each wait. A kernel without races gives the same bits in every order. In every order what must not be read is poison,
+// bytes of 0xff, which are NaN: shared memory until it is written, and the target of a copy until it is waited for.
 //
 // Flags: -fopenmp (else all runs on one core), -fno-math-errno (makes sqrtf an instruction), and -U_FORTIFY_SOURCE
 // (fortified, longjmp refuses to change stacks). With -fsanitize=address,undefined, an index is checked by
@@ -103,6 +107,9 @@ inline float atomicAdd(float* p, float value) {
 
 namespace cuda_on_cpu {
 
+constexpr int FORWARD = 0, REVERSE = -1;
+static int order_of_launches = FORWARD;
+
 // No powers of two, or the tops of all stacks would compete for a few sets of the caches.
 #ifdef __SANITIZE_ADDRESS__
 constexpr size_t stack_bytes = 260 << 10;
@@ -183,12 +190,49 @@ struct Warp {
     unsigned ready() const { return parked & ~waiting; }
 };
 
+// An asynchronous copy that has begun. `group` is how many groups its thread had closed before.
+struct Copy {
+    void* to;
+    const void* from;  // null if the bytes are not there
+    size_t bytes;      // at most 16
+    size_t group;
+    char value[16];    // what was in `from` when the copy began
+};
+
+struct Copies {
+    std::vector<Copy> begun;
+    size_t closed = 0;  // groups
+
+    __attribute__((noinline)) void begin(void* to, const void* from, size_t bytes) {
+        Copy copy = {to, from, bytes, closed, {}};
+        if (from) memcpy(copy.value, from, bytes);
+        memset(to, 0xff, bytes);  // a GPU may write there from now on
+        begun.push_back(copy);
+    }
+    // Completes all copies but those of the newest `pending` groups, and of the group that is not closed yet. A GPU may
+    // read the source at any time until then, so if it has changed, nobody knows what arrives.
+    __attribute__((noinline)) void arrive(unsigned pending) {
+        auto copy = begun.begin();
+        for (; copy != begun.end() && copy->group + pending < closed; ++copy) {
+            if (copy->from && memcmp(copy->value, copy->from, copy->bytes)) memset(copy->to, 0xff, copy->bytes);
+            else memcpy(copy->to, copy->value, copy->bytes);
+        }
+        begun.erase(begun.begin(), copy);
+    }
+};
+
 // An OS thread and the block that it runs.
 struct Block {
     Warp warps[32];
     Meeting barrier;
-    unsigned count, next;   // the number of threads; the first thread not yet started
+    int order;                           // as for set_order
+    unsigned long long random;           // the generator's state
+    unsigned thread[1024], place[1024];  // which thread starts in which place, and the inverse
+    unsigned count, next;   // the number of threads; the first place whose thread has not started yet
     unsigned parked = 0;    // lanes parked, in all warps
+    size_t number = 0;      // how many blocks this OS thread has begun
+    Copies copies[1024];    // of each thread
+    bool copied = false;    // are there any?
     void (*run)(void**);    // Kernel<...>::run
     void** args;
     Fiber home;             // the OS thread's own stack, on which a block begins and ends
@@ -198,9 +242,52 @@ struct Block {
     jmp_buf abandon;
     std::string error;
 
+    unsigned random_below(unsigned n) {
+        random = random * 6364136223846793005ull + 1442695040888963407ull;  // Knuth's MMIX
+        return unsigned(random >> 33) % n;
+    }
+
+    void put_in_order(unsigned* begin, unsigned n) {
+        if (order == REVERSE) std::reverse(begin, begin + n);
+        else if (order != FORWARD)
+            for (unsigned i = n; i > 1; i--) std::swap(begin[i - 1], begin[random_below(i)]);
+    }
+
+    // Decides in which order the threads start, warp by warp. A shuffle depends on the block too.
+    __attribute__((noinline)) void arrange(size_t block) {
+        const unsigned warp_count = (count + 31) / 32;
+        unsigned warp[32], places = 0;
+        random = order + block * 0x9e3779b97f4a7c15ull;
+        for (unsigned i = 0; i < warp_count; i++) warp[i] = i;
+        put_in_order(warp, warp_count);
+        for (unsigned i = 0; i < warp_count; i++) {
+            unsigned* first = thread + places;
+            for (unsigned lane = 0; lane < warps[warp[i]].size; lane++) thread[places++] = 32 * warp[i] + lane;
+            put_in_order(first, warps[warp[i]].size);
+        }
+        for (unsigned i = 0; i < count; i++) place[thread[i]] = i;
+    }
+
+    // Which of the set bits comes after bit i. After the last one comes the first one again.
+    unsigned following(unsigned i, unsigned bits) {
+        if (order == FORWARD) {
+            const unsigned above = bits & ~1u << i;
+            return __builtin_ctz(above ? above : bits);
+        }
+        if (order == REVERSE) {
+            const unsigned below = bits & ((1u << i) - 1);
+            return 31 - __builtin_clz(below ? below : bits);
+        }
+        for (unsigned skipped = random_below(__builtin_popcount(bits)); skipped > 0; skipped--) bits &= bits - 1;
+        return __builtin_ctz(bits);
+    }
+
     // False, with a message in `error`, if the block got stuck.
     bool run_all() {
         next = 0;
+        number++;
+        if (copied) for (Copies& c : copies) c.begun.clear();
+        copied = false;
         running = &home;
         if (_setjmp(abandon) == 0) {
             run(args);
@@ -217,15 +304,16 @@ struct Block {
         return false;
     }
 
-    // Puts the running thread, number t, aside until its warp no longer has it in `waiting`. This and its callers are
-    // inlined: after a switch the processor guesses wrong where a return goes to, and each return costs 10 ns.
-    __forceinline__ void wait(unsigned t, const char* what, int line) {
+    // Puts the running thread, number t, aside until its warp no longer has it in `waiting`; if it is ready, it only
+    // lets others go first. This and its callers are inlined: after a switch the processor guesses wrong where a return
+    // goes to, and each return costs 10 ns.
+    __forceinline__ void wait(unsigned t, const char* what, int line, bool ready = false) {
         const dim3 index = threadIdx;
         const unsigned bit = 1u << t % 32;
         Warp& w = warps[t / 32];
         w.fiber[t % 32] = running;
         w.parked |= bit;
-        w.waiting |= bit;
+        if (!ready) w.waiting |= bit;
         running->what = what;
         running->line = line;
         parked++;
@@ -239,8 +327,8 @@ struct Block {
     // ready, so warps are done with one by one and, without barriers, 32 stacks suffice. Then threads not yet started;
     // then the next warp that has ready lanes; and home in the end.
     __attribute__((noinline)) Fiber* choose(unsigned t) {
-        const unsigned mine = warps[t / 32].ready(), above = mine & ~1u << t % 32, warp_count = (count + 31) / 32;
-        if (mine) return warps[t / 32].fiber[__builtin_ctz(above ? above : mine)];
+        const unsigned mine = warps[t / 32].ready(), last_lane = order == REVERSE ? 0 : 31;
+        if (mine) return warps[t / 32].fiber[following(t % 32, mine)];
         if (next < count) {
             if (idle.empty()) idle.push_back(fibers.emplace_back(new Fiber(fibers.size())).get());
             Fiber* f = idle.back();
@@ -248,17 +336,18 @@ struct Block {
             return f;
         }
         if (parked == 0) return &home;
-        for (unsigned i = 1; i < warp_count; i++) {
-            const Warp& w = warps[(t / 32 + i) % warp_count];
-            if (w.ready()) return w.fiber[__builtin_ctz(w.ready())];
-        }
-        fail();
+        unsigned ready_warps = 0;
+        for (unsigned i = 0; 32 * i < count; i++) ready_warps |= unsigned(warps[i].ready() != 0) << i;
+        if (!ready_warps) fail();
+        const Warp& w = warps[following(t / 32, ready_warps)];
+        return w.fiber[following(last_lane, w.ready())];
     }
 
     // Returns when another fiber switches back. _setjmp and _longjmp do it without a system call, where swapcontext
     // makes one to exchange signal masks; so ucontext only starts a stack.
     __attribute__((noinline, no_sanitize("address"))) void switch_to(Fiber* to) {
         Fiber* self = left = running;
+        if (to == self) return;
         running = to;
         if (_setjmp(self->context) == 0) {
             __sanitizer_start_switch_fiber(&self->fake_stack, to->bottom, to->size);
@@ -302,6 +391,14 @@ static thread_local Block* block;
 static thread_local void* dynamic_shared;
 static thread_local bool waited;  // some thread has, since the running fiber last looked
 
+// Poisons a __shared__ variable if no thread of this block has come by its declaration yet. `poisoned` belongs to the
+// variable, and says for which block that was done.
+inline void poison(void* variable, size_t bytes, size_t& poisoned) {
+    if (poisoned == block->number) return;
+    poisoned = block->number;
+    memset(variable, 0xff, bytes);
+}
+
 template <auto kernel> struct Kernel;
 template <class... A, void (*kernel)(A...)> struct Kernel<kernel> {
     // Runs threads not yet started, one after another, on the current stack: all of them if none waits. If one did,
@@ -310,14 +407,14 @@ template <class... A, void (*kernel)(A...)> struct Kernel<kernel> {
         Block& b = *block;
         const unsigned nx = blockDim.x, ny = blockDim.y;
         do {
-            const unsigned first = b.next % nx;
-            threadIdx = {first, b.next / nx % ny, b.next / nx / ny};
+            const unsigned t = b.thread[b.next], first = t % nx, end = b.order == FORWARD ? nx : first + 1;
+            threadIdx = {first, t / nx % ny, t / nx / ny};
             waited = false;
-            for (unsigned x = first; x < nx && !waited; x++) {
+            for (unsigned x = first; x < end && !waited; x++) {
                 threadIdx.x = x;
                 kernel(args...);
             }
-            if (!waited) b.next += nx - first;
+            if (!waited) b.next += end - first;
         } while (b.next < b.count && !b.warps[thread_number() / 32].ready());
     }
     template <size_t... i> static void unpack(void** args, std::index_sequence<i...>) {
@@ -353,10 +450,11 @@ template <class T> struct Exchange {
         char* s = w.slots[w.meetings % 2];
         lane = t % 32, size = w.size, slots = s;
         memcpy(s + lane * sizeof(T), &value, sizeof(T));
-        b.next = max(b.next, t + 1);
-        if (mask != ~0u) b.wait(t, "a warp function whose mask is not 0xffffffff, which is not supported,", line);
-        else if (!w.meeting.complete(what, line, size)) b.wait(t, what, line);
-        else work(reinterpret_cast<T*>(s)), w.waiting = 0, w.meetings++;
+        b.next = max(b.next, b.place[t] + 1);
+        if (mask != ~0u) what = "a warp function whose mask is not 0xffffffff, which is not supported,";
+        const bool all = mask == ~0u && w.meeting.complete(what, line, size);
+        if (all) work(reinterpret_cast<T*>(s)), w.waiting = 0, w.meetings++;
+        if (!all || b.order != FORWARD) b.wait(t, what, line, all);
         waited = true;
     }
     T of(unsigned i) const {
@@ -391,6 +489,8 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         blockDim = {threads[0], threads[1], threads[2]};
         b.run = run, b.args = args, b.count = unsigned(count);
         for (unsigned t = 0; t < count; t += 32) b.warps[t / 32].size = min(b.count - t, 32u);
+        b.order = order_of_launches;
+        b.arrange(0);
         b.idle.clear();
         for (size_t n = b.fibers.size(); n-- > 0;) b.idle.push_back(b.fibers[n].get());  // to use the first ones first
         dynamic_shared = malloc(shared_bytes);  // 16-byte aligned, and AddressSanitizer knows where it ends
@@ -399,7 +499,8 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         for (size_t i = 0; i < blocks; i++) {
             if (i > stuck) continue;  // but those before it still run, so the report does not depend on timing
             blockIdx = {unsigned(i % grid[0]), unsigned(i / grid[0] % grid[1]), unsigned(i / grid[0] / grid[1])};
-            memset(dynamic_shared, 0xff, shared_bytes);  // NaN, until written
+            if (b.order > 0) b.arrange(i);
+            memset(dynamic_shared, 0xff, shared_bytes);  // poison
             if (b.run_all()) continue;
             OPENMP(omp critical)
             if (i < stuck) {
@@ -423,14 +524,26 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         return cuda_on_cpu::launch(#name, cuda_on_cpu::Kernel<name>::run, grid, block, shared_bytes, args);      \
     }
 
+// The order of the threads in all launches from now on: FORWARD, REVERSE, or a number from 1 on, which shuffles.
+extern "C" __attribute__((visibility("default"))) void set_order(int order) { cuda_on_cpu::order_of_launches = order; }
+
+// Stands behind the declaration of each __shared__ variable, where device.py puts it. Such a variable outlives a block,
+// so without this the next block, or the next launch, could read what it has not written.
+#define POISON(variable)                                                 \
+    {                                                                    \
+        __shared__ size_t poisoned;                                      \
+        cuda_on_cpu::poison(&variable, sizeof variable, poisoned);       \
+    }
+
 // ---- meeting other threads ----
 
 __forceinline__ void __syncthreads(int line = __builtin_LINE()) {
     cuda_on_cpu::Block& b = *cuda_on_cpu::block;
     const unsigned t = thread_number();
-    b.next = max(b.next, t + 1);
-    if (!b.barrier.complete("__syncthreads", line, b.count)) b.wait(t, "__syncthreads", line);
-    else for (auto& w : b.warps) w.waiting = 0;
+    b.next = max(b.next, b.place[t] + 1);
+    const bool all = b.barrier.complete("__syncthreads", line, b.count);
+    if (all) for (auto& w : b.warps) w.waiting = 0;
+    if (!all || b.order != cuda_on_cpu::FORWARD) b.wait(t, "__syncthreads", line, all);
     cuda_on_cpu::waited = true;
 }
 template <class T> __forceinline__ T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
@@ -526,13 +639,11 @@ inline void load_matrices_transposed(unsigned (&x)[4], const void* row, int line
     load_8x8<true>(x, row, line);
 }
 
-inline void copy16(void* shared, const void* global, bool there) {
-    if (there) memcpy(shared, global, 16);
-    else memset(shared, 0, 16);
+inline void copy_later(void* shared, const void* global, size_t bytes) {
+    cuda_on_cpu::block->copied = true;
+    cuda_on_cpu::block->copies[thread_number()].begin(shared, global, bytes);
 }
-inline void copy4(void* shared, const void* global, bool there) {
-    if (there) memcpy(shared, global, 4);
-    else memset(shared, 0, 4);
-}
-inline void copies_end() {}
-template <int pending> void copies_arrive() {}
+inline void copy16(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 16); }
+inline void copy4(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 4); }
+inline void copies_end() { cuda_on_cpu::block->copies[thread_number()].closed++; }
+template <int pending> void copies_arrive() { cuda_on_cpu::block->copies[thread_number()].arrive(pending); }

@@ -6,6 +6,7 @@ It has the verbs of train_gpt2.Cuda, and imports nothing of that file: run as a 
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,13 +20,21 @@ from prepro_tinyshakespeare import (BF16, SIZES, UserError, available_memory, ca
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 
 
+def with_poison(text):
+    """CUDA text in which cuda.h's POISON(name) follows, on the same line, each __shared__ variable's declaration."""
+    def add(declaration):
+        bare = re.sub(r"<[^;]*>|\[[^]]*\]|\([^)]*\)", "", declaration[0])
+        return declaration[0] + "".join(f" POISON({name})" for name in re.findall(r"(\w+)\s*[,;]", bare))
+    return re.sub(r"(?<!extern )\b__shared__\s[^;]*;", add, text)
+
+
 def round_to_tf32(x):
     """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their inputs."""
     return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
 
 
 class Cpu:
-    """The CPU, all of its cores.
+    """The CPU, all of its cores. CUDA_ON_CPU_ORDER says in which order the threads of a block run: see set_order.
 
     dtype: "fp32" (the default), "tf32" or "bf16"; c and beside as for train_gpt2.Cuda. CXX names the compiler and
     CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. Raises UserError.
@@ -44,6 +53,7 @@ class Cpu:
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.library = ctypes.CDLL(str(self.build(sources)))
+        self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
             function.restype = ctypes.c_char_p
@@ -67,7 +77,8 @@ class Cpu:
                  "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", f"-D{self.dtype.upper()}", *self.compiled_for,
                  *os.environ.get("CXXFLAGS", "").split()]
         included = [HEADER, *sources]
-        source = "".join(f'#include "{path}"\n' for path in included)
+        source = f'#include "{HEADER}"\n'
+        source += "".join(f'#line 1 "{path}"\n{with_poison(path.read_text(encoding="utf-8"))}\n' for path in sources)
         source += "".join(f"CPU_KERNEL({name})\n" for name in self.kernels)
         # -### prints what the driver would run, and so what -march=native means on this processor.
         target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
@@ -97,6 +108,16 @@ class Cpu:
             raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
                             "set XDG_CACHE_HOME to a folder that can be written") from None
         raise UserError(f"{compiler} could not compile kernels.cu:\n{done.stderr.strip()}")
+
+    def set_order(self, order, name="order"):
+        """In which order the threads of a block run in all launches from now on: "forward"; "reverse"; or a whole
+        number from 1 on, which shuffles the warps, and the lanes of a warp anew after each wait. A kernel without races
+        gives the same bits in each. Raises UserError, which calls the order by this name."""
+        numbers = {"forward": 0, "reverse": -1}
+        if order not in numbers and not (re.fullmatch("[0-9]{1,10}", f"{order}") and 1 <= int(order) < 2**31):
+            raise UserError(f"{name} is {order}: expected forward, reverse, or a whole number from 1 to {2**31 - 1}, "
+                            "which shuffles the threads")
+        self.library.set_order(ctypes.c_int(numbers[order] if order in numbers else int(order)))
 
     def free_bytes(self):
         """How much memory there is to allocate."""
