@@ -73,6 +73,8 @@ def parse_flags(description, table, arguments=None, defaults=True):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for letter, name, kind, default, text in table:
         form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
+        if kind is SWITCH:  # by itself it means 1
+            form |= dict(nargs="?", const=1)
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(*filter(None, (letter, name)), default=default if defaults else None, help=text + shown,
                             **form)

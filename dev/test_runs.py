@@ -476,6 +476,11 @@ def refusals(device, folder):
                                   "-l", 0.02), (r"WARNING: --steps was 3 until step 3, and is 4", nothing, "-x", 4)):
         text = train(device, folder, damage(action), "-x", 3, *flags, "-y", 1)
         check(f"warned: {wish}", wish in text, text[-200:])
+    for flags in (("--dry-run",), ("--dry-run", 1), ("--dry-run", "-v", 0)):
+        text = train(device, folder, folder / "dry", "-n", 0, *flags)
+        ok = re.search(r"checkpoint +\| +0.00 GiB, and 0.00 GiB of state.*\nestimate +\| 12 steps of about", text)
+        ok = ok and not (folder / "dry").exists() and "step    1" not in text
+        check(f"{flags}: sizes and an estimate", ok, text[-300:])
     for wish, flags in ((r"--checkpoint-every: expected --output too", ("-n", 3)),
                         (r"--resume: expected --output too", ("-y", 1)),
                         (r"--checkpoints-kept: expected --checkpoint-every too", ("-nk", 3)),
