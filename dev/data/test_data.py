@@ -109,7 +109,8 @@ def start(program, folder, *flags, batch=200, die_at=0, pause=0):
     that. After each file it pauses."""
     code = COMMAND.format(paths=PATHS, program=program, batch=batch, die_at=die_at, pause=pause)
     return subprocess.Popen([sys.executable, "-c", code, *map(str, flags)], cwd=folder, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # not as a background job
 
 
 def finish(process):
