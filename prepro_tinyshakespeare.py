@@ -91,63 +91,30 @@ def parse_flags(description, table, arguments=None, defaults=True):
     return flags
 
 
-# The trainer's defaults where FLAGS has None: of any run, and of one that is not told what to train. The latter are
-# what dev/sweep.py found for tinyshakespeare, from random weights: about a minute on two cores, and seconds on a GPU.
-DEFAULTS = dict(batch_size=4, learning_rate=3e-4, schedule="cosine", warmup=0, final_fraction=1.0, beta2=0.999,
-                val_every=20, sample_every=20)
-SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95, val_every=50,
-                       sample_every=125),
-           "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120, final_fraction=0.3, val_every=100,
-                        sample_every=400)}
-DEFAULT_T = {"cpu": 64, "cuda": 1024}
-
-
-NEEDS = {  # flags that mean nothing without another one
-    "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
-    "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample"}
-
-
-def check_needs(flags):
-    """Raise UserError if one of the flags was given without the one that it needs."""
-    def called(name):
-        return f"--{name.replace('_', '-')}"
-
-    for name, needed in NEEDS.items():
-        known = flags.resume and needed.startswith("checkpoint")  # by the run that goes on
-        if getattr(flags, name) and getattr(flags, needed) in (None, 0) and not known:
-            raise UserError(f"{called(name)}: expected {called(needed)} too; --help says what they do")
-
-
-def set_defaults(flags, device, no_model):
-    """Set those of the flags that are None and have a default."""
-    scratch = SCRATCH[device] if no_model and (device == "cpu" or not flags.train_data) else {}
-    defaults = {name.removeprefix("--").replace("-", "_"): default for _, name, _, default, _ in FLAGS}
-    for name, value in (defaults | DEFAULTS | scratch).items():
-        if getattr(flags, name) is None:
-            setattr(flags, name, value)
-
-
-# The trainer's flags: letter, long name, type or choices, default (None: see above), what it is.
+# The trainer's flags: letter, long name, type or choices, default (None: see DEFAULTS), what it is.
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
 COUNT_OR_ALL = number(int, -1)
 
 
-def name(text):
+def named(text):
     """The type of a flag that names something."""
     if not text:
         raise argparse.ArgumentTypeError("expected a name, found nothing")
     return text
 
 
+named.__name__ = "name"  # as --help has it
+
+
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
 ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit"
 FLAGS = [
-    ("-i", "--train-data", name, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
+    ("-i", "--train-data", named, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
      "(default: tinyshakespeare, prepared if it is missing)"),
-    ("-j", "--val-data", name, None, "token file to validate on (default: -i's, with val for train)"),
-    ("-e", "--model", name, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it "
+    ("-j", "--val-data", named, None, "token file to validate on (default: -i's, with val for train)"),
+    ("-e", "--model", named, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it "
      "is here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
-    ("-o", "--output", name, None, "folder for main.log and checkpoints; one comes at the end (default: none)"),
+    ("-o", "--output", named, None, "folder for main.log and checkpoints; one comes at the end (default: none)"),
     ("-n", "--checkpoint-every", COUNT_OR_0, 0, "steps between checkpoints that -y 1 can go on from; 0 for none"),
     ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "the newest so many of them are kept; 0: all"),
     ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "those of multiples of so many steps are kept forever; 0 for none"),
@@ -180,14 +147,49 @@ FLAGS = [
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
     (None, "--recompute", SWITCH, 0, "1: compute norms and what is inside of the MLP again: less memory, slower"),
-    (None, "--hellaswag", name, None, "file of dev/data/hellaswag.py to score at each validation but the first"),
+    (None, "--hellaswag", named, None, "file of dev/data/hellaswag.py to score at each validation but the first"),
     (None, "--sample", str, None, "go on with this text, for -g tokens, and do not train"),
     (None, "--temperature", RATE, 1.0, "of --sample: below 1 likely tokens are likelier still; 0: only the likeliest"),
     (None, "--top-k", COUNT_OR_0, 0, "of --sample: choose among so many tokens; 0: all"),
     (None, "--dry-run", SWITCH, 0, "1: print sizes and an estimate of the time, and do not train"),
-    (None, "--replay", name, None, "find what was not finite in a step, from the file that a run wrote of it"),
+    (None, "--replay", named, None, "find what was not finite in a step, from the file that a run wrote of it"),
     (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, q.k / sqrt(HS))"),
 ]
+
+# The trainer's defaults where FLAGS has None: of any run, and of one that is not told what to train. The latter are
+# what dev/sweep.py found for tinyshakespeare, from random weights: about a minute on two cores, and seconds on a GPU.
+DEFAULTS = dict(batch_size=4, learning_rate=3e-4, schedule="cosine", warmup=0, final_fraction=1.0, beta2=0.999,
+                val_every=20, sample_every=20)
+SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95, val_every=50,
+                       sample_every=125),
+           "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120, final_fraction=0.3, val_every=100,
+                        sample_every=400)}
+DEFAULT_T = {"cpu": 64, "cuda": 1024}
+NEEDS = {  # flags that mean nothing without another one
+    "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
+    "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample"}
+
+
+def check_needs(flags):
+    """Raise UserError if one of the flags was given without the one that it needs."""
+    def called(name):
+        return f"--{name.replace('_', '-')}"
+
+    for name, needed in NEEDS.items():
+        known = flags.resume and needed.startswith("checkpoint")  # by the run that goes on
+        if getattr(flags, name) and getattr(flags, needed) in (None, 0) and not known:
+            raise UserError(f"{called(name)}: expected {called(needed)} too; --help says what they do")
+    if flags.hellaswag and flags.val_every == 0:
+        raise UserError("--hellaswag: is scored at each validation, and -v 0 makes none: expected another -v")
+
+
+def set_defaults(flags, device, no_model):
+    """Set those of the flags that are None and have a default."""
+    scratch = SCRATCH[device] if no_model and (device == "cpu" or not flags.train_data) else {}
+    defaults = {name.removeprefix("--").replace("-", "_"): default for _, name, _, default, _ in FLAGS}
+    for name, value in (defaults | DEFAULTS | scratch).items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
 
 
 # ---- The terminal, and signals

@@ -485,6 +485,7 @@ def refusals(device, folder):
                         (r"--resume: expected --output too", ("-y", 1)),
                         (r"--checkpoints-kept: expected --checkpoint-every too", ("-nk", 3)),
                         (r"--checkpoints-major: expected --checkpoints-kept too", ("-nm", 3)),
+                        (r"--hellaswag: is scored at each validation", ("--hellaswag", "x.bin", "-v", 0)),
                         (r"--top-k: expected --sample too", ("--top-k", 3)),
                         (r"--sample: expected -e too", ("--sample", "O")),
                         (r"-o/--output: expected a name, found nothing", ("-o", "")),
