@@ -1,7 +1,6 @@
 """The CPU as a device for train_gpt2.py: kernels.cu compiled by g++ or clang++ with cuda.h, and NumPy's BLAS.
 
-It has the verbs of train_gpt2.Cuda, and imports nothing of that file: run as a script, the trainer is the module
-`__main__`, and an import would make a second one.
+It has the verbs of train_gpt2.Cuda, and imports nothing of that file.
 """
 import ctypes
 import hashlib

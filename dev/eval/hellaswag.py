@@ -13,8 +13,7 @@ examples, the bytes of the longest), then uint16:
     n, n tokens                                              the context
     n, n tokens   four times                                 the completions
 
-Tokens are GPT-2's. train_gpt2.py takes `read_examples` and `score` from here, which is why nothing of the trainer is
-imported before main(): run as a script, the trainer is the module `__main__`, and an import would make a second one.
+Tokens are GPT-2's. train_gpt2.py takes `read_examples` and `score` from here.
 """
 import sys
 from pathlib import Path
