@@ -436,8 +436,9 @@ class Cuda:
         self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
         hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
-        module = cupy.RawModule(code="".join(path.read_text(encoding="utf-8") for path in sources), options=(
-            *self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for))
+        code = "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in sources)
+        options = *self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for
+        module = cupy.RawModule(code=code, options=options)
         self.kernels = read_kernels(sources)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
