@@ -1,0 +1,467 @@
+"""Do the tests of the kernels bite? Change one line of a kernel at a time, and see that its tests fail.
+
+    python dev/mutants.py                    # all mutants: prints those that survive, and the time
+    python dev/mutants.py adamw              # those of one kernel of the lab
+    python dev/mutants.py --draw 6           # so many, drawn by the commit: for CI
+
+A mutant is a change to kernels.cu, to dev/llama3/llama3.cu, or to a file of the kernel lab. Each is made in a copy of
+the repository, where the versions of one kernel are checked as the lab checks them, on the CPU, until the first
+failure: for a file of the lab all of its versions, for the others the trainer's. A mutant that passes has survived, and
+calls for a better problem in dev/cuda. Before its mutants, the kernel itself must pass.
+
+Beside the table there is a mutant for each barrier, taken out. UNSEEN lists what no order of threads can show, and why.
+"""
+import argparse
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+TOP = Path(__file__).resolve().parent.parent
+KERNELS, LLAMA = "kernels.cu", "dev/llama3/llama3.cu"
+
+
+class Mutant(NamedTuple):
+    kind: str
+    kernel: str  # of the lab, whose problem must notice it
+    dtype: str
+    where: str  # the function, whose first line is the first that has its name and a parenthesis; "" is the whole file
+    old: str  # found there exactly once
+    new: str
+    file: str = KERNELS
+
+
+def of_lab(kernel, *rows, dtype="fp32"):
+    return [Mutant(kind, kernel, dtype, where, old, new, f"dev/cuda/{kernel}.cu") for kind, where, old, new in rows]
+
+
+def of(kernel, *rows, dtype="fp32", file=KERNELS):
+    return [Mutant(kind, kernel, dtype, where, old, new, file) for kind, where, old, new in rows]
+
+
+CUT_OFF = ("rounding", "from_float(real&", "two_bf16(x, 0.0f)", "__float_as_uint(x) >> 16")
+
+TABLE = [
+    # ---- kernels.cu
+    *of("encoder_forward",
+        ("mask", "encoder_forward", "row >= N", "row > N"),
+        ("index", "encoder_forward", "row % T", "row / T"),
+        ("stride", "encoder_forward", "c = 4 * (i % packs)", "c = 2 * (i % packs)"),
+        ("missing term", "encoder_forward", "x = x + load<4>(wpe", "x = load<4>(wpe")),
+    *of("encoder_backward",
+        ("bound", "encoder_backward_wte", "w < 8; w++", "w < 7; w++"),
+        ("stride", "encoder_backward_wte", "j < length; j += 8", "j < length; j += 9"),
+        ("missing term", "encoder_backward_wte", "load<W>(d) + sum", "sum"),
+        ("index", "encoder_backward_wte", "tokens[order[begin]]", "tokens[begin]"),
+        ("mask", "encoder_backward_wte", "warp > 0 || c >= C", "warp > 0 || c > C"),
+        ("bound", "encoder_backward_wpe", "b < B", "b + 1 < B"),
+        ("missing term", "encoder_backward_wpe", "Pack<W> sum = load<W>(dwpe + i)", "Pack<W> sum = {}")),
+    *of("layernorm_forward",
+        ("constant", "residual_layernorm_forward", " + 1e-5f", ""),
+        ("constant", "residual_layernorm_forward", "warp_sum(sum) / C;", "warp_sum(sum) / (C - 1);"),
+        ("missing term", "residual_layernorm_forward", " + b[i]", ""),
+        ("missing term", "residual_layernorm_forward", "(x[k][i] - m) * (x[k][i] - m)", "x[k][i] * x[k][i]"),
+        ("missing term", "residual_layernorm_forward", "store(copy + start + c, x[k]);", ""),
+        ("index", "residual_layernorm_forward", "load<4>(bias + c)", "load<4>(weight + c)")),
+    *of("fused_residual_forward",
+        ("missing term", "residual_layernorm_forward", "EACH_PACK(4) store(residual + start + c, x[k]);", ""),
+        ("missing term", "residual_layernorm_forward", "x[k] = x[k] + load<4>(branch", "x[k] = load<4>(branch")),
+    *of("layernorm_again",
+        ("missing term", "layernorm_again", " * rstd[row]", ""),
+        ("index", "row_of_number", "(C / W)", "(C / W + 1)")),
+    *of("layernorm_backward",
+        ("missing term", "layernorm_backward", " - average_dnorm - norm", " - norm"),
+        ("missing term", "layernorm_backward", "norm * average_dnorm_norm", "average_dnorm_norm"),
+        ("missing term", "layernorm_backward", "g[i] += s *", "g[i] = s *"),
+        ("missing term", "layernorm_backward", "sums[1][k][i] += d[i];", "sums[1][k][i] += d[i] * w[i];"),
+        ("missing term", "layernorm_backward", "sums[2][k][i] += g[i];", "sums[2][k][i] += d[i];"),
+        ("index", "layernorm_backward", "next_mean = mean[row + step]", "next_mean = mean[row]"),
+        ("missing wait", "layernorm_backward", "copies_arrive<1>();", ""),
+        ("missing wait", "layernorm_backward", "copies_arrive<0>();", ""),
+        ("index", "layernorm_backward", "stage ^= 1", "stage ^= 0"),
+        ("bound", "layernorm_backward", "w = 0; w < warps", "w = 1; w < warps")),
+    *of("matmul_backward_bias",
+        ("stride", "add_columns", "row += 32 * shares", "row += 32"),
+        ("index", "add_columns", "32 * share + group", "share + group"),
+        ("missing term", "add_columns", "out[column] += total", "out[column] = total"),
+        ("bound", "add_columns", "g < 32", "g < 31"),
+        ("index", "add_partials", "blockIdx.y == 0 ? out1", "blockIdx.y == 1 ? out1")),
+    *of("gelu_forward",
+        ("constant", "gelu(", "0.044715f", "0.0447f"),
+        ("constant", "", "1.595769122f", "1.5957f"),
+        ("mask", "gelu_forward", "store(out + i, x);", "store(out + i, x), out[(size_t)N * OC] = out[i];")),
+    *of("gelu_forward",
+        ("stride", "first_number", "W * ((size_t)", "4 * ((size_t)"),
+        ("rounding", "gelu_forward", "x[j] = gelu(x[j]);", "x[j] = gelu(x[j]) * (i + j == 77 ? 1.2f : 1.0f);"),
+        CUT_OFF, dtype="bf16"),
+    *of("gelu_backward",
+        ("constant", "gelu_derivative", "3.0f *", "2.0f *"),
+        ("constant", "gelu_derivative", "(x + 0.044715f", "(x + 0.0447f"),
+        ("missing term", "gelu_derivative", " * (1.0f - g)", ""),
+        ("missing term", "gelu_backward", "d[j] *= gelu", "d[j] = gelu")),
+    *of("classifier_fused",
+        ("mask", "classify_rows", "if (v + i >= V) l[i]", "if (v + i > V) l[i]"),
+        ("missing term", "classify_rows", "sum *= exponential(before - largest)", "sum *= 1.0f"),
+        ("missing term", "classify_rows", "logf(sum) + top -", "logf(sum) -"),
+        ("missing term", "classify_rows", "v + i == target ? dloss : 0.0f", "v + i == target ? 1.0f : 0.0f"),
+        ("missing term", "classify_rows", "dloss / sum", "1.0f / sum"),
+        ("bound", "classify_rows", "two_rows || v < kept ? cached", "two_rows || v <= kept ? cached"),
+        ("missing wait", "classify_rows", "copies_arrive<1>()", "copies_arrive<2>()"),
+        ("index", "classify_rows", "stage ^= two_rows", "stage ^= 1"),
+        ("mask", "classify_rows", "if (!with_gradient) continue;", "")),
+    *of("crossentropy_forward",
+        ("constant", "", "LOWEST = -3.402823466e38f", "LOWEST = -30.0f"),
+        ("bound", "warp_max", "distance = 16", "distance = 8"),
+        ("bound", "block_reduce", "lane < warps", "lane < warps - 1")),
+    *of("global_norm",
+        ("missing term", "global_norm", "g[j] * g[j]", "g[j]"),
+        ("missing term", "global_norm", ", norm[1] = 0.0f", ""),
+        ("bound", "global_norm", "i < (int)gridDim.x;", "i + 1 < (int)gridDim.x;"),
+        ("bound", "warp_sum", "distance = 16", "distance = 8")),
+    *of("add_loss",
+        ("missing term", "add_loss", "(accumulate ? verdict->loss : 0.0f)", "verdict->loss"),
+        ("missing term", "add_loss", "share * sum", "sum")),
+    *of("judge",
+        ("index", "z_score", "seen % WINDOW", "(seen + 1) % WINDOW"),
+        ("mask", "z_score", "seen < WINDOW", "seen <= WINDOW"),
+        ("constant", "z_score", "/ deviation : 0.0", "/ deviation : 1.0"),
+        ("mask", "judge", " && v.norm <= -LOWEST", ""),
+        ("missing term", "judge", "count + !v.stopped", "count + 1"),
+        ("mask", "judge", "loss_z > settings->loss_limit", "loss_z < settings->loss_limit"),
+        ("mask", "judge", "settings->norm_limit > 0.0f &&", "")),
+    *of("adamw",
+        ("missing term", "adamw", " + a.eps)", ")"),
+        ("missing term", "adamw", "sqrtf(m2[j] * a.correction2) + a.eps", "sqrtf(m2[j] * a.correction2 + a.eps)"),
+        ("mask", "adamw", "norm > a.clip", "norm > 0.0f"),
+        ("mask", "adamw", "a.clip > 0.0f &&", ""),
+        ("mask", "adamw", "decayed[tensor] ?", "decayed[0] ?"),
+        ("mask", "adamw", "if (!verdict->update) return;", ""),
+        ("bound", "adamw", "starts[tensor + half] <= i", "starts[tensor + half] < i"),
+        ("constant", "adamw", "half = 16", "half = 8"),
+        ("missing term", "adamw", " * a.correction1", ""),
+        ("missing term", "adamw", "g[j] * g[j] - m2[j]", "g[j] - m2[j]")),
+    *of("adamw", CUT_OFF, dtype="bf16"),
+    *of("residual_forward", CUT_OFF, dtype="bf16"),
+    *of("swiglu_forward", CUT_OFF, dtype="bf16"),
+    *of("rope_forward", CUT_OFF, dtype="bf16"),
+    *of("rmsnorm_forward", CUT_OFF, dtype="bf16"),
+    *of("attention_forward",
+        ("mask", "hide_future", "c > r", "c >= r"),
+        ("missing term", "attention_forward", "power_of_2(scale2 * (before - now))", "1.0f"),
+        ("index", "row_sum", "__shfl_xor_sync(FULL_WARP, x, 2)", "__shfl_xor_sync(FULL_WARP, x, 1)"),
+        ("missing term", "attention_forward", " + log2f(total[m][half])", ""),
+        ("bound", "load_tile", "first + row < T", "first + row <= T"),
+        ("index", "attention_forward", "load_stage(stage ^ 1, key + KEYS)", "load_stage(stage, key + KEYS)"),
+        ("missing wait", "tiles_arrive", "copies_arrive<0>();", ""),
+        ("mask", "relu_of", "x <= 0.0f ? 0.0f : x", "x")),
+    *of("attention_backward",
+        ("mask", "hide_future", "r > c :", "r >= c :"),
+        ("missing term", "dscores_from_dweights", " - delta(m, n, i)", ""),
+        ("missing term", "attention_backward_q", "dq, [&](int, int) { return scale; }",
+         "dq, [&](int, int) { return 1.0f; }"),
+        ("missing term", "attention_backward_kv", "dv, [&](int, int) { return 1.0f; }",
+         "dv, [&](int, int) { return scale; }"),
+        ("index", "attention_backward_q", "sum, 16)", "sum, 8)"),
+        ("index", "part_of_block", "blocks - 1 - place", "blocks - place")),
+    *of("gqa_backward",
+        ("index", "part_of_block", "own * NKV / of_sequence", "own % NKV"),
+        ("index", "attention_backward_kv", "next = part.first, head++", "next = 0, head++"),
+        ("bound", "attention_backward_kv", "heads = NH / NKV", "heads = 1")),
+    # ---- llama3.cu
+    *of("rmsnorm_forward",
+        ("constant", "residual_rmsnorm_forward", " + eps", ""),
+        ("index", "sum_over_row", "warp / ROW_WARPS * ROW_WARPS + w", "w"),
+        ("index", "sum_over_row", "of_warp[turn % 2][warp] = x", "of_warp[0][warp] = x"),
+        ("missing term", "residual_rmsnorm_forward", "s * w[i]", "s"), file=LLAMA),
+    *of("rmsnorm_again", ("missing term", "rmsnorm_again", "rstd[row] * w[j]", "w[j]"), file=LLAMA),
+    *of("rmsnorm_backward",
+        ("missing term", "rmsnorm_backward", " - norm * average", ""),
+        ("missing term", "rmsnorm_backward", "g[i] += s *", "g[i] = s *"),
+        ("missing wait", "rmsnorm_backward", "copies_arrive<STAGES - 1>();", ""),
+        ("bound", "rmsnorm_backward", "i < ROWS_AT_ONCE", "i < 1"), file=LLAMA),
+    *of("rope_table",
+        ("constant", "frequency_of_pair", "(4.0f - 1.0f)", "4.0f"),
+        ("mask", "frequency_of_pair", "turns >= 4.0f", "turns >= 3.0f"),
+        ("stride", "rope_table", "(float)(at / pairs)", "(float)(at / HS)"), file=LLAMA),
+    *of("rope_forward",
+        ("index", "turn_pairs", "token % T", "token / T"),
+        ("missing term", "turn_pairs", "before * sine + v[j + 1]", "v[j] * sine + v[j + 1]"),
+        ("stride", "turn_pairs", "y = x + HS / 2", "y = x + HS / 2 - 1"), file=LLAMA),
+    *of("rope_backward", ("constant", "rope_backward", "-1.0f", "1.0f"), file=LLAMA),
+    *of("swiglu_forward",
+        ("index", "swiglu_forward", " + (size_t)row_of_number(i, H) * H", ""),
+        ("missing term", "swiglu_forward", "1.0f + exponential", "exponential"), file=LLAMA),
+    *of("swiglu_backward",
+        ("missing term", "swiglu_backward", "1.0f + gate[j] *", "gate[j] *"),
+        ("index", "swiglu_backward", "store(dinp + at + H, gate)", "store(dinp + at, gate)"), file=LLAMA),
+    # ---- the lab's versions
+    *of_lab("layernorm_forward",
+            ("constant", "layernorm_forward1", " + 1e-5f", ""),
+            ("constant", "layernorm_forward2_rstd", " + 1e-5f", ""),
+            ("constant", "layernorm_forward3", " + 1e-5f", ""),
+            ("constant", "layernorm_forward4", " + 1e-5f", ""),
+            ("index", "layernorm_forward2_normalize", "i % C", "i / C")),
+    *of_lab("fused_residual_forward", ("constant", "fused_residual_forward2", " + 1e-5f", "")),
+    *of_lab("layernorm_backward",
+            ("missing term", "layernorm_backward1", " - sum_dnorm / C", ""),
+            ("missing term", "layernorm_backward2", "s * (d * to_float(weight[c])", "s * (d")),
+    *of_lab("softmax_forward",
+            ("missing term", "softmax_forward1", "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
+            ("missing term", "softmax_forward2", "top = block_reduce<warp_max>(top, LOWEST)", "top = 0.0f"),
+            ("mask", "softmax_forward2", "v < V ? expf", "v <= V ? expf"),
+            ("bound", "softmax_forward4", "row + gridDim.x < (unsigned)N", "row + 1 < N")),
+    *of_lab("crossentropy_forward",
+            ("missing term", "crossentropy_forward2", "logf(sum) + top", "logf(sum)")),
+    *of_lab("crossentropy_softmax_backward",
+            ("mask", "crossentropy_softmax_backward2", "v + i < V ?", "v + i <= V ?"),
+            ("index", "crossentropy_softmax_backward1", "dlosses[row]", "dlosses[0]")),
+    *of_lab("classifier_fused",
+            ("missing term", "classifier_fused3", "sum *= expf(largest - now)", "sum *= 1.0f"),
+            ("missing term", "classifier_fused4", "norm = dloss / sum", "norm = 1.0f / sum"),
+            ("missing term", "classifier_fused1", " - (v == targets[row] ? 1.0f : 0.0f)", "")),
+    *of_lab("encoder_forward", ("index", "encoder_forward1", "row % T", "row / T")),
+    *of_lab("encoder_backward", ("index", "encoder_backward2", "row % T", "row / T")),
+    *of_lab("residual_forward",
+            ("mask", "residual_forward2", "i < (size_t)N * C", "i <= (size_t)N * C"),
+            ("missing term", "residual_forward1", " + to_float(inp2[i])", "")),
+    *of_lab("gelu_forward", ("constant", "gelu(", "0.044715f", "0.0447f")),
+    *of_lab("gelu_backward", ("constant", "derivative", "3.0f *", "2.9f *")),
+    *of_lab("global_norm", ("bound", "global_norm2", "i < n;", "i + 1 < n;")),
+    *of_lab("adamw",
+            ("missing term", "adamw1_step", " + a.eps", ""),
+            ("missing term", "adamw2", "sqrtf(v[i] * a.correction2) + a.eps", "sqrtf(v[i] * a.correction2 + a.eps)"),
+            ("mask", "clip_factor", "norm > a.clip", "norm > 0.0f"),
+            ("mask", "adamw2", "decayed[tensor] ?", "decayed[0] ?")),
+    *of_lab("adamw", ("rounding", "adamw2", "from_float(params[i], p)",
+                      "params[i].bits = __float_as_uint(p) >> 16"), dtype="bf16"),
+    *of_lab("matmul_forward",
+            ("mask", "matmul_forward2", "row < N && o < OC", "row < N && o <= OC"),
+            ("mask", "matmul_forward3", "row + i / 8 < N ?", "row + i / 8 <= N ?"),
+            ("stride", "matmul_forward4", "s + j % 4;", "s + j / 4;"),
+            ("missing wait", "matmul_forward5", "copies_arrive<0>();", ""),
+            ("missing term", "matmul_forward5", " + to_float(bias[column])", "")),
+    *of_lab("matmul_backward",
+            ("missing term", "multiply_weight", "[(size_t)o * C + c] += sum", "[(size_t)o * C + c] = sum"),
+            ("mask", "multiply(", "k0 + k < size ?", "k0 + k <= size ?"),
+            ("index", "matmul_backward1_weight", "row * OC + o", "row * OC")),
+    *of_lab("matmul_backward_bias", ("stride", "matmul_backward_bias2", "row += gridDim.y", "row += gridDim.y + 1")),
+    *of_lab("attention_forward",
+            ("missing term", "attention_forward1", "expf(a[s] - top)", "expf(a[s])"),
+            ("mask", "attention_forward2_softmax", "s <= row % T; s += 32) {", "s < row % T; s += 32) {"),
+            ("missing term", "attention_forward3", "sum *= factor, top = now;", "top = now;"),
+            ("mask", "attention_forward3", "key + s > t", "key + s >= t")),
+    *of_lab("attention_backward",
+            ("missing term", "attention_backward2_q", " - my_delta", ""),
+            ("bound", "attention_backward2_v", "max(0, t - query)", "0")),
+    *of_lab("relu_attention_forward",
+            ("missing term", "relu_attention_forward1", "fmaxf(0.0f, scale * score)", "scale * score"),
+            ("bound", "relu_attention_forward2", "t + 1 - key", "t - key")),
+    *of_lab("trimat_forward",
+            ("mask", "trimat_forward3", "s <= t)", "s < t)"),
+            ("missing term", "trimat_forward2", "scale * sum)", "sum)")),
+    *of_lab("permute", ("index", "permute2", "which = blockIdx.y % 3", "which = blockIdx.y / 3 % 3")),
+    *of_lab("unpermute", ("index", "unpermute1", "i / head / NH % T", "i / head / T % T")),
+    *of_lab("rmsnorm_forward",
+            ("constant", "rmsnorm_forward1", " + eps", ""),
+            ("constant", "rmsnorm_forward3", " + eps", "")),
+    *of_lab("rmsnorm_backward",
+            ("missing term", "rmsnorm_backward3", " - norm[p][i] * average", ""),
+            ("bound", "rmsnorm_backward3", "w = 0; w < warps", "w = 1; w < warps")),
+    *of_lab("rope_forward", ("missing term", "rope_forward2", "left * cosine - right * sine", "left * cosine")),
+    *of_lab("rope_backward", ("constant", "rope_backward1", "left * cosine + right * sine",
+                              "left * cosine - right * sine")),
+    *of_lab("swiglu_forward", ("missing term", "swiglu_forward1", " * gate / (1.0f", " / (1.0f")),
+    *of_lab("swiglu_backward", ("missing term", "swiglu_backward1", "1.0f + gate *", "gate *")),
+    *of_lab("repeat_kv_forward", ("index", "repeat_kv_forward2", "h / (NH / NKV)", "h % NKV")),
+    *of_lab("repeat_kv_backward", ("index", "repeat_kv_backward1", "h / (NH / NKV)", "h % NKV")),
+    *of_lab("gqa_forward",
+            ("index", "gqa_forward1", "h / (NH / NKV)", "h % NKV"),
+            ("mask", "gqa_forward1", "s <= t;", "s < t;")),
+    *of_lab("gqa_backward", ("missing term", "gqa_backward2_kv", " - delta[of_query]", "")),
+]
+
+# Which kernels of the lab notice that a barrier of these functions of kernels.cu and llama3.cu is missing.
+BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "encoder_backward",
+            "layernorm_backward": "layernorm_backward", "add_columns": "matmul_backward_bias",
+            "tiles_arrive": "attention_forward", "attention_backward_q": "attention_backward",
+            "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "judge", "judge": "judge",
+            "sum_over_row": "rmsnorm_forward", "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table"}
+
+# (function, number of the barrier in it): why no order of threads can show that it is missing.
+UNSEEN = {}
+
+BARRIER = re.compile(r"__sync(threads|warp)\(\);")
+DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
+
+
+def barriers():
+    """A Mutant for each barrier of kernels.cu, of llama3.cu and of the lab, but those that are UNSEEN. Its kind names
+    the barrier by its number in its function."""
+    files = [KERNELS, LLAMA, *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
+    for file in files:
+        text = without_comments((TOP / file).read_text(encoding="utf-8"))
+        starts = [(found.start(), found[1]) for found in DEFINITION.finditer(text)]
+        counts = {}
+        for found in BARRIER.finditer(text):
+            function = [name for start, name in starts if start < found.start()][-1]
+            counts[function] = number = counts.get(function, 0) + 1
+            if (function, number) not in UNSEEN:
+                kernel = BARRIERS[function] if file in (KERNELS, LLAMA) else Path(file).stem
+                yield Mutant(f"barrier {number}", kernel, "fp32", function, found[0], "", file)
+
+
+def without_comments(text):
+    """The text with comments and launch bounds as blanks, so that every place in it stays where it is."""
+    return re.sub(r"//.*|__launch_bounds__\(.*?\)", lambda found: " " * len(found[0]), text)
+
+
+def mutated(mutant):
+    """The mutant's file as a text. Raises SystemExit unless the place is found exactly once."""
+    text = (TOP / mutant.file).read_text(encoding="utf-8")
+    code, begin, end = without_comments(text), 0, len(text)
+    if mutant.where:
+        name = mutant.where if "(" in mutant.where else f"{mutant.where}("
+        begin = code.find(name)
+        end = code.find("\n}\n", begin)
+    number = re.fullmatch(r"barrier (\d+)", mutant.kind)
+    places = [begin + found.start() for found in re.finditer(re.escape(mutant.old), code[begin:end])]
+    if number:
+        places = [begin + found.start() for found in BARRIER.finditer(code[begin:end])][int(number[1]) - 1 :][:1]
+    if begin < 0 or len(places) != 1:
+        sys.exit(f"{mutant.file}, {mutant.where}: {mutant.old!r} is there {len(places)} times, and must be once")
+    return text[: places[0]] + mutant.new + text[places[0] + len(mutant.old) :]
+
+
+# ---- In a copy: check one kernel until its first failure
+
+
+def check_kernel(name, dtype, trainer_only):
+    """Check the versions of a kernel, or only the trainer's. Returns None, or a line that says what is wrong."""
+    sys.path.insert(0, str(TOP))
+    from dev.cuda.kernel import Bench, find_kernel, model_of, parse_sizes, words
+    from dev.cuda.lab import files_of
+    from train_gpt2 import Config, make_device
+    kernel, devices = find_kernel(name), {}
+    versions = [version for version in kernel.versions if version.trainer or not trainer_only]
+    for text in (*kernel.checks, *(kernel.trainer_checks if trainer_only else ())):
+        sizes = parse_sizes(text)
+        C, NH = model_of(kernel, sizes)
+        if (C, NH) not in devices:
+            devices[C, NH] = make_device("cpu", dtype, Config(C=C, NH=NH), beside=files_of([name]))
+        bench = Bench(kernel, devices[C, NH], sizes)
+        for version in versions:
+            for choice in version.choices(devices[C, NH], few=True) if bench.fits(version) else ():
+                try:
+                    verdict = bench.check(version, choice)
+                except Exception as e:
+                    return f"{version.what}, {text} {words(choice)}: {' '.join(str(e).split())}"
+                if verdict.place is not None:
+                    return f"{version.what}, {text} {words(choice)}: {verdict}"
+
+
+# ---- The program
+
+
+class Copy:
+    """A copy of the repository's code, to mutate."""
+
+    def __init__(self, folder):
+        self.top = Path(folder)
+        names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "kernels.cu", "dev/cpu", "dev/cuda", "dev/llama3",
+                 "dev/mutants.py")
+        for name in names:
+            (self.top / name).parent.mkdir(parents=True, exist_ok=True)
+            if (TOP / name).is_dir():
+                shutil.copytree(TOP / name, self.top / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(TOP / name, self.top / name)
+
+    def check(self, kernel, dtype, file, seconds=600):
+        """None if the kernel passes in the copy; or what is wrong, in a line."""
+        environment = {**os.environ, "XDG_CACHE_HOME": str(self.top / "cache"), "OMP_NUM_THREADS": "1",
+                       "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": "-O1"}  # compiled in half of the time
+        whose = "trainer" if file in (KERNELS, LLAMA) else "all"
+        command = [sys.executable, self.top / "dev/mutants.py", kernel, "--check-here", dtype, whose]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"did not end within {seconds} s"
+        finally:
+            shutil.rmtree(self.top / "cache", ignore_errors=True)
+        if "could not compile" in done.stdout + done.stderr:
+            sys.exit(f"a mutant of {kernel} does not compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        if done.returncode < 0:
+            return f"ended by signal {-done.returncode}"
+        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        return None if done.returncode == 0 else last[0] if last else "failed"
+
+    def try_mutant(self, mutant):
+        path = self.top / mutant.file
+        original = path.read_text(encoding="utf-8")
+        path.write_text(mutated(mutant), encoding="utf-8")
+        try:
+            return self.check(mutant.kernel, mutant.dtype, mutant.file)
+        finally:
+            path.write_text(original, encoding="utf-8")
+
+
+def title(mutant):
+    change = f"{mutant.old} -> {mutant.new or 'nothing'}"
+    return f"{mutant.kernel:28} {mutant.dtype} {mutant.kind:13} {Path(mutant.file).name}, {mutant.where}: {change}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Change kernels, and see that their tests fail.")
+    parser.add_argument("kernel", nargs="?", help="only the mutants of this kernel of the lab")
+    parser.add_argument("--draw", type=int, metavar="N", help="only so many, drawn by the commit")
+    parser.add_argument("--list", action="store_true", help="print them and do nothing")
+    parser.add_argument("--check-here", nargs=2, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.check_here:
+        wrong = check_kernel(flags.kernel, flags.check_here[0], flags.check_here[1] == "trainer")
+        print(wrong or "right")
+        return 1 if wrong else 0
+    mutants = [*TABLE, *barriers()]
+    for mutant in mutants:
+        mutated(mutant)
+    if flags.kernel:
+        mutants = [mutant for mutant in mutants if mutant.kernel == flags.kernel]
+    if flags.draw:
+        commit = subprocess.run(["git", "-C", TOP, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        print(f"{flags.draw} of {len(mutants)} mutants, drawn by the commit {commit[:10]}")
+        mutants = random.Random(commit).sample(mutants, min(flags.draw, len(mutants)))
+    if flags.list:
+        print("\n".join(map(title, mutants)))
+        return 0
+    began, survivors, cores = time.monotonic(), [], os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(cores) as pool:
+        copies = [Copy(Path(folder) / str(i)) for i in range(cores)]
+
+        def with_copy(work):
+            copy = copies.pop()
+            try:
+                return work(copy)
+            finally:
+                copies.append(copy)
+
+        keys = sorted({(mutant.kernel, mutant.dtype, mutant.file) for mutant in mutants})
+        for key, wrong in zip(keys, pool.map(lambda key: with_copy(lambda copy: copy.check(*key)), keys)):
+            if wrong:
+                sys.exit(f"{' '.join(key)} fails as it is, so its mutants say nothing: {wrong}")
+        found = pool.map(lambda mutant: with_copy(lambda copy: copy.try_mutant(mutant)), mutants)
+        for mutant, wrong in zip(mutants, found):
+            print(f"{'killed  ' if wrong else 'SURVIVED'} {title(mutant)}\n         {wrong or ''}".rstrip(), flush=True)
+            survivors += [mutant] * (not wrong)
+    print(f"{len(mutants)} mutants, {len(survivors)} survived, {time.monotonic() - began:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
