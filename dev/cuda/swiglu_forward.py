@@ -4,7 +4,7 @@ import numpy as np
 from dev.cuda.formulas import swiglu
 from dev.cuda.kernel import Kernel, Version, in_parts
 
-ROWS_H = ("B=1,T=1,H=32", "B=3,T=9,H=96", "B=1,T=5,H=2048")
+ROWS_H = ("B=1,T=1,H=264", "B=3,T=9,H=96", "B=1,T=5,H=2048")
 ODD_ROWS_H = ("B=1,T=1,H=2056", "B=1,T=9,H=264")  # the trainer's alone
 
 
