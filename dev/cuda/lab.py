@@ -71,7 +71,9 @@ class Report(NamedTuple):
 
 
 def files_of(names):
-    return [path for path in (LLAMA, LAB / "tiles.cu", *(LAB / f"{name}.cu" for name in names)) if path.exists()]
+    """What is compiled behind kernels.cu for these kernels."""
+    every = dict.fromkeys(name for first in names for name in (first, *find_kernel(first).beside))
+    return [path for path in (LLAMA, LAB / "tiles.cu", *(LAB / f"{name}.cu" for name in every)) if path.exists()]
 
 
 @functools.cache
