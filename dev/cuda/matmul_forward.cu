@@ -130,18 +130,14 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward4(
         }
 }
 
-// Tensor cores. A warp multiplies 16 x 16 by 16 x 8 in one instruction, in bf16 2,048 multiplications where the other
-// kernels do 32. Eight warps have 64 x 32 elements each of a block's 128 x 128. Tiles of 128 bytes of each row come
-// by asynchronous copies that need no registers; one of two stages is filled while the other is multiplied. With fp32
-// a product is three of TF32 halves. What cuBLAS has beyond this is Hopper's wgmma, which reads its tiles from shared
-// memory by itself; mma.sync can not keep those tensor cores busy.
-BLOCK(256, 128, 128)
-extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
-    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N, int C, int OC) {
+namespace matmul_forward {
+
+// 128 x 128 elements of out, from `row` and `o` on, by mma.sync: a block of eight warps that have 64 x 32 each.
+__device__ __forceinline__ void multiply_tile(real* __restrict__ out, const real* __restrict__ inp,
+                                              const real* __restrict__ weight, const real* __restrict__ bias, int N,
+                                              int C, int OC, int row, int o) {
     DYNAMIC_SHARED(real, shared);  // (2, 2, 128, tiles::LD): two stages of inp and weight
-    int row = 128 * blockIdx.y, o = 128 * blockIdx.x, warp = threadIdx.x / 32;
-    int r = warp / 4 * 64, s = warp % 4 * 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    int warp = threadIdx.x / 32, r = warp / 4 * 64, s = warp % 4 * 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
     auto tile = [&](int stage, int which) { return shared + (2 * stage + which) * 128 * tiles::LD; };
     auto load_stage = [&](int stage, int c) {
         tiles::load<128>(tile(stage, 0), inp, C, row, N, c, C);
@@ -166,4 +162,104 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
                 if (at < N && column < OC)
                     from_float(out[(size_t)at * OC + column], d[m][n][i] + to_float(bias[column]));
             }
+}
+
+}  // namespace matmul_forward
+
+// Tensor cores. A warp multiplies 16 x 16 by 16 x 8 in one instruction, in bf16 2,048 multiplications where the other
+// kernels do 32. Eight warps have 64 x 32 elements each of a block's 128 x 128. Tiles of 128 bytes of each row come
+// by asynchronous copies that need no registers; one of two stages is filled while the other is multiplied. With fp32
+// a product is three of TF32 halves.
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    matmul_forward::multiply_tile(out, inp, weight, bias, N, C, OC, 128 * blockIdx.y, 128 * blockIdx.x);
+}
+
+namespace matmul_forward {
+
+// 128 x `columns` elements of out by wgmma, half of the rows for each of two warp groups. Of the stages, `ahead` + 1 are
+// being multiplied, and the others are filled or on their way.
+template <int columns, int stages, int ahead>
+__device__ __forceinline__ void multiply_by_wgmma(real* __restrict__ out, const real* __restrict__ inp,
+                                                  const real* __restrict__ weight, const real* __restrict__ bias,
+                                                  int N, int C, int OC) {
+    int row = 128 * blockIdx.y, o = columns * blockIdx.x;
+#if HAS_WGMMA
+    constexpr int STEP = tiles::STEP, SPARE = stages - 1 - ahead;
+    DYNAMIC_SHARED(real, shared);  // (stages, 128 + columns, STEP): rows of inp, rows of weight
+    int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), steps = (C + STEP - 1) / STEP;
+    auto x = [&](int step) { return shared + step % stages * (128 + columns) * STEP; };
+    auto w = [&](int step) { return x(step) + 128 * STEP; };
+    auto fill = [&](int step) {
+        if (step < steps) {
+            tiles::load_swizzled<128>(x(step), inp, C, row, N, step * STEP);
+            tiles::load_swizzled<columns>(w(step), weight, C, o, OC, step * STEP);
+        }
+        copies_end();  // a group of copies for each step, and empty ones at the end, so that the count is right
+    };
+    for (int step = 0; step < SPARE; step++) fill(step);
+    float d[columns / 8][4] = {};
+    for (int step = 0; step < steps; step++) {
+        copies_arrive<SPARE - 1>();
+        tiles::fence();
+        __syncthreads();  // this step's tiles are filled, and nobody reads those of step - ahead - 1 any more
+        tiles::start_product(d, x(step) + group * 64 * STEP, w(step));
+        fill(step + SPARE);
+        tiles::products_arrive<ahead>();
+    }
+    tiles::products_arrive<0>();
+    __syncthreads();  // the tiles are no longer needed
+
+    // A warp has 16 rows. They go through shared memory, so that it can store whole lines.
+    constexpr int LD = columns + W, packs = columns / W;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    real* own = shared + warp * 16 * LD;
+#pragma unroll
+    for (int n = 0; n < columns / 8; n++) {
+        int column = 8 * n + lane % 4 * 2;
+        float left = to_float(bias[min(o + column, OC - 1)]), right = to_float(bias[min(o + column + 1, OC - 1)]);
+        real* to = own + lane / 4 * LD + column;
+        store(to, Pack<2>{d[n][0] + left, d[n][1] + right});
+        store(to + 8 * LD, Pack<2>{d[n][2] + left, d[n][3] + right});
+    }
+    __syncwarp();
+    for (int i = lane; i < 16 * packs; i += 32) {
+        int at = row + 16 * warp + i / packs, column = o + i % packs * W;
+        const real* from = own + i / packs * LD + i % packs * W;
+        real* to = out + (size_t)at * OC + column;
+        if (at >= N) break;
+        if (OC % W == 0 && column < OC) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+        for (int j = 0; OC % W > 0 && j < W && column + j < OC; j++) to[j] = from[j];
+    }
+#else
+    for (int half = 0; half < columns; half += 128) {
+        __syncthreads();  // nobody reads the tiles of the half before
+        if (o + half < OC) multiply_tile(out, inp, weight, bias, N, C, OC, row, o + half);
+    }
+#endif
+}
+
+}  // namespace matmul_forward
+
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6_128(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    matmul_forward::multiply_by_wgmma<128, 3, 0>(out, inp, weight, bias, N, C, OC);
+}
+
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6_128_ahead(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    matmul_forward::multiply_by_wgmma<128, 3, 1>(out, inp, weight, bias, N, C, OC);
+}
+
+BLOCK(256, 256, 128)
+extern "C" __global__ void __launch_bounds__(256) matmul_forward6_256(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    matmul_forward::multiply_by_wgmma<256, 4, 1>(out, inp, weight, bias, N, C, OC);
 }
