@@ -250,16 +250,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6_128(
     matmul_forward::multiply_by_wgmma<128, 3, 0>(out, inp, weight, bias, N, C, OC);
 }
 
-BLOCK(256, 128, 128)
-extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6_128_ahead(
-    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N, int C, int OC) {
-    matmul_forward::multiply_by_wgmma<128, 3, 1>(out, inp, weight, bias, N, C, OC);
-}
-
 BLOCK(256, 256, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_forward6_256(
     real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
     const real* __restrict__ bias, int N, int C, int OC) {
     matmul_forward::multiply_by_wgmma<256, 4, 1>(out, inp, weight, bias, N, C, OC);
+}
+
+BLOCK(256, 256, 128)
+extern "C" __global__ void __launch_bounds__(256) matmul_forward6_256_each(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    matmul_forward::multiply_by_wgmma<256, 4, 0>(out, inp, weight, bias, N, C, OC);
 }
