@@ -90,7 +90,8 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const r
     }
 }
 
-// d (16 M, 8 N) += columns r.. of one tile, or its rows if it is not wide, times columns s.. of a wide one, over a step.
+// d (16 M, 8 N) += columns r.. of a wide tile, or rows r.. of one that is not wide, times columns s.. of a wide tile,
+// over a whole step.
 template <bool left_wide, int M, int N>
 __device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, int r, const real* two, int s) {
 #pragma unroll
@@ -109,8 +110,8 @@ __device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, i
     }
 }
 
-// Hopper's tensor cores, for bf16 and TF32, where there are any; kernels.cu says how they take their matrices. Here four
-// warps start D (64, n) += A (64, 32 bytes) B, of which n is 128 or 256.
+// Hopper's tensor cores, for bf16 and TF32, where there are any; kernels.cu says how they take their matrices. Here
+// four warps start D (64, n) += A (64, 32 bytes) B, where n is 128 or 256.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(FP32)
 #define HAS_WGMMA 1
 
