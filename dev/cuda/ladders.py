@@ -28,8 +28,8 @@ import numpy as np
 
 from prepro_tinyshakespeare import UserError
 from test_gpt2 import (ATTENTION_LIMITS, attention, bf16, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm,
-                       f32, gelu, heads, layernorm, moments, softmax, transposed)
-from train_gpt2 import (ADAMW, PARTIAL_ROWS, Verdict, attention_launch, batch_table, carve, classifier_launch,
+                       f32, gelu, heads, layernorm, moments, softmax, stored, transposed)
+from train_gpt2 import (ADAMW, PARTIAL_ROWS, Cuda, Verdict, attention_launch, batch_table, carve, classifier_launch,
                         layernorm_backward_launch, pack_batch)
 
 ALL = "fp32", "tf32", "bf16"  # the dtypes of a version that uses tensor cores; to the others tf32 is fp32
@@ -47,6 +47,7 @@ class Version(NamedTuple):
     dtypes: tuple = ("fp32", "bf16")
     limits: dict = None
     library: str = ""  # its name, if that is what it calls
+    recorded: bool = True  # whether a graph can hold its launches; CuPy's cuBLAS refuses that
     fits: Callable = None  # a -> whether it does these sizes
 
     def choices(self, device):
@@ -278,6 +279,20 @@ MATMUL_LIMITS = {"fp32": 2e-5, "tf32": 1e-3, "bf16": 1e-4}
 TENSOR_CORE_LIMITS = MATMUL_LIMITS | {"fp32": 1e-4}
 
 
+def plain_matmul(device, *arrays, **options):
+    """A product by cuBLAS itself, as the trainer's plain device has it; on the CPU by NumPy's BLAS."""
+    (Cuda.matmul if device.name == "cuda" else type(device).matmul)(device, *arrays, **options)
+
+
+def matmul_forward_by_wgmma(device, a):
+    """Its stages are 3 or 4 times 128 bytes of each row. A GPU without wgmma may have less shared memory, and needs no
+    more of it than the kernel for mma.sync."""
+    stages = (3 if a.columns == "128" else 4) * (128 + int(a.columns[:3])) * 128
+    shared = max(min(stages, device.max_shared), 2 * 2*128 * (128 + 8*a.itemsize))
+    device.launch(f"matmul_forward6_{a.columns}", (a.OC, a.N), a.out, a.inp, a.weight, a.bias, a.N, a.C, a.OC,
+                  shared=shared)
+
+
 @ladder("B=8,T=1024,C=768,OC=3072", "B=1,T=1,C=32,OC=1", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=257",
         args="out inp weight bias N C OC", flops=lambda a: 2 * a.N * a.C * a.OC, limits=MATMUL_LIMITS, versions=(
     Version("a thread an element", "matmul_forward1", "N*OC", threads=(256, 1024)),
@@ -286,8 +301,14 @@ TENSOR_CORE_LIMITS = MATMUL_LIMITS | {"fp32": 1e-4}
     Version("16 bytes a load, and the next tile on its way", "matmul_forward4", "OC, N", threads=()),
     Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(),
             shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=ALL, limits=TENSOR_CORE_LIMITS),
-    Version("cuBLAS, as the trainer does", lambda device, a: device.matmul(a.out, a.inp, a.weight.T, bias=a.bias),
-            threads=(), dtypes=ALL, library="cuBLAS"),
+    Version("Hopper's tensor cores, by wgmma", matmul_forward_by_wgmma, threads=(), dtypes=("tf32", "bf16"),
+            more=dict(columns=("128", "256", "256_each")), limits=MATMUL_LIMITS | dict(tf32=2e-3)),
+    Version("cuBLAS and a kernel for the bias, as the plain device",
+            lambda device, a: plain_matmul(device, a.out, a.inp, a.weight.T, bias=a.bias), threads=(), dtypes=ALL,
+            library="cuBLAS", recorded=False),
+    Version("cuBLASLt, which adds the bias, as the trainer",
+            lambda device, a: device.matmul(a.out, a.inp, a.weight.T, bias=a.bias), threads=(), dtypes=ALL,
+            library="cuBLASLt"),
 ))
 def matmul_forward(a, draw):
     """out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC)"""
@@ -301,11 +322,12 @@ def matmul_backward_elements(device, a):
     device.launch("matmul_backward1_weight", a.OC * a.C, a.dweight, a.dout, a.inp, a.N, a.C, a.OC, threads=a.threads)
 
 
-def matmul_backward_tiles(name):
+def matmul_backward_tiles(name, shared=lambda a: 0):
     """A function that launches the two products of a version whose blocks have tiles of the results."""
     def run(device, a):
-        device.launch(f"{name}_inp", (a.C, a.N), a.dinp, a.dout, a.weight, a.N, a.C, a.OC, threads=a.threads)
-        device.launch(f"{name}_weight", (a.C, a.OC), a.dweight, a.dout, a.inp, a.N, a.C, a.OC, threads=a.threads)
+        options = dict(threads=a.threads, shared=shared(a))
+        device.launch(f"{name}_inp", (a.C, a.N), a.dinp, a.dout, a.weight, a.N, a.C, a.OC, **options)
+        device.launch(f"{name}_weight", (a.C, a.OC), a.dweight, a.dout, a.inp, a.N, a.C, a.OC, **options)
     return run
 
 
@@ -319,7 +341,12 @@ def matmul_backward_by_library(device, a):
     Version("a thread an element", matmul_backward_elements, threads=(256, 1024)),
     Version("tiles of 32 x 32 in shared memory", matmul_backward_tiles("matmul_backward2"), threads=(1024,)),
     Version("8 x 8 elements a thread, in registers", matmul_backward_tiles("matmul_backward3"), threads=(256,)),
-    Version("cuBLAS, as the trainer does", matmul_backward_by_library, threads=(), dtypes=ALL, library="cuBLAS"),
+    Version("16 bytes a load, and the next tile on its way", matmul_backward_tiles("matmul_backward4"), threads=(256,),
+            fits=lambda a: a.OC % 8 == 0),
+    Version("tensor cores, by mma.sync", matmul_backward_tiles(
+                "matmul_backward5", shared=lambda a: 2 * 2*128 * (128 + 8*a.itemsize)),
+            threads=(256,), dtypes=ALL, limits=TENSOR_CORE_LIMITS, fits=lambda a: a.OC % 8 == 0),
+    Version("cuBLASLt, as the trainer", matmul_backward_by_library, threads=(), dtypes=ALL, library="cuBLASLt"),
 ), limits=MATMUL_LIMITS)
 def matmul_backward(a, draw):
     """dinp (N,C) = dout (N,OC) weight (OC,C), and dweight (OC,C) += dout' inp (N,C)"""
@@ -475,6 +502,24 @@ def relu_attention_forward(a, draw):
     return dict(out=join_heads(a, in_parts(functools.partial(attention, "relu"), *split_heads(a, a.qkv), step=1)))
 
 
+def trimat_forward_by_library(device, a):
+    """The whole square of each head: a call a sequence, in which the heads are a batch."""
+    C = a.NH * a.HS
+    if device.name == "cpu":
+        for b, h in np.ndindex(a.B, a.NH):
+            q, k = (a.qkv[b, :, start : start + a.HS] for start in (h * a.HS, C + h * a.HS))
+            scores = np.empty((a.T, a.T), np.float32)
+            device.matmul(scores, q, k.T)
+            a.att[b, h] = stored(np.float32(a.scale) * scores, a.att.dtype)
+        return
+    lib, kind, scale = device.cublas, device.TYPES[a.itemsize], np.array([a.scale], np.float32)
+    for b in range(a.B):  # cuBLAS sees matrices transposed: it is asked for the square's transpose, k q'
+        q, out = a.qkv[b].data.ptr, a.att[b].data.ptr
+        lib.gemmStridedBatchedEx(device.gpu.cublas_handle, 1, 0, a.T, a.T, a.HS, scale.ctypes.data,
+                                 q + C * a.itemsize, kind, 3 * C, a.HS, q, kind, 3 * C, a.HS, device.NOUGHT.ctypes.data,
+                                 out, kind, a.T, a.T * a.T, a.NH, device.compute, lib.CUBLAS_GEMM_DEFAULT)
+
+
 @ladder("B=8,T=1024,NH=12,HS=64", *HEADS, limits=TENSOR_CORE_LIMITS | dict(tf32=2e-3),
         args="att qkv scale T NH", flops=lambda a: 2 * pairs_seen(a) * a.HS,
         traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
@@ -483,6 +528,8 @@ def relu_attention_forward(a, draw):
     Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=()),
     Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(), dtypes=ALL,
             shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
+    Version("cuBLAS: the whole square, twice the work", trimat_forward_by_library, threads=(), dtypes=ALL,
+            library="cuBLAS", recorded=False),
 ))
 def trimat_forward(a, draw):
     """att (B,NH,T,T) = q k' / sqrt(HS) on and below the diagonal, from qkv (B,T,3,NH,HS)"""
