@@ -1,18 +1,21 @@
-// What the lab's kernels for tensor cores share, after kernels.cu: a product of tiles in shared memory by mma.sync.
+// What the lab's kernels for tensor cores share, after kernels.cu: products of tiles in shared memory, by mma.sync and
+// by wgmma.
 namespace tiles {
 
 constexpr int STEP = 128 / sizeof(real);  // the summed index goes by steps of 128 bytes
 constexpr int LD = STEP + 8;              // a tile's row: neighbours in a column are in different banks
+constexpr int WIDE_LD = 128 + W;          // the same for a wide tile: rows of 128 numbers, one for each summed index
 
 // Rows first..first+rows-1 of a matrix, from column c on, into a tile (rows, LD), 16 bytes at a time that are on their
 // way when this returns; zeros beyond the matrix's rows and columns. stride is from row to row.
-template <int rows>
+template <int rows, int width = STEP, int ld = LD>
 __device__ __forceinline__ void load(real* tile, const real* matrix, size_t stride, int first, int end, int c,
                                      int columns) {
-    for (int i = threadIdx.x; i < rows * 8; i += blockDim.x) {
-        int row = i / 8, k = i % 8 * W;
+    constexpr int packs = width / W;
+    for (int i = threadIdx.x; i < rows * packs; i += blockDim.x) {
+        int row = i / packs, k = i % packs * W;
         bool there = first + row < end && c + k < columns;
-        copy16(tile + row * LD + k, there ? matrix + (first + row) * stride + c + k : matrix, there);
+        copy16(tile + row * ld + k, there ? matrix + (first + row) * stride + c + k : matrix, there);
     }
 }
 
@@ -42,6 +45,33 @@ __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile,
 #endif
 }
 
+// A from columns r..r+15 of rows c..c+15 of a wide tile, transposed; and two B side by side, which are columns r..r+15
+// of these rows.
+__device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(a, tile + (c + lane % 8 + lane / 16 * 8) * WIDE_LD + r + lane / 8 % 2 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const real* x = tile + (c + 2 * (lane % 4) + i / 2 * 8) * WIDE_LD + r + lane / 4 + i % 2 * 8;
+        a[i] = {x[0], x[WIDE_LD]};
+    }
+#endif
+}
+__device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(b, tile + (c + lane % 16) * WIDE_LD + r + lane / 16 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const real* x = tile + (c + 2 * (lane % 4) + i % 2 * 8) * WIDE_LD + r + lane / 4 + i / 2 * 8;
+        b[i] = {x[0], x[WIDE_LD]};
+    }
+#endif
+}
+
 // d (16 M, 8 N) += rows r.. of one tile times the transpose of rows s.. of another, over a whole step.
 template <int M, int N>
 __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const real* one, int r, const real* two,
@@ -59,5 +89,91 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const r
         }
     }
 }
+
+// d (16 M, 8 N) += columns r.. of a wide tile, or rows r.. of one that is not wide, times columns s.. of a wide tile,
+// over a whole step.
+template <bool left_wide, int M, int N>
+__device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, int r, const real* two, int s) {
+#pragma unroll
+    for (int c = 0; c < STEP; c += 16) {
+        Pair a[M][4], b[4];
+#pragma unroll
+        for (int m = 0; m < M; m++)
+            if (left_wide) left_of_wide(a[m], one, r + 16 * m, c);
+            else left<LD>(a[m], one, r + 16 * m, c);
+#pragma unroll
+        for (int n = 0; n < N / 2; n++) {
+            right(b, two, s + 16 * n, c);
+#pragma unroll
+            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
+        }
+    }
+}
+
+// Hopper's tensor cores, for bf16 and TF32, where there are any; kernels.cu says how they take their matrices. Here
+// four warps start D (64, n) += A (64, 32 bytes) B, where n is 128 or 256.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(FP32)
+#define HAS_WGMMA 1
+
+// Where a number lies in a tile whose rows are 128 bytes, in the 128-byte swizzle.
+__device__ __forceinline__ int swizzled(int row, int c) { return row * STEP + (c ^ row % 8 * W); }
+
+// As load(), for such a tile. A row beyond the matrix is its last row again: what comes of that is not stored.
+template <int rows>
+__device__ __forceinline__ void load_swizzled(real* tile, const real* matrix, int C, int first, int end, int c) {
+    int row = threadIdx.x / 8, k = threadIdx.x % 8 * W;  // a block of 256 threads copies 32 rows at a time
+#pragma unroll
+    for (int i = 0; i < rows; i += 32)
+        copy16(tile + swizzled(row + i, k), matrix + (size_t)min(first + row + i, end - 1) * C + c + k, c + k < C);
+}
+
+// wgmma's description of a tile, as describe() of kernels.cu for rows of 128 bytes. Its place counts 16 bytes.
+__device__ __forceinline__ unsigned long long describe(const real* tile) {
+    return (unsigned)__cvta_generic_to_shared(tile) / 16 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+#ifdef BF16
+#define WGMMA_SHAPE(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
+#define WGMMA_SIGNS ", p, 1, 1, 0, 0;}"
+#else
+#define WGMMA_SHAPE(n) "wgmma.mma_async.sync.aligned.m64n" #n "k8.f32.tf32.tf32 "
+#define WGMMA_SIGNS ", p, 1, 1;}"
+#endif
+#define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
+#define FLOATS_OF_4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+#define FLOATS_OF_16(d, n) FLOATS_OF_4(d[n]), FLOATS_OF_4(d[n + 1]), FLOATS_OF_4(d[n + 2]), FLOATS_OF_4(d[n + 3])
+#define FLOATS_OF_64(d, n) FLOATS_OF_16(d, n), FLOATS_OF_16(d, n + 4), FLOATS_OF_16(d, n + 8), FLOATS_OF_16(d, n + 12)
+
+__device__ __forceinline__ void wgmma(float (&d)[16][4], unsigned long long a, unsigned long long b) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;" WGMMA_SHAPE(128) "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+                 "%60,%61,%62,%63}, %64, %65" WGMMA_SIGNS : FLOATS_OF_64(d, 0) : "l"(a), "l"(b));
+}
+__device__ __forceinline__ void wgmma(float (&d)[32][4], unsigned long long a, unsigned long long b) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;" WGMMA_SHAPE(256) "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+                 TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129"
+                 WGMMA_SIGNS : FLOATS_OF_64(d, 0), FLOATS_OF_64(d, 16) : "l"(a), "l"(b));
+}
+
+// Starts d (64, 8 parts) += 64 rows of one tile, times the transpose of 8 parts rows of another, over a whole step.
+template <int parts>
+__device__ __forceinline__ void start_product(float (&d)[parts][4], const real* one, const real* two) {
+    unsigned long long a = describe(one), b = describe(two);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) wgmma(d, a + i, b + i);  // 32 bytes further along the rows
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most `pending` of this warp group's products are under way.
+template <int pending>
+__device__ __forceinline__ void products_arrive() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// Lets wgmma read what this thread has written to shared memory. On to a barrier.
+__device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else
+#define HAS_WGMMA 0
+#endif
 
 }  // namespace tiles
