@@ -42,6 +42,21 @@ __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile,
 #endif
 }
 
+// Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile itself.
+template <int LD>
+__device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(b, tile + (r + lane % 16) * LD + c + lane / 16 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const real* x = tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD + c + lane / 4 + i / 2 * 8;
+        b[i] = {x[0], x[LD]};
+    }
+#endif
+}
+
 // d (16 M, 8 N) += rows r.. of one tile times the transpose of rows s.. of another, over a whole step.
 template <int M, int N>
 __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const real* one, int r, const real* two,
@@ -57,6 +72,18 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const r
 #pragma unroll
             for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }
+    }
+}
+
+// The rows of a head, first..first+rows-1 of T, as a tile (rows, HEAD_LD). It has zeros beyond T. stride is from row to
+// row. HS is a multiple of 16 here.
+constexpr int HEAD_LD = HS + 8;
+template <int rows>
+__device__ __forceinline__ void load_head(real* tile, const real* head, size_t stride, int first, int T) {
+    for (int i = threadIdx.x; i < rows * (HS / W); i += blockDim.x) {
+        int row = i / (HS / W), c = i % (HS / W) * W;
+        bool there = first + row < T;
+        copy16(tile + row * HEAD_LD + c, there ? head + (first + row) * stride + c : head, there);
     }
 }
 
