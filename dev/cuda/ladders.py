@@ -397,6 +397,8 @@ def torch_attention(torch, x):
     Version("three kernels: tiles, online softmax, tiles", materialized_attention, threads=(128, 256),
             scratch=lambda a: dict(att=(a.B, a.NH, a.T, a.T))),
     Version("flash in fp32", "attention_forward3", "T, B*NH", threads=(64, 128, 256), args="out qkv scale T NH"),
+    Version("flash on tensor cores, by mma.sync", "attention_forward4", "B*NH, T", threads=(), dtypes=ALL,
+            args="out qkv scale T NH", shared="2*2*64 * (HS + 8) * itemsize"),
     Version("flash on tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention, threads=(), dtypes=ALL,
             scratch=lambda a: dict(lse=(a.B, a.NH, a.T))),
 ), torch=torch_attention)
