@@ -29,6 +29,21 @@ __device__ __forceinline__ void left(Pair (&a)[4], const real* tile, int r, int 
 #endif
 }
 
+// A from the transpose of a tile: its 16 columns are rows r..r+15, and its 16 rows are columns c..c+15.
+template <int LD>
+__device__ __forceinline__ void left_transposed(Pair (&a)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(a, tile + (r + lane % 8 + lane / 16 * 8) * LD + c + lane / 8 % 2 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const real* x = tile + (r + 2 * (lane % 4) + i / 2 * 8) * LD + c + lane / 4 + i % 2 * 8;
+        a[i] = {x[0], x[LD]};
+    }
+#endif
+}
+
 // Two B side by side, whose 16 columns are rows r..r+15 of a tile: for a product with its transpose.
 template <int LD>
 __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile, int r, int c) {
