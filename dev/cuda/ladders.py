@@ -423,6 +423,27 @@ def attention_backward_without_atomics(device, a):
     device.launch("attention_backward2_v", rows, *inputs, a.scale, a.T, a.NH, threads=a.threads)
 
 
+def attention_backward_sizes(a):
+    """(the rows of a head that a block owns, the bytes of its tiles in shared memory) on tensor cores."""
+    rows = 128 if a.HS * a.itemsize <= 256 else 64
+    return rows, (2 * rows + 2 * 2 * 32) * (a.HS + 8) * a.itemsize
+
+
+def attention_backward_on_tensor_cores(device, a, longest_first):
+    (rows, shared), inputs = attention_backward_sizes(a), (a.dqkv, a.dout, a.qkv, a.lse, a.delta)
+    device.launch("attention_backward3_delta", a.B * a.NH * a.T, a.delta, a.dout, a.out, a.B, a.T, a.NH)
+    for kernel in ("attention_backward3_q", "attention_backward3_kv"):
+        device.launch(kernel, -(-a.T // rows) * a.B * a.NH, *inputs, a.scale, longest_first, a.T, a.NH,
+                      threads=2 * rows, shared=shared)
+
+
+def attention_backward_in_turns(device, a):
+    rows, shared = attention_backward_sizes(a)
+    device.launch("attention_backward3_delta", a.B * a.NH * a.T, a.delta, a.dout, a.out, a.B, a.T, a.NH)
+    device.launch("attention_backward5", -(-a.T // rows) * a.B * a.NH, a.dqkv, a.dq, a.turns, a.dout, a.qkv, a.lse,
+                  a.delta, a.scale, a.T, a.NH, threads=2 * rows, shared=shared + rows * (32 + 8) * a.itemsize)
+
+
 def trainers_attention_backward(device, a):
     launch_trainers(device, a, a.NH, "attention_backward_q", a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse)
     launch_trainers(device, a, a.NH, "attention_backward_kv", a.dqkv, a.dout, a.qkv, a.lse, a.delta)
@@ -435,18 +456,25 @@ def torch_attention_backward(torch, x):
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
 
-@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, LONG_HEADS, fp32="lse delta",
+@ladder("B=8,T=1024,NH=12,HS=64", *HEADS, LONG_HEADS, "B=1,T=300,NH=3,HS=64", fp32="lse delta dq",
         flops=lambda a: 10 * pairs_seen(a) * a.HS, limits=ATTENTION_LIMITS | dict(tf32=1e-3), versions=(
     Version("a thread a query, with atomics", attention_backward_with_atomics, threads=(64, 256), dtypes=("fp32",)),
     Version("a thread a row of dq, dk or dv", attention_backward_without_atomics, threads=(64, 128),
             scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
-    Version("tensor cores, by mma.sync or wgmma: the trainer's", trainers_attention_backward, threads=(), dtypes=ALL,
+    Version("tensor cores, by mma.sync", functools.partial(attention_backward_on_tensor_cores, longest_first=0),
+            threads=(), dtypes=ALL, scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+    Version("the longest blocks first", functools.partial(attention_backward_on_tensor_cores, longest_first=1),
+            threads=(), dtypes=ALL, scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
+    Version("five products in one kernel, blocks take turns at dq", attention_backward_in_turns, threads=(), dtypes=ALL,
+            scratch=lambda a: dict(delta=(a.B, a.NH, a.T), dq=(a.B, a.NH, -(-a.T // 32) * 32, a.HS))),
+    Version("seven products, by mma.sync or wgmma: the trainer's", trainers_attention_backward, threads=(), dtypes=ALL,
             scratch=lambda a: dict(delta=(a.B, a.NH, a.T))),
 ), torch=torch_attention_backward)
 def attention_backward(a, draw):
     """dqkv (B,T,3,NH,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
     a.qkv, a.dout = draw(a.B, a.T, 3 * a.NH * a.HS), draw(a.B, a.T, a.NH * a.HS)
-    return dict(dqkv=np.concatenate(attention_gradients(a, draw, a.qkv), -1))
+    a.turns = np.zeros(a.B * a.NH * -(-a.T // 32) + 1, np.int32)  # counters, which have to be 0 again in the end
+    return dict(dqkv=np.concatenate(attention_gradients(a, draw, a.qkv), -1), turns=a.turns)
 
 
 def attention_gradients(a, draw, qkv):
