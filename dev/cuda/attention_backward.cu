@@ -176,6 +176,7 @@ namespace attention_backward_ {
 // walk over the other side in tiles of 32 rows, and the next tile is on its way while one is worked on.
 constexpr int OWN = HS * sizeof(real) <= 256 ? 128 : 64, TILE = 32, LD = tiles::HEAD_LD;
 constexpr int LD_DSCORES = TILE + 8;  // neighbours in a column are in different banks
+constexpr int BLOCKS = HS * sizeof(real) <= 128 ? 2 : 1;  // so many of a multiprocessor's blocks must have registers
 
 // d (16,TILE) = the warp's 16 rows of a tile that the block owns, times the transpose of another tile.
 __device__ __forceinline__ void multiply_rows(float (&d)[TILE / 8][4], const real* own, const real* other) {
@@ -277,54 +278,55 @@ __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const 
             }
         add_product(dv, weights, douts);
         add_product(dk, dscores, queries);
-        if (!with_dq) continue;
-
-        // A query's dq is a sum over keys, which lie in different warps: so they meet in shared memory.
+        if constexpr (with_dq) {
+            // A query's dq is a sum over keys, which lie in different warps: so they meet in shared memory.
 #pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
+            for (int n = 0; n < TILE / 8; n++)
 #pragma unroll
-            for (int half = 0; half < 2; half++)
-                store(shared_dscores + (of_warp + row_of(0, 2 * half)) * LD_DSCORES + column_of(n, 0),
-                      Pack<2>{dscores[n][2 * half], dscores[n][2 * half + 1]});
-        int tiles_of_head = (T + TILE - 1) / TILE, tile = part.head * tiles_of_head + query / TILE;
-        int mine = first / OWN, last = query / OWN;  // blocks 0, 1, ..., last of the head take turns at these queries
-        if (threadIdx.x == 0) {
-            while (atomicAdd(turns + tile, 0) != mine) {}
-            __threadfence();
-        }
-        __syncthreads();
-        constexpr int across = HS / 16, squares = TILE / 16 * across;  // a warp takes one of 16 x 16 after the other
-        for (int square = threadIdx.x / 32; square < squares; square += blockDim.x / 32) {
-            int r = square / across * 16, c = square % across * 16;
-            float d[2][4] = {};
-#pragma unroll
-            for (int j = 0; j < OWN; j += 16) {
-                Pair a[4], two_b[4];
-                tiles::left_transposed<LD_DSCORES>(a, shared_dscores, j, r);
-                tiles::right<LD>(two_b, keys, j, c);
-                mma_pair(d[0], d[1], a, two_b);
+                for (int half = 0; half < 2; half++)
+                    store(shared_dscores + (of_warp + row_of(0, 2 * half)) * LD_DSCORES + column_of(n, 0),
+                          Pack<2>{dscores[n][2 * half], dscores[n][2 * half + 1]});
+            int tiles_of_head = (T + TILE - 1) / TILE, tile = part.head * tiles_of_head + query / TILE;
+            // Blocks 0, 1, ..., last of the head take turns at these queries.
+            int mine = first / OWN, last = query / OWN;
+            if (threadIdx.x == 0) {
+                while (atomicAdd(turns + tile, 0) != mine) {}
+                __threadfence();
             }
-            float* sum = dq + ((size_t)tile * squares + square) * 256 + threadIdx.x % 32;  // a line for each register
+            __syncthreads();
+            constexpr int across = HS / 16, squares = TILE / 16 * across;  // of 16 x 16, one after the other for a warp
+            for (int square = threadIdx.x / 32; square < squares; square += blockDim.x / 32) {
+                int r = square / across * 16, c = square % across * 16;
+                float d[2][4] = {};
 #pragma unroll
-            for (int n = 0; n < 2; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    if (mine > 0) d[n][i] += __ldcg(sum + 32 * (4 * n + i));  // not from L1, which may be out of date
-                    if (mine < last) sum[32 * (4 * n + i)] = d[n][i];
+                for (int j = 0; j < OWN; j += 16) {
+                    Pair a[4], two_b[4];
+                    tiles::left_transposed<LD_DSCORES>(a, shared_dscores, j, r);
+                    tiles::right<LD>(two_b, keys, j, c);
+                    mma_pair(d[0], d[1], a, two_b);
                 }
-            if (mine == last)
+                float* sum = dq + ((size_t)tile * squares + square) * 256 + threadIdx.x % 32;  // a line a register
 #pragma unroll
                 for (int n = 0; n < 2; n++)
 #pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        int t = query + r + row_of(0, 2 * half);
-                        Pack<2> two = {scale * d[n][2 * half], scale * d[n][2 * half + 1]};
-                        if (t < T) store(dhead + (size_t)t * 3 * C + c + column_of(n, 0), two);
+                    for (int i = 0; i < 4; i++) {
+                        if (mine > 0) d[n][i] += __ldcg(sum + 32 * (4 * n + i));  // not from L1, which may be old
+                        if (mine < last) sum[32 * (4 * n + i)] = d[n][i];
                     }
+                if (mine == last)
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            int t = query + r + row_of(0, 2 * half);
+                            Pack<2> two = {scale * d[n][2 * half], scale * d[n][2 * half + 1]};
+                            if (t < T) store(dhead + (size_t)t * 3 * C + c + column_of(n, 0), two);
+                        }
+            }
+            __threadfence();  // the sums are there before it is the next one's turn
+            __syncthreads();
+            if (threadIdx.x == 0) atomicAdd(turns + tile, mine < last ? 1 : -mine);  // the last leaves 0, for next time
         }
-        __threadfence();  // the sums are there before it is the next one's turn
-        __syncthreads();
-        if (threadIdx.x == 0) atomicAdd(turns + tile, mine < last ? 1 : -mine);  // the last leaves 0, for next time
     }
     store_16(dhead + C, 3 * C, first + of_warp, T, dk, scale);
     store_16(dhead + 2 * C, 3 * C, first + of_warp, T, dv, 1.0f);
@@ -352,7 +354,7 @@ extern "C" __global__ void attention_backward3_delta(float* __restrict__ delta, 
 }
 
 BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(256) attention_backward3_q(
+extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward3_q(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int longest_first, int T, int NH) {
     using namespace attention_backward_;
@@ -400,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward3_q(
 }
 
 BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(256) attention_backward3_kv(
+extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward3_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int longest_first, int T, int NH) {
     using namespace attention_backward_;
@@ -428,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward3_kv(
 // the sums of all heads, 25 MB, have room. A buffer with a place for each block and a kernel that adds them up would
 // need no turns, but 113 MB of memory, written and read. Items: OWN rows of a head.
 BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(256) attention_backward5(
+extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward5(
     real* __restrict__ dqkv, float* dq, int* turns, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int T, int NH) {
     using namespace attention_backward_;

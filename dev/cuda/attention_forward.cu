@@ -146,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __res
     for (int c = 0; c < HS; c++) from_float(out[((size_t)b * T + t) * C + h * HS + c], o[c] / sum);
 }
 
-// Flash attention on tensor cores, by mma.sync. It is the walk of version 3, but a warp takes 16 queries together, and a
-// block 64. A tile of 64 keys gives each warp scores (16,64), which lie in its registers: the D of one product is the A
-// of the next, so they need not go anywhere else. For each query the warp keeps the largest score so far and the sums
+// Flash attention on tensor cores, by mma.sync. It is the walk of version 3, but a warp takes 16 queries together, and
+// a block 64. A tile of 64 keys gives each warp scores (16,64), which lie in its registers: the D of one product is the
+// A of the next, so they need not go anywhere else. For each query the warp keeps the largest score so far and the sums
 // below it (Milakov and Gimelshein 2018, algorithm 3; Dao et al. 2022, algorithm 1). With a new tile of scores s:
 //   now = max(maximum, max(s))            shrink = e^(maximum - now)
 //   total = total * shrink + sum(e^(s - now))
@@ -160,8 +160,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __res
 //   - The queries stay in registers. The next tile is on its way by asynchronous copies while this one is worked on.
 //   - Tiles have as many keys as the block has queries. So each is seen as a whole, but for the last, which the
 //     diagonal runs through: only there is anything to hide.
-//   - The blocks of the last queries, which see the most keys, start first, those of all heads. Short ones fill the gaps
-//     at the end.
+//   - The blocks of the last queries, which see the most keys, start first, those of all heads. Short ones fill the
+//     gaps at the end.
 // Items: B*NH heads along x, T queries along y.
 BLOCK(128, 1, 64)
 extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __restrict__ out,
@@ -250,11 +250,13 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
         real* to = out + ((size_t)b * T + t) * C + h * HS;
 #pragma unroll
         for (int n = 0; n < HS / 8; n++)
-            if (t < T) store(to + column_of(n, 0), Pack<2>{factor * output[n][2 * half], factor * output[n][2 * half + 1]});
+            if (t < T)
+                store(to + column_of(n, 0),
+                      Pack<2>{factor * output[n][2 * half], factor * output[n][2 * half + 1]});
     }
 }
 
 // attention_forward in kernels.cu: the same walk, for any head, for groups of heads that share keys, and for ReLU
-// attention. By mma.sync, warps fetch their operands from shared memory, and that is the bound. Two sets of 16 queries a
-// warp halve it, and Hopper's wgmma, for bf16, ends it: the tensor cores read a swizzled tile there by themselves, once
-// for the 64 rows of four warps.
+// attention. By mma.sync, warps fetch their operands from shared memory, and that is the bound. Two sets of 16 queries
+// a warp halve it, and Hopper's wgmma, for bf16, ends it: the tensor cores read a swizzled tile there by themselves,
+// once for the 64 rows of four warps.
