@@ -83,6 +83,7 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(cuda_on_cpu::dynamic_shared)
 
 struct dim3 { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
 
 // Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
 // and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
@@ -93,6 +94,13 @@ inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y
 using std::max;
 using std::min;
 template <class T> T __ldcg(const T* p) { return *p; }
+// Streaming loads and stores. What they move may be stored as another type.
+template <class T> T __ldcs(const T* p) {
+    T x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+template <class T> void __stcs(T* p, T x) { memcpy(p, &x, sizeof x); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline float atomicAdd(float* p, float value) {

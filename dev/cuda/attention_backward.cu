@@ -170,7 +170,282 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_v(
     if (t < T) write(dqkv + (size_t)(head - qkv) + (size_t)t * 3 * C + 2 * C, dv);
 }
 
-// attention_backward_q and attention_backward_kv in kernels.cu: the same ownership on tensor cores, in two kernels,
-// with a tile's scores spread over the registers of a warp, so that dk and dv fit next to each other. On Hopper by
-// wgmma, in bf16: both score products are started before the first is used, and the tensor cores read shared memory
-// by themselves.
+namespace attention_backward_ {
+
+// Blocks on tensor cores own 128 rows of a head, 16 for each warp, or 64 if shared memory has no room for more. They
+// walk over the other side in tiles of 32 rows, and the next tile is on its way while one is worked on.
+constexpr int OWN = HS * sizeof(real) <= 256 ? 128 : 64, TILE = 32, LD = tiles::HEAD_LD;
+constexpr int LD_DSCORES = TILE + 8;  // neighbours in a column are in different banks
+constexpr int BLOCKS = HS * sizeof(real) <= 128 ? 2 : 1;  // so many of a multiprocessor's blocks must have registers
+
+// d (16,TILE) = the warp's 16 rows of a tile that the block owns, times the transpose of another tile.
+__device__ __forceinline__ void multiply_rows(float (&d)[TILE / 8][4], const real* own, const real* other) {
+    memset(d, 0, sizeof(d));
+#pragma unroll
+    for (int c = 0; c < HS; c += 16) {
+        Pair a[4], b[4];
+        tiles::left<LD>(a, own, threadIdx.x / 32 * 16, c);
+#pragma unroll
+        for (int n = 0; n < TILE / 16; n++) {
+            tiles::right_transposed<LD>(b, other, 16 * n, c);
+            mma_pair(d[2 * n], d[2 * n + 1], a, b);
+        }
+    }
+}
+
+// d (16,HS) += x (16,TILE), a result in registers, times a tile.
+__device__ __forceinline__ void add_product(float (&d)[HS / 8][4], const float (&x)[TILE / 8][4], const real* tile) {
+#pragma unroll
+    for (int j = 0; j < TILE / 16; j++) {
+        Pair a[4], b[4];
+        a_from_result(a, x, j);
+#pragma unroll
+        for (int n = 0; n < HS / 16; n++) {
+            tiles::right<LD>(b, tile, 16 * j, 16 * n);
+            mma_pair(d[2 * n], d[2 * n + 1], a, b);
+        }
+    }
+}
+
+// The rows of d (16,HS), times a factor, to rows t.. of a head.
+__device__ __forceinline__ void store_16(real* head, size_t stride, int t, int T, const float (&d)[HS / 8][4],
+                                         float factor) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int row = t + row_of(0, 2 * half);
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++)
+            if (row < T)
+                store(head + row * stride + column_of(n, 0),
+                      Pack<2>{factor * d[n][2 * half], factor * d[n][2 * half + 1]});
+    }
+}
+
+// What block `number` owns: rows from `first` on of one head. As one would number them: a head after the other, and in
+// each from its first rows on. With longest_first: the parts of all heads that take the longest, then shorter ones.
+struct Part { int head, first; };
+template <bool rows_are_keys>
+__device__ __forceinline__ Part part_of(int number, int T, int longest_first) {
+    int parts = (T + OWN - 1) / OWN, heads = gridDim.x / parts;
+    if (!longest_first) return {number / parts, number % parts * OWN};
+    int place = number / heads;  // the last queries see the most keys, and the first keys are seen by the most queries
+    return {number % heads, (rows_are_keys ? place : parts - 1 - place) * OWN};
+}
+
+// A block owns keys and values, and its warps 16 of each. It walks over the queries that see them, and sums dk and dv.
+// With dq, it has also a share of dq for each query, which it adds to what other blocks have. See version 5.
+template <bool with_dq>
+__device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const real* __restrict__ dout,
+                                                 const real* __restrict__ qkv, const float* __restrict__ lse,
+                                                 const float* __restrict__ delta, float scale, int T, int NH,
+                                                 Part part, float* dq, int* turns) {
+    DYNAMIC_SHARED(real, keys);  // keys, values (2, OWN, LD); two stages of queries, dout (2, 2, TILE, LD); dscores
+    __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
+    real *values = keys + OWN * LD, *stages = values + OWN * LD, *shared_dscores = stages + 4 * TILE * LD;
+    int first = part.first, of_warp = threadIdx.x / 32 * 16, b = part.head / NH, h = part.head % NH, C = NH * HS;
+    const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dout_head = dout + (size_t)b * T * C + h * HS;
+    real* dhead = dqkv + (head - qkv);
+    auto load_stage = [&](int stage, int query) {
+        tiles::load_head<TILE>(stages + stage * 2 * TILE * LD, head, 3 * C, query, T);
+        tiles::load_head<TILE>(stages + (stage * 2 + 1) * TILE * LD, dout_head, C, query, T);
+        int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;
+        if (which < 2)  // beyond T both are 0, and so is dout: such a query changes nothing
+            copy4(&of_query[stage][which][i], (which ? delta : lse) + (size_t)part.head * T + min(t, T - 1), t < T);
+        copies_end();
+    };
+    tiles::load_head<OWN>(keys, head + C, 3 * C, first, T);
+    tiles::load_head<OWN>(values, head + 2 * C, 3 * C, first, T);
+    load_stage(0, first);
+
+    float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
+    for (int query = first, stage = 0; query < T; query += TILE, stage ^= 1) {
+        copies_arrive<0>();
+        __syncthreads();  // everyone's copies are here, and nobody reads the other stage any more
+        if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
+        if (!with_dq && query + TILE <= first + of_warp) continue;  // these queries are before all of the warp's keys
+        const real *queries = stages + stage * 2 * TILE * LD, *douts = queries + TILE * LD;
+        float weights[TILE / 8][4], dscores[TILE / 8][4];  // of 16 keys, and TILE queries
+        multiply_rows(weights, keys, queries);
+        multiply_rows(dscores, values, douts);
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int q = column_of(n, i);
+                bool seen = first + of_warp + row_of(0, i) <= query + q;
+                weights[n][i] = seen ? power_of_2(scale * LOG2_E * weights[n][i] - of_query[stage][0][q]) : 0.0f;
+                dscores[n][i] = weights[n][i] * (dscores[n][i] - of_query[stage][1][q]);
+            }
+        add_product(dv, weights, douts);
+        add_product(dk, dscores, queries);
+        if constexpr (with_dq) {
+            // A query's dq is a sum over keys, which lie in different warps: so they meet in shared memory.
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    store(shared_dscores + (of_warp + row_of(0, 2 * half)) * LD_DSCORES + column_of(n, 0),
+                          Pack<2>{dscores[n][2 * half], dscores[n][2 * half + 1]});
+            int tiles_of_head = (T + TILE - 1) / TILE, tile = part.head * tiles_of_head + query / TILE;
+            // Blocks 0, 1, ..., last of the head take turns at these queries.
+            int mine = first / OWN, last = query / OWN;
+            if (threadIdx.x == 0) {
+                while (atomicAdd(turns + tile, 0) != mine) {}
+                __threadfence();
+            }
+            __syncthreads();
+            constexpr int across = HS / 16, squares = TILE / 16 * across;  // of 16 x 16, one after the other for a warp
+            for (int square = threadIdx.x / 32; square < squares; square += blockDim.x / 32) {
+                int r = square / across * 16, c = square % across * 16;
+                float d[2][4] = {};
+#pragma unroll
+                for (int j = 0; j < OWN; j += 16) {
+                    Pair a[4], two_b[4];
+                    tiles::left_transposed<LD_DSCORES>(a, shared_dscores, j, r);
+                    tiles::right<LD>(two_b, keys, j, c);
+                    mma_pair(d[0], d[1], a, two_b);
+                }
+                float* sum = dq + ((size_t)tile * squares + square) * 256 + threadIdx.x % 32;  // a line a register
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        if (mine > 0) d[n][i] += __ldcg(sum + 32 * (4 * n + i));  // not from L1, which may be old
+                        if (mine < last) sum[32 * (4 * n + i)] = d[n][i];
+                    }
+                if (mine == last)
+#pragma unroll
+                    for (int n = 0; n < 2; n++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            int t = query + r + row_of(0, 2 * half);
+                            Pack<2> two = {scale * d[n][2 * half], scale * d[n][2 * half + 1]};
+                            if (t < T) store(dhead + (size_t)t * 3 * C + c + column_of(n, 0), two);
+                        }
+            }
+            __threadfence();  // the sums are there before it is the next one's turn
+            __syncthreads();
+            if (threadIdx.x == 0) atomicAdd(turns + tile, mine < last ? 1 : -mine);  // the last leaves 0, for next time
+        }
+    }
+    store_16(dhead + C, 3 * C, first + of_warp, T, dk, scale);
+    store_16(dhead + 2 * C, 3 * C, first + of_warp, T, dv, 1.0f);
+}
+
+}  // namespace attention_backward_
+
+// Tensor cores, by mma.sync, in two kernels: one owns queries and sums dq, the other owns keys and sums dk and dv. A
+// warp has 16 rows, and the scores of these rows and a tile lie spread over its registers. So there is room for dk and
+// dv side by side, and the scores are computed twice, not three times: 3 products for dq and 4 for dk and dv, 7 in all.
+// delta is computed first, by 8 lanes for each row. With longest_first = 0 blocks are numbered as one would do it.
+// Items: the rows of all heads, for delta; OWN rows of a head, for the others.
+BLOCK(256, threads / 8)
+extern "C" __global__ void attention_backward3_delta(float* __restrict__ delta, const real* __restrict__ dout,
+                                                     const real* __restrict__ out, int B, int T, int NH) {
+    int i = blockIdx.x * (blockDim.x / 8) + threadIdx.x / 8;  // in the order of dout: (B,T,NH)
+    bool there = i < B * T * NH;
+    float sum = 0.0f;
+    for (int c = threadIdx.x % 8 * W; there && c < HS; c += 8 * W) {
+        Pack<W> x = load<W>(out + (size_t)i * HS + c), y = load<W>(dout + (size_t)i * HS + c);
+        for (int j = 0; j < W; j++) sum += x[j] * y[j];
+    }
+    for (int distance = 4; distance > 0; distance /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+    if (there && threadIdx.x % 8 == 0) delta[((size_t)(i / NH / T) * NH + i % NH) * T + i / NH % T] = sum;
+}
+
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward3_q(
+    real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
+    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int longest_first, int T, int NH) {
+    using namespace attention_backward_;
+    constexpr int LD = attention_backward_::LD, TILE = attention_backward_::TILE;  // not those of kernels.cu
+    DYNAMIC_SHARED(real, queries);  // queries and dout (2, OWN, LD); two stages of keys and values (2, 2, TILE, LD)
+    real *douts = queries + OWN * LD, *stages = douts + OWN * LD;
+    auto [head_number, first] = part_of<false>(blockIdx.x, T, longest_first);
+    int of_warp = threadIdx.x / 32 * 16, b = head_number / NH, h = head_number % NH, C = NH * HS;
+    const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    auto load_stage = [&](int stage, int key) {
+        tiles::load_head<TILE>(stages + stage * 2 * TILE * LD, head + C, 3 * C, key, T);
+        tiles::load_head<TILE>(stages + (stage * 2 + 1) * TILE * LD, head + 2 * C, 3 * C, key, T);
+        copies_end();
+    };
+    tiles::load_head<OWN>(queries, head, 3 * C, first, T);
+    tiles::load_head<OWN>(douts, dout + (size_t)b * T * C + h * HS, C, first, T);
+    load_stage(0, 0);
+
+    float dq[HS / 8][4] = {}, my_lse[2], my_delta[2];
+    for (int half = 0; half < 2; half++) {
+        size_t row = (size_t)head_number * T + min(first + of_warp + row_of(0, 2 * half), T - 1);
+        my_lse[half] = lse[row], my_delta[half] = delta[row];
+    }
+    int end = min(first + OWN, T);
+    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
+        copies_arrive<0>();
+        __syncthreads();
+        if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
+        if (key >= first + of_warp + 16) continue;  // all of these keys come after the warp's queries
+        const real *keys = stages + stage * 2 * TILE * LD, *values = keys + TILE * LD;
+        float weights[TILE / 8][4], dscores[TILE / 8][4];  // of 16 queries, and TILE keys
+        multiply_rows(weights, queries, keys);
+        multiply_rows(dscores, douts, values);
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                bool seen = key + column_of(n, i) <= first + of_warp + row_of(0, i);
+                float weight = seen ? power_of_2(scale * LOG2_E * weights[n][i] - my_lse[i / 2]) : 0.0f;
+                dscores[n][i] = weight * (dscores[n][i] - my_delta[i / 2]);
+            }
+        add_product(dq, dscores, keys);
+    }
+    store_16(dqkv + (head - qkv), 3 * C, first + of_warp, T, dq, scale);
+}
+
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward3_kv(
+    real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
+    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int longest_first, int T, int NH) {
+    using namespace attention_backward_;
+    backward_of_keys<false>(dqkv, dout, qkv, lse, delta, scale, T, NH, part_of<true>(blockIdx.x, T, longest_first),
+                            nullptr, nullptr);
+}
+
+// Version 4 is the same kernels with longest_first = 1. A block of the last queries has T / OWN times the work of a
+// block of the first ones. GPUs start blocks in the order of their numbers, as others end. In version 3 the last blocks
+// to start are the last queries of the last head, the longest of all, and most multiprocessors are idle while these
+// run. If the longest start first, the short ones fill the gaps, and all end at nearly the same time. The keys of many
+// heads are now in use at once, and they have to fit into L2. Pairs would be another answer: a block that takes part i
+// and then part n - 1 - i has as much work as any other.
+
+// Five products instead of seven. A block that owns keys has the dscores of all queries that see them, so it can also
+// do their share of dq: dscore k. One kernel computes scores and dweights once, and nothing but dq is new:
+//   - A query's dq is a sum over the keys of up to T / OWN blocks. They add to it in device memory, in fp32. With
+//     atomics the order would be another one on each run. So they take turns: block j waits until block j - 1 of the
+//     same head has added its share, and the last, whose keys the diagonal runs through, stores the sum in dqkv.
+//   - A block may only wait for one that has started, or a full GPU would wait forever. So a block takes its number
+//     from a counter when it starts, and the longest have the first numbers. As the blocks of a head go over the
+//     queries in the same direction, they follow each other without much waiting.
+//   - turns (B*NH*tiles + 1) counts who has added, and the last one counts the blocks. They are 0 before and after.
+// It costs 8 HS bytes for each query and each block that adds to it: at T = 1,024 some 200 MB go to L2 and back, where
+// the sums of all heads, 25 MB, have room. A buffer with a place for each block and a kernel that adds them up would
+// need no turns, but 113 MB of memory, written and read. Items: OWN rows of a head.
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward5(
+    real* __restrict__ dqkv, float* dq, int* turns, const real* __restrict__ dout, const real* __restrict__ qkv,
+    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int T, int NH) {
+    using namespace attention_backward_;
+    __shared__ int number;
+    if (threadIdx.x == 0) {
+        int heads = gridDim.x / ((T + OWN - 1) / OWN);
+        int* started = turns + heads * ((T + attention_backward_::TILE - 1) / attention_backward_::TILE);
+        number = atomicAdd(started, 1);
+        if (number == (int)gridDim.x - 1) *started = 0;
+    }
+    __syncthreads();
+    backward_of_keys<true>(dqkv, dout, qkv, lse, delta, scale, T, NH, part_of<true>(number, T, 1), dq, turns);
+}
+
+// attention_backward_q and attention_backward_kv in kernels.cu: version 4 once more, for any head, for groups of heads
+// that share keys, and for ReLU attention, with delta computed by the first of the two. By mma.sync a warp has 32 rows
+// if it can, which halves what it reads from shared memory. On Hopper, in bf16, it is wgmma: both score products are
+// started before the first is used, and the tensor cores read shared memory by themselves.

@@ -146,7 +146,117 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __res
     for (int c = 0; c < HS; c++) from_float(out[((size_t)b * T + t) * C + h * HS + c], o[c] / sum);
 }
 
-// attention_forward in kernels.cu: the same walk over tiles, but both products on tensor cores, with the scores of a
-// tile in the registers in which the second product wants them, and the next tile on its way meanwhile. By mma.sync,
-// warps fetch their operands from shared memory, and that is the bound; Hopper's wgmma, for bf16, reads a swizzled
-// tile there by itself, once for the 64 rows of four warps.
+// Flash attention on tensor cores, by mma.sync. It is the walk of version 3, but a warp takes 16 queries together, and
+// a block 64. A tile of 64 keys gives each warp scores (16,64), which lie in its registers: the D of one product is the
+// A of the next, so they need not go anywhere else. For each query the warp keeps the largest score so far and the sums
+// below it (Milakov and Gimelshein 2018, algorithm 3; Dao et al. 2022, algorithm 1). With a new tile of scores s:
+//   now = max(maximum, max(s))            shrink = e^(maximum - now)
+//   total = total * shrink + sum(e^(s - now))
+//   output = output * shrink + sum(e^(s - now) * value)
+// In the end out = output / total. That is softmax exactly, because e^(s - now) * e^(now - later) = e^(s - later).
+//   - The scale and log2(e) are one factor, since the hardware's exponential is 2^x.
+//   - A query's row of scores lies in four neighbouring lanes. They agree on its maximum in every tile, but add up
+//     their totals only once, at the end.
+//   - The queries stay in registers. The next tile is on its way by asynchronous copies while this one is worked on.
+//   - Tiles have as many keys as the block has queries. So each is seen as a whole, but for the last, which the
+//     diagonal runs through: only there is anything to hide.
+//   - The blocks of the last queries, which see the most keys, start first, those of all heads. Short ones fill the
+//     gaps at the end.
+// Items: B*NH heads along x, T queries along y.
+BLOCK(128, 1, 64)
+extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __restrict__ out,
+                                                                     const real* __restrict__ qkv, float scale, int T,
+                                                                     int NH) {
+    constexpr int TILE = 64, LD = tiles::HEAD_LD;
+    DYNAMIC_SHARED(real, shared);  // two stages of keys and values (2, 2, TILE, LD)
+    int b = blockIdx.x / NH, h = blockIdx.x % NH, C = NH * HS;
+    int first = (gridDim.y - 1 - blockIdx.y) * TILE, of_warp = threadIdx.x / 32 * 16;
+    const real* head = qkv + (size_t)b * T * 3 * C + h * HS;
+    auto load_stage = [&](int stage, int key) {
+        real* keys = shared + stage * 2 * TILE * LD;
+        tiles::load_head<TILE>(keys, head + C, 3 * C, key, T);
+        tiles::load_head<TILE>(keys + TILE * LD, head + 2 * C, 3 * C, key, T);
+        copies_end();
+    };
+    load_stage(0, 0);
+
+    Pair queries[HS / 16][4];  // as A: kernels.cu draws which lane has which rows and columns
+#pragma unroll
+    for (int c = 0; c < HS / 16; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int t = first + of_warp + row_of(0, 2 * (i % 2));
+            Pack<2> two = {};
+            if (t < T) two = load<2>(head + (size_t)t * 3 * C + 16 * c + column_of(i / 2, 0));
+            queries[c][i] = pair(two[0], two[1]);
+        }
+    float output[HS / 8][4] = {}, maximum[2] = {LOWEST, LOWEST}, total[2] = {};  // a lane has elements of two rows
+    float scale2 = scale * LOG2_E;
+    for (int key = 0, stage = 0; key <= first; key += TILE, stage ^= 1) {
+        copies_arrive<0>();
+        __syncthreads();  // everyone's copies are here, and nobody reads the other stage any more
+        if (key < first) load_stage(stage ^ 1, key + TILE);
+        const real *keys = shared + stage * 2 * TILE * LD, *values = keys + TILE * LD;
+
+        float scores[TILE / 8][4] = {};
+        Pair two_b[4];
+#pragma unroll
+        for (int c = 0; c < HS / 16; c++)
+#pragma unroll
+            for (int n = 0; n < TILE / 16; n++) {
+                tiles::right_transposed<LD>(two_b, keys, 16 * n, 16 * c);
+                mma_pair(scores[2 * n], scores[2 * n + 1], queries[c], two_b);
+            }
+        if (key == first)
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    if (column_of(n, i) > of_warp + row_of(0, i)) scores[n][i] = LOWEST;
+
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float now = maximum[half];
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+            now = row_max(now);
+            float shrink = power_of_2(scale2 * (maximum[half] - now));
+            maximum[half] = now, total[half] *= shrink;
+#pragma unroll
+            for (int n = 0; n < TILE / 8; n++)
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; i++) {
+                    scores[n][i] = power_of_2(scale2 * scores[n][i] - scale2 * now);
+                    total[half] += scores[n][i];
+                }
+#pragma unroll
+            for (int n = 0; n < HS / 8; n++) output[n][2 * half] *= shrink, output[n][2 * half + 1] *= shrink;
+        }
+#pragma unroll
+        for (int j = 0; j < TILE / 16; j++) {
+            Pair weights[4];
+            a_from_result(weights, scores, j);
+#pragma unroll
+            for (int n = 0; n < HS / 16; n++) {
+                tiles::right<LD>(two_b, values, 16 * j, 16 * n);
+                mma_pair(output[2 * n], output[2 * n + 1], weights, two_b);
+            }
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        int t = first + of_warp + row_of(0, 2 * half);
+        float factor = 1.0f / row_sum(total[half]);
+        real* to = out + ((size_t)b * T + t) * C + h * HS;
+#pragma unroll
+        for (int n = 0; n < HS / 8; n++)
+            if (t < T)
+                store(to + column_of(n, 0),
+                      Pack<2>{factor * output[n][2 * half], factor * output[n][2 * half + 1]});
+    }
+}
+
+// attention_forward in kernels.cu: the same walk, for any head, for groups of heads that share keys, and for ReLU
+// attention. By mma.sync, warps fetch their operands from shared memory, and that is the bound. Two sets of 16 queries
+// a warp halve it, and Hopper's wgmma, for bf16, ends it: the tensor cores read a swizzled tile there by themselves,
+// once for the 64 rows of four warps.

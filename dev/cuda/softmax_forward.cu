@@ -50,10 +50,36 @@ __device__ __forceinline__ void add(float& top, float& sum, Pack<W> l) {
 
 }  // namespace softmax_forward_
 
-// Two passes, 16 bytes a lane: each thread sums exponentials below the maximum that it has seen so far, and scales the
-// sum when the maximum grows, which it seldom does.
-BLOCK(1024, 1)
+// Online softmax (Milakov and Gimelshein 2018, algorithm 3), by a warp a row: each lane sums exponentials below the
+// maximum that it has seen so far, and scales the sum when the maximum grows, which it seldom does. So maximum and sum
+// take one pass, and with the quotients there are two. Lanes read 16 bytes at a time, and meet only at the end of the
+// first pass, by shuffles, without a barrier. But a row is 50,304 numbers, and a warp has long to do with one. To keep
+// the memory busy nearly all rows are at work at the same time, and L2 cannot hold them until their second pass.
+BLOCK(256, threads / 32)
 extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
+                                            int Vp) {
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N) return;
+    const real* x = inp + (size_t)row * Vp;
+    float top = LOWEST, sum = 0.0f;
+#pragma unroll 4
+    for (int v = W * lane; v < V; v += W * 32)
+        softmax_forward_::add(top, sum, softmax_forward_::load_logits(x, v, V));
+    float largest = warp_max(top);
+    float factor = 1.0f / warp_sum(sum * exponential(top - largest));
+#pragma unroll 4
+    for (int v = W * lane; v < Vp; v += W * 32) {
+        Pack<W> l = {};
+        if (v < V) l = softmax_forward_::load_logits(x, v, V);
+        for (int i = 0; i < W; i++) l[i] = v + i < V ? exponential(l[i] - largest) * factor : 0.0f;
+        store(out + (size_t)row * Vp + v, l);
+    }
+}
+
+// The same by a block a row: fewer rows are at work at the same time, so that the second pass finds more of a row in
+// L2.
+BLOCK(1024, 1)
+extern "C" __global__ void softmax_forward4(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
     const real* x = inp + (size_t)blockIdx.x * Vp;
     float top = LOWEST, sum = 0.0f;
@@ -76,7 +102,7 @@ extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* 
 // those of its next row to be copied there. So the memory is busy in both directions while results are stored, and only
 // the sums, all in shared memory, are without it. A thread reads only what it copied itself: no barriers but the sums'.
 BLOCK(1024, 1)
-extern "C" __global__ void __launch_bounds__(1024) softmax_forward4(real* __restrict__ out,
+extern "C" __global__ void __launch_bounds__(1024) softmax_forward5(real* __restrict__ out,
                                                                     const real* __restrict__ inp, int N, int V,
                                                                     int Vp) {
     DYNAMIC_SHARED(real, x);  // (Vp)

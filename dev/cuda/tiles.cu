@@ -32,6 +32,21 @@ __device__ __forceinline__ void left(Pair (&a)[4], const real* tile, int r, int 
 #endif
 }
 
+// A from the transpose of a tile: its 16 columns are rows r..r+15, and its 16 rows are columns c..c+15.
+template <int LD>
+__device__ __forceinline__ void left_transposed(Pair (&a)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(a, tile + (r + lane % 8 + lane / 16 * 8) * LD + c + lane / 8 % 2 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const real* x = tile + (r + 2 * (lane % 4) + i / 2 * 8) * LD + c + lane / 4 + i % 2 * 8;
+        a[i] = {x[0], x[LD]};
+    }
+#endif
+}
+
 // Two B side by side, whose 16 columns are rows r..r+15 of a tile: for a product with its transpose.
 template <int LD>
 __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile, int r, int c) {
@@ -45,6 +60,7 @@ __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile,
 #endif
 }
 
+<<<<<<< HEAD
 // A from columns r..r+15 of rows c..c+15 of a wide tile, transposed; and two B side by side, which are columns r..r+15
 // of these rows.
 __device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int r, int c) {
@@ -68,6 +84,19 @@ __device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int
     for (int i = 0; i < 4; i++) {
         const real* x = tile + (c + 2 * (lane % 4) + i % 2 * 8) * WIDE_LD + r + lane / 4 + i / 2 * 8;
         b[i] = {x[0], x[WIDE_LD]};
+=======
+// Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile itself.
+template <int LD>
+__device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(b, tile + (r + lane % 16) * LD + c + lane / 16 * 8);
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const real* x = tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD + c + lane / 4 + i / 2 * 8;
+        b[i] = {x[0], x[LD]};
+>>>>>>> rungs2
     }
 #endif
 }
@@ -90,6 +119,7 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const r
     }
 }
 
+<<<<<<< HEAD
 // d (16 M, 8 N) += columns r.. of a wide tile, or rows r.. of one that is not wide, times columns s.. of a wide tile,
 // over a whole step.
 template <bool left_wide, int M, int N>
@@ -176,4 +206,18 @@ __device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared
 #define HAS_WGMMA 0
 #endif
 
+=======
+// The rows of a head, first..first+rows-1 of T, as a tile (rows, HEAD_LD). It has zeros beyond T. stride is from row to
+// row. HS is a multiple of 16 here.
+constexpr int HEAD_LD = HS + 8;
+template <int rows>
+__device__ __forceinline__ void load_head(real* tile, const real* head, size_t stride, int first, int T) {
+    for (int i = threadIdx.x; i < rows * (HS / W); i += blockDim.x) {
+        int row = i / (HS / W), c = i % (HS / W) * W;
+        bool there = first + row < T;
+        copy16(tile + row * HEAD_LD + c, there ? head + (first + row) * stride + c : head, there);
+    }
+}
+
+>>>>>>> rungs2
 }  // namespace tiles
