@@ -31,6 +31,8 @@ KERNEL = Kernel(
                 fits=plain_softmax),
         Version("flash in fp32", "attention_forward3", "T, B*NH", threads=(64, 128, 256), args="out qkv scale T NH",
                 fits=plain_softmax),
-        Version("flash on tensor cores, by mma.sync or wgmma: the trainer's", heads.trainers_forward, threads=(),
+        Version("flash on tensor cores, by mma.sync", "attention_forward4", "B*NH, T", threads=(), dtypes=ALL,
+                args="out qkv scale T NH", shared="2*2*64 * (HS + 8) * itemsize", fits=plain_softmax),
+        Version("the same by mma.sync or wgmma: the trainer's", heads.trainers_forward, threads=(),
                 dtypes=ALL, scratch=heads.lse_scratch, trainer=True),
     ), torch=heads.torch_forward)

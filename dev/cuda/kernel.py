@@ -113,6 +113,7 @@ class Version(NamedTuple):
     trainer: bool = False  # whether it trains. It is also launched as the trainer does: all that can be chosen is None
     atomics: bool = False  # whether it adds with float atomics, so that its bits depend on the order of the threads
     library: str = ""  # its name, if that is what it calls
+    recorded: bool = True  # whether a graph can hold its launches; CuPy's cuBLAS refuses that
     fits: Callable = None  # a -> whether it does this problem
     held_back: dict = {}  # {dtype: why it is below 85% of what bounds it}, after "... us;"
 

@@ -172,7 +172,7 @@ def run_version(bench, number, task, title, where, fail, say, report, ceilings):
                     break
                 line = f"{setting}: {verdict}"
                 if task.timed:
-                    seconds = timing.time_rounds(device, list(bench.launches(version, choice)))
+                    seconds = timing.time_rounds(device, list(bench.launches(version, choice)), version.recorded)
                     timings.append(timing.timing_of(bench, version, number, words(choice), own, seconds, ceilings))
                     line += f", {1e6 * seconds:,.1f} us, {timings[-1].rate}, {timings[-1].share:.1%} of the ceiling"
                 if task.verbose:

@@ -18,11 +18,12 @@ def elements(device, a):
     device.launch("matmul_backward1_weight", a.OC * a.C, a.dweight, a.dout, a.inp, a.N, a.C, a.OC, threads=a.threads)
 
 
-def tiles(name):
+def tiles(name, shared=lambda a: 0):
     """A function that launches the two products of a version whose blocks have tiles of the results."""
     def run(device, a):
-        device.launch(f"{name}_inp", (a.C, a.N), a.dinp, a.dout, a.weight, a.N, a.C, a.OC, threads=a.threads)
-        device.launch(f"{name}_weight", (a.C, a.OC), a.dweight, a.dout, a.inp, a.N, a.C, a.OC, threads=a.threads)
+        options = dict(threads=a.threads, shared=shared(a))
+        device.launch(f"{name}_inp", (a.C, a.N), a.dinp, a.dout, a.weight, a.N, a.C, a.OC, **options)
+        device.launch(f"{name}_weight", (a.C, a.OC), a.dweight, a.dout, a.inp, a.N, a.C, a.OC, **options)
     return run
 
 
@@ -32,6 +33,7 @@ def by_library(device, a):
 
 
 ADDS = dict(fits=lambda a: a.accumulate)
+ADDS_PACKS = dict(fits=lambda a: a.accumulate and a.OC % 8 == 0)
 
 KERNEL = Kernel(
     problem, "B=8,T=1024,C=768,OC=3072", ("B=1,T=1,C=32,OC=8", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=264",
@@ -40,5 +42,10 @@ KERNEL = Kernel(
         Version("a thread an element", elements, threads=(256, 1024), **ADDS),
         Version("tiles of 32 x 32 in shared memory", tiles("matmul_backward2"), threads=(1024,), **ADDS),
         Version("8 x 8 elements a thread, in registers", tiles("matmul_backward3"), threads=(256,), **ADDS),
-        Version("cuBLAS, as the trainer does", by_library, threads=(), dtypes=ALL, library="cuBLAS"),
+        Version("16 bytes a load, and the next tile on its way", tiles("matmul_backward4"), threads=(256,),
+                **ADDS_PACKS),
+        Version("tensor cores, by mma.sync",
+                tiles("matmul_backward5", shared=lambda a: 2 * 2*128 * (128 + 8*a.itemsize)), threads=(256,),
+                dtypes=ALL, limits=dict(fp32=1e-4), **ADDS_PACKS),  # three products of TF32 halves, each truncated
+        Version("cuBLASLt, as the trainer", by_library, threads=(), dtypes=ALL, library="cuBLASLt"),
     ))

@@ -1,5 +1,6 @@
 """out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC)"""
 from dev.cuda.kernel import ALL, Kernel, Version
+from train_gpt2 import Cuda
 
 # Of sums of some thousand products. Tensor cores truncate where they add.
 MATMUL_LIMITS = dict(fp32=2e-5, tf32=1e-3, bf16=1e-4)
@@ -10,6 +11,24 @@ def problem(draw, B, T, C, OC):
     N = B * T
     inp, weight, bias = draw(N, C), draw(OC, C), draw(OC, scale=C**0.5)  # the bias counts as much as the products
     return dict(N=N, inp=inp, weight=weight, bias=bias), dict(out=inp @ weight.T + bias)
+
+
+def by_wgmma(device, a):
+    """Its stages are 3 or 4 times 128 bytes of each row. A GPU without wgmma may have less shared memory, and needs no
+    more of it than the kernel for mma.sync."""
+    stages = (3 if a.columns == "128" else 4) * (128 + int(a.columns[:3])) * 128
+    shared = max(min(stages, device.max_shared), 2 * 2*128 * (128 + 8*a.itemsize))
+    device.launch(f"matmul_forward6_{a.columns}", (a.OC, a.N), a.out, a.inp, a.weight, a.bias, a.N, a.C, a.OC,
+                  shared=shared)
+
+
+def by_cublas(device, a):
+    """As the trainer's plain device has it; on the CPU by NumPy's BLAS."""
+    (Cuda.matmul if device.name == "cuda" else type(device).matmul)(device, a.out, a.inp, a.weight.T, bias=a.bias)
+
+
+def by_cublaslt(device, a):
+    device.matmul(a.out, a.inp, a.weight.T, bias=a.bias)
 
 
 KERNEL = Kernel(
@@ -23,6 +42,10 @@ KERNEL = Kernel(
         Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(),
                 shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=ALL,
                 limits=dict(fp32=1e-4)),  # three products of TF32 halves, each truncated
-        Version("cuBLAS, as the trainer does", lambda device, a: device.matmul(a.out, a.inp, a.weight.T, bias=a.bias),
-                threads=(), dtypes=ALL, library="cuBLAS", limits=LIBRARY_LIMITS),
+        Version("Hopper's tensor cores, by wgmma", by_wgmma, threads=(), dtypes=("tf32", "bf16"),
+                more=dict(columns=("128", "256", "256_each")), limits=dict(tf32=2e-3)),  # it cuts off, and rounds not
+        Version("cuBLAS and a kernel for the bias, as the plain device", by_cublas, threads=(), dtypes=ALL,
+                library="cuBLAS", recorded=False, limits=LIBRARY_LIMITS),
+        Version("cuBLASLt, which adds the bias, as the trainer", by_cublaslt, threads=(), dtypes=ALL,
+                library="cuBLASLt", limits=LIBRARY_LIMITS),
     ), torch=lambda torch, x: lambda: torch.nn.functional.linear(x.inp, x.weight, x.bias))

@@ -40,7 +40,9 @@ KERNEL = Kernel(
         Version("a thread a row, three passes", "softmax_forward1", "N", threads=(32, 128),
                 limits=dict(fp32=1e-4)),  # a sum of 50,257 numbers one by one
         Version("a block a row, three passes", "softmax_forward2", "N", threads=(256, 512, 1024)),
-        Version("two passes, 16 bytes a lane", "softmax_forward3", "N", threads=(256, 512, 1024), fits=in_packs),
-        Version("one pass, the next row on its way", "softmax_forward4", "min(blocks, N)", threads=(512, 1024),
+        Version("online, a warp a row: two passes, 16 bytes a lane", "softmax_forward3", "N", threads=(128, 256, 1024),
+                fits=in_packs),
+        Version("online, a block a row", "softmax_forward4", "N", threads=(256, 512, 1024), fits=in_packs),
+        Version("one pass, the next row on its way", "softmax_forward5", "min(blocks, N)", threads=(512, 1024),
                 shared="Vp*itemsize", more=dict(blocks=(132, 264)), fits=in_packs),
     ), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))

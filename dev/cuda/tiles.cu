@@ -60,9 +60,7 @@ __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile,
 #endif
 }
 
-<<<<<<< HEAD
-// A from columns r..r+15 of rows c..c+15 of a wide tile, transposed; and two B side by side, which are columns r..r+15
-// of these rows.
+// A from columns r..r+15 of rows c..c+15 of a wide tile, transposed.
 __device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
 #ifdef BF16
@@ -75,16 +73,7 @@ __device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int
     }
 #endif
 }
-__device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int c) {
-    int lane = threadIdx.x % 32;
-#ifdef BF16
-    load_matrices_transposed(b, tile + (c + lane % 16) * WIDE_LD + r + lane / 16 * 8);
-#else
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const real* x = tile + (c + 2 * (lane % 4) + i % 2 * 8) * WIDE_LD + r + lane / 4 + i / 2 * 8;
-        b[i] = {x[0], x[WIDE_LD]};
-=======
+
 // Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile itself.
 template <int LD>
 __device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int c) {
@@ -96,7 +85,6 @@ __device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int
     for (int i = 0; i < 4; i++) {
         const real* x = tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD + c + lane / 4 + i / 2 * 8;
         b[i] = {x[0], x[LD]};
->>>>>>> rungs2
     }
 #endif
 }
@@ -119,7 +107,6 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][N][4], const r
     }
 }
 
-<<<<<<< HEAD
 // d (16 M, 8 N) += columns r.. of a wide tile, or rows r.. of one that is not wide, times columns s.. of a wide tile,
 // over a whole step.
 template <bool left_wide, int M, int N>
@@ -133,7 +120,7 @@ __device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, i
             else left<LD>(a[m], one, r + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < N / 2; n++) {
-            right(b, two, s + 16 * n, c);
+            right<WIDE_LD>(b, two, c, s + 16 * n);
 #pragma unroll
             for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }
@@ -206,7 +193,6 @@ __device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared
 #define HAS_WGMMA 0
 #endif
 
-=======
 // The rows of a head, first..first+rows-1 of T, as a tile (rows, HEAD_LD). It has zeros beyond T. stride is from row to
 // row. HS is a multiple of 16 here.
 constexpr int HEAD_LD = HS + 8;
@@ -219,5 +205,4 @@ __device__ __forceinline__ void load_head(real* tile, const real* head, size_t s
     }
 }
 
->>>>>>> rungs2
 }  // namespace tiles

@@ -15,12 +15,13 @@ def cold(device):
     return lambda nbytes: min(1024, 2 * device.gpu.attributes["L2CacheSize"] // nbytes + 1)
 
 
-def time_rounds(device, works):
+def time_rounds(device, works, recorded=True):
     """Seconds a launch, the median of several rounds over all sets; works[i]() launches on set i.
 
     To launch from Python takes longer than many of these kernels, so a round is recorded as a graph and replayed, with
     a CUDA event before and behind: at least 32 launches, so that neither the events nor the start of the graph count,
     and as many rounds as fit into 50 ms, at least 3 and at most 20. What takes more than 10 ms is timed one by one.
+    What cannot be recorded is launched from Python. That is as good if a launch keeps the GPU longer than the host.
     """
     events, stream = [device.cupy.cuda.Event() for _ in range(2)], device.cupy.cuda.get_current_stream()
 
@@ -35,15 +36,20 @@ def time_rounds(device, works):
     if once > 0.01:
         return float(np.median([elapsed(work) for work in (3 * works)[:3]]))
     count = len(works) * math.ceil(32 / len(works) if once < 1e-3 else 1)
-    stream.begin_capture()
-    try:
+
+    def launch_all():
         for i in range(count):
             works[i % len(works)]()
-    finally:
-        graph = stream.end_capture()
-    graph.launch()
+
+    if recorded:
+        stream.begin_capture()
+        try:
+            launch_all()
+        finally:
+            launch_all = stream.end_capture().launch
+    launch_all()
     rounds = min(20, max(3, round(0.05 / (count * max(once, 1e-6)))))
-    return float(np.median([elapsed(graph.launch) for _ in range(rounds)])) / count
+    return float(np.median([elapsed(launch_all) for _ in range(rounds)])) / count
 
 
 def time_torch(bench):

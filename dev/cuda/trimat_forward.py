@@ -3,7 +3,7 @@ import numpy as np
 
 from dev.cuda.formulas import transposed
 from dev.cuda.heads import HEADS, draw_heads, pairs_seen, split
-from dev.cuda.kernel import ALL, ANY, Kernel, Version, in_parts
+from dev.cuda.kernel import ALL, ANY, Kernel, Version, in_parts, stored
 
 
 def problem(draw, B, T, NH, HS):
@@ -18,6 +18,24 @@ def problem(draw, B, T, NH, HS):
         att=scale * np.linalg.norm(q, axis=-1).reshape(B, NH, T, 1))
 
 
+def by_library(device, a):
+    """The whole square of each head: a call a sequence, in which the heads are a batch."""
+    C = a.NH * a.HS
+    if device.name == "cpu":
+        for b, h in np.ndindex(a.B, a.NH):
+            q, k = (a.qkv.reshape(a.B, a.T, -1)[b, :, start : start + a.HS] for start in (h * a.HS, C + h * a.HS))
+            scores = np.empty((a.T, a.T), np.float32)
+            device.matmul(scores, q, k.T)
+            a.att[b, h] = stored(np.float32(a.scale) * scores, a.att.dtype)
+        return
+    lib, kind, scale = device.cublas, device.TYPES[a.itemsize], np.array([a.scale], np.float32)
+    for b in range(a.B):  # cuBLAS sees matrices transposed: it is asked for the square's transpose, k q'
+        q, out = a.qkv[b].data.ptr, a.att[b].data.ptr
+        lib.gemmStridedBatchedEx(device.gpu.cublas_handle, 1, 0, a.T, a.T, a.HS, scale.ctypes.data,
+                                 q + C * a.itemsize, kind, 3 * C, a.HS, q, kind, 3 * C, a.HS, device.NOUGHT.ctypes.data,
+                                 out, kind, a.T, a.T * a.T, a.NH, device.compute, lib.CUBLAS_GEMM_DEFAULT)
+
+
 KERNEL = Kernel(
     problem, "B=8,T=1024,NH=12,HS=64", HEADS, args="att qkv scale T NH", compiled_for="HS", sums="att",
     limits=dict(fp32=1e-4, tf32=2e-3, bf16=1e-4),  # tensor cores truncate where they add
@@ -29,4 +47,6 @@ KERNEL = Kernel(
         Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=()),
         Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(), dtypes=ALL,
                 shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
+        Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=ALL, library="cuBLAS",
+                recorded=False),
     ))
