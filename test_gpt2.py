@@ -119,8 +119,8 @@ def rounding():
 
 KERNELS = ("encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward", "layernorm_again",
            "layernorm_backward", "matmul_backward_bias", "attention_forward", "relu_attention_forward",
-           "attention_backward", "gelu_forward", "gelu_backward", "crossentropy_forward", "classifier_fused",
-           "global_norm", "add_loss", "judge", "adamw")
+           "attention_backward", "gqa_forward", "gqa_backward", "gelu_forward", "gelu_backward", "crossentropy_forward",
+           "classifier_fused", "global_norm", "add_loss", "judge", "adamw")
 # C and NH; the fixtures' first
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 launched = set()  # the names of the kernels that tests have launched
@@ -157,18 +157,6 @@ def test_kernels(device_name, dtype, only=None, names=KERNELS, models=COMPILED_F
                     check(f"{title} {chosen(choice)}:", verdict.place is None, verdict)
                 except Exception as e:
                     check(f"{title} {chosen(choice)}:", False, f"{type(e).__name__}: {e}")
-
-
-# Until dev/llama3/test_llama3.py is converted, these are here for it to import.
-under_test, as_real, normal32 = None, f32, normal
-
-
-def nan32(*shape):
-    return np.full(shape, np.nan, np.float32)
-
-
-def kernel(*runs, tests):
-    return lambda test: tests.setdefault(test.__name__, (test, runs))
 
 
 def check_launched(sources):

@@ -36,11 +36,13 @@ def join(*heads):
 
 
 def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
-    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS). Every other group of heads has scores of up to some hundreds, and the last bits
-    of the others count. For one does not go with the other: in TF32 an input is off by 2^-12, which an exponential of a
-    large score would multiply. So numbers of the first kind are sixteenths, which are exact in all dtypes, and queries
-    are 2^-3 to 2^6 times as large. Queries of the second kind are 2^-3 to 1 times as large. With coarse, all are of the
-    first kind. Raises UserError."""
+    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS), of two kinds that take turns from one group of heads to the next.
+
+    The first has scores of up to some hundreds: its queries are 2^-3 to 2^6 times as large as a normal number. All of
+    its numbers are sixteenths, which are exact in each dtype, since an exponential multiplies what a large score is off
+    by. The second has small scores, its queries being 2^-3 to 1 times as large, and all bits of its numbers count. With
+    coarse, all groups are of the first kind. Raises UserError.
+    """
     if NH % NKV:
         raise UserError(f"expected NKV = {NKV} to divide NH = {NH}")
     first = (np.arange(NKV) + np.arange(B)[:, None]) % 2 == 0
@@ -82,8 +84,8 @@ def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
 
 
 def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
-    """Its gradients, given an out that is not quite right: delta would be 0 where T is 1. With relu, scores are exact in
-    all dtypes, or one next to 0 would lose its sign."""
+    """Its gradients, given an out that is not quite right, or dscore would be 0 where T is 1. With relu all scores are
+    exact in each dtype, or one next to 0 would lose its sign."""
     kind = "relu" if relu else "softmax"
     qkv, dout = draw_heads(draw, B, T, NH, NKV, HS, coarse=bool(relu))
     dout_heads, heads = dout.swapaxes(1, 2), split(qkv, NH, NKV)
