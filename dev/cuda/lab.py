@@ -422,10 +422,10 @@ def run(name, ladders, number, shapes, dtypes, timed, show, report):
         return [(sizes, (dtype, *model_of(ladder, sizes))) for sizes in shapes(ladder) for dtype in dtypes
                 if numbers_of(ladder, dtype, number)]
 
-    compiled = {}  # {key: the kernels that are compiled for it}
+    compiled = {}  # {key: the kernels that are compiled for it, in order}
     for ladder in ladders:
         for _, key in wanted(ladder):
-            compiled.setdefault(key, {})[ladder.name] = True
+            compiled.setdefault(key, {}).update(dict.fromkeys((ladder.name, *ladder.beside)))
     device_for = lambda key: device_of(name, *key, tuple(compiled[key]))
     if name == "cpu":  # a compiler takes a core
         with ThreadPoolExecutor() as pool:
