@@ -25,17 +25,8 @@ extern "C" __global__ void gqa_forward1(real* __restrict__ out, const real* __re
     for (int c = 0; c < HS; c++) from_float(out[(((size_t)b * T + t) * NH + h) * HS + c], o[c] / sum);
 }
 
-// repeat_kv, and then the trainer's attention_forward for NH heads, on tensor cores: fast, but it writes and reads
-// NH/NKV copies of each key and value, in device memory that a grouped cache was to save.
-BLOCK(256, W * threads)
-extern "C" __global__ void gqa_forward2_repeat(real* __restrict__ qkv, const real* __restrict__ inp, int NH, int NKV) {
-    int i = first_number(), size = 3 * NH * HS;
-    if (i >= size) return;
-    int c = i % HS, h = i / HS % NH, which = i / HS / NH;
-    int from = which == 0 ? h : NH + (which - 1) * NKV + h / (NH / NKV);
-    size_t row = blockIdx.y;
-    store(qkv + row * size + i, load<W>(inp + (row * (NH + 2 * NKV) + from) * HS + c));
-}
+// Version 2 is repeat_kv_forward2, and then the trainer's attention_forward for NH heads, on tensor cores: fast, but it
+// writes and reads NH/NKV copies of each key and value, in device memory that a grouped cache was to save.
 
 // attention_forward in kernels.cu: a block has queries of one head, and reads the keys and values of its group's head
 // where they are, so nothing is copied. The heads of a group are neighbours in the grid. So all but the first of them

@@ -71,8 +71,95 @@ extern "C" __global__ void layernorm_backward2(real* __restrict__ dresidual, flo
     }
 }
 
-// layernorm_backward in kernels.cu: 16 bytes a lane, and no atomics. A lane has the same columns of each of its
-// rows, so their three sums stay in its registers until the end; then a block adds up its warps, and add_partials
-// the blocks, all in one order. Registers that hold sums can not hold rows that are still to come: asynchronous
-// copies bring the next row to shared memory while one is at work. One block of 12 warps fills a multiprocessor, and
-// leaves few partials.
+namespace layernorm_backward_ {
+
+constexpr int TOGETHER = 12;  // blocks whose sums are added up by the last of them
+
+// The first of `count` rows of each of partials (3, rows, C) becomes the sum of them, or, with out, is added to those.
+// The rows are `step` apart. Items of a loop: 4 of the 3 C columns.
+__device__ __forceinline__ void add_rows(float* partials, int rows, int first, int count, int step,
+                                         float* const* out) {
+    constexpr int C = CHANNELS;
+    for (int i = 4 * threadIdx.x; i < 3 * C; i += 4 * blockDim.x) {
+        int which = i / C, c = i % C;
+        float* from = partials + ((size_t)which * rows + first) * C + c;
+        Pack<4> sum = {};
+#pragma unroll 12
+        for (int k = 0; k < count; k++) sum = sum + load<4>(from + (size_t)k * step * C);
+        float* to = out ? out[which] + c : from;
+        store(to, out ? load<4>(to) + sum : sum);
+    }
+}
+
+}  // namespace layernorm_backward_
+
+// No float atomics, and still one launch. A lane has the same columns of each of its rows, 16 bytes at a time, so it
+// keeps their three sums in registers, and a row too. In the end a block adds up its warps in shared memory, and stores
+// its sums in partials (3, gridDim.x, C). The last block to finish adds up those of all blocks. But it would be alone
+// with that: 132 blocks have stored 1.2 MB, and one multiprocessor reads some 100 GB/s, so it would take more than ten
+// microseconds. So there are two levels: the last block of every 12 adds up these, and the last of all adds up the
+// groups. Who is in a group is fixed, and each sum goes from the first to the last, so the bits are the same on each
+// run. What it saves is a second launch. What it costs is two fences, two atomics, and two short sums by few blocks.
+// counters (1 + groups) are 0 before and after. Items: blocks.
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(256) layernorm_backward3(
+    real* __restrict__ dresidual, float* dweight, float* dbias, float* before, float* partials, int* counters,
+    const real* __restrict__ dout, const real* __restrict__ inp, const real* __restrict__ weight,
+    const float* __restrict__ mean, const float* __restrict__ rstd, int N) {
+    constexpr int C = CHANNELS;
+    DYNAMIC_SHARED(float, of_warp);  // (warps, C)
+    int warps = blockDim.x / 32, warp = threadIdx.x / 32;
+    Pack<W> sums[3][lane_packs<W>] = {};
+    for (int row = blockIdx.x * warps + warp; row < N; row += gridDim.x * warps) {
+        size_t start = (size_t)row * C;
+        float m = mean[row], s = rstd[row], sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f;
+        Pack<W> norm[lane_packs<W>], d[lane_packs<W>], g[lane_packs<W>];
+        EACH_PACK(W) {  // all loads of a row are on their way at once
+            norm[k] = load<W>(inp + start + c);
+            d[k] = load<W>(dout + start + c);
+            g[k] = load<W>(dresidual + start + c);
+        }
+        EACH_PACK(W) {
+            Pack<W> w = load<W>(weight + c);
+            for (int i = 0; i < W; i++) {
+                norm[k][i] = (norm[k][i] - m) * s;
+                sum_dnorm += d[k][i] * w[i];
+                sum_dnorm_norm += d[k][i] * w[i] * norm[k][i];
+            }
+        }
+        float average_dnorm = warp_sum(sum_dnorm) / C, average_dnorm_norm = warp_sum(sum_dnorm_norm) / C;
+        EACH_PACK(W) {
+            Pack<W> w = load<W>(weight + c);
+            for (int i = 0; i < W; i++) {
+                g[k][i] += s * (d[k][i] * w[i] - average_dnorm - norm[k][i] * average_dnorm_norm);
+                sums[0][k][i] += d[k][i] * norm[k][i];
+                sums[1][k][i] += d[k][i];
+                sums[2][k][i] += g[k][i];
+            }
+            store(dresidual + start + c, g[k]);
+        }
+    }
+#pragma unroll
+    for (int which = 0; which < 3; which++) {
+        __syncthreads();
+        EACH_PACK(W) store(of_warp + warp * C + c, sums[which][k]);
+        __syncthreads();
+        for (int column = threadIdx.x; column < C; column += blockDim.x) {
+            float sum = 0.0f;
+            for (int w = 0; w < warps; w++) sum += of_warp[w * C + column];
+            partials[((size_t)which * gridDim.x + blockIdx.x) * C + column] = sum;
+        }
+    }
+    using namespace layernorm_backward_;
+    int group = blockIdx.x / TOGETHER, groups = (gridDim.x + TOGETHER - 1) / TOGETHER;
+    int members = min(TOGETHER, (int)gridDim.x - group * TOGETHER);
+    if (!lab::last_of(counters + 1 + group, members)) return;
+    add_rows(partials, gridDim.x, group * TOGETHER, members, 1, nullptr);
+    if (!lab::last_of(counters, groups)) return;
+    float* out[] = {dweight, dbias, before};
+    add_rows(partials, gridDim.x, 0, groups, TOGETHER, out);
+}
+
+// layernorm_backward in kernels.cu: the same sums in registers. But registers that hold sums can not hold rows that are
+// still to come: asynchronous copies bring the next row to shared memory while one is at work. One block of 12 warps
+// fills a multiprocessor, and leaves few partials. add_partials, which matmul_backward_bias needs too, adds these up.

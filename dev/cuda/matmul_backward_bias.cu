@@ -22,5 +22,25 @@ extern "C" __global__ void matmul_backward_bias2(float* dbias, const real* __res
     atomicAdd(dbias + o, sum);
 }
 
-// matmul_backward_bias in kernels.cu: 16 bytes a lane, 8 lanes side by side and the groups of a block one below the
-// other, four rows in flight for each; the shares' sums are stored, and add_partials adds them up in one order.
+// No float atomics, and one launch: 16 bytes a lane, and each share stores its sum. Then its block counts itself, and
+// the last block of a column adds up the shares, always from the first to the last. So the bits do not depend on which
+// block that was. What it saves is a second kernel, which costs a launch, and the time in which the first one ends and
+// the second one begins: two or three microseconds. What it costs is a fence, which waits for a block's stores, an
+// atomic for each block, and a sum by a few blocks at the end, while the others have nothing to do. It also needs a
+// counter for every 8 W columns, which has to be 0 before the first launch. Items: OC columns along x, at least two
+// shares along y.
+BLOCK(256, 8 * W)
+extern "C" __global__ void matmul_backward_bias3(float* dbias, float* partials, int* counters,
+                                                 const real* __restrict__ dout, int N, int OC) {
+    add_columns(partials, dout, N, OC, blockIdx.y, gridDim.y);
+    if (!lab::last_of(counters + blockIdx.x, gridDim.y)) return;
+    int column = 8 * W * blockIdx.x + threadIdx.x;
+    if (threadIdx.x >= 8 * W || column >= OC) return;
+    float sum = 0.0f;
+#pragma unroll 16  // loads on their way at once
+    for (int share = 0; share < (int)gridDim.y; share++) sum += __ldcg(partials + (size_t)share * OC + column);
+    dbias[column] += sum;
+}
+
+// matmul_backward_bias in kernels.cu: the same sums of shares, but add_partials adds them up, which layernorm_backward
+// needs too. So there is no counter, and a second launch.

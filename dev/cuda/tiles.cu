@@ -1,5 +1,30 @@
+<<<<<<< HEAD
 // What the lab's kernels for tensor cores share, after kernels.cu: products of tiles in shared memory, by mma.sync and
 // by wgmma.
+=======
+// What several of the lab's kernels share, after kernels.cu.
+
+namespace lab {
+
+// Counts this block, and says whether it is the last of `all`. The last one may read what the others have stored before
+// they were counted, and leaves 0 in the counter for the next launch. Every thread of the block must call it.
+__device__ __forceinline__ bool last_of(int* counter, int all) {
+    __shared__ bool last;
+    __threadfence();  // what this thread has stored is there before its block is counted
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(counter, 1) == all - 1;
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return last;
+}
+
+}  // namespace lab
+
+// A product of tiles in shared memory, by mma.sync.
+>>>>>>> rungs2
 namespace tiles {
 
 constexpr int STEP = 128 / sizeof(real);  // the summed index goes by steps of 128 bytes
@@ -60,6 +85,7 @@ __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile,
 #endif
 }
 
+<<<<<<< HEAD
 // A from columns r..r+15 of rows c..c+15 of a wide tile, transposed.
 __device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
@@ -75,6 +101,10 @@ __device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int
 }
 
 // Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile itself.
+=======
+// Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile
+// itself.
+>>>>>>> rungs2
 template <int LD>
 __device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
