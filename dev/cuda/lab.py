@@ -43,7 +43,7 @@ LLAMA = LAB.parent / "llama3/llama3.cu"
 class Task(NamedTuple):
     """What to do with a kernel."""
     device: str  # "cpu" or "cuda"
-    compiled: tuple  # the names of the kernels whose files are compiled together
+    compiled: dict  # {(dtype, C, NH): the names of the kernels whose files are compiled together}
     sizes: dict | None  # as asked for; None takes the kernel's own
     number: int | None  # of the version; None takes all
     dtypes: tuple
@@ -125,7 +125,8 @@ def run_kernel(kernel, task, say, ceilings):
             where = ",".join(f"{key}={value}" for key, value in sizes.items()) + f" {dtype}"
             say(None, f"{kernel.name}, {where}")
             try:
-                device = device_of(task.device, dtype, *model_of(kernel, sizes), task.compiled)
+                key = dtype, *model_of(kernel, sizes)
+                device = device_of(task.device, *key, task.compiled[key])
                 if task.device == "cuda" and not stream:  # the lab's own, since CuPy's default one cannot be recorded
                     stream = device.cupy.cuda.Stream(non_blocking=True)
                 with stream or contextlib.nullcontext():
@@ -271,47 +272,54 @@ class Worker:
             self.process = None
 
 
-def compile_together(names, task):
-    """The names of the kernels whose files compile, and the Failures of the others. On a CPU only, where it fills the
-    cache that the workers read from; a GPU's worker compiles by itself."""
-    def keys(name):
-        kernel = find_kernel(name)
-        return [(dtype, *model_of(kernel, sizes)) for sizes in shapes_of(kernel, task) for dtype in task.dtypes
-                if numbers_of(kernel, dtype, task.number)]
+def keys_of(name, task):
+    """What a kernel is compiled for in a task: {(dtype, C, NH): True}."""
+    kernel = find_kernel(name)
+    return {(dtype, *model_of(kernel, sizes)): True for sizes in shapes_of(kernel, task) for dtype in task.dtypes
+            if numbers_of(kernel, dtype, task.number)}
 
-    def compiles(names):
+
+def compile_together(names, task):
+    """The names of the kernels that can be run, {key: those that are compiled for it}, and the Failures of the others.
+    Here a CPU's are compiled, so that the workers find them in the cache. A GPU's worker compiles by itself."""
+    def plan(names):
+        compiled = {}
+        for name in names:
+            for key in keys_of(name, task):
+                compiled[key] = (*compiled.get(key, ()), name)
+        return compiled
+
+    def compile_all(compiled):
+        """None, or the first error."""
         try:
-            wanted = {key: True for name in names for key in keys(name)}
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda key: device_of(task.device, *key, tuple(names)), wanted))
-            return None
+                list(pool.map(lambda key: device_of(task.device, *key, compiled[key]),
+                              sorted(compiled, key=lambda key: -len(compiled[key]))))
         except UserError as e:
             return e
 
     good, failures = [], []
     for name in names:
         try:
-            keys(name)
+            keys_of(name, task)
             good.append(name)
         except Exception as e:
             failures.append(Failure(name, None, "", "", f"{name}.py: {one_line(e)}"))
-    if task.device == "cpu" and good:
-        error = compiles(good)
-        if error:  # each by itself, to see whose fault it is
-            alone = {name: compiles([name]) for name in good}
-            if all(alone.values()):
-                raise error
-            good = [name for name in good if not alone[name]]
-            failures += [Failure(name, None, "", "", f"{name}.cu: {e}") for name, e in alone.items() if e]
-            compiles(good)
-    return good, failures
+    error = compile_all(plan(good)) if task.device == "cpu" else None
+    if error:  # each by itself, to see whose fault it is
+        alone = {name: compile_all(dict.fromkeys([*keys_of(name, task)][:1], (name,))) for name in good}
+        good = [name for name in good if not alone[name]]
+        failures += [Failure(name, None, "", "", f"{name}.cu: {e}") for name, e in alone.items() if e]
+        if not good or compile_all(plan(good)):
+            raise error
+    return good, plan(good), failures
 
 
 def run_kernels(names, task, report):
     """Do a task with kernels, on a CPU several at a time. report(name, Report, lines) is called behind each, in their
     order. Returns the Failures of those that cannot be run."""
-    names, failures = compile_together(names, task)
-    task = task._replace(compiled=tuple(names))
+    names, compiled, failures = compile_together(names, task)
+    task = task._replace(compiled=compiled)
     count = 1 if task.device == "cuda" or len(names) == 1 else min(len(names), os.cpu_count())
     workers = [Worker(1 if count > 1 else None) for _ in range(count)]
     free = list(workers)
@@ -406,7 +414,9 @@ def main(arguments=None):
     timed = device == "cuda" and not flags.check
     if not timed and not flags.check:
         print("There is no GPU here: versions are checked on the CPU at small shapes, and not timed.")
-    task = Task(device, (), sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel))
+    if device == "cpu":
+        os.environ.setdefault("CXXFLAGS", "-O1")  # most of the time is the compiler's, and this halves it
+    task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel))
     total, out = Report(0, [], [], {}, set(), {}), flags.out or (None if flags.kernel else LAB)
 
     def report(name, found, lines):  # what was measured is on disk before the next kernel begins

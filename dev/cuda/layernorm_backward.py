@@ -1,4 +1,6 @@
 """dresidual (N,C), dweight and dbias (C) += layernorm's gradients; before (C) += the sum of dresidual's rows"""
+import numpy as np
+
 from dev.cuda.formulas import dlayernorm, moments
 from dev.cuda.kernel import ROWS, Kernel, Version
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
@@ -15,8 +17,9 @@ def problem(draw, B, T, C, linear=1):
     dx, sum_dweight, sum_dbias = dlayernorm(dout, inp, weight, 0)
     new = dresidual + dx
     inputs = dict(N=N, inp=inp, dout=dout, dresidual=dresidual, weight=weight, dweight=dweight, dbias=dbias,
-                  before=before if linear else None, mean=mean[:, 0], rstd=rstd[:, 0])
-    truth = dict(dresidual=new, dweight=dweight + sum_dweight, dbias=dbias + sum_dbias)
+                  before=before if linear else None, mean=mean[:, 0], rstd=rstd[:, 0],
+                  counters=np.zeros(64, np.int32))  # which have to be 0 again in the end
+    truth = dict(dresidual=new, dweight=dweight + sum_dweight, dbias=dbias + sum_dbias, counters=inputs["counters"])
     return inputs, truth | (dict(before=before + new.sum(0)) if linear else {})
 
 
@@ -40,6 +43,10 @@ KERNEL = Kernel(
         Version("a thread a row, with atomics", "layernorm_backward1", "N", threads=(32, 64, 128, 256), atomics=True),
         Version("a warp a row, atomics in shared memory", "layernorm_backward2", "blocks", threads=(128, 256, 512),
                 shared="4 * 3*C", more=dict(blocks=BLOCKS), atomics=True),
+        Version("sums in registers, and the last block adds up", "layernorm_backward3", "blocks", threads=(128, 256),
+                args="dresidual dweight dbias before partials counters dout inp weight mean rstd N",
+                shared="threads // 32 * 4*C", more=dict(blocks=(132, 264, 528)),
+                scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
         Version("sums in registers, rows by asynchronous copies: the trainer's", trainers, threads=(),
                 more=dict(grid=(None, (1, 12), (2, 4), (5, 3), (9, 1))), trainer=True,
                 scratch=lambda a: dict(partials=(3, PARTIAL_ROWS, a.C)), held_back={

@@ -8,8 +8,10 @@ def problem(draw, B, T, OC):
     """Columns of sizes from 1000 to 0.001."""
     N, size = B * T, np.logspace(3, -3, OC)
     dout, dbias = draw.real(size * draw.normal(N, OC)), draw.fp32(OC)
-    inputs = dict(N=N, dout=dout, dbias=dbias)
-    return inputs, dict(dbias=dbias + dout.sum(0)), dict(dbias=abs(dbias) + np.sqrt(N) * size)
+    counters = np.zeros(-(-OC // 32), np.int32)  # which have to be 0 again in the end
+    inputs = dict(N=N, dout=dout, dbias=dbias, counters=counters)
+    truth = dict(dbias=dbias + dout.sum(0), counters=counters)
+    return inputs, truth, dict(dbias=abs(dbias) + np.sqrt(N) * size)
 
 
 def shares_of(a):
@@ -31,6 +33,9 @@ KERNEL = Kernel(
         Version("a thread a column", "matmul_backward_bias1", "OC", threads=(32, 64, 128)),
         Version("the rows shared out, with atomics", "matmul_backward_bias2", "OC, shares", threads=(128, 256),
                 more=dict(shares=(16, 64, 256)), atomics=True),
+        Version("16 bytes a lane, and the last block adds up the shares", "matmul_backward_bias3", "OC, shares",
+                threads=(), args="dbias partials counters dout N OC", more=dict(shares=(16, 32, 64)),
+                scratch=lambda a: dict(partials=(a.shares, a.OC))),
         Version("16 bytes a lane, no atomics: the trainer's", trainers, threads=(), trainer=True,
                 more=dict(shares=(None, 1, 3, 16, 32, 64)),
                 scratch=lambda a: dict(partials=(shares_of(a), a.OC)) if shares_of(a) > 1 else {}, held_back={

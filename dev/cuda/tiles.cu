@@ -1,7 +1,3 @@
-<<<<<<< HEAD
-// What the lab's kernels for tensor cores share, after kernels.cu: products of tiles in shared memory, by mma.sync and
-// by wgmma.
-=======
 // What several of the lab's kernels share, after kernels.cu.
 
 namespace lab {
@@ -23,8 +19,7 @@ __device__ __forceinline__ bool last_of(int* counter, int all) {
 
 }  // namespace lab
 
-// A product of tiles in shared memory, by mma.sync.
->>>>>>> rungs2
+// Products of tiles in shared memory, by mma.sync and by wgmma.
 namespace tiles {
 
 constexpr int STEP = 128 / sizeof(real);  // the summed index goes by steps of 128 bytes
@@ -85,7 +80,6 @@ __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile,
 #endif
 }
 
-<<<<<<< HEAD
 // A from columns r..r+15 of rows c..c+15 of a wide tile, transposed.
 __device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
@@ -100,11 +94,8 @@ __device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int
 #endif
 }
 
-// Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile itself.
-=======
 // Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile
 // itself.
->>>>>>> rungs2
 template <int LD>
 __device__ __forceinline__ void right(Pair (&b)[4], const real* tile, int r, int c) {
     int lane = threadIdx.x % 32;
