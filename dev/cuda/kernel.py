@@ -240,7 +240,8 @@ def judge(np_, name, array, truth, limit, kind=None, terms=None):
         truth = np_.where(truth == ANY, ANY, np_.asarray(to_float(stored(truth, array.dtype)), np.float64))
     cared = truth != ANY
     finite = cared & np_.isfinite(truth)
-    off = np_.where(finite, np_.abs(found - truth), 0)
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        off = np_.where(finite, np_.abs(found - truth), 0)
     size = np_.where(finite, np_.abs(truth), 0)
     norm = float(np_.sqrt((size**2).sum()))
     error, whole = float(np_.sqrt((off**2).sum())) / (norm or 1), max(limit, BF16_LIMIT if in_bf16 else 0)
