@@ -232,7 +232,8 @@ def judge(np_, name, array, truth, limit, kind=None, terms=None):
     is stored in bf16. And each element must be right: it may be off by its own rounding, and by HANDFUL times the
     limit, relative to its own size. A sum whose terms cancel is no better than they are: so kind "sums" measures the
     latter against the size of the terms too. If nothing is said of that, it is the row's, by the root of its mean
-    square. kind "exact" allows the rounding of the truth alone.
+    square; where it is said to be 0, nothing was added, and no bit may differ. kind "exact" allows the rounding of the
+    truth alone.
     """
     found, in_bf16 = to_float(array).astype(np.float64), array.dtype == BF16
     if kind == "exact":
