@@ -5,9 +5,11 @@
     python test_gpt2.py --kernels                        # only the kernels, for a sanitizer
     python test_gpt2.py --only gelu_forward              # only one of them, for a debugger
 
-It prints a line a tensor, and then `N passed, N failed`. The exit status is 1 if any failed. Everything includes
-dev/test_files.py, which tests files, refusals and the command line. On a GPU, the plain device and the fast one are
-both compared with the truths. Their kernels are the same, so each kernel is tested once.
+It prints a line a tensor, or a line a launch of a kernel, and then `N passed, N failed`. The exit status is 1 if any
+failed. The kernels' problems are those of the kernel lab, dev/cuda/: `python dev/cuda/lab.py --check` gives them to all
+versions, and this gives them, and some more sizes, to the trainer's. Everything includes dev/test_files.py, which tests
+files, refusals and the command line. On a GPU, the plain device and the fast one are both compared with the truths.
+Their kernels are the same, so each kernel is tested once.
 """
 import argparse
 import contextlib
@@ -131,7 +133,11 @@ def test_kernels(device_name, dtype, only=None, names=KERNELS, models=COMPILED_F
     of what can be chosen: a check each. They are compiled for one of the models, (C, NH), if its sizes fit."""
     wanted = []  # (kernel, version, sizes as a text, the C and NH to compile for)
     for name in [only] if only else names:
-        kernel = find_kernel(name)
+        try:
+            kernel = find_kernel(name)
+        except Exception as e:  # of the kernel's own .py
+            check(f"{name}.py", False, f"{type(e).__name__}: {e}")
+            continue
         for version in kernel.versions:
             if version.trainer and dtype in version.dtypes:
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
