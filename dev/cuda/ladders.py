@@ -17,7 +17,6 @@ inputs too is updated in place. The arguments of the decorator are
 A version's launch is given by expressions in the names of `a`, as in "N*C". Four names are there besides those of the
 problem: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real; threads; and what is in `more`.
 """
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prepro_tinyshakespeare import UserError
 from test_gpt2 import bf16, f32
 
 ALL = "fp32", "tf32", "bf16"  # the dtypes of a version that uses tensor cores; to the others tf32 is fp32
