@@ -38,8 +38,9 @@ def join(*heads):
 def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
     """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS), of two kinds that take turns from one group of heads to the next.
 
-    The first has scores of up to some hundreds: its queries are 2^-3 to 2^6 times as large as a normal number. All of
-    its numbers are sixteenths, which are exact in each dtype, since an exponential multiplies what a large score is off
+    The first has scores of up to some hundreds: its queries are 2^-3 to 2^3 times as large as normal numbers, its keys
+    are 4 times as large, and its values a quarter, so that dq, dk and dv are alike in size. All of its numbers have few
+    bits, sixteenths before that, and are exact in each dtype, since an exponential multiplies what a large score is off
     by. The second has small scores, its queries being 2^-3 to 1 times as large, and all bits of its numbers count. With
     coarse, all groups are of the first kind. Raises UserError.
     """
@@ -51,7 +52,9 @@ def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
     qkv, dout = (np.where(kind, np.round(16 * x) / 16, draw.real(x)) for kind, x in (
         (np.concatenate([head, group, group], 2), draw.normal(B, T, NH + 2 * NKV, HS)),
         (head, draw.normal(B, T, NH, HS))))
-    qkv[:, :, :NH] *= 2.0 ** draw.rng.integers(-3, np.where(head, 7, 1), (B, T, NH, 1))
+    qkv[:, :, :NH] *= 2.0 ** draw.rng.integers(-3, np.where(head, 4, 1), (B, T, NH, 1))
+    qkv[:, :, NH : NH + NKV] *= np.where(group, 4, 1)
+    qkv[:, :, NH + NKV :] /= np.where(group, 4, 1)
     return qkv, dout
 
 
@@ -90,7 +93,7 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
     qkv, dout = draw_heads(draw, B, T, NH, NKV, HS, coarse=bool(relu))
     dout_heads, heads = dout.swapaxes(1, 2), split(qkv, NH, NKV)
     out, lse = by_heads(lambda *x: forward_of(kind, *x), *heads)
-    out = draw.real(out + draw.normal(*out.shape) / 10)
+    out = draw.real(out + draw.normal(*out.shape) / 20)
 
     def gradients(q, k, v, dout, out):
         return dattention(kind, dout, q, k, v, (dout * out).sum(-1, keepdims=True))

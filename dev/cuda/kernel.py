@@ -89,6 +89,7 @@ def in_parts(f, *arrays, step=None):
 
 
 ANY = 1.5e300  # in a truth: any value will do. No fp32 is as large.
+COPIED = -1.0  # as the size of a sum's terms: it is no sum here, but a number of the inputs
 ROWS = ("B=3,T=9,C=96", "B=2,T=10,C=768", "B=1,T=5,C=1600")  # odd shapes of (B,T,C)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,7 +234,8 @@ def judge(np_, name, array, truth, limit, kind=None, terms=None):
     is stored in bf16. And each element must be right: it may be off by its own rounding, and by HANDFUL times the
     limit, relative to its own size. A sum whose terms cancel is no better than they are: so kind "sums" measures the
     latter against the size of the terms too. If nothing is said of that, it is the row's, by the root of its mean
-    square. kind "exact" allows the rounding of the truth alone.
+    square; where it is said to be COPIED, no bit may differ. kind "exact" allows the rounding of the
+    truth alone.
     """
     found, in_bf16 = to_float(array).astype(np.float64), array.dtype == BF16
     if kind == "exact":
@@ -248,13 +250,12 @@ def judge(np_, name, array, truth, limit, kind=None, terms=None):
     if kind == "exact":
         allowed, whole = 0, 0
     else:
-        copies = kind == "sums" and terms is not None
         if kind != "sums":
             terms = 0
         elif terms is None:
             terms = np_.sqrt((size**2).mean(-1, keepdims=True))
         allowed = 1.01 * (2**-8 if in_bf16 else 2**-24) * size + HANDFUL * limit * (size + terms) + 1e-30
-        allowed = allowed * (terms != 0) if copies else allowed
+        allowed = allowed * (terms != COPIED)
     same_kind = (np_.isnan(found) & np_.isnan(truth)) | (found == truth)
     bad = cared & ~np_.where(finite, off <= allowed, same_kind)
     if not bool(bad.any()):

@@ -2,7 +2,7 @@
 import numpy as np
 
 from dev.cuda.formulas import rotate
-from dev.cuda.kernel import Kernel, Version, f32
+from dev.cuda.kernel import COPIED, Kernel, Version, f32
 from dev.cuda.rope_table import angles, cosines_and_sines
 
 # With such a theta, all pairs of a head turn by large angles. Their two channels are neighbours, or half a head apart.
@@ -14,10 +14,10 @@ ODD_TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in
 
 
 def turned(draw, sign, B, T, NH, NKV, HS, theta, half):
-    """The inputs but qkv; that; and what it becomes, with its terms: none, where it stays as it is."""
+    """The inputs but qkv; that; and what it becomes, the size of its terms."""
     heads, angle = NH + NKV, angles(T, HS, theta)
     qkv = draw(B, T, NH + 2 * NKV, HS)
-    expected, size = qkv.copy(), np.zeros(qkv.shape)
+    expected, size = qkv.copy(), np.full(qkv.shape, COPIED)
     expected[:, :, :heads] = rotate(qkv[:, :, :heads], sign * angle, half)
     pairs = qkv[:, :, :heads].reshape(B, T, heads, *((2, HS // 2) if half else (HS // 2, 2)))
     length = np.linalg.norm(pairs, axis=-2 if half else -1, keepdims=True)
