@@ -96,6 +96,11 @@ ROWS = ("B=3,T=9,C=96", "B=2,T=10,C=768", "B=1,T=5,C=1600")  # odd shapes of (B,
 # A kernel and its versions
 
 
+def threads_of(device, name):
+    """How many threads a kernel's BLOCK says, or None if there is no such kernel."""
+    return device.kernels[name].threads if name in device.kernels else None
+
+
 class Version(NamedTuple):
     """One way to compute a kernel's outputs. `items` and `shared` are expressions in the names of a problem, as in
     "N*C". Four names are there besides those: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real;
@@ -121,7 +126,7 @@ class Version(NamedTuple):
     def choices(self, device, few=False):
         """Each combination of what can be chosen: {"threads": 256, ...}. If few, of the threads only the first and the
         last."""
-        threads = self.threads or (() if callable(self.run) else (None,))
+        threads = self.threads or (() if callable(self.run) else (threads_of(device, self.run),))
         tries = {**({"threads": threads[:: max(1, len(threads) - 1)] if few else threads} if threads else {}),
                  **self.more}
         combinations = [dict(zip(tries, values)) for values in itertools.product(*tries.values())]
