@@ -191,7 +191,7 @@ def parse_sizes(text):
     return sizes
 
 
-MODELS = ((96, 3), (768, 12), (1600, 20), (4096, 32))  # (C, NH) that kernels are compiled for, with HS = C / NH
+MODELS = ((768, 12), (96, 3), (1600, 20), (4096, 32))  # (C, NH) that kernels are compiled for, with HS = C / NH
 
 
 def model_of(kernel, sizes, models=MODELS):

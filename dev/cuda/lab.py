@@ -213,6 +213,10 @@ def serve(connection):
             name, task = connection.recv()
         except EOFError:
             return
+        if task.device == "cuda":  # NVRTC takes half a minute for each, and a core
+            with ThreadPoolExecutor() as pool:
+                for done in [pool.submit(device_of, "cuda", *key, names) for key, names in task.compiled.items()]:
+                    done.exception()  # is raised again by the kernel that it is about
         try:
             report = run_kernel(find_kernel(name), task, say, ceilings)
         except Exception as e:  # of the kernel's own .py
