@@ -4,6 +4,7 @@ gelu_forward.py, and so on, stands beside gelu_forward.cu and holds KERNEL: a Ke
 The lab, its exercises, test_gpt2.py and dev/llama3/test_llama3.py check versions with the Bench that is at the end
 here.
 """
+import contextlib
 import functools
 import importlib
 import itertools
@@ -54,14 +55,18 @@ class Draw:
         self.rng, self.in_bf16 = np.random.default_rng(seed), in_bf16
         self.real = bf16 if in_bf16 else f32  # rounds to what real stores
 
+    def pool(self, *shape):
+        """As many normal numbers as an array takes, but at most POOL."""
+        return self.rng.standard_normal(min(math.prod(shape), POOL))
+
     def normal(self, *shape):
-        return np.resize(self.rng.standard_normal(min(math.prod(shape), POOL)), shape)
+        return np.resize(self.pool(*shape), shape)
 
     def __call__(self, *shape, scale=1.0):
-        return self.real(scale * self.normal(*shape))
+        return np.resize(self.real(scale * self.pool(*shape)), shape)
 
     def fp32(self, *shape, scale=1.0):
-        return f32(scale * self.normal(*shape))
+        return np.resize(f32(scale * self.pool(*shape)), shape)
 
     def rows(self, N, C):
         """(N,C) in fp32 that hurt a norm: rows of deviation 10 to 0.001, where an eps of 1e-5 counts; every third has
@@ -147,6 +152,7 @@ class Kernel(NamedTuple):
     sums: str = ""  # the outputs that are sums of terms which may cancel: see judge
     trainer_checks: tuple = ()  # more sizes, for the trainer's version alone
     compiled_for: str = ""  # "C" or "HS", if kernels.cu is compiled for that size of it
+    beside: tuple = ()  # other kernels of the lab whose .cu must be compiled too
     limits: dict = {}  # {dtype: limit of what the arithmetic errs by}, if not KERNEL_LIMIT
     flops: Callable = None  # a -> the FLOPs that it takes
     traffic: Callable = None  # a -> its bytes, if they are not those of each input and output once
@@ -240,11 +246,13 @@ def judge(np_, name, array, truth, limit, kind=None, terms=None):
     if kind == "exact":
         allowed, whole = 0, 0
     else:
+        copies = kind == "sums" and terms is not None
         if kind != "sums":
             terms = 0
         elif terms is None:
             terms = np_.sqrt((size**2).mean(-1, keepdims=True))
         allowed = 1.01 * (2**-8 if in_bf16 else 2**-24) * size + HANDFUL * limit * (size + terms) + 1e-30
+        allowed = allowed * (terms != 0) if copies else allowed
     same_kind = (np_.isnan(found) & np_.isnan(truth)) | (found == truth)
     bad = cared & ~np_.where(finite, off <= allowed, same_kind)
     if not bool(bad.any()):
@@ -396,6 +404,22 @@ class Bench:
         """Wait for all work of a GPU. Raises what its kernels have raised."""
         if self.device.name == "cuda":
             self.device.gpu.synchronize()
+
+
+@contextlib.contextmanager
+def noting(device, launched):
+    """Within this, the names of the kernels that a device launches are added to a set."""
+    launch = device.launch
+
+    def launch_and_note(name, *args, **options):
+        launched.add(name)
+        launch(name, *args, **options)
+
+    device.launch = launch_and_note
+    try:
+        yield
+    finally:
+        device.launch = launch
 
 
 def words(choice):

@@ -31,7 +31,8 @@ sys.path.insert(0, str(LAB.parent.parent))
 from prepro_tinyshakespeare import UserError, has_gpu, read_kernels  # noqa: E402
 
 from dev.cuda import results, timing  # noqa: E402  (after prepro_tinyshakespeare, which says how NumPy's threads wait)
-from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, model_of, parse_sizes, words)  # noqa: E402
+from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, model_of, noting, parse_sizes,  # noqa: E402
+                             words)
 from train_gpt2 import Config, make_device  # noqa: E402
 
 LLAMA = LAB.parent / "llama3/llama3.cu"
@@ -71,7 +72,9 @@ class Report(NamedTuple):
 
 
 def files_of(names):
-    return [path for path in (LLAMA, LAB / "tiles.cu", *(LAB / f"{name}.cu" for name in names)) if path.exists()]
+    """What is compiled behind kernels.cu for these kernels."""
+    every = dict.fromkeys(name for first in names for name in (first, *find_kernel(first).beside))
+    return [path for path in (LLAMA, LAB / "tiles.cu", *(LAB / f"{name}.cu" for name in every)) if path.exists()]
 
 
 @functools.cache
@@ -158,14 +161,7 @@ def one_line(e):
 def run_version(bench, number, task, title, where, fail, say, report, ceilings):
     """Check a version with each choice and, if timed, time it. Returns the number of checks."""
     version, device, timings, checks = bench.kernel.versions[number - 1], bench.device, [], 0
-    launch = device.launch
-
-    def launch_and_note(kernel, *args, **options):
-        report.launched.add(kernel)
-        launch(kernel, *args, **options)
-
-    device.launch = launch_and_note
-    try:
+    with noting(device, report.launched):
         for choice in version.choices(device, few=not task.timed):
             own = version.trainer and not any(value is not None for value in choice.values())
             setting = f"{title}: {where} {words(choice)}".rstrip()
@@ -188,8 +184,6 @@ def run_version(bench, number, task, title, where, fail, say, report, ceilings):
                 else:
                     fail(number, device.dtype, version.what, f"{setting}: {one_line(e)}")
                 break
-    finally:
-        device.launch = launch
     best = min(timings, key=lambda t: t.seconds, default=None)
     report.timings.extend(t for t in timings if t is best or t.own)
     if best and version.library:

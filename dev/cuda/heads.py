@@ -1,0 +1,145 @@
+"""Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
+import numpy as np
+
+from dev.cuda.formulas import attention, dattention, transposed
+from dev.cuda.kernel import f32, in_parts
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import attention_launch
+
+# What every version is checked at: a single token, tiles that are not full, and tiles of several kinds.
+HEADS = ("B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64")
+LONG_HEADS = (*HEADS, "B=1,T=150,NH=2,HS=128")
+GROUPS = ("B=1,T=1,NH=1,NKV=1,HS=64", "B=2,T=33,NH=6,NKV=2,HS=64", "B=1,T=130,NH=4,NKV=1,HS=64",
+          "B=1,T=70,NH=3,NKV=3,HS=64")
+LONG_GROUPS = (*GROUPS, "B=1,T=150,NH=4,NKV=2,HS=128")
+# The trainer's alone: heads of odd sizes, and more of them than a GPU has multiprocessors.
+ODD_HEADS = ("B=1,T=40,NH=2,HS=32", "B=1,T=64,NH=3,HS=32", "B=2,T=130,NH=40,HS=32", "B=1,T=300,NH=2,HS=64",
+             "B=1,T=70,NH=5,HS=80", "B=1,T=130,NH=4,HS=100")
+ODD_GROUPS = ("B=3,T=1,NH=44,NKV=22,HS=3", "B=2,T=27,NH=8,NKV=1,HS=6", "B=1,T=40,NH=2,NKV=1,HS=32",
+              "B=1,T=260,NH=2,NKV=1,HS=128")
+
+
+def pairs_seen(a):
+    """How many pairs there are of a query and a key that it sees."""
+    return a.B * a.NH * a.T * (a.T + 1) // 2
+
+
+def split(x, NH, NKV):
+    """q (B,NH,T,HS), and k and v (B,NKV,T,HS), of x (B,T,NH+2NKV,HS)."""
+    x = x.swapaxes(1, 2)
+    return x[:, :NH], x[:, NH : NH + NKV], x[:, NH + NKV :]
+
+
+def join(*heads):
+    """x (B,T,heads,HS) of heads (B,..,T,HS)."""
+    return np.concatenate(heads, 1).swapaxes(1, 2)
+
+
+def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
+    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS). Every other group of heads has scores of up to some hundreds, and the last bits
+    of the others count. For one does not go with the other: in TF32 an input is off by 2^-12, which an exponential of a
+    large score would multiply. So numbers of the first kind are sixteenths, which are exact in all dtypes, and queries
+    are 2^-3 to 2^6 times as large. Queries of the second kind are 2^-3 to 1 times as large. With coarse, all are of the
+    first kind. Raises UserError."""
+    if NH % NKV:
+        raise UserError(f"expected NKV = {NKV} to divide NH = {NH}")
+    first = (np.arange(NKV) + np.arange(B)[:, None]) % 2 == 0
+    group = (first | coarse)[:, None, :, None]  # (B,1,NKV,1)
+    head = group.repeat(NH // NKV, 2)
+    qkv, dout = (np.where(kind, np.round(16 * x) / 16, draw.real(x)) for kind, x in (
+        (np.concatenate([head, group, group], 2), draw.normal(B, T, NH + 2 * NKV, HS)),
+        (head, draw.normal(B, T, NH, HS))))
+    qkv[:, :, :NH] *= 2.0 ** draw.rng.integers(-3, np.where(head, 7, 1), (B, T, NH, 1))
+    return qkv, dout
+
+
+def forward_of(kind, q, k, v):
+    """out, and lse, log2 of the sum that normalises a row (...,T)."""
+    score = np.where(np.tri(q.shape[-2], dtype=bool), q @ transposed(k) / np.sqrt(q.shape[-1]), -np.inf)
+    return attention(kind, q, k, v), np.logaddexp.reduce(score, -1) / np.log(2)
+
+
+def by_heads(f, q, k, v, *more):
+    """f of the heads one after the other, (1,T,HS) each, with its group's key and value. Returns a list of (B,NH,...).
+    """
+    k, v = (x.repeat(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    arrays = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *more))
+    return [x.reshape(*q.shape[:2], *x.shape[1:]) for x in in_parts(f, *arrays, step=1)]
+
+
+def sizes_of(B, T, NH, NKV, HS, relu):
+    return dict(NKV=NKV, N=B * T, scale=HS**-0.5, relu=relu)
+
+
+def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
+    """Attention from qkv. With relu, of max(0, score) in place of softmax; with_lse, lse is an output too."""
+    kind = "relu" if relu else "softmax"
+    qkv, _ = draw_heads(draw, B, T, NH, NKV, HS)
+    out, lse = by_heads(lambda *x: forward_of(kind, *x), *split(qkv, NH, NKV))
+    truth = dict(out=join(out), lse=lse) if with_lse else dict(out=join(out))
+    # lse is a logarithm: its error is that of its argument, and of the score that has been taken out of it.
+    return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, dict(lse=1 + abs(lse))
+
+
+def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
+    """Its gradients, given an out that is not quite right: delta would be 0 where T is 1. With relu, scores are exact in
+    all dtypes, or one next to 0 would lose its sign."""
+    kind = "relu" if relu else "softmax"
+    qkv, dout = draw_heads(draw, B, T, NH, NKV, HS, coarse=bool(relu))
+    dout_heads, heads = dout.swapaxes(1, 2), split(qkv, NH, NKV)
+    out, lse = by_heads(lambda *x: forward_of(kind, *x), *heads)
+    out = draw.real(out + draw.normal(*out.shape) / 10)
+
+    def gradients(q, k, v, dout, out):
+        return dattention(kind, dout, q, k, v, (dout * out).sum(-1, keepdims=True))
+
+    dq, *dkv = by_heads(gradients, *heads, dout_heads, out)
+    dkv = (x.reshape(B, NKV, NH // NKV, T, HS).sum(2) for x in dkv)
+    inputs = dict(sizes_of(B, T, NH, NKV, HS, relu), qkv=qkv, dout=dout, out=join(out), lse=f32(lse))
+    return inputs, dict(dqkv=join(dq, *dkv))
+
+
+def launch_trainers(device, a, kernel, *arrays):
+    """Launch a kernel of kernels.cu as the trainer does."""
+    blocks, threads, shared = attention_launch(device, kernel, a.B, a.T, a.NH, a.NKV)
+    device.launch(kernel, blocks, *arrays, a.scale, a.relu, a.T, a.NH, a.NKV, threads=threads, shared=shared)
+
+
+def trainers_forward(device, a):
+    launch_trainers(device, a, "attention_forward", a.out, a.lse, a.qkv)
+
+
+def trainers_backward(device, a):
+    launch_trainers(device, a, "attention_backward_q", a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse)
+    launch_trainers(device, a, "attention_backward_kv", a.dqkv, a.dout, a.qkv, a.lse, a.delta)
+
+
+def lse_scratch(a):
+    """Room for lse, where it is no output."""
+    return {} if a.with_lse else dict(lse=(a.B, a.NH, a.T))
+
+
+def delta_scratch(a):
+    return dict(delta=(a.B, a.NH, a.T))
+
+
+def plain_softmax(a):
+    """Whether a problem is one that the lab's own versions do."""
+    return not (a.relu or getattr(a, "with_lse", 0))
+
+
+def torch_heads(x):
+    """q, k and v (B,heads,T,HS) as PyTorch wants them."""
+    return [t.transpose(1, 2) for t in x.qkv.split([x.NH, x.NKV, x.NKV], 2)]
+
+
+def torch_forward(torch, x):
+    q, k, v = torch_heads(x)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=x.NKV < x.NH)
+
+
+def torch_backward(torch, x):
+    q, k, v = (t.detach().requires_grad_() for t in torch_heads(x))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=x.NKV < x.NH)
+    dout = x.dout.transpose(1, 2)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)

@@ -1,0 +1,28 @@
+"""out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC)"""
+from dev.cuda.kernel import ALL, Kernel, Version
+
+# Of sums of some thousand products. Tensor cores truncate where they add.
+MATMUL_LIMITS = dict(fp32=2e-5, tf32=1e-3, bf16=1e-4)
+LIBRARY_LIMITS = MATMUL_LIMITS | dict(bf16=3e-3)  # it may round the product before it adds the bias, and then again
+
+
+def problem(draw, B, T, C, OC):
+    N = B * T
+    inp, weight, bias = draw(N, C), draw(OC, C), draw(OC, scale=C**0.5)  # the bias counts as much as the products
+    return dict(N=N, inp=inp, weight=weight, bias=bias), dict(out=inp @ weight.T + bias)
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,C=768,OC=3072", ("B=1,T=1,C=32,OC=1", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=257"),
+    args="out inp weight bias N C OC", sums="out", limits=MATMUL_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC,
+    versions=(
+        Version("a thread an element", "matmul_forward1", "N*OC", threads=(256, 1024)),
+        Version("tiles of 32 x 32 in shared memory", "matmul_forward2", "OC, N", threads=()),
+        Version("8 x 8 elements a thread, in registers", "matmul_forward3", "OC, N", threads=()),
+        Version("16 bytes a load, and the next tile on its way", "matmul_forward4", "OC, N", threads=()),
+        Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(),
+                shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=ALL,
+                limits=dict(fp32=1e-4)),  # three products of TF32 halves, each truncated
+        Version("cuBLAS, as the trainer does", lambda device, a: device.matmul(a.out, a.inp, a.weight.T, bias=a.bias),
+                threads=(), dtypes=ALL, library="cuBLAS", limits=LIBRARY_LIMITS),
+    ), torch=lambda torch, x: lambda: torch.nn.functional.linear(x.inp, x.weight, x.bias))

@@ -1,0 +1,36 @@
+"""residual (N,C) += branch, copy = residual as a real, and out = residual * rstd * weight, with rstd of each row"""
+import numpy as np
+
+from dev.cuda.formulas import rmsnorm, root
+from dev.cuda.kernel import ROWS, Kernel, Version, f32
+
+LONG_ROWS = (*ROWS, "B=1,T=5,C=4096")
+ODD_ROWS = ("B=1,T=1,C=32", "B=1,T=7,C=2112", "B=1,T=1,C=4096", "B=1,T=5,C=8192")  # the trainer's alone
+
+
+def problem(draw, B, T, C, eps_exponent=5, branch=1):
+    """eps is 10^-eps_exponent. Without a branch, residual stays."""
+    N, eps = B * T, 10.0**-eps_exponent
+    residual, weight = draw.rows(N, C), draw(C)
+    added = draw.real(np.logspace(1, -3, N)[:, None] * draw.normal(N, C)) if branch else None
+    x = f32(residual + added) if branch else residual
+    return (dict(N=N, eps=eps, residual=residual, branch=added, weight=weight),
+            dict(residual=x, copy=x, out=rmsnorm(eps, x, weight), rstd=root(x, eps)[:, 0]))
+
+
+def has_branch(a):
+    return a.branch is not None
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,C=2048", (*LONG_ROWS, "B=2,T=10,C=768,eps_exponent=3"), compiled_for="C",
+    trainer_checks=(*ODD_ROWS, *(f"{sizes},branch=0,eps_exponent=3" for sizes in (*LONG_ROWS, *ODD_ROWS))),
+    fp32="residual rstd", exact="residual copy", args="out rstd copy residual branch weight eps N C", versions=(
+        Version("a thread a row", "rmsnorm_forward1", "N", threads=(32, 64, 128, 256), fits=has_branch,
+                limits=dict(fp32=3e-5)),  # sums of up to 4,096 squares one by one
+        Version("a warp a row", "rmsnorm_forward2", "N", fits=has_branch),
+        Version("16 bytes a lane", "rmsnorm_forward3", "N", fits=has_branch),
+        Version("the row in registers: the trainer's", "residual_rmsnorm_forward", "N", threads=(),
+                args="out rstd copy residual branch weight eps N", trainer=True),
+    ), torch=lambda torch, x: lambda: torch.nn.functional.rms_norm(
+        x.residual.add_(x.branch).to(x.weight.dtype), x.weight.shape, x.weight, x.eps))

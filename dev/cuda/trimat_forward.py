@@ -1,0 +1,32 @@
+"""att (B,NH,T,T) = q k' / sqrt(HS) on and below the diagonal, from qkv (B,T,3,NH,HS)"""
+import numpy as np
+
+from dev.cuda.formulas import transposed
+from dev.cuda.heads import HEADS, draw_heads, pairs_seen, split
+from dev.cuda.kernel import ALL, ANY, Kernel, Version, in_parts
+
+
+def problem(draw, B, T, NH, HS):
+    def scores(q, k):
+        return np.where(np.tri(T, dtype=bool), q @ transposed(k) * scale, ANY)
+
+    scale, (qkv, _) = HS**-0.5, draw_heads(draw, B, T, NH, NH, HS)
+    q, k = (x.reshape(B * NH, T, HS) for x in split(qkv, NH, NH)[:2])
+    att = in_parts(scores, q, k, step=1).reshape(B, NH, T, T)
+    # A score is a sum of HS terms, of which each is as large as its query's number.
+    return dict(scale=scale, qkv=qkv), dict(att=att), dict(
+        att=scale * np.linalg.norm(q, axis=-1).reshape(B, NH, T, 1))
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,NH=12,HS=64", HEADS, args="att qkv scale T NH", compiled_for="HS", sums="att",
+    limits=dict(fp32=1e-4, tf32=2e-3, bf16=1e-4),  # tensor cores truncate where they add
+    flops=lambda a: 2 * pairs_seen(a) * a.HS,
+    traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
+        Version("a thread an element", "trimat_forward1", "B*NH*T*T", threads=(256, 1024),
+                args="att qkv scale B T NH"),
+        Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=()),
+        Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=()),
+        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(), dtypes=ALL,
+                shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
+    ))
