@@ -76,6 +76,8 @@ class Exercise(NamedTuple):
     checks: tuple = ()  # sizes, if not the Kernel's
 
 
+TURNS = tuple(f"B=2,T=33,NH=6,NKV=2,HS=64,theta=3,half={half}" for half in (0, 1))
+
 EXERCISES = {row.kernel: row for row in (
     Exercise("residual_forward", "residual_forward1", "which thread does what, and which threads have nothing to do",
              "a number of out", ("Each thread adds one pair of numbers: which one, blockIdx.x and threadIdx.x say.",
@@ -117,11 +119,11 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("rope_forward", "rope_forward2", "pairs: a thread that reads two numbers and writes two", "a pair",
              ("Turning (x, y) by an angle gives (x cos - y sin, x sin + y cos). table has cos and sin side by side.",
               "Read both numbers before you write one."),
-             checks=("B=2,T=33,NH=6,NKV=2,HS=64,apart=1", "B=2,T=33,NH=6,NKV=2,HS=64,apart=32")),
+             checks=TURNS),
     Exercise("rope_backward", "rope_backward1", "a rotation's gradient is the rotation back", "a pair",
              ("The inverse of a rotation by an angle is one by minus the angle.",
               "All else is as in rope_forward."),
-             checks=("B=2,T=33,NH=6,NKV=2,HS=64,apart=1", "B=2,T=33,NH=6,NKV=2,HS=64,apart=32")),
+             checks=TURNS),
     Exercise("adamw", "adamw2", "an update of many arrays in one pass", "a number",
              ("settings is a struct in device memory: AdamW a = *settings, then a.learning_rate, a.rate1, and so on.",
               "Look at kernels.cu for what its fields mean. A tensor i has weight decay if decayed[i]."),
@@ -138,7 +140,8 @@ EXERCISES = {row.kernel: row for row in (
               "With a warp a row, each thread adds every 32nd number: for (int c = lane; c < C; c += 32)."),
              f"{NUMBERS} {ROWS} math"),
     Exercise("layernorm_forward", "layernorm_forward1", "two sums over a row, and a difference that may cancel",
-             "a row", ("First the mean, then the average of (x - mean)^2: the average of x^2 minus mean^2 would cancel.",
+             "a row",
+             ("First the mean, then the average of (x - mean)^2: the average of x^2 minus mean^2 would cancel.",
               "With a warp a row, each thread adds every 32nd number: for (int c = lane; c < C; c += 32)."),
              f"{NUMBERS} {ROWS} {BLOCKS} math"),
     Exercise("fused_residual_forward", "fused_residual_forward2", "two kernels in one: what is read once", "a row",
@@ -168,8 +171,9 @@ EXERCISES = {row.kernel: row for row in (
              ("With dnorm = dout * weight, dinp += rstd * (dnorm - x * rstd^2 * average of (dnorm * x)).",
               "dweight[c] gets a term from every row: atomicAdd."), f"{NUMBERS} {ROWS} atomicAdd"),
     Exercise("layernorm_backward", "layernorm_backward1", "three gradients, of which two are sums over rows",
-             "a row", ("With norm = (x - mean) * rstd and dnorm = dout * weight, the input's gradient is rstd * (dnorm - average "
-              "of dnorm - norm * average of (dnorm * norm)).",
+             "a row",
+             ("With norm = (x - mean) * rstd and dnorm = dout * weight, the input's gradient is rstd * (dnorm - "
+              "average of dnorm - norm * average of (dnorm * norm)).",
               "dweight, dbias and before get a term from every row: atomicAdd."), f"{NUMBERS} {ROWS} atomicAdd"),
     Exercise("relu_attention_forward", "relu_attention_forward1", "attention's two products, without the softmax",
              "a query, that is a b, h and t", ("t = i % T, h = i / T % NH, b = i / T / NH.",
@@ -234,8 +238,8 @@ def signature(exercise):
 
 def symbols(given, checks_given, shapes):
     """The dimensions of an array in the names of the problem, for all the checks: "N,Vp" for instance."""
-    names = [name for name, value in given.items() if type(value) is int]
-    terms = [*names, *(f"{a}*{b}" for a, b in itertools.product("234", names)),
+    names = [name for name, value in given.items() if type(value) is int and all(name in each for each in checks_given)]
+    terms = [*names, *(f"{a}+1" for a in names), *(f"{a}*{b}" for a, b in itertools.product("234", names)),
              *(f"{a}*{b}" for a, b in itertools.combinations(names, 2)),
              *(f"3*{a}*{b}" for a, b in itertools.combinations(names, 2)),
              *(f"({a}+2*{b})" for a, b in itertools.permutations(names, 2)),
@@ -275,7 +279,7 @@ def argument_lines(exercise, kernel):
             continue
         arrays = [{**table[0], **table[1], **table[2]}.get(name) for table in tables]
         kind = next(kind for kind in ("real", "float", "int", "size_t", "AdamW") if kind in parameter)
-        how = ("added to or changed" if name in truth and name in given else "to be zero at first, and added to"
+        how = ("read, and changed" if name in truth and name in given else "to be zero at first, and added to"
                if exercise.zeroed == name else "written" if name in truth else
                "memory of your own" if name in scratch else "read")
         if exercise.zeroed == name:
@@ -323,8 +327,8 @@ def template(name):
                 "    real is float, or bf16 of 16 bits. Arrays lie row after row: the last index is the fastest."]
     items = version_of(exercise, kernel).items
     comment += ["", f"Items: {items}. An item is {exercise.item}.",
-                "BLOCK(threads, items) says how many threads a block has, and how many items a block covers. There are",
-                "as many blocks as it takes to cover all items. The last one may have more threads than items are left.",
+                "BLOCK(threads, items) says how many threads a block has, and how many items it covers. There are as",
+                "many blocks as it takes to cover all items. The last one may have more threads than items are left.",
                 *(f"    {f'BLOCK({threads}, {covers})':27} {text}" for covers, text in WAYS),
                 "In a warp a thread's number, its lane, is threadIdx.x % 32."]
     if exercise.plane:
@@ -445,7 +449,7 @@ def send(**what):
 
 
 def child(job):
-    """Do a job: {"compile": paths of files to compile together, "run": those to run, "sanitize", "dtypes"}. Prints a
+    """Do a job: {"compile": paths of files to compile together, "run": those to run, "sanitize", "dtypes", "limit": seconds}. Prints a
     line of JSON for each thing that happens."""
     paths = [Path(path) for path in job["compile"]]
     only = {exercise_of(path)[1] for path in paths}
@@ -468,10 +472,10 @@ def child(job):
                 if not bench.fits(version):
                     continue
                 where = ",".join(f"{key}={value}" for key, value in sizes.items())
-                send(event="begins", file=path, sizes=where, dtype=dtype, arrays={
+                send(event="begins", file=path, sizes=where, dtype=dtype, limit=job["limit"], arrays={
                     name: [array.ctypes.data, array.nbytes, array.itemsize, list(array.shape)]
                     for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
-                signal.alarm(LIMIT)
+                signal.alarm(job["limit"])
                 complaint = sanitized(bench, version) if job["sanitize"] else judged(bench, version, Path(path))
                 signal.alarm(0)
                 if complaint:
@@ -788,7 +792,7 @@ def complaint_lines(path, events, status, stderr, sanitize):
     if status == -signal.SIGALRM:
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]
         which = f"the one in line {loops[0]}" if len(loops) == 1 else f"those in lines {', '.join(loops)}"
-        return [f"it did not end within {LIMIT} seconds: which loop has no end{f': {which}' if loops else ''}?", at]
+        return [f"it did not end within {begun[-1]['limit']} seconds: which loop has no end{f': {which}' if loops else ''}?", at]
     if sanitize and begun and status:
         lines = sanitizer_lines(path, begun[-1], stderr)
         if lines:
@@ -807,7 +811,7 @@ def judge_file(path, dtypes=("fp32", "bf16"), together=()):
     are files that are compiled with it. Raises UserError."""
     path = path.resolve()
     student_version(path)
-    job = dict(compile=[str(each.resolve()) for each in together or (path,)], run=[str(path)], sanitize=False)
+    job = dict(compile=[str(each.resolve()) for each in together or (path,)], run=[str(path)], sanitize=False, limit=LIMIT)
     variables = sanitizer_variables()
     with ThreadPoolExecutor(2) as pool:
         bounds = variables and pool.submit(run_child, dict(job, sanitize=True, dtypes=["fp32"]), variables)
