@@ -54,6 +54,7 @@ HELPERS = {
     "block_sum": "block_reduce<warp_sum>(x, 0.0f)    the sum of x over the block. All its threads must call it.",
     "block_max": "block_reduce<warp_max>(x, LOWEST)  the same for the largest x. LOWEST is the lowest float.",
     "shared": "__shared__ float x[256];  is memory that the threads of a block share. __syncthreads(); waits for all.",
+    "dynamic": "DYNAMIC_SHARED(float, x);  is more such memory, as many bytes as are said here: {shared}",
     "atomicAdd": "atomicAdd(p, x)       adds the float x to *p, also if other threads do so at the same time.",
     "math": "expf(x), logf(x), sqrtf(x), tanhf(x), fmaxf(x, y)  are the functions of C for float.",
 }
@@ -146,7 +147,7 @@ EXERCISES = {row.kernel: row for row in (
              f"{NUMBERS} {ROWS} {BLOCKS} math"),
     Exercise("fused_residual_forward", "fused_residual_forward2", "two kernels in one: what is read once", "a row",
              ("residual += branch first, and the mean is that of the new residual.",
-              "A thread or a warp that has written a number may read it again."), f"{NUMBERS} {ROWS} {BLOCKS} math"),
+              "A thread or a warp that has written a number may read it again."), f"{NUMBERS} {ROWS} dynamic math"),
     Exercise("crossentropy_forward", "crossentropy_forward1", "a loss without overflow: log(sum(exp))", "a row",
              ("The loss is log(sum of exp(x - largest)) + largest - x[target].",
               "Only the first V columns count."), f"{NUMBERS} {ROWS} {BLOCKS} math"),
@@ -197,7 +198,7 @@ EXERCISES = {row.kernel: row for row in (
              "a query, that is a b, h and t",
              ("Begin with attention_backward. What changes is where the keys and values are.",
               "dinp is zero when you begin."), NUMBERS + " atomicAdd math", items="B*NH*T",
-             args="dinp dout out inp lse scale B T NH NKV", zeroed="dinp"),
+             args="dqkv dout out qkv lse scale B T NH NKV", zeroed="dqkv"),
 )}
 
 
@@ -219,6 +220,7 @@ def version_of(exercise, kernel):
 def checks_of(exercise, kernel):
     """The sizes to check, as dicts: those that fit kernels.cu as it is compiled here."""
     checks = [parse_sizes(text) for text in exercise.checks or kernel.checks]
+    checks.sort(key=lambda sizes: sizes.get("T") == 1)  # a complaint about many rows says more than about one
     return [sizes for sizes in checks if sizes.get("HS", 64) == 64] if kernel.compiled_for == "HS" else checks
 
 
@@ -257,8 +259,8 @@ def symbols(given, checks_given, shapes):
 
 
 def tables_of(exercise, kernel):
-    """For each check of an exercise the inputs and the truths of its problem."""
-    for sizes in checks_of(exercise, kernel):
+    """For each check of a kernel the inputs and the truths of its problem, and the exercise's memory of its own."""
+    for sizes in map(parse_sizes, kernel.checks):
         given, truth, *_ = kernel.problem(Draw(False), **sizes)
         version = version_of(exercise, kernel)
         given = {**sizes, **given}
@@ -325,15 +327,15 @@ def template(name):
         comment += ["", "which in NumPy is", *(f"    {line}" for line in formula)]
     comment += ["", "Arguments", *(f"    {line}" for line in argument_lines(exercise, kernel)),
                 "    real is float, or bf16 of 16 bits. Arrays lie row after row: the last index is the fastest."]
-    items = version_of(exercise, kernel).items
+    items, shared = version_of(exercise, kernel).items, version_of(exercise, kernel).shared
     comment += ["", f"Items: {items}. An item is {exercise.item}.",
                 "BLOCK(threads, items) says how many threads a block has, and how many items it covers. There are as",
                 "many blocks as it takes to cover all items. The last one may have more threads than items are left.",
                 *(f"    {f'BLOCK({threads}, {covers})':27} {text}" for covers, text in WAYS),
                 "In a warp a thread's number, its lane, is threadIdx.x % 32."]
     if exercise.plane:
-        comment.append(f"    {'BLOCK(1024, 32, 32)':27} a block covers 32 x 32 items of {exercise.plane}: a tile")
-    comment += ["", "You may use", *(f"    {HELPERS[helper]}" for helper in exercise.helpers.split())]
+        comment.append(f"    {'BLOCK(1024, 32, 32)':27} a block has a tile, of 32 x 32 items of {exercise.plane}")
+    comment += ["", "You may use", *(f"    {HELPERS[helper].replace('{shared}', shared)}" for helper in exercise.helpers.split())]
     comment += ["", *(f"Hint {i}: {hint}" for i, hint in enumerate(exercise.hints, 1)), "",
                 f"Judge it with: python dev/cuda/lab.py --exercise {PREFIX}{name}.cu"]
     wrapped = [line for text in comment for line in
@@ -415,7 +417,7 @@ def student_version(path):
         device.zero(getattr(a, exercise.zeroed))
         version._replace(run=run).launch(device, a, kernel)
 
-    version = version._replace(run=run, items=items, threads=(mine.threads,), shared="0",
+    version = version._replace(run=run, items=items, threads=(mine.threads,),
                                atomics="atomicAdd" in code_of(path))
     return kernel, version._replace(run=zero_and_run) if exercise.zeroed else version
 
@@ -449,8 +451,8 @@ def send(**what):
 
 
 def child(job):
-    """Do a job: {"compile": paths of files to compile together, "run": those to run, "sanitize", "dtypes", "limit": seconds}. Prints a
-    line of JSON for each thing that happens."""
+    """Do a job: {"compile": paths of files to compile together, "run": those to run, "sanitize", "dtypes", "limit":
+    seconds}. Prints a line of JSON for each thing that happens."""
     paths = [Path(path) for path in job["compile"]]
     only = {exercise_of(path)[1] for path in paths}
     wrong = set()
@@ -473,7 +475,7 @@ def child(job):
                     continue
                 where = ",".join(f"{key}={value}" for key, value in sizes.items())
                 send(event="begins", file=path, sizes=where, dtype=dtype, limit=job["limit"], arrays={
-                    name: [array.ctypes.data, array.nbytes, array.itemsize, list(array.shape)]
+                    name: [array.ctypes.data, array.nbytes, array.itemsize]
                     for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
                 signal.alarm(job["limit"])
                 complaint = sanitized(bench, version) if job["sanitize"] else judged(bench, version, Path(path))
@@ -549,8 +551,10 @@ def facts_of(bench, verdict, code):
     rows = truth.size // columns if columns else truth.size
     place = np.ravel_multi_index(verdict.place, truth.shape)
     flat, before = wrong.reshape(-1), given.get(name)
-    row = {key: value.reshape(rows, -1)[place // (columns or 1)] for key, value in given.items()
-           if value.size % rows == 0 and value.size > rows and value.ndim > 1} if rows > 1 or columns else {}
+    of_rows = {key: value.reshape(rows, -1) for key, value in given.items() if value.ndim > 1 and value.size > rows and
+               value.size % rows == 0} if EXERCISES[bench.kernel.name].item == "a row" else {}
+    row = {key: value[place // (columns or 1)] for key, value in of_rows.items()}
+    row = {key: value[np.isfinite(value)] for key, value in row.items()}
     f = SimpleNamespace(
         name=name, shape=truth.shape, place=verdict.place, found=verdict.found, expected=verdict.expected,
         dtype=bench.device.dtype, bf16=array.itemsize == 2, code=code, kernel=bench.kernel.name, cares=int(cared.sum()),
@@ -567,7 +571,9 @@ def facts_of(bench, verdict, code):
     f.not_added = before is not None and bool(np.isclose(found, truth - before, rtol=loose, atol=loose)[wrong].all())
     f.nan, f.infinite = bool(np.isnan(verdict.found)), bool(np.isinf(verdict.found))
     f.largest = max((float(x.max()) for x in row.values()), default=0)
-    f.deviation = min((float(x.std()) for x in row.values()), default=1)
+    right = np.setdiff1d(np.arange(rows), f.wrong_rows)
+    f.smallest = bool(f.wrong_rows and right.size) and any(
+        x[f.wrong_rows].std(1).max() < x[right].std(1).min() for x in of_rows.values())
     f.shifted = 0
     for shift in (1, -1):
         moved = np.roll(found.reshape(-1), shift)
@@ -593,10 +599,10 @@ CAUSES = [
     (lambda f: f.never and f.tail and f.never == f.wrong, "the end of {name} was never written. The grid is too small: "
      "does BLOCK claim more items for a block than its threads do? Or does a bound stop too early?"),
     (lambda f: f.never and end_of(f), "the last columns were never written. Does the loop over a row stop too early?"),
-    (lambda f: f.never, "these numbers were never written, or come from shared memory that was never written. Look at "
-     "the index, and at which threads store."),
-    (lambda f: (f.nan or f.infinite or f.found == 0) and f.largest > 80 and "exp" in f.code, "exp(x) is infinite in "
-     "fp32 from x = 89 on. Subtract the row's largest number before exp."),
+    (lambda f: f.never, "these numbers were never written, or come from shared memory that was never written. Look "
+     "at the index, and at which threads store."),
+    (lambda f: (f.nan or f.infinite or f.found == 0) and abs(f.largest) > 80 and "norm" not in f.kernel, "exp(x) is "
+     "infinite in fp32 from x = 89 on, and 0 below x = -104. Subtract the row's largest number before exp."),
     (lambda f: (f.nan or f.infinite) and any(abs(x) > 15 for x in f.at.values()), "a large input overflowed on the "
      "way: exp(x) is infinite in fp32 from x = 89 on. Write the formula so that a large x does no harm."),
     (lambda f: f.nan and f.shared, "NaN is 0/0, inf - inf, a root of a negative number, or shared memory that nobody "
@@ -608,16 +614,15 @@ CAUSES = [
     (lambda f: f.ratio, "all wrong numbers are {ratio:.4g} times what they should be. Is a factor missing, or one too "
      "many?"),
     (lambda f: f.shifted, "numbers are one place off. Look at the index."),
+    (lambda f: f.columns and f.wrong_columns and f.wrong_columns[0] >= f.ends.get("V", f.columns), "only the padding is "
+     "wrong, the columns from V on. They have to be zero."),
     (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-7 * abs(f.expected) and f.cut, "bf16 was cut off where it "
      "should be rounded. from_float rounds."),
     (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result was right in fp32, and is "
      "off by the rounding of bf16. Compute in float, and round once, at the end."),
     (lambda f: end_of(f), "only the last columns are wrong. Look at the bound of the loop over a row: < or <=, and "
      "{end} or another size."),
-    (lambda f: f.columns and f.wrong_columns and f.wrong_columns[0] >= f.ends.get("V", f.columns),
-     "only the padding is wrong, the columns from V on. They have to be zero."),
-    (lambda f: f.rows > 3 and len(f.wrong_rows) < f.rows and f.deviation < 0.02 and "norm" in f.kernel,
-     "only rows of small numbers are wrong. Is eps (1e-5) there, inside of the root?"),
+    (lambda f: f.smallest and "norm" in f.kernel, "only the rows of the smallest deviations are wrong. Is eps (1e-5) there, inside of the root?"),
     (lambda f: "norm" in f.kernel and any(abs(x.mean()) > 20 * x.std() for x in f.row.values()), "a row of a large "
      "mean is wrong. Take the mean away before you square: the average of x^2 minus mean^2 cancels."),
     (lambda f: f.tail and f.wrong < f.cares, "the beginning is right, and from some number on all are wrong. Look "
@@ -631,23 +636,23 @@ CAUSES = [
 
 def describe(f):
     """The lines on a wrong number: where it is, how many more there are, and the usual cause."""
-    said = [f"{key} is {value:.6g} there" for key, value in f.at.items() if key != f.name]
-    if f.columns and f.rows > 1:
-        ends = [name for name, size in f.ends.items() if size == f.column + 1 > 2]
-        which = (f"the last before {ends[0]} = {f.column + 1}" if ends else f"of {f.columns}")
+    said = []
+    if f.columns:
+        ends = [name for name, size in f.ends.items() if size == f.column + 1 > 4]
+        which = f"the last before {ends[0]} = {f.column + 1}" if ends else f"of {f.columns}"
         said.append(f"row {f.row_number} of {f.rows}, column {f.column}, {which}")
-        for key, x in f.row.items():
-            if key == f.name and f.name in f.at:
-                continue
-            mean, deviation = float(x.mean()), float(x.std())
-            note = (f", a mean of {abs(mean / deviation):.0f} deviations" if abs(mean) > 20 * deviation > 0 else
-                    ", a tiny deviation" if deviation < 0.02 else ", and e^x of the largest is infinite in fp32"
-                    if x.max() > 88.7 else "")
-            said.append(f"that row of {key} has numbers from {x.min():.4g} to {x.max():.4g}, their mean is {mean:.4g} "
-                        f"and their deviation {deviation:.3g}{note}")
-    lines = [f"where: {'; '.join(said)}"] if said else []
+    elif f.row:
+        said.append(f"row {f.row_number} of {f.rows}")
+    said += [f"{key} is {value:.6g} there" for key, value in f.at.items() if key != f.name]
+    for key, x in f.row.items():
+        mean, deviation = float(x.mean()), float(x.std())
+        note = (f", so the mean is {abs(mean / deviation):.0f} deviations" if abs(mean) > 20 * deviation > 0 else
+                ", and e^x of the largest is infinite in fp32" if x.max() > 88.7 else "")
+        said.append(f"that row of {key} has numbers from {x.min():.4g} to {x.max():.4g}, of mean {mean:.4g} and "
+                    f"deviation {deviation:.3g}{note}")
+    lines = [f"{'where:' if i == 0 else '      '} {line}" for i, line in enumerate(said)]
     many = f"{f.wrong:,} of {f.cares:,} numbers are wrong"
-    if f.columns and f.rows > 1 and f.wrong < f.cares:
+    if f.columns and f.wrong < f.cares:
         many += f", in {len(f.wrong_rows)} of {f.rows} rows and in {len(f.wrong_columns)} of {f.columns} columns"
     cause = next(text for condition, text in CAUSES if condition(f))
     return [*lines, f"how many: {many}", "usually: " + cause.format(name=f.name, ratio=f.ratio or 0, end=end_of(f))]
@@ -675,7 +680,7 @@ def sanitizer_variables():
 
 def run_child(job, variables=None):
     """(events, exit status, what was printed to stderr) of a job."""
-    environment = {**os.environ, **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
     done = subprocess.run([sys.executable, __file__, json.dumps(job)], capture_output=True, env=environment)
     events = [json.loads(line) for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
     return events, done.returncode, done.stderr.decode(errors="replace")
@@ -698,7 +703,15 @@ def compiler_lines(path, text):
     if not match:
         other = re.search(r"error: .*", text)
         return ["it does not compile: " + (other[0] if other else text.splitlines()[-1])]
-    return [f"it does not compile: {match[2]}", quoted(path, int(match[1]))]
+    before = " (or at the end of the line before)" if ";" in match[2] else ""
+    return [f"it does not compile: {match[2]}{before}", quoted(path, int(match[1]))]
+
+
+def beyond(name, number, size):
+    """Where a number outside of an array is, as if the array had one index."""
+    if number < 0:
+        return f"before the beginning of {name}: {name}[{number}]"
+    return f"past the end of {name}: {name}[{number}], counted through all rows, and the last is {name}[{size - 1}]"
 
 
 def sanitizer_lines(path, begun, text):
@@ -721,19 +734,17 @@ def sanitizer_lines(path, begun, text):
                 "far outside of its array, or a null pointer", line_of(path, text)]
     verb, address = ("reads" if access[1] == "READ" else "writes"), int(access[3], 16)
     near = []
-    for name, (begin, nbytes, itemsize, shape) in begun["arrays"].items():
+    for name, (begin, nbytes, itemsize) in begun["arrays"].items():
         distance = max(begin - address, address - (begin + nbytes) + 1, 0)
         if 0 < distance <= GUARD:
-            near.append((distance, name, (address - begin) // itemsize, nbytes // itemsize, shape))
+            near.append((distance, name, (address - begin) // itemsize, nbytes // itemsize))
     if not near:
         if "global-buffer-overflow" in text or "stack-buffer-overflow" in text:
             return [f"it {verb} {access[2]} bytes outside of an array of its own, in shared memory or of a thread",
                     line_of(path, text)]
         return [f"it {verb} {access[2]} bytes outside of all arrays", line_of(path, text)]
-    _, name, number, size, shape = min(near)
-    end = "before the beginning" if number < 0 else "past the end"
-    last = "" if number < 0 else f"; its last is number {size - 1}"
-    return [f"it {verb} {access[2]} bytes {end} of {name}: number {number} of {size:,}{last}", line_of(path, text)]
+    _, name, number, size = min(near)
+    return [f"it {verb} {access[2]} bytes {beyond(name, number, size)}", line_of(path, text)]
 
 
 def stuck_lines(path, text):
@@ -772,16 +783,14 @@ def complaint_lines(path, events, status, stderr, sanitize):
     if compiler:
         return compiler_lines(path, compiler[0]["text"])
     begun = [event for event in events if event["event"] == "begins" and event["file"] == str(path)]
-    at = f"for {begun[-1]['sizes']} in {begun[-1]['dtype']}" if begun else ""
+    at = f"at the sizes {begun[-1]['sizes']}, in {begun[-1]['dtype']}" if begun else ""
     told = [event for event in events if event["event"] == "complaint" and event["file"] == str(path)]
     if told:
         kind, text = told[0]["kind"], told[0].get("text", "")
         if kind == "stuck":
             return [*stuck_lines(path, text), at]
         if kind == "outside":
-            number, size = told[0]["number"], told[0]["size"]
-            end = "before the beginning" if number < 0 else "past the end"
-            return [f"it writes {end} of {told[0]['name']}: number {number} of {size:,}", at]
+            return [f"it writes {beyond(told[0]['name'], told[0]['number'], told[0]['size'])}", at]
         if kind == "race":
             shared = "__shared__" in code_of(path)
             cause = ("a missing __syncthreads() between a write to shared memory and another thread's read of it, or "
@@ -791,14 +800,15 @@ def complaint_lines(path, events, status, stderr, sanitize):
         return [f"wrong: {text}", *told[0]["lines"], at]
     if status == -signal.SIGALRM:
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]
-        which = f"the one in line {loops[0]}" if len(loops) == 1 else f"those in lines {', '.join(loops)}"
-        return [f"it did not end within {begun[-1]['limit']} seconds: which loop has no end{f': {which}' if loops else ''}?", at]
+        which = f": there is one in line {' and in line '.join(loops)}" if loops else ""
+        return [f"it did not end within {begun[-1]['limit']} seconds. Which loop has no end?{which}", at]
     if sanitize and begun and status:
         lines = sanitizer_lines(path, begun[-1], stderr)
         if lines:
             return [*filter(None, lines), at]
     if status < 0:
-        return [f"it crashed ({signal.Signals(-status).name}): most likely an index is far outside of its array", at]
+        name = signal.Signals(-status).name
+        return [f"it crashed ({name}): most likely an index is far outside of its array", at]
     if any(event["event"] == "right" and event["file"] == str(path) for event in events):
         return []
     if status and begun:
