@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,13 +24,13 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-import test_gpt2  # noqa: E402
 import train_gpt2  # noqa: E402
+from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
+from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
                                     read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
-                       KERNELS, LIMITS, ORDERS, SMALL_MODEL, check, device_of, dump_limit, gradients, launch, poison,
-                       poisoned_model,
+                       LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
                        read_debug_state, run, stored, summary, words, write_checkpoint)
 from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables, attention_launch,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
@@ -626,7 +625,7 @@ def orders(device_name, folder):
     for again in range(2):
         device.launch("leftovers", 5, out)
         yield f"shared memory that outlives a block {again}", out, np.zeros((5, 32)), EXACT
-    for order in ORDERS:
+    for order in thread_orders():
         nan, source = np.full((4, 4, 32), np.nan), np.arange(128, dtype=np.float32).reshape(4, 32) + 1
         nan[1:, 0], nan[1:, 1], nan[3, 3] = source[0], np.where(lanes % 2 == 0, source[1], 0), source[3]
         out = np.zeros((4, 4, 32), np.float32)
@@ -635,43 +634,55 @@ def orders(device_name, folder):
         check(f"copies land where they are waited for, in order {order}", np.array_equal(out, nan, equal_nan=True))
 
 
-RACES = (  # kernel, sizes of its test, behind which words of kernels.cu what is taken out, and what then comes out
-    ("encoder_backward_wte", (2, 27, 64), "of_warp[warp][lane] = sum;", "__syncthreads();", r"dwte\[.*\]"),
-    ("matmul_backward_bias", (300, 96, 5), "% 8 * n + i] = sum[i];", "__syncthreads();", r"dbias\[.*\]"),
-    ("layernorm_backward", (70, 64, (2, 3)), "copies_arrive<1>();\n        } else {", "copies_arrive<0>();",
-     "NaN in every order"),
-    ("attention_forward", ("softmax", 1, 300, 2, 2, 64), "tiles_fence();\n", "__syncthreads();", r"out\[.*\]"),
-    ("fused_classifier", (27, 257, 384, 0.7), "to_float(*at(target));", "__syncthreads();", r"losses\[\d+\]"),
-    ("global_norm", (4 * 12345, 70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
-     "kernels.cu: global_norm: block .* is stuck: .*"),
-    ("judge", (0, 0), "window[seen % WINDOW] = value;", "__syncwarp();", r"verdict\[\d\]"))
+RACES = (  # kernel of the lab, sizes, a choice, behind which words of kernels.cu what is taken out, what then comes out
+    ("encoder_backward", "B=2,T=27,C=64,V=257,share=60", {}, "of_warp[warp][lane] = sum;", "__syncthreads();",
+     r"has a race: dwte\[.*\]"),
+    ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "% 8 * n + i] = sum[i];", "__syncthreads();",
+     r"has a race: dbias\[.*\]"),
+    ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "copies_arrive<1>();\n        } else {",
+     "copies_arrive<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
+    ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "tiles_fence();\n", "__syncthreads();", r"has a race: out\[.*\]"),
+    ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));", "__syncthreads();",
+     r"has a race: losses\[\d+\]"),
+    ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
+     "kernels.cu: global_norm: block .* is stuck: "),
+    ("judge", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();", r"has a race: verdict\[\d\]"))
 
 
 def races(device_name, folder):
-    """A barrier or a wait that is missing in a copy of kernels.cu is found, and a test names kernel, array and element;
+    """A barrier or a wait that is missing in a copy of kernels.cu is found, and a check names the array and an element;
     without a wait the array is NaN in every order."""
     if device_name != "cpu":
         return
-    [path], kernels = Config.SOURCES, {name for name, *_ in RACES}
+    [path] = Config.SOURCES
     text = path.read_text(encoding="utf-8")
-    for name in read_kernels([path]).keys() - kernels:  # is not compiled
-        text = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", text)
-    devices = {"whole": cpu_of(folder, text, C=64, NH=1)}
-    for _, _, before, cut, _ in RACES:
-        start = text.index(cut, text.index(before))
-        text = text[:start] + "(void)0;" + text[start + len(cut) :]
-    devices["cut"] = cpu_of(folder, text, C=64, NH=1)
-    for which, device in devices.items():
-        for name, sizes, _, cut, wish in RACES:
-            with mock.patch.multiple(test_gpt2, under_test=device, rng=np.random.default_rng(1)):
-                try:
-                    results = [found for _, found, *_ in KERNELS[name][0](partial(launch, name), *sizes)]
-                    said = "NaN in every order" if np.isnan(to_float(results[0])).any() else ""
-                except (AssertionError, UserError) as e:
-                    said = str(e)
-            wanted = wish if " " in wish else f"{name} has a race: {wish} is .* threads run in the order .*forward"
-            ok = said == "" if which == "whole" else re.fullmatch(wanted, said)
-            check(f"{name}, {which}: {cut}", ok, said)
+
+    def text_of(names, before=None, cut=None):
+        """kernels.cu with no kernels but these, and without `cut` behind `before`."""
+        kept = text
+        for name in read_kernels([path]).keys() - names:  # is not compiled
+            kept = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", kept)
+        if not cut:
+            return kept
+        start = kept.index(cut, kept.index(before))
+        return kept[:start] + "(void)0;" + kept[start + len(cut) :]
+
+    def found(device, kernel, sizes, choice):
+        [version] = (version for version in kernel.versions if version.trainer)
+        own, launched = version.choices(device)[0], set()  # all None
+        try:
+            with noting(device, launched):
+                verdict = Bench(kernel, device, parse_sizes(sizes)).check(version, own | choice)
+            return "" if verdict.place is None else str(verdict), launched
+        except (AssertionError, UserError) as e:
+            return str(e), launched
+
+    whole, kernels = cpu_of(folder, text, C=64, NH=1), [find_kernel(name) for name, *_ in RACES]
+    for kernel, (name, sizes, choice, before, cut, wish) in zip(kernels, RACES):
+        said, launched = found(whole, kernel, sizes, choice)
+        check(f"{name}, whole: {cut}", said == "", said)
+        said, _ = found(cpu_of(folder, text_of(launched, before, cut), C=64, NH=1), kernel, sizes, choice)
+        check(f"{name}, cut: {cut}", re.match(wish, said), said)
 
 
 # ---- Graphs, and models that are too large

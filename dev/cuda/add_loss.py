@@ -10,7 +10,7 @@ def problem(draw, N, accumulate=0):
     verdict, losses = abs(draw.fp32(len(Verdict._fields))), f32(3 + 10 * draw.normal(N) ** 2)
     share, truth = float(f32(0.125 / N)), verdict.copy()
     truth[LOSS] = share * losses.sum() + verdict[LOSS] * accumulate
-    return dict(share=share, verdict=verdict, losses=losses), dict(verdict=truth)
+    return dict(share=share, accumulate=accumulate, verdict=verdict, losses=losses), dict(verdict=truth)
 
 
 KERNEL = Kernel(

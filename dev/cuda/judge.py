@@ -41,10 +41,11 @@ def problem(draw, seen, loss=0, norm=0, loss_limit=0, norm_limit=0, stopped=0):
 KERNEL = Kernel(
     problem, "seen=300", (
         "seen=0", "seen=1", "seen=127", "seen=128", "seen=129", "seen=300,loss=1,norm=1",
-        "seen=290,loss=1,loss_limit=3", "seen=290,norm=1,norm_limit=3", "seen=290,loss=1,norm_limit=3", "seen=290,norm=1,loss_limit=3",
-        "seen=290,loss=1,norm=1,loss_limit=30,norm_limit=30", "seen=100,loss=1,norm=1,loss_limit=1,norm_limit=1",
-        "seen=200,loss=4,norm=4,loss_limit=3,norm_limit=3", "seen=60,loss=2", "seen=60,norm=2", "seen=250,loss=3",
-        "seen=250,norm=3", "seen=250,loss=3,norm=2", "seen=250,stopped=1", "seen=250,loss=1,stopped=1,loss_limit=3"),
+        "seen=290,loss=1,loss_limit=3", "seen=290,norm=1,norm_limit=3", "seen=290,loss=1,norm_limit=3",
+        "seen=290,norm=1,loss_limit=3", "seen=290,loss=1,norm=1,loss_limit=30,norm_limit=30",
+        "seen=100,loss=1,norm=1,loss_limit=1,norm_limit=1", "seen=200,loss=4,norm=4,loss_limit=3,norm_limit=3",
+        "seen=60,loss=2", "seen=60,norm=2", "seen=250,loss=3", "seen=250,norm=3", "seen=250,loss=3,norm=2",
+        "seen=250,stopped=1", "seen=250,loss=1,stopped=1,loss_limit=3"),
     fp32="verdict norm settings", exact="windows seen", versions=(
         Version("one warp: the trainer's", "judge", "32", args="verdict windows seen norm settings", threads=(None,),
                 trainer=True),
