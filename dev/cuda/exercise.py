@@ -335,7 +335,8 @@ def template(name):
                 "In a warp a thread's number, its lane, is threadIdx.x % 32."]
     if exercise.plane:
         comment.append(f"    {'BLOCK(1024, 32, 32)':27} a block has a tile, of 32 x 32 items of {exercise.plane}")
-    comment += ["", "You may use", *(f"    {HELPERS[helper].replace('{shared}', shared)}" for helper in exercise.helpers.split())]
+    helpers = [HELPERS[helper].replace("{shared}", shared) for helper in exercise.helpers.split()]
+    comment += ["", "You may use", *(f"    {helper}" for helper in helpers)]
     comment += ["", *(f"Hint {i}: {hint}" for i, hint in enumerate(exercise.hints, 1)), "",
                 f"Judge it with: python dev/cuda/lab.py --exercise {PREFIX}{name}.cu"]
     wrapped = [line for text in comment for line in
@@ -622,7 +623,8 @@ CAUSES = [
      "off by the rounding of bf16. Compute in float, and round once, at the end."),
     (lambda f: end_of(f), "only the last columns are wrong. Look at the bound of the loop over a row: < or <=, and "
      "{end} or another size."),
-    (lambda f: f.smallest and "norm" in f.kernel, "only the rows of the smallest deviations are wrong. Is eps (1e-5) there, inside of the root?"),
+    (lambda f: f.smallest and "norm" in f.kernel, "only the rows of the smallest deviations are wrong. "
+     "Is eps (1e-5) there, inside of the root?"),
     (lambda f: "norm" in f.kernel and any(abs(x.mean()) > 20 * x.std() for x in f.row.values()), "a row of a large "
      "mean is wrong. Take the mean away before you square: the average of x^2 minus mean^2 cancels."),
     (lambda f: f.tail and f.wrong < f.cares, "the beginning is right, and from some number on all are wrong. Look "
@@ -816,16 +818,16 @@ def complaint_lines(path, events, status, stderr, sanitize):
     return None
 
 
-def judge_file(path, dtypes=("fp32", "bf16"), together=()):
-    """What is to be said of a student's file: (lines of a complaint or [], whether accesses were checked). `together`
-    are files that are compiled with it. Raises UserError."""
+def judge_file(path):
+    """What is to be said of a student's file: (lines of a complaint or [], whether accesses were checked). Raises
+    UserError."""
     path = path.resolve()
     student_version(path)
-    job = dict(compile=[str(each.resolve()) for each in together or (path,)], run=[str(path)], sanitize=False, limit=LIMIT)
+    job = dict(compile=[str(path)], run=[str(path)], sanitize=False, limit=LIMIT)
     variables = sanitizer_variables()
     with ThreadPoolExecutor(2) as pool:
         bounds = variables and pool.submit(run_child, dict(job, sanitize=True, dtypes=["fp32"]), variables)
-        result = run_child(dict(job, dtypes=list(dtypes)))
+        result = run_child(dict(job, dtypes=["fp32", "bf16"]))
         lines = complaint_lines(path, *result, False)
         checked = complaint_lines(path, *bounds.result(), True) if bounds else None
     if checked and not (checked[0].startswith(("it is stuck", "it did not end")) and lines is not None):

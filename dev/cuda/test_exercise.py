@@ -184,7 +184,8 @@ RUNS = (  # those that only the comparison with NumPy needs to run
 """, "in bf16.*|bf16 was cut off where it should be rounded", dtypes=("fp32", "bf16")),
     Mistake("block of a row", "rmsnorm_forward", BLOCK_ROW, None, block=ROW),
     Mistake("race without barrier", "rmsnorm_forward", BLOCK_ROW, "has a race: .* is .* when threads run in the "
-            "order .*a missing __syncthreads", "        __syncthreads();\n    }\n    float", "    }\n    float", block=ROW),
+            "order .*a missing __syncthreads", "        __syncthreads();\n    }\n    float", "    }\n    float",
+            block=ROW),
     Mistake("race before the sum", "rmsnorm_forward", BLOCK_ROW, "has a race: .*a missing __syncthreads",
             "    part[threadIdx.x] = sum;\n    __syncthreads();", "    part[threadIdx.x] = sum;", block=ROW),
     Mistake("barrier in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __syncthreads was reached by \\d+ of the "
@@ -205,11 +206,12 @@ RUNS = (  # those that only the comparison with NumPy needs to run
 BOUNDS = (  # those that the sanitizers find
     Mistake("write past the end", "residual_forward", RESIDUAL, "it (writes|reads) 4 bytes past the end of "
             "(out|inp1|inp2): .*.2592., .* the last is .*.2591. line \\d+: if .i <= ", "if (i <", "if (i <="),
-    Mistake("no bound", "residual_forward", RESIDUAL, "it (writes|reads) 4 bytes past the end of .*line \\d+: from_float",
+    Mistake("no bound", "residual_forward", RESIDUAL, "it (writes|reads) 4 bytes past the end of .*line \\d+: from",
             "if (i < (size_t)N * C) ", ""),
-    Mistake("read past the end", "layernorm_forward", LAYERNORM, "it reads 4 bytes past the end of residual: residual.2592.*line \\d+: for .int c = 0; c <= C; c\\+\\+. m", "c < C; c++) m", "c <= C; c++) m"),
-    Mistake("read before the beginning", "residual_forward", RESIDUAL, "it reads 4 bytes before the beginning of inp2",
-            "inp2[i]", "inp2[(long)i - 1]"),
+    Mistake("read past the end", "layernorm_forward", LAYERNORM, "it reads 4 bytes past the end of residual: "
+            "residual.2592.*line \\d+: for .int c = 0; c <= C; c\\+\\+. m", "c < C; c++) m", "c <= C; c++) m"),
+    Mistake("read before the beginning", "residual_forward", RESIDUAL, "it reads 4 bytes before the beginning of "
+            "inp2: inp2.-1.", "inp2[i]", "inp2[(long)i - 1]"),
     Mistake("shared array", "rmsnorm_forward", BLOCK_ROW, "index 64 is out of bounds: the array is float .64.*line \\d+",
             "float s = 1.0f / sqrtf(part[0]", "float s = 1.0f / sqrtf(part[64 - threadIdx.x]", block=ROW),
     Mistake("null pointer", "residual_forward", RESIDUAL, "(null|does not exist).*line \\d+", "to_float(inp2[i])",
@@ -218,8 +220,8 @@ BOUNDS = (  # those that the sanitizers find
 ALONE = (  # those that need a compilation of their own
     Mistake("no semicolon", "residual_forward", RESIDUAL, "it does not compile: expected .*;.*line \\d+: ",
             "threadIdx.x;", "threadIdx.x"),
-    Mistake("unknown name", "residual_forward", RESIDUAL, "it does not compile: .inp3. was not declared.*line \\d+: if",
-            "inp2", "inp3"),
+    Mistake("unknown name", "residual_forward", RESIDUAL, "it does not compile: .inp3. was not declared.*line \\d+: "
+            "if", "inp2", "inp3"),
     Mistake("endless loop", "residual_forward", RESIDUAL, "it did not end within 2 seconds. Which loop has no end.: there "
             "is one in line \\d+", "if (i <", "for (volatile int n = 0; n < 1; n *= 2) {}\n    if (i <"),
 )
@@ -303,8 +305,8 @@ def files(folder):
     path = folder / "my_softmax_forward.cu"
     check("a file is written", status == 0 and path.exists(), text.strip())
     written = path.read_text()
-    for wish in (r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1", "Hint 2", "def softmax",
-                 r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern", r"my_softmax_forward\(\n? *real\* out"):
+    for wish in (r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1", "Hint 2",
+                 "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern", r"my_softmax_forward\(\n? *real\* out"):
         check(f"  it says {wish}", re.search(wish, written))
     path.write_text(written + "// mine\n")
     refused(folder, "never over a file", "is there already, and is left as it is", "softmax_forward")
