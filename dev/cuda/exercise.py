@@ -615,8 +615,8 @@ CAUSES = [
     (lambda f: f.ratio, "all wrong numbers are {ratio:.4g} times what they should be. Is a factor missing, or one too "
      "many?"),
     (lambda f: f.shifted, "numbers are one place off. Look at the index."),
-    (lambda f: f.columns and f.wrong_columns and f.wrong_columns[0] >= f.ends.get("V", f.columns), "only the padding is "
-     "wrong, the columns from V on. They have to be zero."),
+    (lambda f: f.columns and f.wrong_columns and f.wrong_columns[0] >= f.ends.get("V", f.columns), "only the padding "
+     "is wrong, the columns from V on. They have to be zero."),
     (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-7 * abs(f.expected) and f.cut, "bf16 was cut off where it "
      "should be rounded. from_float rounds."),
     (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result was right in fp32, and is "
@@ -762,10 +762,12 @@ def stuck_lines(path, text):
 
     who, what, line = waits[0]
     total = read_kernels([path])[exercise_of(path)[1]].threads
+    code = code_of(path).splitlines()
+    inside = 0 < int(line) <= len(code) and re.search(r"__sync|__shfl", code[int(line) - 1])
+    if not inside:
+        what = f"{what}, which is in {'block_reduce' if what == '__syncthreads' else 'warp_sum and the like'},"
     lines = [f"it is stuck: {what} was reached by {'some' if '...' in who else count(who)} of the {total} threads of "
              f"{block}, and waits for the others"]
-    code = code_of(path).splitlines()
-    inside = 0 < int(line) <= len(code) and re.search(r"__sync|warp_|block_reduce|__shfl", code[int(line) - 1])
     if inside:
         lines.append(quoted(path, int(line)))
     others = [f"threads {who} wait in {what} at line {line}" for who, what, line in waits[1:]]
@@ -774,8 +776,8 @@ def stuck_lines(path, text):
         others.append(f"threads {gone[1]} have returned")
     if others:
         lines.append("; ".join(others))
-    lines.append("usually: it stands inside an if, in a loop that not all threads go round equally often, or behind a "
-                 "return. All threads of the block (of the warp, for warp_sum and the like) must come to it")
+    lines.append("usually: it stands inside an if, or behind a return, or in a loop that not all threads go round equally")
+    lines.append("         often. All threads of the block (of the warp, for warp_sum and the like) must come to it")
     return lines
 
 

@@ -195,7 +195,7 @@ RUNS = (  # those that only the comparison with NumPy needs to run
     Mistake("return before a barrier", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __syncthreads was reached by 40 of "
             "the 64 threads .*threads 40-63 have returned", "    float sum = 0.0f;\n",
             "    float sum = 0.0f;\n    if (threadIdx.x >= 40) return;\n", block=ROW),
-    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck: .*of the warp",
+    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __shfl_xor_sync, which is in warp_sum.*of the warp",
             "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =", block=ROW),
     Mistake("outside of out", "residual_forward", RESIDUAL, "it writes past the end of out: out.2592., .* the last is "
             "out.2591.",
@@ -212,7 +212,7 @@ BOUNDS = (  # those that the sanitizers find
             "residual.2592.*line \\d+: for .int c = 0; c <= C; c\\+\\+. m", "c < C; c++) m", "c <= C; c++) m"),
     Mistake("read before the beginning", "residual_forward", RESIDUAL, "it reads 4 bytes before the beginning of "
             "inp2: inp2.-1.", "inp2[i]", "inp2[(long)i - 1]"),
-    Mistake("shared array", "rmsnorm_forward", BLOCK_ROW, "index 64 is out of bounds: the array is float .64.*line \\d+",
+    Mistake("shared array", "rmsnorm_forward", BLOCK_ROW, "index 64 is out of bounds: the array is float .64.*line",
             "float s = 1.0f / sqrtf(part[0]", "float s = 1.0f / sqrtf(part[64 - threadIdx.x]", block=ROW),
     Mistake("null pointer", "residual_forward", RESIDUAL, "(null|does not exist).*line \\d+", "to_float(inp2[i])",
             "to_float(((const real*)nullptr)[i])"),
@@ -222,8 +222,8 @@ ALONE = (  # those that need a compilation of their own
             "threadIdx.x;", "threadIdx.x"),
     Mistake("unknown name", "residual_forward", RESIDUAL, "it does not compile: .inp3. was not declared.*line \\d+: "
             "if", "inp2", "inp3"),
-    Mistake("endless loop", "residual_forward", RESIDUAL, "it did not end within 2 seconds. Which loop has no end.: there "
-            "is one in line \\d+", "if (i <", "for (volatile int n = 0; n < 1; n *= 2) {}\n    if (i <"),
+    Mistake("endless loop", "residual_forward", RESIDUAL, "it did not end within 2 seconds. Which loop has no end.: "
+            "there is one in line \\d+", "if (i <", "for (volatile int n = 0; n < 1; n *= 2) {}\n    if (i <"),
 )
 
 
@@ -305,8 +305,8 @@ def files(folder):
     path = folder / "my_softmax_forward.cu"
     check("a file is written", status == 0 and path.exists(), text.strip())
     written = path.read_text()
-    for wish in (r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1", "Hint 2",
-                 "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern", r"my_softmax_forward\(\n? *real\* out"):
+    for wish in (r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1",
+                 "Hint 2", "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern", r"my_softmax_forward\(\n? *real\* out"):
         check(f"  it says {wish}", re.search(wish, written))
     path.write_text(written + "// mine\n")
     refused(folder, "never over a file", "is there already, and is left as it is", "softmax_forward")
