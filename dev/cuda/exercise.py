@@ -776,9 +776,8 @@ def stuck_lines(path, text):
         others.append(f"threads {gone[1]} have returned")
     if others:
         lines.append("; ".join(others))
-    lines.append("usually: it stands inside an if, or behind a return, or in a loop that not all threads go round equally")
-    lines.append("         often. All threads of the block (of the warp, for warp_sum and the like) must come to it")
-    return lines
+    return [*lines, "usually: it stands inside an if, behind a return, or in a loop that some threads leave earlier.",
+            "         All threads of the block (of the warp, for warp_sum and the like) must come to it"]
 
 
 def complaint_lines(path, events, status, stderr, sanitize):

@@ -195,8 +195,9 @@ RUNS = (  # those that only the comparison with NumPy needs to run
     Mistake("return before a barrier", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __syncthreads was reached by 40 of "
             "the 64 threads .*threads 40-63 have returned", "    float sum = 0.0f;\n",
             "    float sum = 0.0f;\n    if (threadIdx.x >= 40) return;\n", block=ROW),
-    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __shfl_xor_sync, which is in warp_sum.*of the warp",
-            "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =", block=ROW),
+    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __shfl_xor_sync, which is in warp_sum.*"
+            "of the warp", "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =",
+            block=ROW),
     Mistake("outside of out", "residual_forward", RESIDUAL, "it writes past the end of out: out.2592., .* the last is "
             "out.2591.",
             "if (i < (size_t)N * C)", "if (i >= (size_t)N * C) from_float(out[i], 0.0f); else"),
@@ -305,8 +306,9 @@ def files(folder):
     path = folder / "my_softmax_forward.cu"
     check("a file is written", status == 0 and path.exists(), text.strip())
     written = path.read_text()
-    for wish in (r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1",
-                 "Hint 2", "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern", r"my_softmax_forward\(\n? *real\* out"):
+    for wish in (r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1: ",
+                 "Hint 2: ", "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern",
+                 r"my_softmax_forward\(\n? *real\* out"):
         check(f"  it says {wish}", re.search(wish, written))
     path.write_text(written + "// mine\n")
     refused(folder, "never over a file", "is there already, and is left as it is", "softmax_forward")
