@@ -213,7 +213,7 @@ BOUNDS = (  # those that the sanitizers find
             "residual.2592.*line \\d+: for .int c = 0; c <= C; c\\+\\+. m", "c < C; c++) m", "c <= C; c++) m"),
     Mistake("read before the beginning", "residual_forward", RESIDUAL, "it reads 4 bytes before the beginning of "
             "inp2: inp2.-1.", "inp2[i]", "inp2[(long)i - 1]"),
-    Mistake("guarded output", "residual_forward", RESIDUAL, "it writes 4 bytes past the end of out: out.2592.*line \\d+",
+    Mistake("guarded output", "residual_forward", RESIDUAL, "it writes 4 bytes past the end of out: out.2592.*line",
             "if (i < (size_t)N * C)", "if (i >= (size_t)N * C) from_float(out[i], 0.0f); else"),
     Mistake("shared array", "rmsnorm_forward", BLOCK_ROW, "index 64 is out of bounds: the array is float .64.*line",
             "float s = 1.0f / sqrtf(part[0]", "float s = 1.0f / sqrtf(part[64 - threadIdx.x]", block=ROW),
