@@ -36,7 +36,8 @@ class Cpu:
     """The CPU, all of its cores. CUDA_ON_CPU_ORDER says in which order the threads of a block run: see set_order.
 
     dtype: "fp32" (the default), "tf32" or "bf16"; c and beside as for train_gpt2.Cuda. CXX names the compiler and
-    CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. Raises UserError.
+    CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. only: the names of the
+    kernels that will be launched, which saves the compiler the others; without it, all. Raises UserError.
     """
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024  # bytes, as on an H100
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
@@ -45,9 +46,10 @@ class Cpu:
     peak_flops = None  # depends on the machine in more ways than can be asked for
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
-    def __init__(self, dtype, c, beside=()):
+    def __init__(self, dtype, c, beside=(), only=None):
         sources = [*c.SOURCES, *beside]
-        self.dtype, self.compiled_for, self.kernels = dtype or "fp32", c.switches(), read_kernels(sources)
+        self.dtype, self.compiled_for = dtype or "fp32", c.switches()
+        self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = BF16 if self.dtype == "bf16" else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
@@ -77,7 +79,11 @@ class Cpu:
                  *os.environ.get("CXXFLAGS", "").split()]
         included = [HEADER, *sources]
         source = f'#include "{HEADER}"\n'
-        source += "".join(f'#line 1 "{path}"\n{with_poison(path.read_text(encoding="utf-8"))}\n' for path in sources)
+        for path in sources:
+            text = with_poison(path.read_text(encoding="utf-8"))
+            if not self.kernels.keys() & read_kernels([path]).keys():
+                text = text.replace("__global__", "inline")  # which is not compiled until it is called
+            source += f'#line 1 "{path}"\n{text}\n'
         source += "".join(f"CPU_KERNEL({name})\n" for name in self.kernels)
         # -### prints what the driver would run, and so what -march=native means on this processor.
         target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr

@@ -6,6 +6,7 @@
     python dev/cuda/lab.py layernorm_forward --all    # does so with all its versions, and prints the ladder
     python dev/cuda/lab.py --all                      # does so with all kernels, and writes RESULTS.md and ladders.svg
     python dev/cuda/lab.py --check                    # only checks, all versions of all kernels at small odd shapes
+    python dev/cuda/lab.py --exercise                 # lists the kernels as exercises: see exercise.py
 
 The versions of a kernel are in the .cu file of its name, which is compiled after kernels.cu. The .py beside it says
 what they are given, how they are launched, and what NumPy makes of the same inputs. Without a GPU everything is checked
@@ -392,6 +393,8 @@ def read_flags(arguments):
     parser.add_argument("--dtype", choices=DTYPES, help="only in this one (default: all that a version has)")
     parser.add_argument("--out", type=Path, metavar="FOLDER",
                         help="where --all writes RESULTS.md and ladders.svg (default: dev/cuda if of all kernels)")
+    parser.add_argument("--exercise", nargs="?", const="", metavar="NAME or FILE",
+                        help="list the exercises, write the file of one, or judge such a file")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda if there is a GPU)")
     flags = parser.parse_args(arguments)
     if flags.out and not flags.all:
@@ -405,6 +408,9 @@ def read_flags(arguments):
 
 def main(arguments=None):
     flags = read_flags(arguments)
+    if flags.exercise is not None:
+        from dev.cuda import exercise
+        return exercise.main(flags.exercise, flags.device or ("cuda" if has_gpu() else "cpu"))
     names, device = kernel_names(), flags.device or ("cuda" if has_gpu() else "cpu")
     chosen = [nearest(flags.kernel, names)] if flags.kernel else names
     kernel, sizes = find_kernel(flags.kernel) if flags.kernel else None, None
