@@ -26,8 +26,8 @@ KERNEL = Kernel(
     traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
         Version("a thread an element", "trimat_forward1", "B*NH*T*T", threads=(256, 1024),
                 args="att qkv scale B T NH"),
-        Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=()),
-        Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=()),
-        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(), dtypes=ALL,
+        Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=(1024,)),
+        Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=(256,)),
+        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=ALL,
                 shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
     ))
