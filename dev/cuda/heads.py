@@ -76,6 +76,12 @@ def sizes_of(B, T, NH, NKV, HS, relu):
     return dict(NKV=NKV, N=B * T, scale=HS**-0.5, relu=relu)
 
 
+def size_of_head(x):
+    """The root of the mean square of each head of x (B,T,heads,HS), (B,1,heads,1): how large the terms of its sums are.
+    A single row may have less, where a query sees few keys or its weights cancel."""
+    return np.sqrt(np.square(x).mean((1, 3), keepdims=True))
+
+
 def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
     """Attention from qkv. With relu, of max(0, score) in place of softmax; with_lse, lse is an output too."""
     kind = "relu" if relu else "softmax"
@@ -83,7 +89,8 @@ def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
     out, lse = by_heads(lambda *x: forward_of(kind, *x), *split(qkv, NH, NKV))
     truth = dict(out=join(out), lse=lse) if with_lse else dict(out=join(out))
     # lse is a logarithm: its error is that of its argument, and of the score that has been taken out of it.
-    return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, dict(lse=1 + abs(lse))
+    terms = dict(out=size_of_head(join(out)), lse=1 + abs(lse))
+    return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, terms
 
 
 def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
@@ -101,7 +108,8 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
     dq, *dkv = by_heads(gradients, *heads, dout_heads, out)
     dkv = (x.reshape(B, NKV, NH // NKV, T, HS).sum(2) for x in dkv)
     inputs = dict(sizes_of(B, T, NH, NKV, HS, relu), qkv=qkv, dout=dout, out=join(out), lse=f32(lse))
-    return inputs, dict(dqkv=join(dq, *dkv))
+    dqkv = join(dq, *dkv)
+    return inputs, dict(dqkv=dqkv), dict(dqkv=size_of_head(dqkv))
 
 
 def launch_trainers(device, a, kernel, *arrays):

@@ -45,6 +45,12 @@ def f32(x):
     return np.float32(x).astype(np.float64)
 
 
+def as_stored(truth, dtype):
+    """A truth rounded to a dtype of the devices, but in float64, and ANY where it is ANY."""
+    with np.errstate(over="ignore"):
+        return np.where(truth == ANY, ANY, to_float(stored(truth, dtype)).astype(np.float64))
+
+
 POOL = 2**22 + 1  # numbers drawn for an array; a larger one repeats them, no two of its rows alike
 
 
@@ -239,12 +245,9 @@ def judge(np_, name, array, truth, limit, kind=None, terms=None):
     is stored in bf16. And each element must be right: it may be off by its own rounding, and by HANDFUL times the
     limit, relative to its own size. A sum whose terms cancel is no better than they are: so kind "sums" measures the
     latter against the size of the terms too. If nothing is said of that, it is the row's, by the root of its mean
-    square; where it is said to be COPIED, no bit may differ. kind "exact" allows the rounding of the
-    truth alone.
+    square; where it is said to be COPIED, no bit may differ. With kind "exact" none may differ anywhere.
     """
     found, in_bf16 = to_float(array).astype(np.float64), array.dtype == BF16
-    if kind == "exact":
-        truth = np_.where(truth == ANY, ANY, np_.asarray(to_float(stored(truth, array.dtype)), np.float64))
     cared = truth != ANY
     finite = cared & np_.isfinite(truth)
     with np.errstate(invalid="ignore"):  # infinity less infinity
@@ -304,10 +307,11 @@ class Bench:
         given, truth, terms = problem_of(kernel.problem, tuple(sizes.items()), device.real == BF16)
         arrays = {name: values for name, values in given.items() if isinstance(values, np.ndarray)}
         self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize)
-        self.truth, self.terms = ({name: self.np.asarray(values) for name, values in table.items()}
-                                  for table in (truth, terms))
         self.shapes = {name: values.shape for name, values in {**truth, **arrays}.items()}
         self.types = {name: self.type_of(name, arrays.get(name)) for name in self.shapes}
+        exact = {name: as_stored(truth[name], self.types[name]) for name in kernel.exact.split() if name in truth}
+        self.truth, self.terms = ({name: self.np.asarray(values) for name, values in table.items()}
+                                  for table in ({**truth, **exact}, terms))
         self.traffic = sum(self.types[name].itemsize * values.size for table in (arrays, truth)
                            for name, values in table.items())  # each input is read once, and each output written once
         self.inputs = {}  # on the device, for the sets to be filled from

@@ -36,10 +36,10 @@ KERNEL = Kernel(
     args="out inp weight bias N C OC", sums="out", limits=MATMUL_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC,
     versions=(
         Version("a thread an element", "matmul_forward1", "N*OC", threads=(256, 1024)),
-        Version("tiles of 32 x 32 in shared memory", "matmul_forward2", "OC, N", threads=()),
-        Version("8 x 8 elements a thread, in registers", "matmul_forward3", "OC, N", threads=()),
-        Version("16 bytes a load, and the next tile on its way", "matmul_forward4", "OC, N", threads=()),
-        Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(),
+        Version("tiles of 32 x 32 in shared memory", "matmul_forward2", "OC, N", threads=(1024,)),
+        Version("8 x 8 elements a thread, in registers", "matmul_forward3", "OC, N", threads=(256,)),
+        Version("16 bytes a load, and the next tile on its way", "matmul_forward4", "OC, N", threads=(256,)),
+        Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(256,),
                 shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=ALL,
                 limits=dict(fp32=1e-4)),  # three products of TF32 halves, each truncated
         Version("Hopper's tensor cores, by wgmma", by_wgmma, threads=(), dtypes=("tf32", "bf16"),

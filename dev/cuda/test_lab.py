@@ -19,7 +19,8 @@ from prepro_tinyshakespeare import BF16  # noqa: E402
 import numpy as np  # noqa: E402
 
 from dev.cuda import results  # noqa: E402
-from dev.cuda.kernel import ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, bf16, find_kernel, judge, stored  # noqa: E402
+from dev.cuda.kernel import (ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, find_kernel, judge,  # noqa: E402
+                             stored)  # noqa: E402
 from dev.cuda.lab import Failure, Report  # noqa: E402
 from dev.cuda.timing import Timing  # noqa: E402
 from dev.mutants import Copy  # noqa: E402
@@ -42,7 +43,7 @@ def judging():
 
     for dtype in (np.dtype(np.float32), BF16):
         check(f"{dtype}: right", verdict(dtype).place is None, f"{verdict(dtype)}")
-        exact = judge(np, "out", stored(np.float32(right), dtype), truth, KERNEL_LIMIT, "exact")
+        exact = judge(np, "out", stored(np.float32(right), dtype), as_stored(truth, dtype), KERNEL_LIMIT, "exact")
         check(f"{dtype}: the same bits", exact.place is None and exact.limit == 0, f"{exact}")
         for name, place, factor in (
                 ("off by 20%", (0, 3), lambda x: 1.2 * x), ("another sign", (0, 1), lambda x: -x),

@@ -2,7 +2,7 @@
 import numpy as np
 
 from dev.cuda.formulas import transposed
-from dev.cuda.heads import HEADS, draw_heads, pairs_seen, split
+from dev.cuda.heads import draw_heads, pairs_seen, split
 from dev.cuda.kernel import ALL, ANY, Kernel, Version, in_parts, stored
 
 
@@ -37,15 +37,16 @@ def by_library(device, a):
 
 
 KERNEL = Kernel(
-    problem, "B=8,T=1024,NH=12,HS=64", HEADS, args="att qkv scale T NH", compiled_for="HS", sums="att",
+    problem, "B=8,T=1024,NH=12,HS=64", ("B=1,T=5,NH=3,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64"),
+    args="att qkv scale T NH", compiled_for="HS", sums="att",
     limits=dict(fp32=1e-4, tf32=2e-3, bf16=1e-4),  # tensor cores truncate where they add
     flops=lambda a: 2 * pairs_seen(a) * a.HS,
     traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
         Version("a thread an element", "trimat_forward1", "B*NH*T*T", threads=(256, 1024),
                 args="att qkv scale B T NH"),
-        Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=()),
-        Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=()),
-        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(), dtypes=ALL,
+        Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=(1024,)),
+        Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=(256,)),
+        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=ALL,
                 shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
         Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=ALL, library="cuBLAS",
                 recorded=False),
