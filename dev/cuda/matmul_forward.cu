@@ -179,45 +179,60 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
 
 namespace matmul_forward {
 
-// 128 x `columns` elements of out by wgmma, 64 rows for each of two warp groups. Products of `ahead` steps may be under
-// way while the next is started. So `ahead` + 1 stages are in use, and the others filled or on their way.
-template <int columns, int stages, int ahead>
-__device__ __forceinline__ void multiply_by_wgmma(real* __restrict__ out, const real* __restrict__ inp,
-                                                  const real* __restrict__ weight, const real* __restrict__ bias,
-                                                  int N, int C, int OC) {
-    int row = 128 * blockIdx.y, o = columns * blockIdx.x;
+}  // namespace matmul_forward
+
+// Hopper's tensor cores, by wgmma, in bf16 and TF32; other GPUs do as version 5. There a warp brings its part of both
+// tiles from shared memory to registers: 6 loads of 512 bytes for 16 products of 2,048 multiplications. For 32 bytes of
+// each row the eight warps read 24 KiB, which at 128 bytes a clock takes 192 clocks, and the tensor cores could be done
+// in 128. wgmma is told where both tiles are, and the tensor cores read them by themselves. The four warps of a group
+// start a product of 64 x 128 elements together, and what is read of w serves all four: 12 KiB for the two groups. A
+// thread needs registers for its results alone, waits for no load, and starts the copies of tiles to come while the
+// tensor cores work. These are made for wgmma: mma.sync gets about 60% of Hopper's rate out of them, whatever one does.
+// The tiles have no padding. That 8 rows of 128 bytes are in different banks is due to the 128-byte swizzle instead,
+// which permutes the 8 pieces of 16 bytes of a row. The copies write it, and wgmma's description of a tile names it.
+// TF32 is rounded by nobody here: the tensor cores drop the lower bits of the mantissa.
+// What bounds it now is L2. For 128 bytes of each row the tensor cores take 512 clocks, and the multiprocessor has to
+// fetch 32 KiB: 64 bytes a clock, and when all ask, L2 gives each about half of that. A tile of 128 x 256 asks for 48.
+// But its results take 128 registers of each thread, and its stages nearly all of shared memory. So a multiprocessor
+// has one block, and no other that multiplies while this one begins or ends: it was slower. cuBLAS goes further: blocks
+// side by side share what either has fetched, and a block stores a tile while it multiplies the next.
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6(
+    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, int C, int OC) {
+    int row = 128 * blockIdx.y, o = 128 * blockIdx.x;
 #if HAS_WGMMA
-    constexpr int STEP = tiles::STEP, SPARE = stages - 1 - ahead;
-    DYNAMIC_SHARED(real, shared);  // (stages, 128 + columns, STEP): rows of inp, rows of weight
+    constexpr int STEP = tiles::STEP, STAGES = 3;
+    DYNAMIC_SHARED(real, shared);  // (STAGES, 2, 128, STEP): rows of inp, rows of weight
     int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), steps = (C + STEP - 1) / STEP;
-    auto x = [&](int step) { return shared + step % stages * (128 + columns) * STEP; };
+    auto x = [&](int step) { return shared + step % STAGES * 2 * 128 * STEP; };
     auto w = [&](int step) { return x(step) + 128 * STEP; };
     auto fill = [&](int step) {
         if (step < steps) {
             tiles::load_swizzled<128>(x(step), inp, C, row, N, step * STEP);
-            tiles::load_swizzled<columns>(w(step), weight, C, o, OC, step * STEP);
+            tiles::load_swizzled<128>(w(step), weight, C, o, OC, step * STEP);
         }
         copies_end();  // a group of copies for each step, and empty ones at the end, so that the count is right
     };
-    for (int step = 0; step < SPARE; step++) fill(step);
-    float d[columns / 8][4] = {};
+    fill(0);
+    fill(1);
+    float d[16][4] = {};  // (64, 128) of the warp group
     for (int step = 0; step < steps; step++) {
-        copies_arrive<SPARE - 1>();
+        copies_arrive<1>();
         tiles::fence();
-        __syncthreads();  // this step's tiles are filled, and nobody reads those of step - ahead - 1 any more
+        __syncthreads();  // this step's tiles are filled, and nobody reads those of the step before any more
         tiles::start_product(d, x(step) + group * 64 * STEP, w(step));
-        fill(step + SPARE);
-        tiles::products_arrive<ahead>();
+        fill(step + 2);
+        tiles::products_arrive();
     }
-    tiles::products_arrive<0>();
     __syncthreads();  // the tiles are no longer needed
 
     // A warp has 16 rows. They go through shared memory, so that it can store whole lines.
-    constexpr int LD = columns + W, packs = columns / W;
+    constexpr int LD = 128 + W, packs = 128 / W;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     real* own = shared + warp * 16 * LD;
 #pragma unroll
-    for (int n = 0; n < columns / 8; n++) {
+    for (int n = 0; n < 16; n++) {
         int column = 8 * n + lane % 4 * 2;
         float left = to_float(bias[min(o + column, OC - 1)]), right = to_float(bias[min(o + column + 1, OC - 1)]);
         real* to = own + lane / 4 * LD + column;
@@ -234,49 +249,6 @@ __device__ __forceinline__ void multiply_by_wgmma(real* __restrict__ out, const 
         for (int j = 0; OC % W > 0 && j < W && column + j < OC; j++) to[j] = from[j];
     }
 #else
-    for (int half = 0; half < columns; half += 128) {
-        __syncthreads();  // nobody reads the tiles of the half before
-        if (o + half < OC) multiply_tile(out, inp, weight, bias, N, C, OC, row, o + half);
-    }
+    matmul_forward::multiply_tile(out, inp, weight, bias, N, C, OC, row, o);
 #endif
-}
-
-}  // namespace matmul_forward
-
-// Hopper's tensor cores, by wgmma, in bf16 and TF32; other GPUs do as version 5. There a warp brings its part of both
-// tiles from shared memory to registers: 6 loads of 512 bytes for 16 products of 2,048 multiplications. For 32 bytes of
-// each row the eight warps read 24 KiB, which at 128 bytes a clock takes 192 clocks, and the tensor cores could be done
-// in 128. wgmma is told where both tiles are, and the tensor cores read them by themselves. The four warps of a group
-// start a product of 64 x 128 elements together, and what is read of w serves all four: 12 KiB for the two groups. A
-// thread needs registers for its results alone, waits for no load, and starts the copies of tiles to come while the
-// tensor cores work. These are made for wgmma: mma.sync gets about 60% of Hopper's rate out of them, whatever one does.
-// The tiles have no padding. That 8 rows of 128 bytes are in different banks is due to the 128-byte swizzle instead,
-// which permutes the 8 pieces of 16 bytes of a row. The copies write it, and wgmma's description of a tile names it.
-// TF32 is rounded by nobody here: the tensor cores drop the lower bits of the mantissa.
-// What bounds it now is L2. For 128 bytes of each row the tensor cores take 512 clocks, and the multiprocessor has to
-// fetch 32 KiB: 64 bytes a clock, and when all ask, L2 gives each about half of that. A tile of 128 x 256 asks for 48.
-// But its results take 128 registers of each thread, and its stages nearly all of shared memory. So a multiprocessor
-// has one block, and no other that multiplies while this one begins or ends. cuBLAS goes further: blocks side by side
-// share what either has fetched, and a block stores a tile while it multiplies the next.
-BLOCK(256, 128, 128)
-extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6_128(
-    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N, int C, int OC) {
-    matmul_forward::multiply_by_wgmma<128, 3, 0>(out, inp, weight, bias, N, C, OC);
-}
-
-// A product of the step before may be under way at the barrier, so that the tensor cores do not wait for it.
-BLOCK(256, 256, 128)
-extern "C" __global__ void __launch_bounds__(256) matmul_forward6_256(
-    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N, int C, int OC) {
-    matmul_forward::multiply_by_wgmma<256, 4, 1>(out, inp, weight, bias, N, C, OC);
-}
-
-// Each step's product is done before the next barrier, and three steps are on their way instead of two.
-BLOCK(256, 256, 128)
-extern "C" __global__ void __launch_bounds__(256) matmul_forward6_256_each(
-    real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N, int C, int OC) {
-    matmul_forward::multiply_by_wgmma<256, 4, 0>(out, inp, weight, bias, N, C, OC);
 }

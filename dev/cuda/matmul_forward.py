@@ -13,15 +13,6 @@ def problem(draw, B, T, C, OC):
     return dict(N=N, inp=inp, weight=weight, bias=bias), dict(out=inp @ weight.T + bias)
 
 
-def by_wgmma(device, a):
-    """Its stages are 3 or 4 times 128 bytes of each row. A GPU without wgmma may have less shared memory, and needs no
-    more of it than the kernel for mma.sync."""
-    stages = (3 if a.columns == "128" else 4) * (128 + int(a.columns[:3])) * 128
-    shared = max(min(stages, device.max_shared), 2 * 2*128 * (128 + 8*a.itemsize))
-    device.launch(f"matmul_forward6_{a.columns}", (a.OC, a.N), a.out, a.inp, a.weight, a.bias, a.N, a.C, a.OC,
-                  shared=shared)
-
-
 def by_cublas(device, a):
     """As the trainer's plain device has it; on the CPU by NumPy's BLAS."""
     (Cuda.matmul if device.name == "cuda" else type(device).matmul)(device, a.out, a.inp, a.weight.T, bias=a.bias)
@@ -42,8 +33,8 @@ KERNEL = Kernel(
         Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(256,),
                 shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=ALL,
                 limits=dict(fp32=1e-4)),  # three products of TF32 halves, each truncated
-        Version("Hopper's tensor cores, by wgmma", by_wgmma, threads=(), dtypes=("tf32", "bf16"),
-                more=dict(columns=("128", "256", "256_each")), limits=dict(tf32=2e-3)),  # it cuts off, and rounds not
+        Version("Hopper's tensor cores, by wgmma", "matmul_forward6", "OC, N", threads=(), dtypes=("tf32", "bf16"),
+                shared="3 * 2*128 * 128", limits=dict(tf32=2e-3)),  # TF32 is cut off there, not rounded
         Version("cuBLAS and a kernel for the bias, as the plain device", by_cublas, threads=(), dtypes=ALL,
                 library="cuBLAS", recorded=False, limits=LIBRARY_LIMITS),
         Version("cuBLASLt, which adds the bias, as the trainer", by_cublaslt, threads=(), dtypes=ALL,

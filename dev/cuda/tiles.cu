@@ -149,7 +149,7 @@ __device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, i
 }
 
 // Hopper's tensor cores, for bf16 and TF32, where there are any; kernels.cu says how they take their matrices. Here
-// four warps start D (64, n) += A (64, 32 bytes) B, where n is 128 or 256.
+// four warps start D (64, 128) += A (64, 32 bytes) B.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(FP32)
 #define HAS_WGMMA 1
 
@@ -171,10 +171,10 @@ __device__ __forceinline__ unsigned long long describe(const real* tile) {
 }
 
 #ifdef BF16
-#define WGMMA_SHAPE(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 "
+#define WGMMA_SHAPE "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
 #define WGMMA_SIGNS ", p, 1, 1, 0, 0;}"
 #else
-#define WGMMA_SHAPE(n) "wgmma.mma_async.sync.aligned.m64n" #n "k8.f32.tf32.tf32 "
+#define WGMMA_SHAPE "wgmma.mma_async.sync.aligned.m64n128k8.f32.tf32.tf32 "
 #define WGMMA_SIGNS ", p, 1, 1;}"
 #endif
 #define TEN(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
@@ -183,18 +183,12 @@ __device__ __forceinline__ unsigned long long describe(const real* tile) {
 #define FLOATS_OF_64(d, n) FLOATS_OF_16(d, n), FLOATS_OF_16(d, n + 4), FLOATS_OF_16(d, n + 8), FLOATS_OF_16(d, n + 12)
 
 __device__ __forceinline__ void wgmma(float (&d)[16][4], unsigned long long a, unsigned long long b) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;" WGMMA_SHAPE(128) "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
+    asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;" WGMMA_SHAPE "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
                  "%60,%61,%62,%63}, %64, %65" WGMMA_SIGNS : FLOATS_OF_64(d, 0) : "l"(a), "l"(b));
 }
-__device__ __forceinline__ void wgmma(float (&d)[32][4], unsigned long long a, unsigned long long b) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;" WGMMA_SHAPE(256) "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5)
-                 TEN(6) TEN(7) TEN(8) TEN(9) TEN(10) TEN(11) "%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129"
-                 WGMMA_SIGNS : FLOATS_OF_64(d, 0), FLOATS_OF_64(d, 16) : "l"(a), "l"(b));
-}
 
-// Starts d (64, 8 parts) += 64 rows of one tile, times the transpose of 8 parts rows of another, over a whole step.
-template <int parts>
-__device__ __forceinline__ void start_product(float (&d)[parts][4], const real* one, const real* two) {
+// Starts d (64, 128) += 64 rows of one tile, times the transpose of 128 rows of another, over a whole step.
+__device__ __forceinline__ void start_product(float (&d)[16][4], const real* one, const real* two) {
     unsigned long long a = describe(one), b = describe(two);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
@@ -202,11 +196,8 @@ __device__ __forceinline__ void start_product(float (&d)[parts][4], const real* 
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most `pending` of this warp group's products are under way.
-template <int pending>
-__device__ __forceinline__ void products_arrive() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
-}
+// Waits for this warp group's products.
+__device__ __forceinline__ void products_arrive() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // Lets wgmma read what this thread has written to shared memory. On to a barrier.
 __device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
