@@ -1,7 +1,7 @@
 """Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
 import numpy as np
 
-from dev.cuda.formulas import attention, dattention, transposed
+from dev.cuda.formulas import attention, attention_weights, dattention, transposed
 from dev.cuda.kernel import f32, in_parts
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import attention_launch
@@ -64,6 +64,11 @@ def forward_of(kind, q, k, v):
     return attention(kind, q, k, v), np.logaddexp.reduce(score, -1) / np.log(2)
 
 
+def size_of(a, b):
+    """The root of the sum of the squares of the terms of each element of a @ b."""
+    return np.sqrt(a**2 @ b**2)
+
+
 def by_heads(f, q, k, v, *more):
     """f of the heads one after the other, (1,T,HS) each, with its group's key and value. Returns a list of (B,NH,...).
     """
@@ -103,13 +108,18 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
     out = draw.real(out + draw.normal(*out.shape) / 20)
 
     def gradients(q, k, v, dout, out):
-        return dattention(kind, dout, q, k, v, (dout * out).sum(-1, keepdims=True))
+        delta, scale = (dout * out).sum(-1, keepdims=True), HS**-0.5
+        att = attention_weights(kind, scale * q @ transposed(k))
+        # How large the terms of dscore are, and then those of its products: dout v' and delta nearly cancel.
+        size = np.where(att > 0, size_of(dout, transposed(v)), 0) if relu else att * (
+            size_of(dout, transposed(v)) + abs(delta))
+        terms = scale * size_of(size, k), scale * size_of(transposed(size), q), size_of(transposed(att), dout)
+        return *dattention(kind, dout, q, k, v, delta), *terms
 
-    dq, *dkv = by_heads(gradients, *heads, dout_heads, out)
-    dkv = (x.reshape(B, NKV, NH // NKV, T, HS).sum(2) for x in dkv)
+    dq, dk, dv, *terms = by_heads(gradients, *heads, dout_heads, out)
+    dk, dv, *terms[1:] = (x.reshape(B, NKV, NH // NKV, T, HS).sum(2) for x in (dk, dv, *terms[1:]))
     inputs = dict(sizes_of(B, T, NH, NKV, HS, relu), qkv=qkv, dout=dout, out=join(out), lse=f32(lse))
-    dqkv = join(dq, *dkv)
-    return inputs, dict(dqkv=dqkv), dict(dqkv=size_of_head(dqkv))
+    return inputs, dict(dqkv=join(dq, dk, dv)), dict(dqkv=join(*terms))
 
 
 def launch_trainers(device, a, kernel, *arrays):
