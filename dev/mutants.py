@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
-KERNELS, LLAMA = "kernels.cu", "dev/llama3/llama3.cu"
+KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
 
 
 class Mutant(NamedTuple):
@@ -207,16 +207,21 @@ TABLE = [
             ("constant", "layernorm_forward2_rstd", " + 1e-5f", ""),
             ("constant", "layernorm_forward3", " + 1e-5f", ""),
             ("constant", "layernorm_forward4", " + 1e-5f", ""),
+            ("missing term", "layernorm_forward5", " - m * m", ""),
             ("index", "layernorm_forward2_normalize", "i % C", "i / C")),
     *of_lab("fused_residual_forward", ("constant", "fused_residual_forward2", " + 1e-5f", "")),
     *of_lab("layernorm_backward",
             ("missing term", "layernorm_backward1", " - sum_dnorm / C", ""),
-            ("missing term", "layernorm_backward2", "s * (d * to_float(weight[c])", "s * (d")),
+            ("missing term", "layernorm_backward2", "s * (d * to_float(weight[c])", "s * (d"),
+            ("missing term", "layernorm_backward3", " - average_dnorm - norm", " - norm"),
+            ("index", "layernorm_backward3", "counters + 1 + group", "counters + 1")),
     *of_lab("softmax_forward",
             ("missing term", "softmax_forward1", "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
             ("missing term", "softmax_forward2", "top = block_reduce<warp_max>(top, LOWEST)", "top = 0.0f"),
             ("mask", "softmax_forward2", "v < V ? expf", "v <= V ? expf"),
-            ("bound", "softmax_forward4", "row + gridDim.x < (unsigned)N", "row + 1 < N")),
+            ("missing term", "add(", "sum *= exponential(before - top)", "sum *= 1.0f"),
+            ("bound", "softmax_forward3", "v < V; v += W * 32)", "v + W < V; v += W * 32)"),
+            ("bound", "softmax_forward5", "row + gridDim.x < (unsigned)N", "row + 1 < N")),
     *of_lab("crossentropy_forward",
             ("missing term", "crossentropy_forward2", "logf(sum) + top", "logf(sum)")),
     *of_lab("crossentropy_softmax_backward",
@@ -230,6 +235,7 @@ TABLE = [
     *of_lab("encoder_backward", ("index", "encoder_backward2", "row % T", "row / T")),
     *of_lab("residual_forward",
             ("mask", "residual_forward2", "i < (size_t)N * C", "i <= (size_t)N * C"),
+            ("missing term", "residual_forward3", " + load_once(inp2 + i)", ""),
             ("missing term", "residual_forward1", " + to_float(inp2[i])", "")),
     *of_lab("gelu_forward", ("constant", "gelu(", "0.044715f", "0.0447f")),
     *of_lab("gelu_backward", ("constant", "derivative", "3.0f *", "2.9f *")),
@@ -245,21 +251,36 @@ TABLE = [
             ("mask", "matmul_forward2", "row < N && o < OC", "row < N && o <= OC"),
             ("mask", "matmul_forward3", "row + i / 8 < N ?", "row + i / 8 <= N ?"),
             ("stride", "matmul_forward4", "s + j % 4;", "s + j / 4;"),
-            ("missing wait", "matmul_forward5", "copies_arrive<0>();", ""),
-            ("missing term", "matmul_forward5", " + to_float(bias[column])", "")),
+            ("missing wait", "multiply_tile", "copies_arrive<0>();", ""),
+            ("missing term", "multiply_tile", " + to_float(bias[column])", "")),
     *of_lab("matmul_backward",
             ("missing term", "multiply_weight", "[(size_t)o * C + c] += sum", "[(size_t)o * C + c] = sum"),
             ("mask", "multiply(", "k0 + k < size ?", "k0 + k <= size ?"),
-            ("index", "matmul_backward1_weight", "row * OC + o", "row * OC")),
-    *of_lab("matmul_backward_bias", ("stride", "matmul_backward_bias2", "row += gridDim.y", "row += gridDim.y + 1")),
+            ("index", "matmul_backward1_weight", "row * OC + o", "row * OC"),
+            ("missing term", "matmul_backward4_weight", "* C + c] += sum", "* C + c] = sum"),
+            ("missing wait", "multiply_on_tensor_cores", "copies_arrive<0>();", ""),
+            ("mask", "matmul_backward5_inp", "row < N && c < C", "row <= N && c < C")),
+    *of_lab("matmul_backward_bias",
+            ("stride", "matmul_backward_bias2", "row += gridDim.y", "row += gridDim.y + 1"),
+            ("missing term", "matmul_backward_bias3", "dbias[column] += sum", "dbias[column] = sum")),
+    *of("matmul_backward_bias",
+        ("missing term", "last_of", "if (last) *counter = 0;", ""),
+        ("bound", "last_of", "== all - 1", "== 0"), file=TILES),
     *of_lab("attention_forward",
             ("missing term", "attention_forward1", "expf(a[s] - top)", "expf(a[s])"),
             ("mask", "attention_forward2_softmax", "s <= row % T; s += 32) {", "s < row % T; s += 32) {"),
             ("missing term", "attention_forward3", "sum *= factor, top = now;", "top = now;"),
-            ("mask", "attention_forward3", "key + s > t", "key + s >= t")),
+            ("mask", "attention_forward3", "key + s > t", "key + s >= t"),
+            ("mask", "attention_forward4", "if (key == first)", "if (key == 0)"),
+            ("missing term", "attention_forward4", "total[half] *= shrink", "total[half] *= 1.0f"),
+            ("missing wait", "attention_forward4", "copies_arrive<0>();", "")),
     *of_lab("attention_backward",
             ("missing term", "attention_backward2_q", " - my_delta", ""),
-            ("bound", "attention_backward2_v", "max(0, t - query)", "0")),
+            ("bound", "attention_backward2_v", "max(0, t - query)", "0"),
+            ("mask", "attention_backward3_q", "<= first + of_warp + row_of(0, i)", "< first + of_warp + row_of(0, i)"),
+            ("missing term", "attention_backward3_q", " - my_delta[i / 2]", ""),
+            ("index", "attention_backward3_delta", "i / NH % T] = sum", "i % T] = sum"),
+            ("missing term", "attention_backward5", "*started = 0", "(void)0")),
     *of_lab("relu_attention_forward",
             ("missing term", "relu_attention_forward1", "fmaxf(0.0f, scale * score)", "scale * score"),
             ("bound", "relu_attention_forward2", "t + 1 - key", "t - key")),
@@ -287,15 +308,19 @@ TABLE = [
     *of_lab("gqa_backward", ("missing term", "gqa_backward2_kv", " - delta[of_query]", "")),
 ]
 
-# Which kernels of the lab notice that a barrier of these functions of kernels.cu and llama3.cu is missing.
+# Which kernels of the lab notice that a barrier of these functions, which are not in a file of its own, is missing.
 BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "encoder_backward",
             "layernorm_backward": "layernorm_backward", "add_columns": "matmul_backward_bias",
             "tiles_arrive": "attention_forward", "attention_backward_q": "attention_backward",
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "judge", "judge": "judge",
-            "sum_over_row": "rmsnorm_forward", "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table"}
+            "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward", "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table"}
 
 # (function, number of the barrier in it): why no order of threads can show that it is missing.
-UNSEEN = {}
+UNSEEN = {
+    ("matmul_forward6", 1): "only Hopper has it",
+    ("matmul_forward6", 2): "only Hopper has it",
+    ("matmul_forward6", 3): "only Hopper has it",
+}
 
 BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
@@ -313,7 +338,7 @@ def barriers():
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
             if (function, number) not in UNSEEN:
-                kernel = BARRIERS[function] if file in (KERNELS, LLAMA) else Path(file).stem
+                kernel = BARRIERS[function] if file in (KERNELS, LLAMA, TILES) else Path(file).stem
                 yield Mutant(f"barrier {number}", kernel, "fp32", function, found[0], "", file)
 
 
