@@ -88,7 +88,12 @@ def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
     out, lse = by_heads(lambda *x: forward_of(kind, *x), *split(qkv, NH, NKV))
     truth = dict(out=join(out), lse=lse) if with_lse else dict(out=join(out))
     # lse is a logarithm: its error is that of its argument, and of the score that has been taken out of it.
-    return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, dict(lse=1 + abs(lse))
+    terms = dict(lse=1 + abs(lse))
+    if relu:  # a score next to 0 is off by as much as any, and may have the other sign
+        def sizes(q, k, v):
+            return (size_of(np.tri(T) * HS**-0.5 * size_of(q, transposed(k)), v),)
+        terms["out"] = join(*by_heads(sizes, *split(qkv, NH, NKV)))
+    return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, terms
 
 
 def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
