@@ -81,12 +81,6 @@ def sizes_of(B, T, NH, NKV, HS, relu):
     return dict(NKV=NKV, N=B * T, scale=HS**-0.5, relu=relu)
 
 
-def size_of_head(x):
-    """The root of the mean square of each head of x (B,T,heads,HS), (B,1,heads,1): how large the terms of its sums are.
-    A single row may have less, where a query sees few keys or its weights cancel."""
-    return np.sqrt(np.square(x).mean((1, 3), keepdims=True))
-
-
 def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
     """Attention from qkv. With relu, of max(0, score) in place of softmax; with_lse, lse is an output too."""
     kind = "relu" if relu else "softmax"
@@ -94,7 +88,11 @@ def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
     out, lse = by_heads(lambda *x: forward_of(kind, *x), *split(qkv, NH, NKV))
     truth = dict(out=join(out), lse=lse) if with_lse else dict(out=join(out))
     # lse is a logarithm: its error is that of its argument, and of the score that has been taken out of it.
-    terms = dict(out=size_of_head(join(out)), lse=1 + abs(lse))
+    terms = dict(lse=1 + abs(lse))
+    if relu:  # a score next to 0 is off by as much as any, and may have the other sign
+        def sizes(q, k, v):
+            return (size_of(np.tri(T) * HS**-0.5 * size_of(q, transposed(k)), v),)
+        terms["out"] = join(*by_heads(sizes, *split(qkv, NH, NKV)))
     return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, terms
 
 
