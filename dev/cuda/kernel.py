@@ -146,7 +146,12 @@ class Version(NamedTuple):
         if self.run not in device.kernels:
             raise UserError(f"no kernel {self.run} with a BLOCK over it, and {kernel.name}.py launches it")
         items, shared = (eval(expression, {}, vars(a)) for expression in (self.items, self.shared))
-        args = [getattr(a, name) for name in (self.args or kernel.args).split()]
+        names = (self.args or kernel.args).split()
+        for name in names:
+            if not hasattr(a, name):
+                raise UserError(f"{kernel.name}.py has an argument {name} for {self.run}, which is no size, input or "
+                                "output of its problem")
+        args = [getattr(a, name) for name in names]
         device.launch(self.run, items, *args, threads=a.threads, shared=shared)
 
 
@@ -377,8 +382,10 @@ class Bench:
         Raises AssertionError, in words, if a version has a race, writes outside of an array, or changes an input."""
         work, first, a = next(self.launches(version, choice)), {}, self.sets[0]
         on_cpu = self.device.name == "cpu"
+        for memory in self.guarded.values():
+            memory[...] = 255
         for order in orders() if on_cpu else ("forward",):
-            self.fill(a, self.truth)
+            self.fill(a, self.shapes)
             self.fill(self.scratch, vars(self.scratch))
             if on_cpu:
                 self.device.set_order(order)

@@ -20,6 +20,7 @@ import functools
 import inspect
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -142,10 +143,9 @@ def run_kernel(kernel, task, say, ceilings):
                             raise RuntimeError("the GPU is lost to this process")
                     if task.timed:
                         time_library(bench, report, say)
-            except UserError as e:
-                fail(None, dtype, "", f"{kernel.name}: {e}")
             except Exception as e:  # one kernel's failure is no reason not to run the others
                 fail(None, dtype, "", f"{kernel.name}, {where}: {one_line(e)}")
+                return report._replace(checks=checks)
             if task.device == "cuda":
                 report.device.update(results.describe(device, ceilings))
                 with contextlib.suppress(Exception):
@@ -277,6 +277,12 @@ class Worker:
             self.process = None
 
 
+def first_error(e):
+    """A compiler's first error: file, line and what it says."""
+    found = re.search(r"([\w.]+[:(]\d+.*\berror\b.*)", str(e))
+    return found[1] if found else one_line(e)
+
+
 def keys_of(name, task):
     """What a kernel is compiled for in a task: {(dtype, C, NH): True}."""
     kernel = find_kernel(name)
@@ -314,7 +320,7 @@ def compile_together(names, task):
     if error:  # each by itself, to see whose fault it is
         alone = {name: compile_all(dict.fromkeys([*keys_of(name, task)][:1], (name,))) for name in good}
         good = [name for name in good if not alone[name]]
-        failures += [Failure(name, None, "", "", f"{name}.cu: {e}") for name, e in alone.items() if e]
+        failures += [Failure(name, None, "", "", first_error(e)) for name, e in alone.items() if e]
         if not good or compile_all(plan(good)):
             raise error
     return good, plan(good), failures

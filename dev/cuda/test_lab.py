@@ -57,9 +57,9 @@ def judging():
     cut.view(np.uint16)[...] = np.float32(right).view(np.uint32) >> 16
     found = judge(np, "out", cut, truth, KERNEL_LIMIT)
     check("bf16 that is cut off", found.place is not None, f"{found}")
-    small = ((0, 3), lambda x: x + 1e-4)
+    small = ((0, 3), lambda x: x + 1e-3)
     check("own size", verdict(np.dtype(np.float32), small).place == (0, 3))
-    wide = np.full(truth.shape, 10.0)
+    wide = np.full(truth.shape, 100.0)
     for kind, terms, wish in (("sums", None, (0, 3)), ("sums", wide, None), (None, wide, (0, 3))):
         found = verdict(np.dtype(np.float32), small, kind, terms)
         check(f"{kind}, terms {terms is not None}", found.place == wish, f"{found}")
@@ -102,7 +102,7 @@ def lab(copy, *arguments):
 
 FAULTS = [  # file, what stands there, what somebody wrote, what the lab must say, and that the other kernel is right
     ("gelu_forward.cu", "OC) return;\n    Pack<W> x", "OC) return\n    Pack<W> x",
-     r"error: gelu_forward\.cu: .*gelu_forward\.cu:\d+:\d+: error: "),
+     r"error: gelu_forward\.cu:\d+:\d+: error: expected"),
     ("gelu_forward.cu", "store(out + i, x);", "store((real*)(i + 16), x);",
      r"error: gelu_forward 2, B=3,T=9,C=96 fp32: ended its process \(SIGSEGV\); the others go on"),
     ("gelu_forward.cu", "= gelu_forward_::gelu(x[j]);", "= gelu_forward_::gelu(x[j]) * (j ? 1.0f : 1.001f);",
@@ -110,12 +110,15 @@ FAULTS = [  # file, what stands there, what somebody wrote, what the lab must sa
     ("gelu_forward.cu", "store(out + i, x);", "out[i] = out[i];",
      r"error: gelu_forward 2: B=3,T=9,C=96 fp32 threads=64: out\[0,0\] is nan, expected \S+ \(.*"),
     ("gelu_forward.cu", "store(out + i, x);", "store(out + i, x), store(out + i + W, x);",
-     r"error: gelu_forward 2: B=3,T=9,C=96 fp32 threads=64: (has a race: out\[.*|wrote outside of out)"),
-    ("gelu_forward.cu", "store(out + i, x);", "store(out + i, x), store((real*)inp + i, x);",
-     r"error: gelu_forward 2: B=3,T=9,C=96 fp32 threads=64: (changed inp, which is only to be read|out.*)"),
+     r"error: gelu_forward 2: B=3,T=9,C=96 fp32 threads=64: has a race: out\[0, 4\] is \S+ when threads run in the "),
+    ("gelu_forward.cu", "store(out + i, x);", "store(out + i, x), from_float(out[(size_t)N * OC], 1.0f);",
+     "error: gelu_forward 2: B=3,T=9,C=96 fp32 threads=64: wrote outside of out"),
+    ("gelu_forward.cu", "store(out + i, x);", "store(out + i, x), from_float(*(real*)inp, x[0] - x[0]);",
+     "error: gelu_forward 2: B=3,T=9,C=96 fp32 threads=64: (changed inp, which is only to be read|has a race: out)"),
     ("gelu_forward.py", '"gelu_forward2"', '"gelu_forward_2"',
      r"error: gelu_forward 2: no kernel gelu_forward_2 with a BLOCK over it, and gelu_forward\.py launches it"),
-    ("gelu_forward.py", 'args="out inp N OC"', 'args="out inp N O"', r"error: gelu_forward 1: .*'?O'?.*"),
+    ("gelu_forward.py", 'args="out inp N OC"', 'args="out inp N O"',
+     r"error: gelu_forward 1: gelu_forward\.py has an argument O for gelu_forward1, which is no size, input or output "),
     ("gelu_forward.py", "from dev.cuda.formulas import gelu", "from dev.cuda.formulas import gelo",
      r"error: gelu_forward\.py: ImportError: .*gelo.*"),
     ("gelu_forward.py", "N, OC = B * T, 4 * C", "N, OC = B * T, 4 * C / 0",
@@ -140,7 +143,8 @@ def faults(folder):
         others = re.search(r"^residual_forward: \d+ checks, all right$", done.stdout, re.M)
         name = f"{file}: {new.splitlines()[0][:50]}"
         check(f"{name}: said", said and done.returncode == 1, "\n".join(errors) or done.stdout + done.stderr)
-        check(f"{name}: once", len(errors) == len(set(errors)) and len(errors) <= 3, f"{len(errors)} lines")
+        once = 3 if "args=" in new else 1  # each version has these arguments
+        check(f"{name}: once", len(errors) == len(set(errors)) == once, f"{len(errors)} lines")
         check(f"{name}: the other goes on", others, done.stdout[-200:])
     text = (copy.top / "dev/cuda/gelu_forward.py").read_text()
     cut = re.sub(r'        Version\("16 bytes a lane".*\n', "", text)
@@ -176,6 +180,7 @@ def lines(copy):
     for arguments, status, wish in LINES:
         done = lab(copy, *arguments)
         said = done.stderr.strip() if status else done.stdout
+        said = re.sub("compiling kernels.cu with .*, once\n", "", said)
         check(f"lab.py {' '.join(arguments)}", done.returncode == status and re.fullmatch(wish, said), said[-300:])
 
 
@@ -201,7 +206,8 @@ def written(folder):
         "| 1fp32", f"| {last}fp32", f"| {last}fp32", "| 1tf32", f"| {last}bf16", "| 2fp32"], "\n".join(table))
     for line, wish in ((table[0], "| 40.0 us | 1.0 x | 1,234 GB/s | 20.0% of bytes | 50% of PyTorch |"),
                        (table[1], "| as the trainer does | 10.0 us | 4.0 x | 1,234 GB/s |"),
-                       (table[1], "| 80.0% of bytes | 200% of PyTorch |"), (table[2], "| threads=256 | 8.0 us | 5.0 x |"),
+                       (table[1], "| 80.0% of bytes | 200% of PyTorch |"),
+                       (table[2], "| threads=256 | 8.0 us | 5.0 x |"),
                        (table[3], "| 20.0% of FLOPs |  |"), (table[5], "| error: gelu_forward 2: out[0] is 1/2 |")):
         check(f"row has {wish}", wish in line, line)
     *others, version = find_kernel(name).versions
