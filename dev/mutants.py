@@ -378,7 +378,8 @@ def check_kernel(name, dtype, trainer_only):
     from train_gpt2 import Config
     kernel, devices = find_kernel(name), {}
     # Compiled are the kernels that are named in what has been imported: half of the compiler's time.
-    texts = [Path(module.__file__).read_text() for title, module in sys.modules.items() if title.startswith("dev.cuda.")]
+    texts = [Path(module.__file__).read_text() for title, module in sys.modules.items()
+             if title.startswith("dev.cuda.")]
     launched = [known for known in read_kernels([*Config.SOURCES, *files_of([name])])
                 if any(re.sub("_(inp|weight)$", "", known) in text for text in texts)]
     versions = [version for version in kernel.versions if version.trainer or not trainer_only]
