@@ -371,26 +371,16 @@ def mutated(mutant):
 def check_kernel(name, dtype, trainer_only):
     """Check the versions of a kernel, or only the trainer's. Returns None, or a line that says what is wrong."""
     sys.path.insert(0, str(TOP))
-    from dev.cpu.device import Cpu
     from dev.cuda.kernel import Bench, find_kernel, model_of, parse_sizes, words
-    from dev.cuda.lab import files_of
-    from prepro_tinyshakespeare import read_kernels
-    from train_gpt2 import Config
-    kernel, devices = find_kernel(name), {}
-    # Compiled are the kernels that are named in what has been imported: half of the compiler's time.
-    texts = [Path(module.__file__).read_text() for title, module in sys.modules.items()
-             if title.startswith("dev.cuda.")]
-    launched = [known for known in read_kernels([*Config.SOURCES, *files_of([name])])
-                if any(re.sub("_(inp|weight)$", "", known) in text for text in texts)]
+    from dev.cuda.lab import device_of
+    kernel = find_kernel(name)
     versions = [version for version in kernel.versions if version.trainer or not trainer_only]
     for text in (*kernel.checks, *(kernel.trainer_checks if trainer_only else ())):
         sizes = parse_sizes(text)
-        C, NH = model_of(kernel, sizes)
-        if (C, NH) not in devices:
-            devices[C, NH] = Cpu(dtype, Config(C=C, NH=NH), files_of([name]), only=launched)
-        bench = Bench(kernel, devices[C, NH], sizes)
+        device = device_of("cpu", dtype, *model_of(kernel, sizes), (name,))
+        bench = Bench(kernel, device, sizes)
         for version in versions:
-            for choice in version.choices(devices[C, NH], few=True) if bench.fits(version) else ():
+            for choice in version.choices(device, few=True) if bench.fits(version) else ():
                 try:
                     verdict = bench.check(version, choice)
                 except Exception as e:

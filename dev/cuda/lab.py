@@ -78,10 +78,29 @@ def files_of(names):
     return [path for path in (LLAMA, LAB / "tiles.cu", *(LAB / f"{name}.cu" for name in every)) if path.exists()]
 
 
+def launched_by(names, known):
+    """Which of the known kernels these kernels of the lab may launch: those whose names are in their .py, or in what
+    that imports of the lab. Some names end in what the .py puts behind others."""
+    texts, missing = {}, list(names)
+    while missing:
+        name = missing.pop()
+        if name not in texts and (LAB / f"{name}.py").exists():
+            texts[name] = (LAB / f"{name}.py").read_text(encoding="utf-8")
+            imports = re.findall(r"from dev\.cuda(?:\.(\w+))? import (\w+)", texts[name])
+            missing += [module or name for module, name in imports]
+    text = "".join(texts.values())
+    return [name for name in known if re.sub("_(inp|weight)$", "", name) in text]
+
+
 @functools.cache
 def device_of(name, dtype, C, NH, compiled):
-    """A device with kernels.cu, llama3.cu and the lab's files of some kernels."""
-    return make_device(name, dtype, Config(C=C, NH=NH), beside=files_of(compiled))
+    """A device with kernels.cu, llama3.cu and the lab's files of some kernels. A CPU's has only what they may launch,
+    which takes the compiler half of the time."""
+    files, c = files_of(compiled), Config(C=C, NH=NH)
+    if name == "cuda":
+        return make_device(name, dtype, c, beside=files)
+    from dev.cpu.device import Cpu
+    return Cpu(dtype, c, files, only=launched_by(compiled, read_kernels([*Config.SOURCES, *files])))
 
 
 def shapes_of(kernel, task):
