@@ -3,6 +3,7 @@
     python dev/cuda/lab.py                            # lists the kernels
     python dev/cuda/lab.py layernorm_forward          # lists its versions
     python dev/cuda/lab.py layernorm_forward 2        # checks version 2 against NumPy, and times it over block sizes
+    python dev/cuda/lab.py layernorm_forward --show 2 # prints version 2, with all that it calls: see show.py
     python dev/cuda/lab.py layernorm_forward --all    # does so with all its versions, and prints the ladder
     python dev/cuda/lab.py --all                      # does so with all kernels, and writes RESULTS.md and ladders.svg
     python dev/cuda/lab.py --check                    # only checks, all versions of all kernels at small odd shapes
@@ -397,6 +398,7 @@ def read_flags(arguments):
     parser.add_argument("--check", action="store_true", help="only check, at small odd shapes")
     parser.add_argument("--shape", help="sizes that differ from the default, such as B=8,T=1024,C=768")
     parser.add_argument("--dtype", choices=DTYPES, help="only in this one (default: all that a version has)")
+    parser.add_argument("--show", type=int, metavar="N", help="print version N of a kernel, with all that it calls")
     parser.add_argument("--out", type=Path, metavar="FOLDER",
                         help="where --all writes RESULTS.md and ladders.svg (default: dev/cuda if of all kernels)")
     parser.add_argument("--exercise", nargs="?", const="", metavar="NAME or FILE",
@@ -407,6 +409,8 @@ def read_flags(arguments):
         raise UserError("--out is where --all writes its results: add --all")
     if flags.shape and not flags.kernel:
         raise UserError("--shape needs the name of a kernel: sizes differ from one to the other")
+    if flags.show is not None and not flags.kernel:
+        raise UserError("--show needs the name of a kernel")
     if flags.kernel and flags.kernel.isdecimal():
         raise UserError(f"{flags.kernel} is a number; expected a kernel's name before it, as in: gelu_forward 2")
     return flags
@@ -420,8 +424,13 @@ def main(arguments=None):
     names, device = kernel_names(), flags.device or ("cuda" if has_gpu() else "cpu")
     chosen = [nearest(flags.kernel, names)] if flags.kernel else names
     kernel, sizes = find_kernel(flags.kernel) if flags.kernel else None, None
-    if flags.version is not None and not 1 <= flags.version <= len(kernel.versions):
-        raise UserError(f"{flags.kernel} has versions 1 to {len(kernel.versions)}, not {flags.version}")
+    for number in (flags.version, flags.show):
+        if number is not None and not 1 <= number <= len(kernel.versions):
+            raise UserError(f"{flags.kernel} has versions 1 to {len(kernel.versions)}, not {number}")
+    if flags.show:
+        from dev.cuda.show import show
+        print(show(kernel, flags.show, [*Config.SOURCES, *files_of([kernel.name])]))
+        return 0
     if flags.shape:
         sizes = asked_sizes(flags.shape, kernel)
     if not (flags.version or flags.all or flags.check or flags.shape or flags.dtype):
