@@ -31,6 +31,7 @@ REGISTERS = 65536  # of a multiprocessor, and so the most that one block can hav
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA = TOP / "dev/llama3/llama3.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
+LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text(encoding="utf-8")))]
 faults = []
 
 
@@ -67,7 +68,8 @@ def main():
     for dtype in ("fp32", "tf32", "bf16"):
         with ThreadPoolExecutor() as pool:
             jobs = [pool.submit(compile_for, gpu, dtype, *job) for gpu, *job in (
-                *((gpu, SMALL) for gpu in gpus), *others, (gpus[-1], SMALL, LAB, 2**20))]
+                *((gpu, SMALL) for gpu in gpus), *others, *((gpu, SMALL, LAB_WGMMA) for gpu in gpus if gpu == "sm_90a"),
+                (gpus[-1], SMALL, LAB, 2**20))]
             reports = [job.result() for job in jobs][: len(gpus)]
         print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
         for name in read_kernels(SMALL.SOURCES):

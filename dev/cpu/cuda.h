@@ -506,8 +506,11 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         OPENMP(omp for schedule(dynamic, int(blocks / (32 * workers) + 1)))
         for (size_t i = 0; i < blocks; i++) {
             if (i > stuck) continue;  // but those before it still run, so the report does not depend on timing
-            blockIdx = {unsigned(i % grid[0]), unsigned(i / grid[0] % grid[1]), unsigned(i / grid[0] / grid[1])};
-            if (b.order > 0) b.arrange(i);
+            size_t n = i;  // the block's number: blocks start in the same kind of order as threads
+            if (b.order == REVERSE) n = blocks - 1 - i;
+            if (b.order > 0 && blocks % 1000003 > 0) n = (i * 1000003 + b.order) % blocks;  // a prime: each once
+            blockIdx = {unsigned(n % grid[0]), unsigned(n / grid[0] % grid[1]), unsigned(n / grid[0] / grid[1])};
+            if (b.order > 0) b.arrange(n);
             memset(dynamic_shared, 0xff, shared_bytes);  // poison
             if (b.run_all()) continue;
             OPENMP(omp critical)

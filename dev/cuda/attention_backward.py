@@ -71,5 +71,10 @@ KERNEL = Kernel(
         Version("five products in one kernel, blocks take turns at dq", in_turns, threads=(), dtypes=ALL,
                 scratch=delta_and_dq, fits=plain_softmax),
         Version("seven products, by mma.sync or wgmma: the trainer's", heads.trainers_backward, threads=(), dtypes=ALL,
-                scratch=heads.delta_scratch, trainer=True),
+                scratch=heads.delta_scratch, trainer=True, held_back={
+                    "fp32": "it does seven products where five are counted",
+                    "tf32": "seven products for the five that are counted, by mma.sync, from operands that "
+                            "threads load and round, two blocks a multiprocessor",
+                    "bf16": "it does seven products where five are counted, exponentials lie between them, "
+                            "and registers allow only three or four blocks"}),
     ), torch=heads.torch_backward)

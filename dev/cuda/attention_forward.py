@@ -23,7 +23,7 @@ def in_three(device, a):
 KERNEL = Kernel(
     problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, compiled_for="HS", fp32="att lse", sums="out lse",
     trainer_checks=(*heads.ODD_HEADS, *(f"{sizes},with_lse=1" for sizes in heads.LONG_HEADS)),
-    limits=ATTENTION_LIMITS, flops=lambda a: 4 * pairs_seen(a) * a.HS, versions=(
+    limits=ATTENTION_LIMITS, limits_of=dict(lse=heads.LSE_LIMITS), flops=lambda a: 4 * pairs_seen(a) * a.HS, versions=(
         Version("a thread a query, its weights in device memory", "attention_forward1", "B*NH*T", threads=(64, 256),
                 args="out att qkv scale B T NH", scratch=weights, fits=plain_softmax),
         Version("three kernels: tiles, online softmax, tiles", in_three, threads=(128, 256), scratch=weights,
@@ -33,5 +33,9 @@ KERNEL = Kernel(
         Version("flash on tensor cores, by mma.sync", "attention_forward4", "B*NH, T", threads=(), dtypes=ALL,
                 args="out qkv scale T NH", shared="2*2*64 * (HS + 8) * itemsize", fits=plain_softmax),
         Version("the same by mma.sync or wgmma: the trainer's", heads.trainers_forward, threads=(),
-                dtypes=ALL, scratch=heads.lse_scratch, trainer=True),
+                dtypes=ALL, scratch=heads.lse_scratch, trainer=True, held_back={
+                    "tf32": "mma.sync has 60% of wgmma's rate, and the threads load and round all that it "
+                            "multiplies",
+                    "bf16": "a tile's second product waits for its exponentials, which alone take some 13 "
+                            "us, and four blocks overlap only a part"}),
     ), torch=heads.torch_forward)

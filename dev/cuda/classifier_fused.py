@@ -33,7 +33,7 @@ KERNEL = Kernel(
         Version("a block a row, three passes", "classifier_fused2", "N", threads=(256, 512, 1024)),
         Version("two passes", "classifier_fused3", "N", threads=(256, 512, 1024)),
         Version("16 bytes a lane, one row in shared memory", "classifier_fused4", "min(blocks, N)", threads=(512, 1024),
-                shared="Vp*itemsize", more=dict(blocks=(132, 264)),
+                shared="Vp*itemsize", more=dict(blocks=(2, 132, 264)),
                 fits=lambda a: a.Vp <= 50304 and a.Vp % a.W == 0),
         Version("two rows in shared memory, or as much of one as fits: the trainer's", trainers,
                 threads=(256, 512, 1024), more=dict(rows=(None, 0, 0.7, 1, 2)), trainer=True),

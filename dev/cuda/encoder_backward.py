@@ -34,6 +34,8 @@ KERNEL = Kernel(
         Version("a thread a channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
         Version("a thread a channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
         Version("runs of equal tokens: the trainer's", trainers, threads=(64, 128, 256, 512), trainer=True, held_back={
-            dtype: "a block of 256 threads for each token moves one row, most of its warps idle: it is made for the "
-                   "words that make up a tenth of a text" for dtype in ("fp32", "bf16")}),
+                    "fp32": "of 49,152 blocks most have one row: one warp of eight has work, and all meet "
+                            "at a barrier",
+                    "bf16": "of 24,576 blocks most have one row: one warp of eight has work, and all meet "
+                            "at a barrier"}),
     ))

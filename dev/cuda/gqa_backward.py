@@ -27,5 +27,10 @@ KERNEL = Kernel(
         Version("a thread a query, or a key and a value", by_rows, threads=(64, 128), scratch=heads.delta_scratch,
                 fits=plain_softmax),
         Version("a block's keys meet the queries of all heads of a group: the trainer's", heads.trainers_backward,
-                threads=(), dtypes=ALL, scratch=heads.delta_scratch, trainer=True),
+                threads=(), dtypes=ALL, scratch=heads.delta_scratch, trainer=True, held_back={
+                    "fp32": "it does seven products where five are counted",
+                    "tf32": "seven products for the five that are counted, by mma.sync, from operands that "
+                            "threads load and round, two blocks a multiprocessor",
+                    "bf16": "it does seven products where five are counted, exponentials lie between them, "
+                            "and registers allow only three or four blocks"}),
     ), torch=heads.torch_backward)

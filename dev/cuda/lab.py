@@ -3,6 +3,7 @@
     python dev/cuda/lab.py                            # lists the kernels
     python dev/cuda/lab.py layernorm_forward          # lists its versions
     python dev/cuda/lab.py layernorm_forward 2        # checks version 2 against NumPy, and times it over block sizes
+    python dev/cuda/lab.py layernorm_forward --show 2 # prints version 2, with all that it calls: see show.py
     python dev/cuda/lab.py layernorm_forward --all    # does so with all its versions, and prints the ladder
     python dev/cuda/lab.py --all                      # does so with all kernels, and writes RESULTS.md and ladders.svg
     python dev/cuda/lab.py --check                    # only checks, all versions of all kernels at small odd shapes
@@ -159,15 +160,16 @@ def run_kernel(kernel, task, say, ceilings):
                             checks += run_version(bench, number, task, f"{kernel.name} {number}", where, fail, say,
                                                   report, ceilings)
                         if is_lost(device):
-                            raise RuntimeError("the GPU is lost to this process")
+                            raise RuntimeError("a kernel's fault")
                     if task.timed:
                         time_library(bench, report, say)
             except Exception as e:  # one kernel's failure is no reason not to run the others
-                fail(None, dtype, "", f"{kernel.name}, {where}: {one_line(e)}")
+                lost = task.device == "cuda" and "device" in locals() and is_lost(device)
+                fail(None, dtype, "", f"{kernel.name}, {where}: {'the GPU is lost: ' * lost}{one_line(e)}")
                 return report._replace(checks=checks)
             if task.device == "cuda":
-                report.device.update(results.describe(device, ceilings))
                 with contextlib.suppress(Exception):
+                    report.device.update(results.describe(device, ceilings))
                     device.cupy.get_default_memory_pool().free_all_blocks()
                     device.cupy.get_default_pinned_memory_pool().free_all_blocks()
     return report._replace(checks=checks)
@@ -416,6 +418,7 @@ def read_flags(arguments):
     parser.add_argument("--check", action="store_true", help="only check, at small odd shapes")
     parser.add_argument("--shape", help="sizes that differ from the default, such as B=8,T=1024,C=768")
     parser.add_argument("--dtype", choices=DTYPES, help="only in this one (default: all that a version has)")
+    parser.add_argument("--show", type=int, metavar="N", help="print version N of a kernel, with all that it calls")
     parser.add_argument("--out", type=Path, metavar="FOLDER",
                         help="where --all writes RESULTS.md and ladders.svg (default: dev/cuda if of all kernels)")
     parser.add_argument("--exercise", nargs="?", const="", metavar="NAME or FILE",
@@ -426,6 +429,8 @@ def read_flags(arguments):
         raise UserError("--out is where --all writes its results: add --all")
     if flags.shape and not flags.kernel:
         raise UserError("--shape needs the name of a kernel: sizes differ from one to the other")
+    if flags.show is not None and not flags.kernel:
+        raise UserError("--show needs the name of a kernel")
     if flags.kernel and flags.kernel.isdecimal():
         raise UserError(f"{flags.kernel} is a number; expected a kernel's name before it, as in: gelu_forward 2")
     return flags
@@ -439,8 +444,13 @@ def main(arguments=None):
     names, device = kernel_names(), flags.device or ("cuda" if has_gpu() else "cpu")
     chosen = [nearest(flags.kernel, names)] if flags.kernel else names
     kernel, sizes = find_kernel(flags.kernel) if flags.kernel else None, None
-    if flags.version is not None and not 1 <= flags.version <= len(kernel.versions):
-        raise UserError(f"{flags.kernel} has versions 1 to {len(kernel.versions)}, not {flags.version}")
+    for number in (flags.version, flags.show):
+        if number is not None and not 1 <= number <= len(kernel.versions):
+            raise UserError(f"{flags.kernel} has versions 1 to {len(kernel.versions)}, not {number}")
+    if flags.show:
+        from dev.cuda.show import show
+        print(show(kernel, flags.show, [*Config.SOURCES, *files_of([kernel.name])]))
+        return 0
     if flags.shape:
         sizes = asked_sizes(flags.shape, kernel)
     if not (flags.version or flags.all or flags.check or flags.shape or flags.dtype):
@@ -452,19 +462,20 @@ def main(arguments=None):
     if device == "cpu":
         os.environ.setdefault("CXXFLAGS", "-O1")  # most of the time is the compiler's, and this halves it
     task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel))
-    total, out = Report(0, [], [], {}, set(), {}), flags.out or (None if flags.kernel else LAB)
+    total, out, ran = Report(0, [], [], {}, set(), {}), flags.out or (None if flags.kernel else LAB), []
 
     def report(name, found, lines):  # what was measured is on disk before the next kernel begins
         nonlocal total
         print("".join(f"{line}\n" for line in lines), end="")
+        ran.append(name)
         total = Report(*(a | b if isinstance(a, (set, dict)) else a + b for a, b in zip(total, found)))
         if not flags.kernel:
             wrong = f"{len(found.failures)} wrong" if found.failures else "all right"
             print(f"{name}: {found.checks} checks, {wrong}", flush=True)
         if timed and flags.all:
             print(f"\n{name}: {find_kernel(name).summary}\n{results.table(name, total)}", flush=True)
-        if timed and flags.all and out:
-            results.write(out, chosen[: chosen.index(name) + 1], total)
+        if timed and flags.all and out and total.device:
+            results.write(out, ran, total)
 
     failures = run_kernels(chosen, task, report)
     for failure in failures:

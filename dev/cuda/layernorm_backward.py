@@ -42,16 +42,17 @@ KERNEL = Kernel(
     fp32="mean rstd dweight dbias before partials", sums="dresidual dweight dbias before", versions=(
         Version("a thread a row, with atomics", "layernorm_backward1", "N", threads=(32, 64, 128, 256), atomics=True),
         Version("a warp a row, atomics in shared memory", "layernorm_backward2", "blocks", threads=(128, 256, 512),
-                shared="4 * 3*C", more=dict(blocks=BLOCKS), atomics=True),
+                shared="4 * 3*C", more=dict(blocks=(2, *BLOCKS)), atomics=True),
         Version("sums in registers, and the last block adds up", "layernorm_backward3", "blocks", threads=(128, 256),
                 args="dresidual dweight dbias before partials counters dout inp weight mean rstd N",
-                shared="threads // 32 * 4*C", more=dict(blocks=(132, 264, 528)),
+                shared="threads // 32 * 4*C", more=dict(blocks=(2, 132, 264)),
                 scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
         Version("sums in registers, rows by asynchronous copies: the trainer's", trainers, threads=(),
                 more=dict(grid=(None, (1, 12), (2, 4), (5, 3), (9, 1))), trainer=True,
                 scratch=lambda a: dict(partials=(3, PARTIAL_ROWS, a.C)), held_back={
-                    dtype: "each of 1,584 warps has five or six rows, so the wait for the first, the sum over the "
-                           "warps at the end and the second launch weigh as much as the rows"
-                    for dtype in ("fp32", "bf16")}),
+                    "fp32": "the wait for the first row, the sums over the warps and the second launch take the other "
+                            "nine",
+                    "bf16": "the wait for the first row, the sums over the warps and the second launch weigh nearly as "
+                            "much as the rows"}),
     ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
         x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]))

@@ -39,6 +39,8 @@ KERNEL = Kernel(
         Version("16 bytes a lane, no atomics: the trainer's", trainers, threads=(), trainer=True,
                 more=dict(shares=(None, 1, 3, 16, 32, 64)),
                 scratch=lambda a: dict(partials=(shares_of(a), a.OC)) if shares_of(a) > 1 else {}, held_back={
-                    dtype: "the second launch, which adds up the shares, takes two or three of them"
-                    for dtype in ("fp32", "bf16")}),
+                    "fp32": "the start of the first kernel, and the second one, which adds up the shares, "
+                            "take the rest",
+                    "bf16": "the start of the first kernel, and the second one, which adds up the shares, "
+                            "take the rest"}),
     ), torch=lambda torch, x: lambda: x.dout.sum(0))

@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6(
         __syncthreads();  // this step's tiles are filled, and nobody reads those of the step before any more
         tiles::start_product(d, x(step) + group * 64 * STEP, w(step));
         fill(step + 2);
-        tiles::products_arrive();
+        tiles::products_arrive(d);
     }
     __syncthreads();  // the tiles are no longer needed
 

@@ -16,5 +16,9 @@ KERNEL = Kernel(
         Version("tiles of keys in shared memory", "relu_attention_forward2", "T, B*NH", threads=(64, 128, 256),
                 args="out qkv scale T NH"),
         Version("tensor cores, by mma.sync or wgmma: the trainer's", heads.trainers_forward, threads=(), dtypes=ALL,
-                scratch=heads.lse_scratch, trainer=True),
+                scratch=heads.lse_scratch, trainer=True, held_back={
+                    "tf32": "mma.sync has 60% of wgmma's rate, and the threads load and round all that it "
+                            "multiplies",
+                    "bf16": "each product waits for the one before, with weights and masks between, and "
+                            "tiles on the diagonal are computed whole"}),
     ))

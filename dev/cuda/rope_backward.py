@@ -13,5 +13,9 @@ KERNEL = Kernel(
     sums="dqkv", args="dqkv table N T heads row half", traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize,
     versions=(
         Version("a thread a pair", "rope_backward1", "N*heads*HS // 2"),
-        Version("16 bytes a lane: the trainer's", "rope_backward", "N*heads*HS", trainer=True),
+        Version("16 bytes a lane: the trainer's", "rope_backward", "N*heads*HS", trainer=True, held_back={
+                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
+                            "microseconds",
+                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
+                            "microseconds"}),
     ))

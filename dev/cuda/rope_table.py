@@ -31,6 +31,7 @@ KERNEL = Kernel(
     traffic=lambda a: 4 * a.T * a.HS, versions=(
         Version("a thread a pair", "rope_table1", "T*HS // 2", args="table theta T", fits=lambda a: a.factor == 1),
         Version("a block computes the powers once: the trainer's", "rope_table", "T*HS // 2",
-                args="table theta factor T", trainer=True, held_back=dict.fromkeys(
-                    ("fp32", "bf16"), "they are so few that the launch and a block's powers take longer")),
+                args="table theta factor T", trainer=True, held_back={
+                    "fp32": "they are so few that the launch and a block's powers take longer",
+                    "bf16": "they are so few that the launch and a block's powers take longer"}),
     ))

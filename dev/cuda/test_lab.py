@@ -2,31 +2,37 @@
 
     python dev/cuda/test_lab.py
 
-Its mistakes are made in a copy of the lab with two kernels, on the CPU. That the lab's own kernels are right is what
-`lab.py --check` tests, and that its problems notice what is wrong with them, dev/mutants.py.
+Its mistakes are made in a copy of the lab with two kernels, on the CPU. What --show prints is tested for all
+of the lab's kernels. That these are right is what `lab.py --check` tests, and that their problems notice what is wrong
+with them, dev/mutants.py.
 """
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 TOP = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import BF16  # noqa: E402
+from prepro_tinyshakespeare import BF16, read_kernels  # noqa: E402
 
 import numpy as np  # noqa: E402
 
 from dev.cuda import results  # noqa: E402
 from dev.cuda.kernel import (ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, f32, find_kernel,  # noqa: E402
-                             judge, stored)
-from dev.cuda.lab import Failure, Report  # noqa: E402
+                             judge, kernel_names, stored)
+from dev.cuda.lab import Failure, Report, files_of  # noqa: E402
+from dev.cuda.show import show  # noqa: E402
 from dev.cuda.timing import Timing  # noqa: E402
 from dev.mutants import Copy  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
 from test_gpt2 import check, summary  # noqa: E402
+from train_gpt2 import Config  # noqa: E402
 
 
 def judging():
@@ -90,7 +96,8 @@ def small_copy(folder):
     copy = Copy(folder)
     for path in (copy.top / "dev/cuda").glob("*"):
         if path.suffix in (".cu", ".py") and path.stem not in (
-                "gelu_forward", "residual_forward", "tiles", "lab", "kernel", "formulas", "timing", "results"):
+                "gelu_forward", "residual_forward", "tiles", "lab", "kernel", "formulas", "timing", "results", "show",
+                "heads"):
             path.unlink()
     return copy
 
@@ -170,6 +177,12 @@ LINES = [  # arguments, exit status, what is printed
     (["gelu_forward", "--shape", "H=4"], 1, "error: --shape H=4: gelu_forward has no size H; expected some of B, T, C"),
     (["gelu_forward", "--shape", "C=33"], 1, "error: --shape C=33: expected C to be a multiple of 32"),
     (["gelu_forward", "--shape", "C=x"], 1, "error: C=x: 'C=x' is no size; expected one such as T=1024"),
+    (["--show", "3"], 1, "error: --show needs the name of a kernel"),
+    (["gelu_forward", "--show", "0"], 1, "error: gelu_forward has versions 1 to 3, not 0"),
+    (["gelu_forward", "--show", "4"], 1, "error: gelu_forward has versions 1 to 3, not 4"),
+    (["gelu_foward", "--show", "1"], 1, "error: no kernel gelu_foward, but gelu_forward; .*"),
+    (["gelu_forward", "--show", "3"], 0,
+     r"// gelu_forward 3: .*\n(?:.*\n)*extern \"C\" __global__ void gelu_forward\(.*\n(?:.*\n)*"),
     (["gelu_forward"], 0, r"gelu_forward: out \(N,4C\) = gelu\(inp\)\nB=8,T=1024,C=768\n  1  fp32 bf16 .*\n(?:.*\n)*"),
     ([], 0, r"gelu_forward +3 versions, .*\nresidual_forward +\d versions, .*\n"),
 ]
@@ -182,6 +195,83 @@ def lines(copy):
         said = done.stderr.strip() if status else done.stdout
         said = re.sub("compiling kernels.cu with .*, once\n", "", said)
         check(f"lab.py {' '.join(arguments)}", done.returncode == status and re.fullmatch(wish, said), said[-300:])
+
+
+# ---- What --show prints of the lab's own kernels
+
+
+class Anything(int):
+    """A number, size, array or device, as far as a function needs one to launch kernels."""
+    def __getattr__(self, name):
+        return Anything(1024)
+
+    def __getitem__(self, index):
+        return Anything(1024)
+
+    def __call__(self, *args, **more):
+        return Anything(1024)
+
+
+def launched_by(version):
+    """The names of the kernels that a version launches."""
+    if not callable(version.run):
+        return {version.run}
+    names, device, a = set(), Anything(1024), Anything(1024)
+    device.launch = lambda name, *args, **more: names.add(name)
+    vars(a).update(dict.fromkeys(("B", "T", "NH", "scale", "relu", "out", "lse"), Anything(1024)))  # vars(a) is copied
+    version.run(device, a)
+    return names
+
+
+COMPLETE = (("gelu_forward", 3), ("layernorm_forward", 6), ("softmax_forward", 5), ("attention_forward", 5),
+            ("matmul_forward", 6), ("adamw", 3), ("rope_forward", 3), ("residual_forward", 3), ("gqa_forward", 2))
+SHOWN = [  # kernel, version, what is shown, and what is not: also what no CPU compiles, and what a local name hides
+    ("layernorm_forward", 6, ("\n// x = x + branch: ", "\nBLOCK(256, threads / 32)\n", "int lane_packs", "operator+",
+                              "// residual_layernorm_forward in kernels.cu, with branch = null."),
+     ("copy16(", "int W =", "layernorm_forward5", "gelu")),
+    ("attention_forward", 5, ("# heads.py:", "def launch_trainers(", "place_of(const", "#define FLOATS4(x)",
+                              "#define HOPPER 1\n#else\n#define HOPPER 0\n#endif\n"), ("dscores", "TILE =")),
+    ("matmul_forward", 6, ("\nnamespace tiles {\n", "#define TEN(t)", "#define WGMMA_SIGNS", "void start_product(",
+                           "void load_swizzled(", "multiply_tile("), ("HOPPER", "load_tile", "left_of_wide")),
+    ("matmul_backward", 2, ("def tiles(name", "matmul_backward2_inp(", "matmul_backward2_weight("), ("3_inp", "mma")),
+    ("attention_backward", 4, ("def on_tensor_cores(", "def sizes_of("), ("def in_turns(", "attention_backward5")),
+    ("matmul_forward", 8, ("def by_cublaslt(", "The rest is the code of cuBLASLt."), ("__global__",)),
+]
+
+
+def shown(folder):
+    """All of a version's kernels, no paragraph twice, each where it is said to be; and a compiler misses nothing."""
+    texts = {}
+    for name in kernel_names():
+        kernel, paths, wrong = find_kernel(name), [*Config.SOURCES, *files_of([name])], []
+        places = {path.name: path for path in (*paths, TOP / "dev/cuda/heads.py", *(TOP / "dev/cuda").glob("*.py"))}
+        for number, version in enumerate(kernel.versions, 1):
+            text = texts[name, number] = show(kernel, number, paths)
+            defined = read_kernels([SimpleNamespace(read_text=lambda encoding, text=text: text)])
+            launched = set() if version.library else launched_by(version)
+            wrong += [f"{number}: no kernel {missing}" for missing in launched - defined.keys()]
+            wrong += [f"{number}: {more} is not launched" for more in defined.keys() - launched - {"add_partials"}]
+            paragraphs = Counter(part for part in text.split("\n\n") if not part.startswith("}"))
+            wrong += [f"{number}: twice: {part}" for part, count in paragraphs.items() if count > 1]
+            for file, line, first in re.findall(r"^(?://|#) (\w+\.(?:cu|py)):(\d+)\n(.*)", text, re.M):
+                if places[file].read_text().splitlines()[int(line) - 1] != first:
+                    wrong.append(f"{number}: {file}:{line} is not {first}")
+        check(f"--show of all versions of {name}", not wrong, "; ".join(wrong))
+    for name, number, there, absent in SHOWN:
+        text = texts[name, number]
+        wrong = [part for part in there if text.count(part) < 1] + [part for part in absent if part in text]
+        check(f"{name} --show {number}: what is there, and what is not", not wrong, f"{wrong}")
+
+    def compiled(key):
+        path, text = folder / f"{key[0]}.cpp", texts[key]
+        begin = re.search(r"^// \w+\.cu:\d+$", text, re.M).start()  # behind the Python
+        path.write_text(f'#include "{TOP / "dev/cpu/cuda.h"}"\n{text[begin:]}\n')
+        return subprocess.run([os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", "-w", "-DBF16",
+                               *Config(C=768, NH=12).switches(), path], capture_output=True, text=True).stderr
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (name, number), errors in zip(COMPLETE, pool.map(compiled, COMPLETE)):
+            check(f"{name} --show {number} compiles by itself", not errors, errors[:300])
 
 
 # ---- What is written
@@ -242,6 +332,7 @@ def main():
     inputs()
     with tempfile.TemporaryDirectory() as folder:
         lines(faults(Path(folder) / "copy"))
+        shown(Path(folder))
         written(Path(folder))
     return summary()
 

@@ -6,14 +6,14 @@ namespace lab {
 // they were counted, and leaves 0 in the counter for the next launch. Every thread of the block must call it.
 __device__ __forceinline__ bool last_of(int* counter, int all) {
     __shared__ bool last;
-    __threadfence();  // what this thread has stored is there before its block is counted
     __syncthreads();
     if (threadIdx.x == 0) {
+        __threadfence();  // what the block has stored is there before it is counted
         last = atomicAdd(counter, 1) == all - 1;
         if (last) *counter = 0;
+        __threadfence();  // and what others have stored is read after that
     }
     __syncthreads();
-    __threadfence();
     return last;
 }
 
@@ -190,14 +190,16 @@ __device__ __forceinline__ void wgmma(float (&d)[16][4], unsigned long long a, u
 // Starts d (64, 128) += 64 rows of one tile, times the transpose of 128 rows of another, over a whole step.
 __device__ __forceinline__ void start_product(float (&d)[16][4], const real* one, const real* two) {
     unsigned long long a = describe(one), b = describe(two);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.fence.sync.aligned;" : FLOATS_OF_64(d, 0)::"memory");
 #pragma unroll
     for (int i = 0; i < 8; i += 2) wgmma(d, a + i, b + i);  // 32 bytes further along the rows
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for this warp group's products.
-__device__ __forceinline__ void products_arrive() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Waits for this warp group's products. d goes in and out, so that the compiler moves no use of it before that.
+__device__ __forceinline__ void products_arrive(float (&d)[16][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" : FLOATS_OF_64(d, 0)::"memory");
+}
 
 // Lets wgmma read what this thread has written to shared memory. On to a barrier.
 __device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

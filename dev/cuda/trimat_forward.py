@@ -49,5 +49,11 @@ KERNEL = Kernel(
         Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=ALL,
                 shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
         Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=ALL, library="cuBLAS",
-                recorded=False),
+                recorded=False, held_back={
+                    "fp32": "it multiplies the whole square, twice what counts, and sums of 64 terms are "
+                            "too short to hide the stores",
+                    "tf32": "it writes the whole square, 403 MB where 202 count, by eight calls that no "
+                            "graph holds",
+                    "bf16": "it writes the whole square, 201 MB where 101 count, by eight calls that no "
+                            "graph holds"}),
     ))
