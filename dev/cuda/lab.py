@@ -129,7 +129,7 @@ def is_lost(device):
 def run_kernel(kernel, task, say, ceilings):
     """Do a task with one kernel. say(line) prints, and say(None, what) notes what is being done, in case it is the last
     thing to be done. Returns a Report."""
-    report, stream, checks = Report(0, [], [], {}, set(), {}), None, 0
+    report, stream, checks, device = Report(0, [], [], {}, set(), {}), None, 0, None
 
     def fail(number, dtype, what, line):
         if line not in {failure.line for failure in report.failures}:  # a wrong row is wrong in each dtype
@@ -164,8 +164,8 @@ def run_kernel(kernel, task, say, ceilings):
                     if task.timed:
                         time_library(bench, report, say)
             except Exception as e:  # one kernel's failure is no reason not to run the others
-                lost = task.device == "cuda" and "device" in locals() and is_lost(device)
-                fail(None, dtype, "", f"{kernel.name}, {where}: {'the GPU is lost: ' * lost}{one_line(e)}")
+                lost = "the GPU is lost: " if device and is_lost(device) else ""
+                fail(None, dtype, "", f"{kernel.name}, {where}: {lost}{one_line(e)}")
                 return report._replace(checks=checks)
             if task.device == "cuda":
                 with contextlib.suppress(Exception):
@@ -383,15 +383,17 @@ def asked_sizes(text, kernel):
         if name not in known:
             raise UserError(f"--shape {text}: {kernel.name} has no size {name}; expected some of {', '.join(known)}")
         multiple = {"C": 32, "HS": 16, "H": 8, "Vp": 8, "n": 32}.get(name, 1)
-        if size % multiple:
-            raise UserError(f"--shape {text}: expected {name} to be a multiple of {multiple}")
+        if size % multiple or size == 0 and name in parse_sizes(kernel.shape):
+            wish = f"a multiple of {multiple}" if multiple > 1 else "at least 1"
+            raise UserError(f"--shape {text}: expected {name} to be {wish}")
     return sizes
 
 
 def nearest(name, names):
     if name not in names:
         near = difflib.get_close_matches(name, names, 1, 0.4)
-        raise UserError(f"no kernel {name}{f', but {near[0]}' if near else ''}; without a name, all are listed")
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"no kernel {name}; {hint}without a name, all are listed")
     return name
 
 
@@ -458,11 +460,16 @@ def main(arguments=None):
         return 0
     timed = device == "cuda" and not flags.check
     if not timed and not flags.check:
-        print("There is no GPU here: versions are checked on the CPU at small shapes, and not timed.")
+        print(f"On the CPU versions are checked{'' if flags.shape else ' at small shapes'}, and not timed.")
+    if device == "cuda" and not has_gpu():
+        raise UserError("--device cuda: there is no GPU here; leave the flag out, and the CPU checks the versions")
     if device == "cpu":
         os.environ.setdefault("CXXFLAGS", "-O1")  # most of the time is the compiler's, and this halves it
     task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel))
     total, out, ran = Report(0, [], [], {}, set(), {}), flags.out or (None if flags.kernel else LAB), []
+
+    if timed and flags.all and out:
+        results.write(out, [], total)  # refuses now what it would refuse after the first kernel
 
     def report(name, found, lines):  # what was measured is on disk before the next kernel begins
         nonlocal total

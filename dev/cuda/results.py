@@ -81,14 +81,20 @@ def is_unchanged(text):
 
 
 def write(folder, names, report):
-    """Put all tables between the marks of a folder's RESULTS.md, leave the rest of it as it is, and draw ladders.svg.
-    Raises UserError if somebody has edited what is between the marks."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Put the tables of kernels between the marks of a folder's RESULTS.md, leave the rest of it as it is, and draw
+    ladders.svg. Without a name, only see whether that can be done. Raises UserError if somebody has edited what is
+    between the marks, or if there can be no such folder."""
     path = folder / "RESULTS.md"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--out {folder}: no folder can be made there ({e.strerror}); choose another") from None
     text = path.read_text(encoding="utf-8") if path.exists() else f"# Measured\n\n{mark('')}"
     if not is_unchanged(text):
         raise UserError(f"{path}: what the lab has written there was edited by hand, and must not pass for measured: "
                         "move the file away, or choose another --out")
+    if not names:
+        return
     d = report.device
     body = (f"\n{d['device']}, driver {d['driver']}, CUDA {d['cuda']}, {datetime.date.today()}, commit {commit()}. "
             f"Ceilings, measured in the same run: {d['rates']}.\n")
