@@ -526,16 +526,12 @@ constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;
 constexpr int ROWS = 64 * M * WARP_GROUPS;   // a block owns them
 constexpr int THREADS = 128 * WARP_GROUPS;
 constexpr int GROUP = HOPPER ? 64 : 16 * M;  // rows that are multiplied together: those of a warp, or of a warp group
+constexpr int KEYS = 64;                     // a tile of the forward pass has so many
 constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
 constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
 constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
-// A tile of the forward pass has KEYS. In TF32 short tiles make room for twice as many blocks, which hide more of a
-// warp's waits than long ones save. A multiprocessor must have registers for so many blocks.
-#ifdef TF32
-constexpr int KEYS = 32, FORWARD_BLOCKS = HP <= 64 ? 4 : 2;
-#else
-constexpr int KEYS = 64, FORWARD_BLOCKS = WARP_GROUPS;
-#endif
+// A multiprocessor must have registers for so many blocks.
+constexpr int FORWARD_BLOCKS = WARP_GROUPS;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
 constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers

@@ -28,6 +28,9 @@ TOP = Path(__file__).resolve().parent.parent
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
 
 
+OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does not use: AddressSanitizer has to see it
+
+
 class Mutant(NamedTuple):
     kind: str
     kernel: str  # of the lab, whose problem must notice it
@@ -222,6 +225,7 @@ TABLE = [
             ("mask", "softmax_forward2", "v < V ? expf", "v <= V ? expf"),
             ("missing term", "add(", "sum *= exponential(before - top)", "sum *= 1.0f"),
             ("bound", "softmax_forward3", "v < V; v += W * 32)", "v + W < V; v += W * 32)"),
+            (OUT_OF_BOUNDS, "softmax_forward5", "row + gridDim.x < (unsigned)N", "row + 1 < N"),
             ("index", "softmax_forward5", "((size_t)row + gridDim.x) * Vp", "(size_t)row * Vp"),
             ("bound", "softmax_forward5", "row + gridDim.x < (unsigned)N", "row + gridDim.x + 1 < (unsigned)N")),
     *of_lab("crossentropy_forward",
@@ -252,6 +256,7 @@ TABLE = [
     *of_lab("matmul_forward",
             ("mask", "matmul_forward2", "row < N && o < OC", "row < N && o <= OC"),
             ("mask", "matmul_forward3", "row + r + i < N &&", "row + r + i <= N &&"),
+            (OUT_OF_BOUNDS, "matmul_forward3", "row + i / 8 < N ?", "row + i / 8 <= N ?"),
             ("stride", "matmul_forward4", "s + j % 4;", "s + j / 4;"),
             ("missing wait", "multiply_tile", "copies_arrive<0>();", ""),
             ("missing term", "multiply_tile", " + to_float(bias[column])", "")),
@@ -269,10 +274,10 @@ TABLE = [
         ("missing term", "last_of", "if (last) *counter = 0;", ""),
         ("bound", "last_of", "== all - 1", "== 0"), file=TILES),
     *of("attention_forward",
-        ("bound", "load_head", "first + row < T", "first + row <= T"),
+        (OUT_OF_BOUNDS, "load_head", "first + row < T", "first + row <= T"),
         ("stride", "right(", "tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD", "tile + (r + lane % 4 + i % 2 * 8) * LD"),
         file=TILES),
-    *of("matmul_forward", ("bound", "load(", "first + row < end", "first + row <= end"), file=TILES),
+    *of("matmul_forward", (OUT_OF_BOUNDS, "load(", "first + row < end", "first + row <= end"), file=TILES),
     *of_lab("attention_forward",
             ("missing term", "attention_forward1", "expf(a[s] - top)", "expf(a[s])"),
             ("mask", "attention_forward2_softmax", "s <= row % T; s += 32) {", "s < row % T; s += 32) {"),
@@ -423,10 +428,14 @@ class Copy:
             else:
                 shutil.copy(TOP / name, self.top / name)
 
-    def check(self, kernel, dtype, file, seconds=600):
+    def check(self, kernel, dtype, file, kind="", seconds=600):
         """None if the kernel passes in the copy; or what is wrong, in a line."""
         environment = {**os.environ, "XDG_CACHE_HOME": str(self.top / "cache"), "OMP_NUM_THREADS": "1",
                        "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": "-O1"}  # compiled in half of the time
+        if kind == OUT_OF_BOUNDS:
+            library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
+            environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
+                            "ASAN_OPTIONS": "detect_leaks=0"}
         whose = "trainer" if file in (KERNELS, LLAMA) else "all"
         command = [sys.executable, self.top / "dev/mutants.py", kernel, "--check-here", dtype, whose]
         try:
@@ -439,6 +448,8 @@ class Copy:
             sys.exit(f"a mutant of {kernel} does not compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         if done.returncode < 0:
             return f"ended by signal {-done.returncode}"
+        if "ERROR: AddressSanitizer" in done.stderr:
+            return re.search("ERROR: AddressSanitizer.*", done.stderr)[0]
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
         return None if done.returncode == 0 else last[0] if last else "failed"
 
@@ -447,7 +458,7 @@ class Copy:
         original = path.read_text(encoding="utf-8")
         path.write_text(mutated(mutant), encoding="utf-8")
         try:
-            return self.check(mutant.kernel, mutant.dtype, mutant.file)
+            return self.check(mutant.kernel, mutant.dtype, mutant.file, mutant.kind)
         finally:
             path.write_text(original, encoding="utf-8")
 
@@ -491,7 +502,8 @@ def main():
             finally:
                 copies.append(copy)
 
-        keys = sorted({(mutant.kernel, mutant.dtype, mutant.file) for mutant in mutants})
+        keys = sorted({(mutant.kernel, mutant.dtype, mutant.file, mutant.kind * (mutant.kind == OUT_OF_BOUNDS))
+                       for mutant in mutants})
         for key, wrong in zip(keys, pool.map(lambda key: with_copy(lambda copy: copy.check(*key)), keys)):
             if wrong:
                 sys.exit(f"{' '.join(key)} fails as it is, so its mutants say nothing: {wrong}")

@@ -487,7 +487,7 @@ def main(arguments=None):
     failures = run_kernels(chosen, task, report)
     for failure in failures:
         print(f"error: {failure.line}", flush=True)
-    if not (flags.kernel or flags.dtype or total.failures or failures):
+    if not (flags.kernel or flags.dtype or timed or total.failures or failures):
         files = [LAB / f"{name}.cu" for name in names]
         missing = read_kernels([path for path in files if path.exists()]).keys() - total.launched
         failures = [Failure(name, None, "", "", f"{name} is launched by no version") for name in sorted(missing)]
