@@ -27,7 +27,7 @@ from dev.cuda import results  # noqa: E402
 from dev.cuda.kernel import (ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, f32, find_kernel,  # noqa: E402
                              judge, kernel_names, stored)
 from dev.cuda.lab import Failure, Report, files_of  # noqa: E402
-from dev.cuda.show import show  # noqa: E402
+from dev.cuda.show import needed, pieces_of, printed, show  # noqa: E402
 from dev.cuda.timing import Timing  # noqa: E402
 from dev.mutants import Copy  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
@@ -231,18 +231,92 @@ SHOWN = [  # kernel, version, what is shown, and what is not: also what no CPU c
                               "// residual_layernorm_forward in kernels.cu, with branch = null."),
      ("copy16(", "int W =", "layernorm_forward5", "gelu")),
     ("attention_forward", 5, ("# heads.py:", "def launch_trainers(", "place_of(const", "#define FLOATS4(x)",
-                              "#define HOPPER 1\n#else\n#define HOPPER 0\n#endif\n"), ("dscores", "TILE =")),
-    ("matmul_forward", 6, ("\nnamespace tiles {\n", "#define TEN(t)", "#define WGMMA_SIGNS", "void start_product(",
-                           "void load_swizzled(", "multiply_tile("), ("HOPPER", "load_tile", "left_of_wide")),
+                              "dynamic_shared[];\n", "#define HOPPER 1\n#else\n#define HOPPER 0\n#endif\n"),
+     ("dscores", "TILE =")),
+    ("matmul_forward", 6, ("by wgmma.\nnamespace tiles {\n", "#define TEN(t)", "#define WGMMA_SIGNS",
+                           "void start_product(", "void load_swizzled(", "multiply_tile("),
+     ("HOPPER", "load_tile", "left_of_wide")),
     ("matmul_backward", 2, ("def tiles(name", "matmul_backward2_inp(", "matmul_backward2_weight("), ("3_inp", "mma")),
     ("attention_backward", 4, ("def on_tensor_cores(", "def sizes_of("), ("def in_turns(", "attention_backward5")),
     ("matmul_forward", 8, ("def by_cublaslt(", "The rest is the code of cuBLASLt."), ("__global__",)),
 ]
 
 
+PIECES = """// Not above anything.
+
+#define ONE 1  // is named by #if alone
+// Which of them.
+#if ONE
+constexpr int TWO = 2;  // four(0)
+constexpr int LEFT_OUT = 2;
+#else
+constexpr int TWO = 3,
+    ALSO = 3;
+#endif
+float four(float x) { return x; }
+
+// Of its own.
+namespace six {
+constexpr int SEVEN = 7;
+
+}  // namespace six
+constexpr int SEVEN = 8;
+struct alignas(8) Eight {
+    float x;
+};
+// Adds.
+Eight operator-(Eight a, Eight b) { return {a.x - b.x}; }
+BLOCK(32, 1)
+extern "C" __global__ void nine(float* a) {
+    auto four = [](float x) { return TWO * x; };  // of LEFT_OUT
+    int SEVEN = six::SEVEN;
+
+    a[SEVEN] = four(Eight{1.0f}.x);
+}
+"""
+PRINTED = """
+// pieces.cu:3
+#define ONE 1  // is named by #if alone
+// Which of them.
+#if ONE
+constexpr int TWO = 2;  // four(0)
+#else
+constexpr int TWO = 3,
+    ALSO = 3;
+#endif
+
+// pieces.cu:14
+// Of its own.
+namespace six {
+constexpr int SEVEN = 7;
+
+}  // namespace six
+
+// pieces.cu:20
+struct alignas(8) Eight {
+    float x;
+};
+// Adds.
+Eight operator-(Eight a, Eight b) { return {a.x - b.x}; }
+BLOCK(32, 1)
+extern "C" __global__ void nine(float* a) {
+    auto four = [](float x) { return TWO * x; };  // of LEFT_OUT
+    int SEVEN = six::SEVEN;
+
+    a[SEVEN] = four(Eight{1.0f}.x);
+}"""
+
+
 def shown(folder):
     """All of a version's kernels, no paragraph twice, each where it is said to be; and a compiler misses nothing."""
-    texts = {}
+    path, texts = folder / "pieces.cu", {}
+    path.write_text(PIECES)
+    found = "\n".join(printed(needed(pieces_of(path), ["nine"])))
+    check("--show of pieces made up by hand", found == PRINTED, found)
+    gelu = find_kernel("gelu_forward")
+    wrong_row = gelu._replace(versions=(gelu.versions[0]._replace(run="gelu_forward9"),))
+    check_refusal("--show", "no kernel gelu_forward9 with a BLOCK over it, and gelu_forward.py launches it", show,
+                  wrong_row, 1, Config.SOURCES)
     for name in kernel_names():
         kernel, paths, wrong = find_kernel(name), [*Config.SOURCES, *files_of([name])], []
         places = {path.name: path for path in (*paths, TOP / "dev/cuda/heads.py", *(TOP / "dev/cuda").glob("*.py"))}
