@@ -283,12 +283,15 @@ ALONE = (  # those that need a compilation of their own
             "threadIdx.x;", "threadIdx.x"),
     Mistake("unknown name", "residual_forward", RESIDUAL, "it does not compile: .inp3. was not declared((?!or at).)*"
             "line \\d+: if", "inp2", "inp3"),
-    Mistake("no closing brace", "residual_forward", RESIDUAL, "it does not compile: a . has no .: the file has 2 of . "
-            "and 1 of .$", "if (i <", "{ if (i <"),
-    Mistake("no opening brace", "residual_forward", RESIDUAL, "it does not compile: a . has no .: the file has 1 of . "
-            "and 2 of . .*line \\d+", "i]));\n", "i])); }\n"),
+    Mistake("no closing brace", "residual_forward", RESIDUAL, "it does not compile: a { has no }: the file has 2 of { "
+            "and 1 of }$", "if (i <", "{ if (i <"),
+    Mistake("no opening brace", "residual_forward", RESIDUAL, "it does not compile: a } has no {: the file has 1 of { "
+            "and 2 of } .*line \\d+", "i]));\n", "i])); }\n"),
     Mistake("real is no float", "gelu_forward", GELU, "it does not compile in bf16: .*line \\d+: float x.*write "
             "to_float.inp.i..", "to_float(inp[i])", "inp[i]", dtypes=("fp32", "bf16")),
+    Mistake("real is no float, nor what it is stored to", "gelu_forward", GELU, "it does not compile in bf16: .*write "
+            "to_float.inp.i..", "from_float(out[i], 0.5f", "out[i] = 0 * tanhf(inp[i]) + (0.5f",
+            dtypes=("fp32", "bf16")),
     Mistake("float is no real", "gelu_forward", GELU, "it does not compile in bf16: .*write from_float.out.i., ...",
             "from_float(out[i], 0.5f", "out[i] = (0.5f", dtypes=("fp32", "bf16")),
     Mistake("endless loop", "residual_forward", RESIDUAL, "it did not end within 2 seconds. Which loop has no end.: "
