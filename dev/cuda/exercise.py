@@ -788,7 +788,7 @@ def compiler_lines(path, text, dtype):
     if dtype == "bf16" and re.search(r"\breal\b", match[2]):
         stored = re.search(r"(\w+\[[^\[\]]*\])\s*[-+*/]?=[^=]", line)
         read = re.search(r"(?<!to_float\()\b\w+\[[^\[\]]*\]", line[stored.end(1) if stored else 0 :])
-        if stored and "operator" in match[2] and "=" in match[2]:
+        if stored and "=" in match[2]:
             said.append(f"usually: a real of 16 bits is no float: write from_float({stored[1]}, ...)")
         else:
             said.append(f"usually: a real of 16 bits is no float: write to_float({read[0] if read else '...'})")
