@@ -633,14 +633,15 @@ def facts_of(bench, verdict, code):
 
 
 def reductions_missing(f):
-    """What a kernel whose lanes share a row does not call, of what makes one number of those of the lanes."""
+    """A question after warp_sum and warp_max, where lanes share a row and the code has not both; or ""."""
     lanes = re.search(r"threadIdx\.x\s*(%\s*32|&\s*31)|\blane\b", f.code)
     if not lanes or "warp_sum" not in EXERCISES[f.kernel].helpers:
         return ""
     if re.search("__shfl|__syncthreads|block_reduce|__shared__|DYNAMIC_SHARED", f.code):
         return ""
     wanted = ("warp_sum",) if "norm" in f.kernel else ("warp_sum", "warp_max")
-    return " and ".join(name for name in wanted if not re.search(rf"\b{name}\b", f.code))
+    missing = [name for name in wanted if not re.search(rf"\b{name}\b", f.code)]
+    return f"{'are' if len(missing) > 1 else 'is'} {' and '.join(missing)} missing?" if missing else ""
 
 
 def end_of(f):
@@ -673,7 +674,7 @@ CAUSES = [
      "wrote."),
     (lambda f: f.nan, "NaN is 0/0, inf - inf, or the root of a negative number. If a variance is the average of x^2 "
      "minus mean^2, it cancels: take the average of (x - mean)^2."),
-    (lambda f: f.reductions, "each lane has only its own numbers: is {reductions} missing?"),
+    (lambda f: f.reductions, "each lane has only its own numbers: {reductions}"),
     (lambda f: f.as_before, "{name} is as it was before the launch: it was never changed there."),
     (lambda f: f.not_added, "{name} has what should be added to it, but not what was there: += and not =."),
     (lambda f: f.ratio, "all wrong numbers are {ratio:.4g} times what they should be. Is a factor missing, or one too "

@@ -208,7 +208,7 @@ RUNS = (  # those that only the comparison with NumPy needs to run
     Mistake("no warp_max", "softmax_forward", WARPS, "own numbers: is warp_max missing", "top = warp_max(top);", "",
             block=WARP),
     Mistake("neither warp_sum nor warp_max", "softmax_forward", WARPS.replace("top = warp_max(top);", ""),
-            "own numbers: is warp_sum and warp_max missing", "sum = warp_sum(sum);", "", block=WARP),
+            "own numbers: are warp_sum and warp_max missing", "sum = warp_sum(sum);", "", block=WARP),
     Mistake("no warp_sum in a norm", "layernorm_forward", WARP_NORM.replace("warp_sum(m)", "m"),
             "own numbers: is warp_sum missing", "warp_sum(variance)", "variance", block=WARP),
     Mistake("warp_sum of a wrong sum", "softmax_forward", WARPS, "a row are far off", "sum += expf", "sum += 1 + expf",
