@@ -383,22 +383,25 @@ SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
 
 def read_kernels(sources):
     """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor one of SCALARS."""
-    kernels, text = {}, "".join(path.read_text(encoding="utf-8") for path in sources)
-    declaration = (r'BLOCK\((\d+),([^()]*)\)\s*extern "C" __global__ void\s+'
+    declaration = (r'BLOCK\(\s*(\d+)\s*,([^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
-    for threads, covers, name, parameters in re.findall(declaration, text):
+    kernels, found = {}, []
+    for path in sources:
+        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", path.read_text(encoding="utf-8"), flags=re.S)  # without comments
+        found += [(path, *words) for words in re.findall(declaration, text)]
+    for path, threads, covers, name, parameters in found:
         try:
             covers = [eval(f"lambda threads, W: {expression}") for expression in covers.split(",")]
             if min(function(int(threads), W) for function in covers for W in (4, 8)) < 1:
                 raise ValueError("a block covers nothing")
         except Exception as e:  # whatever somebody wrote there
-            raise UserError(f"kernels.cu: BLOCK over {name}: {e}: expected arithmetic in threads and W") from None
+            raise UserError(f"{path.name}: BLOCK over {name}: {e}: expected arithmetic in threads and W") from None
         kernels[name] = Kernel(name, int(threads), covers, [])
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)
             pointer = "*" in parameter
             if not pointer and kind not in SCALARS:
-                raise UserError(f"kernels.cu: {name}: {kind} {label}: expected a pointer or {', '.join(SCALARS)}")
+                raise UserError(f"{path.name}: {name}: {kind} {label}: expected a pointer or {', '.join(SCALARS)}")
             kernels[name].parameters.append((label, None if pointer else SCALARS[kind], "const" in parameter))
     return kernels
 

@@ -15,6 +15,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -34,10 +35,9 @@ from prepro_tinyshakespeare import UserError, read_kernels, to_float  # noqa: E4
 import numpy as np  # noqa: E402
 
 from dev.cuda import formulas, timing  # noqa: E402
-from dev.cuda.kernel import ANY, GUARD, Bench, Draw, Version, find_kernel, kernel_names, parse_sizes  # noqa: E402
+from dev.cuda.kernel import ANY, GUARD, Bench, Draw, Version, find_kernel, kernel_names, model_of, parse_sizes  # noqa: E402
 from train_gpt2 import Config, make_device  # noqa: E402
 
-LLAMA = LAB.parent / "llama3/llama3.cu"
 PREFIX = "my_"
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it: HS is 64
 LIMIT = 60  # seconds that a kernel may take for the checks of one size
@@ -75,6 +75,7 @@ class Exercise(NamedTuple):
     zeroed: str = ""  # an array that is filled with zeros before the launch
     plane: str = ""  # the items along x and along y, for a BLOCK that says how many of both it covers
     checks: tuple = ()  # sizes, if not the Kernel's
+    note: tuple = ()  # what is to be said of NumPy's formula
 
 
 TURNS = tuple(f"B=2,T=33,NH=6,NKV=2,HS=64,theta=3,half={half}" for half in (0, 1))
@@ -85,8 +86,12 @@ EXERCISES = {row.kernel: row for row in (
                                  "N*C is seldom a multiple of a block. What must the threads beyond the end do?")),
     Exercise("gelu_forward", "gelu_forward1", "arithmetic in float, results in real, and a function of one's own",
              "a number of out", ("The index and the bound are those of residual_forward, with OC numbers in a row.",
-                                 "gelu(x) = x/2 (1 + tanh(u)), with u = sqrt(2/pi) (x + 0.044715 x^3)."),
-             NUMBERS + " math"),
+                                 "C has no pi: sqrt(2/pi) is 0.7978846f. And 1/2 is 0 in C, as both are whole "
+                                 "numbers: write 0.5f."),
+             NUMBERS + " math", note=(
+                 "The formula of Hendrycks and Gimpel (2016) is",
+                 "    gelu(x) = x/2 (1 + tanh(u)), with u = sqrt(2/pi) (x + 0.044715 x^3)",
+                 "Both give the same, since 1 + tanh(u) = 2 sigmoid(2 u). You may write either.")),
     Exercise("swiglu_forward", "swiglu_forward1", "rows and columns from an index: two inputs from one row",
              "a number of out", ("The row of number i is i / H and its column is i % H. A row of inp has 2*H numbers.",
                                  "The first half of a row is up, the second half is gate."), NUMBERS + " math"),
@@ -228,7 +233,13 @@ def checks_of(exercise, kernel):
 # The file to begin with
 
 
-DECLARATION = r'(BLOCK\([^()]*\))\s*extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?%s\(([^)]*)\)'
+def command(what):
+    """The command line of an exercise's name or file, by the lab.py that was called."""
+    called = sys.argv[0] if Path(sys.argv[0]).name == "lab.py" else "dev/cuda/lab.py"
+    return f"python {called} --exercise {what}".rstrip()
+
+
+DECLARATION = r'(BLOCK\([^;{}]*?\))\s*extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?%s\(([^)]*)\)'
 
 
 def signature(exercise):
@@ -321,24 +332,31 @@ def template(name):
     block, parameters = signature(exercise)
     threads = re.search(r"\d+", block)[0]
     first = importlib.import_module(f"dev.cuda.{name}").__doc__.strip().splitlines()
+    if "OC" in version_of(exercise, kernel).args.split():
+        first = [line.replace("4C", "OC") for line in first]
     comment = [f"Exercise {name}: {exercise.teaches}", "", "Compute", *(f"    {line}" for line in first)]
     formula = formula_lines(kernel)
     if formula:
         comment += ["", "which in NumPy is", *(f"    {line}" for line in formula)]
+    if exercise.note:
+        comment += ["", *exercise.note]
     comment += ["", "Arguments", *(f"    {line}" for line in argument_lines(exercise, kernel)),
                 "    real is float, or bf16 of 16 bits. Arrays lie row after row: the last index is the fastest."]
     items, shared = version_of(exercise, kernel).items, version_of(exercise, kernel).shared
     comment += ["", f"Items: {items}. An item is {exercise.item}.",
                 "BLOCK(threads, items) says how many threads a block has, and how many items it covers. There are as",
                 "many blocks as it takes to cover all items. The last one may have more threads than items are left.",
-                *(f"    {f'BLOCK({threads}, {covers})':27} {text}" for covers, text in WAYS),
-                "In a warp a thread's number, its lane, is threadIdx.x % 32."]
+                *(f"    {f'BLOCK({threads}, {covers})':27} {text}" for covers, text in WAYS)]
     if exercise.plane:
-        comment.append(f"    {'BLOCK(1024, 32, 32)':27} a block has a tile, of 32 x 32 items of {exercise.plane}")
+        columns, rows = exercise.plane.split(", ")
+        comment += [f"    {'BLOCK(1024, 32, 32)':27} a block has a tile of out: 32 columns (of {columns}) and 32 rows "
+                    f"(of {rows}).", f"    {'':27} In it x = threadIdx.x % 32 and y = threadIdx.x / 32: it is the "
+                    "number in", f"    {'':27} column blockIdx.x * 32 + x and row blockIdx.y * 32 + y."]
+    comment.append("In a warp a thread's number, its lane, is threadIdx.x % 32.")
     helpers = [HELPERS[helper].replace("{shared}", shared) for helper in exercise.helpers.split()]
     comment += ["", "You may use", *(f"    {helper}" for helper in helpers)]
     comment += ["", *(f"Hint {i}: {hint}" for i, hint in enumerate(exercise.hints, 1)), "",
-                f"Judge it with: python dev/cuda/lab.py --exercise {PREFIX}{name}.cu"]
+                f"Judge it with: {command(f'{PREFIX}{name}.cu')}"]
     wrapped = [line for text in comment for line in
                textwrap.wrap(text, 116, subsequent_indent=" " * (len(text) - len(text.lstrip()) + 4)) or [""]]
     head = "".join(f"// {line}".rstrip() + "\n" for line in wrapped)
@@ -355,7 +373,7 @@ def write_template(name, folder="."):
             file.write(text)
     except FileExistsError:
         raise UserError(f"{path} is there already, and is left as it is; to begin again, move it away, and to judge it "
-                        f"type: python dev/cuda/lab.py --exercise {path}") from None
+                        f"type: {command(path)}") from None
     except OSError as e:
         raise UserError(f"{path}: could not be written ({e.strerror}); go to a folder of your own") from None
     return path
@@ -392,14 +410,30 @@ def exercise_of(path):
         name = next(iter(found))
         raise UserError(f"{path}: there is no kernel {name} with a BLOCK line directly over it; expected: BLOCK(256, "
                         f'threads), and on the next line: extern "C" __global__ void {name}(...)')
-    raise UserError(f"{path}: has no kernel of an exercise; expected one such as {PREFIX}{known[0] if known else ''}, "
-                    "and python dev/cuda/lab.py --exercise lists them")
+    names = [PREFIX + name for name in exercise_names()]
+    there = [*re.findall(r"__global__\s+void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)", text), path.stem]
+    near = [name for each in there for name in difflib.get_close_matches(each, names, 1)]
+    raise UserError(f"{path}: has no kernel of an exercise; expected one such as {[*near, *names][0]}, and "
+                    f"{command('')} lists them")
+
+
+def declared(path, run):
+    """The prepro_tinyshakespeare.Kernel of a student's file. Raises UserError."""
+    kernels = read_kernels([path])
+    if run in kernels:
+        return kernels[run]
+    text = code_of(path)
+    match = re.search(DECLARATION % run, text, re.S)
+    block = " ".join(match[1].split())
+    what = "there are no parentheses in it" if block.count("(") > 1 else "the first is a number"
+    raise UserError(f"{path.name}, line {text[: match.start()].count(chr(10)) + 1}: {block}: expected BLOCK(threads, "
+                    f"items), such as BLOCK(256, threads); {what}")
 
 
 def student_version(path):
     """(Kernel, Version) of a student's file. Raises UserError."""
     name, run = exercise_of(path)
-    exercise, kernel, mine = EXERCISES[name], find_kernel(name), read_kernels([path])[run]
+    exercise, kernel, mine = EXERCISES[name], find_kernel(name), declared(path, run)
     _, expected = signature(exercise)
     shape = [(None if "*" in text else text.split()[0], "const" in text) for text in expected]
     given = [(None if kind is None else {np.int32: "int", np.float32: "float", np.uint64: "size_t"}[kind], const)
@@ -463,7 +497,7 @@ def child(job):
         try:
             device = build(paths, dtype, only)
         except UserError as e:
-            send(event="compiler", text=str(e))
+            send(event="compiler" if "could not compile" in str(e) else "refusal", text=str(e), dtype=dtype)
             return
         for path in job["run"]:
             kernel, version = student_version(Path(path))
@@ -476,7 +510,7 @@ def child(job):
                     continue
                 where = ",".join(f"{key}={value}" for key, value in sizes.items())
                 send(event="begins", file=path, sizes=where, dtype=dtype, limit=job["limit"], arrays={
-                    name: [array.ctypes.data, array.nbytes, array.itemsize]
+                    name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
                     for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
                 signal.alarm(job["limit"])
                 complaint = sanitized(bench, version) if job["sanitize"] else judged(bench, version, Path(path))
@@ -515,21 +549,33 @@ def judged(bench, version, path):
     if verdict.place is None:
         return None
     facts = facts_of(bench, verdict, code_of(path))
-    return dict(kind="wrong", text=str(verdict), name=verdict.name, place=verdict.place, lines=describe(facts))
+    return dict(kind="wrong", text=wrong_number(verdict, facts.never_there), name=verdict.name, place=verdict.place,
+                lines=describe(facts))
 
 
 def outside(bench, name):
-    """Which number outside of an array was written: {"name", "number", "size"}."""
+    """Which number outside of an array was written: {"name", "number", "shape"}."""
     memory = bench.guarded[name]
     array = getattr(bench.sets[0], name, None)
     array = getattr(bench.scratch, name) if array is None else array
     changed = np.flatnonzero(memory != 255)
     before, after = changed[changed < GUARD], changed[changed >= memory.nbytes - GUARD]
     at = after[0] - GUARD if after.size else before[-1] - GUARD
-    return dict(name=name, number=int(at // array.itemsize), size=array.size)
+    return dict(name=name, number=int(at // array.itemsize), shape=array.shape)
 
 
 # ---- A wrong number, in the problem's words
+
+
+def wrong_number(verdict, never):
+    """What is wrong, in words. never: the number was never written."""
+    place = ",".join(map(str, verdict.place))
+    if never:
+        return f"{verdict.name}[{place}] was never written, expected {verdict.expected:.6g}"
+    text = f"{verdict.name}[{place}] is {verdict.found:.9g}, expected {verdict.expected:.9g}"
+    if not np.isfinite(verdict.error) or not verdict.limit:
+        return text
+    return f"{text} (relative error of all {verdict.error:.1e}, limit {verdict.limit:.1e})"
 
 
 def facts_of(bench, verdict, code):
@@ -558,6 +604,7 @@ def facts_of(bench, verdict, code):
     row = {key: value[np.isfinite(value)] for key, value in row.items()}
     f = SimpleNamespace(
         name=name, shape=truth.shape, place=verdict.place, found=verdict.found, expected=verdict.expected,
+        error=verdict.error, never_there=bool(never[verdict.place]), zero=bool((found[cared] == 0).all()),
         dtype=bench.device.dtype, bf16=array.itemsize == 2, code=code, kernel=bench.kernel.name, cares=int(cared.sum()),
         wrong=int(wrong.sum()), never=int(never.sum()), row=row, row_number=int(place // (columns or 1)), rows=rows,
         column=int(place % columns) if columns else None, columns=columns,
@@ -580,8 +627,21 @@ def facts_of(bench, verdict, code):
         moved = np.roll(found.reshape(-1), shift)
         if f.wrong > 3 and np.isclose(moved, truth.reshape(-1), rtol=loose, atol=0)[flat].mean() > 0.9:
             f.shifted = shift
+    f.reductions = reductions_missing(f)
     f.cut = f.bf16 and np.isfinite(found).all() and bool((abs(found) <= abs(truth) * (1 + 2**-9))[cared].mean() > 0.99)
     return f
+
+
+def reductions_missing(f):
+    """A question after warp_sum and warp_max, where lanes share a row and the code has not both; or ""."""
+    lanes = re.search(r"threadIdx\.x\s*(%\s*32|&\s*31)|\blane\b", f.code)
+    if not lanes or "warp_sum" not in EXERCISES[f.kernel].helpers:
+        return ""
+    if re.search("__shfl|__syncthreads|block_reduce|__shared__|DYNAMIC_SHARED", f.code):
+        return ""
+    wanted = ("warp_sum",) if "norm" in f.kernel else ("warp_sum", "warp_max")
+    missing = [name for name in wanted if not re.search(rf"\b{name}\b", f.code)]
+    return f"{'are' if len(missing) > 1 else 'is'} {' and '.join(missing)} missing?" if missing else ""
 
 
 def end_of(f):
@@ -597,11 +657,15 @@ def end_of(f):
 CAUSES = [
     (lambda f: f.never == f.cares, "nothing was written to {name}. Is there a line that stores to it, and do the "
      "threads get there?"),
-    (lambda f: f.never and f.tail and f.never == f.wrong, "the end of {name} was never written. The grid is too small: "
-     "does BLOCK claim more items for a block than its threads do? Or does a bound stop too early?"),
+    (lambda f: f.never and f.tail and f.never == f.wrong and "blockIdx" not in f.code, "the end of {name} was never "
+     "written. The index leaves out blockIdx.x, so that each block does the work of the first."),
+    (lambda f: f.never and f.tail and f.never == f.wrong, "the end of {name} was never written. Is the bound of the if "
+     "right? Or does the index leave out blockIdx.x? Or does BLOCK claim more items for a block than its threads do?"),
     (lambda f: f.never and end_of(f), "the last columns were never written. Does the loop over a row stop too early?"),
     (lambda f: f.never, "these numbers were never written, or come from shared memory that was never written. Look "
      "at the index, and at which threads store."),
+    (lambda f: f.zero, "{name} is 0 everywhere. A quotient of whole numbers is a whole number in C: 1/2 is 0, and "
+     "0.5f is a half."),
     (lambda f: (f.nan or f.infinite or f.found == 0) and abs(f.largest) > 80 and "norm" not in f.kernel, "exp(x) is "
      "infinite in fp32 from x = 89 on, and 0 below x = -104. Subtract the row's largest number before exp."),
     (lambda f: (f.nan or f.infinite) and any(abs(x) > 15 for x in f.at.values()), "a large input overflowed on the "
@@ -610,6 +674,7 @@ CAUSES = [
      "wrote."),
     (lambda f: f.nan, "NaN is 0/0, inf - inf, or the root of a negative number. If a variance is the average of x^2 "
      "minus mean^2, it cancels: take the average of (x - mean)^2."),
+    (lambda f: f.reductions, "each lane has only its own numbers: {reductions}"),
     (lambda f: f.as_before, "{name} is as it was before the launch: it was never changed there."),
     (lambda f: f.not_added, "{name} has what should be added to it, but not what was there: += and not =."),
     (lambda f: f.ratio, "all wrong numbers are {ratio:.4g} times what they should be. Is a factor missing, or one too "
@@ -629,8 +694,10 @@ CAUSES = [
      "mean is wrong. Take the mean away before you square: the average of x^2 minus mean^2 cancels."),
     (lambda f: f.tail and f.wrong < f.cares, "the beginning is right, and from some number on all are wrong. Look "
      "at the number of items that BLOCK says, and at the index."),
-    (lambda f: f.row and ("norm" in f.kernel or "softmax" in f.kernel),
+    (lambda f: f.row and ("norm" in f.kernel or "softmax" in f.kernel) and f.error < 0.1,
      "numbers of a row are off a little: is each number of the row added once, the first and the last too?"),
+    (lambda f: f.row and ("norm" in f.kernel or "softmax" in f.kernel), "numbers of a row are far off. Compare what is "
+     "computed of the whole row with the formula, and then what is made of each number."),
     (lambda f: f.wrong == f.cares, "every number is wrong. Compare the line that computes it with the formula."),
     (lambda f: True, "look at what these places have in common, and follow the thread that writes the first of them."),
 ]
@@ -657,7 +724,8 @@ def describe(f):
     if f.columns and f.wrong < f.cares:
         many += f", in {len(f.wrong_rows)} of {f.rows} rows and in {len(f.wrong_columns)} of {f.columns} columns"
     cause = next(text for condition, text in CAUSES if condition(f))
-    return [*lines, f"how many: {many}", "usually: " + cause.format(name=f.name, ratio=f.ratio or 0, end=end_of(f))]
+    return [*lines, f"how many: {many}", "usually: " + cause.format(name=f.name, ratio=f.ratio or 0, end=end_of(f),
+                                                                           reductions=f.reductions)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -699,21 +767,42 @@ def quoted(path, number):
     return f"line {number}: {lines[number - 1].strip()}" if 0 < number <= len(lines) else f"line {number}"
 
 
-def compiler_lines(path, text):
+def unbalanced(code):
+    """What is wrong with the braces of a text without comments, or ""."""
+    opened, closed = code.count("{"), code.count("}")
+    if opened == closed:
+        return ""
+    return f"a {'{ has no }' if opened > closed else '} has no {'}: the file has {opened} of {{ and {closed} of }}"
+
+
+def compiler_lines(path, text, dtype):
     """What a compiler's first error says of a student's file."""
     match = re.search(rf"{re.escape(str(path))}:(\d+):(?:\d+:)? (?:fatal )?error: (.*)", text)
+    line, braces = quoted(path, int(match[1])) if match else "", unbalanced(code_of(path))
+    if braces:
+        return [f"it does not compile: {braces}", *([f"the compiler noticed it in {line}"] if line else [])]
     if not match:
-        other = re.search(r"error: .*", text)
-        return ["it does not compile: " + (other[0] if other else text.splitlines()[-1])]
-    before = " (or at the end of the line before)" if ";" in match[2] else ""
-    return [f"it does not compile: {match[2]}{before}", quoted(path, int(match[1]))]
+        other = re.search(r"error: (.*)", text)
+        return ["it does not compile: " + (other[1] if other else text.splitlines()[-1])]
+    before = " (or at the end of the line before)" if re.search("expected .*['\u2018];['\u2019]", match[2]) else ""
+    said = [f"it does not compile{' in bf16' if dtype == 'bf16' else ''}: {match[2]}{before}", line]
+    if dtype == "bf16" and re.search(r"\breal\b", match[2]):
+        stored = re.search(r"(\w+\[[^\[\]]*\])\s*[-+*/]?=[^=]", line)
+        read = re.search(r"(?<!to_float\()\b\w+\[[^\[\]]*\]", line[stored.end(1) if stored else 0 :])
+        if stored and "=" in match[2]:
+            said.append(f"usually: a real of 16 bits is no float: write from_float({stored[1]}, ...)")
+        else:
+            said.append(f"usually: a real of 16 bits is no float: write to_float({read[0] if read else '...'})")
+    return said
 
 
-def beyond(name, number, size):
-    """Where a number outside of an array is, as if the array had one index."""
+def beyond(verb, name, number, shape):
+    """An access outside of an array, as if that had one index."""
     if number < 0:
-        return f"before the beginning of {name}: {name}[{number}]"
-    return f"past the end of {name}: {name}[{number}], counted through all rows, and the last is {name}[{size - 1}]"
+        return f"it {verb} {name}[{number}], and the first is {name}[0]"
+    rows = (f" ({shape[0]} rows of {shape[1]} numbers)" if len(shape) == 2 else
+            f" ({' x '.join(map(str, shape))} numbers)" if len(shape) > 2 else "")
+    return f"it {verb} {name}[{number}], and the last is {name}[{math.prod(shape) - 1}]{rows}"
 
 
 def sanitizer_lines(path, begun, text):
@@ -736,17 +825,17 @@ def sanitizer_lines(path, begun, text):
                 "far outside of its array, or a null pointer", line_of(path, text)]
     verb, address = ("reads" if access[1] == "READ" else "writes"), int(access[3], 16)
     near = []
-    for name, (begin, nbytes, itemsize) in begun["arrays"].items():
+    for name, (begin, nbytes, itemsize, shape) in begun["arrays"].items():
         distance = max(begin - address, address - (begin + nbytes) + 1, 0)
         if 0 < distance <= GUARD:
-            near.append((distance, name, (address - begin) // itemsize, nbytes // itemsize))
+            near.append((distance, name, (address - begin) // itemsize, shape))
     if not near:
         if "global-buffer-overflow" in text or "stack-buffer-overflow" in text:
             return [f"it {verb} {access[2]} bytes outside of an array of its own, in shared memory or of a thread",
                     line_of(path, text)]
         return [f"it {verb} {access[2]} bytes outside of all arrays", line_of(path, text)]
-    _, name, number, size = min(near)
-    return [f"it {verb} {access[2]} bytes {beyond(name, number, size)}", line_of(path, text)]
+    _, name, number, shape = min(near)
+    return [beyond(verb, name, number, shape), line_of(path, text)]
 
 
 def stuck_lines(path, text):
@@ -761,15 +850,18 @@ def stuck_lines(path, text):
         return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
     who, what, line = waits[0]
-    total = read_kernels([path])[exercise_of(path)[1]].threads
+    total = declared(path, exercise_of(path)[1]).threads
     code = code_of(path).splitlines()
     inside = 0 < int(line) <= len(code) and re.search(r"__sync|__shfl", code[int(line) - 1])
+    calls, where = "block_reduce", f" in {what}"
     if not inside:
-        what = f"{what}, which is in {'block_reduce' if what == '__syncthreads' else 'warp_sum and the like'},"
-    lines = [f"it is stuck: {what} was reached by {'some' if '...' in who else count(who)} of the {total} threads of "
-             f"{block}, and waits for the others"]
-    if inside:
-        lines.append(quoted(path, int(line)))
+        if what != "__syncthreads":
+            calls = "warp_sum|warp_max|block_reduce"
+        where += f", which is in {'block_reduce' if what == '__syncthreads' else 'warp_sum and the like'}"
+    lines = [f"it is stuck{where}: {'some' if '...' in who else count(who)} of the {total} threads of {block} wait "
+             "there for the others"]
+    numbers = [int(line)] if inside else [i for i, each in enumerate(code, 1) if re.search(rf"\b({calls})\b", each)]
+    lines += [quoted(path, number) for number in numbers]
     others = [f"threads {who} wait in {what} at line {line}" for who, what, line in waits[1:]]
     gone = re.search(r"threads ([-\d, .]+) have returned", text)
     if gone:
@@ -784,7 +876,10 @@ def complaint_lines(path, events, status, stderr, sanitize):
     """The sentences about a file's run; [] if it is right, None if the run says nothing."""
     compiler = [event for event in events if event["event"] == "compiler"]
     if compiler:
-        return compiler_lines(path, compiler[0]["text"])
+        return compiler_lines(path, compiler[0]["text"], compiler[0]["dtype"])
+    refusal = [event["text"] for event in events if event["event"] == "refusal"]
+    if refusal:  # of this computer, as where no compiler is, or no place to keep what it makes
+        raise UserError(refusal[0])
     begun = [event for event in events if event["event"] == "begins" and event["file"] == str(path)]
     at = f"at the sizes {begun[-1]['sizes']}, in {begun[-1]['dtype']}" if begun else ""
     told = [event for event in events if event["event"] == "complaint" and event["file"] == str(path)]
@@ -793,7 +888,7 @@ def complaint_lines(path, events, status, stderr, sanitize):
         if kind == "stuck":
             return [*stuck_lines(path, text), at]
         if kind == "outside":
-            return [f"it writes {beyond(told[0]['name'], told[0]['number'], told[0]['size'])}", at]
+            return [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"]), at]
         if kind == "race":
             shared = "__shared__" in code_of(path)
             cause = ("a missing __syncthreads() between a write to shared memory and another thread's read of it, or "
@@ -844,12 +939,11 @@ def judge_file(path):
 
 def time_file(path):
     """Check a student's kernel on the GPU and time it and the lab's versions, in fp32. Returns lines."""
+    from dev.cuda.lab import files_of  # which imports this file
     kernel, mine = student_version(path)
-    files = [file for file in (LLAMA, LAB / "tiles.cu", LAB / f"{kernel.name}.cu", path) if file.exists()]
     sizes = parse_sizes(kernel.shape)
-    C = sizes.get("C", 768) if kernel.compiled_for == "C" else 768
-    NH = 12 if kernel.compiled_for == "C" else C // sizes.get("HS", 64)
-    device = make_device("cuda", "fp32", Config(C=C, NH=NH), beside=files)
+    C, NH = model_of(kernel, sizes)
+    device = make_device("cuda", "fp32", Config(C=C, NH=NH), beside=[*files_of([kernel.name]), path])
     with device.cupy.cuda.Stream(non_blocking=True):
         bench = Bench(kernel, device, sizes, timing.cold(device))
 
@@ -859,7 +953,7 @@ def time_file(path):
         choice = dict(threads=mine.threads[0])
         verdict = bench.check(mine, choice)
         if verdict.place is not None:
-            return [f"wrong on the GPU: {verdict}"], 1
+            return [f"wrong on the GPU: {wrong_number(verdict, False)}"], 1
         own = seconds(mine, choice)
         rungs = [(min(seconds(version, choice) for choice in version.choices(device)), number, version.what)
                  for number, version in enumerate(kernel.versions, 1) if bench.fits(version)]
@@ -885,7 +979,7 @@ def standing(own, rungs):
 def list_exercises():
     for i, name in enumerate(exercise_names(), 1):
         print(f"{i:2}  {name:30} {EXERCISES[name].teaches}")
-    print("\npython dev/cuda/lab.py --exercise NAME writes a file to fill in, and --exercise FILE judges it.")
+    print(f"\n{command('NAME')} writes a file to fill in, and --exercise FILE judges it.")
 
 
 def main(what, device):
@@ -896,10 +990,12 @@ def main(what, device):
     if not what.endswith(".cu"):
         names = exercise_names()
         if what not in names:
+            if Path(f"{what}.cu").exists():
+                raise UserError(f"no exercise {what}; did you mean the file {what}.cu?")
             near = difflib.get_close_matches(what, names, 1, 0.4)
             raise UserError(f"no exercise {what}{f', but {near[0]}' if near else ''}; without a name, all are listed")
         path = write_template(what)
-        print(f"wrote {path}. Fill in its body, and then judge it: python dev/cuda/lab.py --exercise {path}")
+        print(f"wrote {path}. Fill in its body, and then judge it: {command(path)}")
         return 0
     path = Path(what)
     name, _ = exercise_of(path)

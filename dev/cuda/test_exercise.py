@@ -108,6 +108,38 @@ LAYERNORM = """
     }
     mean[row] = m, rstd[row] = s;
 """
+# A warp a row.
+WARPS = """
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N) return;
+    const real* x = inp + (size_t)row * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = lane; v < V; v += 32) top = fmaxf(top, to_float(x[v]));
+    top = warp_max(top);
+    for (int v = lane; v < V; v += 32) sum += expf(to_float(x[v]) - top);
+    sum = warp_sum(sum);
+    for (int v = lane; v < Vp; v += 32)
+        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
+"""
+WARP_NORM = """
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, start = threadIdx.x % 32;
+    if (row >= N) return;
+    float m = 0.0f, variance = 0.0f;
+    for (int c = start; c < C; c += 32) m += residual[(size_t)row * C + c];
+    m = warp_sum(m) / C;
+    for (int c = start; c < C; c += 32) variance += powf(residual[(size_t)row * C + c] - m, 2.0f);
+    float s = 1.0f / sqrtf(warp_sum(variance) / C + 1e-5f);
+    for (size_t i = (size_t)row * C + start; i < (size_t)(row + 1) * C; i += 32) {
+        from_float(copy[i], residual[i]);
+        from_float(out[i], (residual[i] - m) * s * to_float(weight[i % C]) + to_float(bias[i % C]));
+    }
+    if (start == 0) mean[row] = m, rstd[row] = s;
+"""
+GELU = NUMBER + """
+    if (i >= (size_t)N * OC) return;
+    float x = to_float(inp[i]);
+    from_float(out[i], 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))));
+"""
 # A block of 64 threads a row of the residual stream, whose sum is made in shared memory: for rmsnorm's square root.
 BLOCK_ROW = """
     __shared__ float part[64];
@@ -139,11 +171,20 @@ class Mistake:
         self.body = body.replace(*change) if change else body
 
 
-ROW = "BLOCK(64, 1)"
+ROW, WARP = "BLOCK(64, 1)", "BLOCK(256, threads / 32)"
 RUNS = (  # those that only the comparison with NumPy needs to run
-    Mistake("empty body", "residual_forward", "\n", "out.0,0. is nan.*usually: nothing was written to out"),
-    Mistake("grid too small", "residual_forward", RESIDUAL, "the end of out was never written. The grid is too small",
-            block="BLOCK(256, 2 * threads)"),
+    Mistake("empty body", "residual_forward", "\n", "wrong: out.0,0. was never written, expected "
+            "-?[0-9.]+ where:.* how many.*usually: nothing was written to out"),
+    Mistake("grid too small", "residual_forward", RESIDUAL, "the end of out was never written. Is the bound of the if "
+            "right. .*does BLOCK claim more items", block="BLOCK(256, 2 * threads)"),
+    Mistake("bound of rows", "residual_forward", RESIDUAL, "wrong: out.0,27. was never written.*Is the bound of the if "
+            "right. Or does the index leave out blockIdx", "(size_t)N * C)", "N)"),
+    Mistake("no blockIdx", "residual_forward", RESIDUAL, "wrong: out.2,64. was never written.*was never written. The "
+            "index leaves out blockIdx.x, so", "(size_t)blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
+    Mistake("comment behind BLOCK", "residual_forward", RESIDUAL, None,
+            block="BLOCK(256, threads)  // a thread (of 256), a number"),
+    Mistake("half of whole numbers", "gelu_forward", GELU, "out is 0 everywhere. .*1/2 is 0", "0.5f", "1 / 2"),
+    Mistake("relative error", "residual_forward", RESIDUAL, "expected [-0-9.]+ where:", "+ to", "+ 2 * to"),
     Mistake("minus", "residual_forward", RESIDUAL, "wrong: out.0,0. is .* expected .*every number is wrong",
             ") + to", ") - to"),
     Mistake("scale", "gelu_forward", NUMBER + """
@@ -160,6 +201,22 @@ RUNS = (  # those that only the comparison with NumPy needs to run
             "exp.x. is infinite.*Subtract the row's largest number", "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
     Mistake("last column", "softmax_forward", SOFTMAX, "column 256, the last before V = 257.*the last columns were "
             "never written", "v < Vp; v++)", "v < Vp; v++) if (v != V - 1)"),
+    Mistake("lanes", "softmax_forward", WARPS, None, block=WARP),
+    Mistake("lanes of a norm", "layernorm_forward", WARP_NORM, None, block=WARP),
+    Mistake("no warp_sum", "softmax_forward", WARPS, "own numbers: is warp_sum missing", "sum = warp_sum(sum);", "",
+            block=WARP),
+    Mistake("no warp_max", "softmax_forward", WARPS, "own numbers: is warp_max missing", "top = warp_max(top);", "",
+            block=WARP),
+    Mistake("neither warp_sum nor warp_max", "softmax_forward", WARPS.replace("top = warp_max(top);", ""),
+            "own numbers: are warp_sum and warp_max missing", "sum = warp_sum(sum);", "", block=WARP),
+    Mistake("no warp_sum in a norm", "layernorm_forward", WARP_NORM.replace("warp_sum(m)", "m"),
+            "own numbers: is warp_sum missing", "warp_sum(variance)", "variance", block=WARP),
+    Mistake("warp_sum of a wrong sum", "softmax_forward", WARPS, "a row are far off", "sum += expf", "sum += 1 + expf",
+            block=WARP),
+    Mistake("return before warp_max", "softmax_forward", WARPS, "it is stuck in __shfl_xor_sync, which is in warp_sum "
+            "and the like: (17|34) of the 64 threads of block .0, 0, 0. wait there for the others line \\d+: top = "
+            "warp_max.top.; line \\d+: sum = warp_sum", "if (row >= N) return;", "if (row >= N || lane > 16) return;",
+            block="BLOCK(64, threads / 32)"),
     Mistake("sum without last", "softmax_forward", SOFTMAX, "wrong: out.*each number of the row added once",
             "v < V; v++) sum", "v < V - 1; v++) sum"),
     Mistake("padding", "softmax_forward", SOFTMAX, "only the padding is wrong", ": 0.0f);", ": 1.0f);"),
@@ -188,32 +245,32 @@ RUNS = (  # those that only the comparison with NumPy needs to run
             block=ROW),
     Mistake("race before the sum", "rmsnorm_forward", BLOCK_ROW, "has a race: .*a missing __syncthreads",
             "    part[threadIdx.x] = sum;\n    __syncthreads();", "    part[threadIdx.x] = sum;", block=ROW),
-    Mistake("barrier in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __syncthreads was reached by \\d+ of the "
-            "64 threads of block .0, 0, 0..*line \\d+: if .threadIdx.x < half. .*inside an if",
+    Mistake("barrier in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck in __syncthreads: \\d+ of the "
+            "64 threads of block .0, 0, 0. wait there for the others line \\d+: if .threadIdx.x < half. .*inside an if",
             "half) part[threadIdx.x] += part[threadIdx.x + half];\n        __syncthreads();",
             "half) { part[threadIdx.x] += part[threadIdx.x + half]; __syncthreads(); }", block=ROW),
-    Mistake("return before a barrier", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __syncthreads was reached by 40 of "
+    Mistake("return before a barrier", "rmsnorm_forward", BLOCK_ROW, "it is stuck in __syncthreads: 40 of "
             "the 64 threads .*threads 40-63 have returned", "    float sum = 0.0f;\n",
             "    float sum = 0.0f;\n    if (threadIdx.x >= 40) return;\n", block=ROW),
-    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck: __shfl_xor_sync, which is in warp_sum.*"
-            "of the warp", "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =",
-            block=ROW),
-    Mistake("outside of out", "residual_forward", RESIDUAL, "it writes past the end of out: out.2592., .* the last is "
-            "out.2591.",
+    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "it is stuck in __shfl_xor_sync, which is in "
+            "warp_sum.* line \\d+: if .threadIdx.x % 32 < 20. sum = .*of the warp",
+            "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =", block=ROW),
+    Mistake("outside of out", "residual_forward", RESIDUAL, "it writes out.2592., and the last is out.2591. .27 rows "
+            "of 96 numbers.",
             "if (i < (size_t)N * C)", "if (i >= (size_t)N * C) from_float(out[i], 0.0f); else"),
     Mistake("input changed", "residual_forward", RESIDUAL, "changed inp1, which is only to be read", "if (i <",
             "if (i == 7) const_cast<real*>(inp1)[i] = real(); if (i <"),
 )
 BOUNDS = (  # those that the sanitizers find
-    Mistake("write past the end", "residual_forward", RESIDUAL, "it (writes|reads) 4 bytes past the end of "
-            "(out|inp1|inp2): .*.2592., .* the last is .*.2591. line \\d+: if .i <= ", "if (i <", "if (i <="),
-    Mistake("no bound", "residual_forward", RESIDUAL, "it (writes|reads) 4 bytes past the end of .*line \\d+: from",
+    Mistake("write past the end", "residual_forward", RESIDUAL, "it (writes|reads) (out|inp1|inp2).2592., "
+            "and the last is .*.2591. .27 rows of 96 numbers. line \\d+: if .i <= ", "if (i <", "if (i <="),
+    Mistake("no bound", "residual_forward", RESIDUAL, "it (writes|reads) .*.2592., .*line \\d+: from",
             "if (i < (size_t)N * C) ", ""),
-    Mistake("read past the end", "layernorm_forward", LAYERNORM, "it reads 4 bytes past the end of residual: "
-            "residual.2592.*line \\d+: for .int c = 0; c <= C; c\\+\\+. m", "c < C; c++) m", "c <= C; c++) m"),
-    Mistake("read before the beginning", "residual_forward", RESIDUAL, "it reads 4 bytes before the beginning of "
-            "inp2: inp2.-1.", "inp2[i]", "inp2[(long)i - 1]"),
-    Mistake("guarded output", "residual_forward", RESIDUAL, "it writes 4 bytes past the end of out: out.2592.*line",
+    Mistake("read past the end", "layernorm_forward", LAYERNORM, "it reads residual.2592., and the last is "
+            "residual.2591.*line \\d+: for .int c = 0; c <= C; c\\+\\+. m", "c < C; c++) m", "c <= C; c++) m"),
+    Mistake("read before the beginning", "residual_forward", RESIDUAL, "it reads inp2.-1., and the first is "
+            "inp2.0. line", "inp2[i]", "inp2[(long)i - 1]"),
+    Mistake("guarded output", "residual_forward", RESIDUAL, "it writes out.2592., and the last.*line",
             "if (i < (size_t)N * C)", "if (i >= (size_t)N * C) from_float(out[i], 0.0f); else"),
     Mistake("shared array", "rmsnorm_forward", BLOCK_ROW, "index 64 is out of bounds: the array is float .64.*line",
             "float s = 1.0f / sqrtf(part[0]", "float s = 1.0f / sqrtf(part[64 - threadIdx.x]", block=ROW),
@@ -221,10 +278,22 @@ BOUNDS = (  # those that the sanitizers find
             "to_float(((const real*)nullptr)[i])"),
 )
 ALONE = (  # those that need a compilation of their own
-    Mistake("no semicolon", "residual_forward", RESIDUAL, "it does not compile: expected .*;.*line \\d+: ",
+    Mistake("no semicolon", "residual_forward", RESIDUAL, "it does not compile: expected .*;.* .or at the end of "
+            "the line before. line \\d+: ",
             "threadIdx.x;", "threadIdx.x"),
-    Mistake("unknown name", "residual_forward", RESIDUAL, "it does not compile: .inp3. was not declared.*line \\d+: "
-            "if", "inp2", "inp3"),
+    Mistake("unknown name", "residual_forward", RESIDUAL, "it does not compile: .inp3. was not declared((?!or at).)*"
+            "line \\d+: if", "inp2", "inp3"),
+    Mistake("no closing brace", "residual_forward", RESIDUAL, "it does not compile: a { has no }: the file has 2 of { "
+            "and 1 of }$", "if (i <", "{ if (i <"),
+    Mistake("no opening brace", "residual_forward", RESIDUAL, "it does not compile: a } has no {: the file has 1 of { "
+            "and 2 of } .*line \\d+", "i]));\n", "i])); }\n"),
+    Mistake("real is no float", "gelu_forward", GELU, "it does not compile in bf16: .*line \\d+: float x.*write "
+            "to_float.inp.i..", "to_float(inp[i])", "inp[i]", dtypes=("fp32", "bf16")),
+    Mistake("real is no float, nor what it is stored to", "gelu_forward", GELU, "it does not compile in bf16: .*write "
+            "to_float.inp.i..", "from_float(out[i], 0.5f", "out[i] = 0 * tanhf(inp[i]) + (0.5f",
+            dtypes=("fp32", "bf16")),
+    Mistake("float is no real", "gelu_forward", GELU, "it does not compile in bf16: .*write from_float.out.i., ...",
+            "from_float(out[i], 0.5f", "out[i] = (0.5f", dtypes=("fp32", "bf16")),
     Mistake("endless loop", "residual_forward", RESIDUAL, "it did not end within 2 seconds. Which loop has no end.: "
             "there is one in line \\d+", "if (i <", "for (volatile int n = 0; n < 1; n *= 2) {}\n    if (i <"),
 )
@@ -272,7 +341,7 @@ def mistakes(folder, word):
     for key, m in chosen(ALONE):
         path = folder / f"alone_{key}.cu"
         path.write_text(text(key, m))
-        job = dict(compile=[str(path)], run=[str(path)], sanitize=False, dtypes=["fp32"], limit=2)
+        job = dict(compile=[str(path)], run=[str(path)], sanitize=False, dtypes=m.dtypes, limit=2)
         compare(m, exercise.complaint_lines(path, *exercise.run_child(job), False))
 
 
@@ -330,6 +399,37 @@ def files(folder):
     refused(folder, "too many threads", "at most 1024", "other.cu")
     (folder / "other.cu").write_text(f"BLOCK(32, 1, 1)\n{rest}")
     refused(folder, "BLOCK with a third argument", "BLOCK.threads, items", "other.cu")
+    for wrong, wish in (("BLOCK(256)", r"BLOCK\(256\): expected BLOCK\(threads, items\), such as BLOCK\(256, "
+                         r"threads\); the first is a number"),
+                        ("BLOCK(256 threads)", r"BLOCK\(256 threads\): expected BLOCK"),
+                        ("BLOCK(B, threads)  // B", r"BLOCK\(B, threads\): expected BLOCK.* a number"),
+                        ("BLOCK(64, (threads / 32))", r".*\): expected BLOCK.* no parentheses in it")):
+        (folder / "other.cu").write_text(f"// one\n/* two\n*/\n{wrong}\n{rest}")
+        refused(folder, wrong, f"^other.cu, line 4: {wish}", "other.cu")
+    for wrong, wish in (("thread", "name 'thread' is not defined"), ("0 * threads", "a block covers nothing")):
+        (folder / "other.cu").write_text(f"BLOCK(32, {wrong})\n{rest}")
+        refused(folder, wrong, f"^other.cu: BLOCK over my_softmax_forward: {wish}: expected arithmetic", "other.cu")
+    (folder / "other.cu").write_text(f"{block}\n{rest}".replace("int V", "double V"))
+    refused(folder, "parameter", "^other.cu: my_softmax_forward: double V: expected a pointer", "other.cu")
+    (folder / "other.cu").write_text(f"{block}\n{rest}".replace("my_softmax_forward", "my_softmaxforward"))
+    refused(folder, "another name", "no kernel of an exercise; expected one such as my_softmax_forward,", "other.cu")
+    (folder / "my_rmsnorm_forwrd.cu").write_text("int main() {}\n")
+    refused(folder, "a name like the file's", "expected one such as my_rmsnorm_forward,", "my_rmsnorm_forwrd.cu")
+    refused(folder, "a file's name without its end", "^no exercise my_softmax_forward; did you mean the file "
+            "my_softmax_forward.cu.$", "my_softmax_forward")
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=os.devnull):
+        status, text = command(folder, "--exercise", "my_softmax_forward.cu")
+        check("refusal: a cache that cannot be written", status == 1 and re.search("^[^\n]*null/train_gpt2: compiled "
+              "kernels could not be kept there[^\n]*set XDG_CACHE_HOME[^\n]*$", text), text)
+    with mock.patch("sys.argv", ["../lab/dev/cuda/lab.py"]):
+        for text in (exercise.template("gelu_forward"), command(folder, "--exercise")[1]):
+            check("commands as they were called", "python ../lab/dev/cuda/lab.py --exercise" in text and
+                  "python dev" not in text, text[-200:])
+    for name, wishes in (("gelu_forward", (r"out \(N,OC\) = gelu", r"x/2 \(1 \+ tanh\(u\)\), with u", "0.7978846f")),
+                         ("matmul_forward", (r"32 columns \(of OC\) and 32 rows \(of N\)", "x = threadIdx.x % 32",
+                                             r"BLOCK\(1024, 32, 32\)(.*\n){3}.*In a warp"))):
+        for wish in wishes:
+            check(f"{name} says {wish}", re.search(wish, exercise.template(name)))
     (folder / "other.cu").write_text(f"{block}\n{rest}{block}\n{rest.replace('my_softmax', 'my_softmax')}"
                                      .replace("my_softmax_forward", "my_gelu_forward", 1))
     refused(folder, "two kernels", "expected one kernel of an exercise", "other.cu")
@@ -354,6 +454,19 @@ def whole(folder):
     check("wrong", status == 1 and "wrong: out[0,0]" in text, text)
 
 
+def on_gpu(folder):
+    """What is compiled for a GPU has all that the lab's versions of the kernel launch."""
+    for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu"], None),
+                          ("layernorm_forward", ["layernorm_forward.cu"], 768)):
+        path = folder / f"my_{name}.cu"
+        path.write_text(solution(name))
+        with mock.patch("dev.cuda.exercise.make_device", side_effect=KeyboardInterrupt) as made:
+            with contextlib.suppress(KeyboardInterrupt):
+                exercise.time_file(path)
+        c, files = made.call_args.args[2], [file.name for file in made.call_args.kwargs["beside"]]
+        check(f"on a GPU: {name}", files == ["llama3.cu", "tiles.cu", *wish, path.name] and C in (None, c.C), files)
+
+
 def standings(folder):
     """Where a time stands among those of the versions."""
     rungs = [(3e-4, 1, "naive"), (5e-5, 2, "better"), (2e-5, 3, "best")]
@@ -371,7 +484,7 @@ def standings(folder):
 def main():
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     with tempfile.TemporaryDirectory() as name:
-        for test in () if word else (files, standings, solutions, whole):
+        for test in () if word else (files, on_gpu, standings, solutions, whole):
             (Path(name) / test.__name__).mkdir()
             test(Path(name) / test.__name__)
         mistakes(Path(name), word)
