@@ -9,7 +9,7 @@ kernel that spills more than a few registers to memory, one that needs so many r
 launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels with Llama 3's kernels, and those of
 a model of 4,096 channels, are compiled by the same rules for sm_90a, where attention has code of its own for such
 heads, and for the last GPU named. GPT-2's layernorms, which Llama does not use, may spill there, and so may the naive
-versions in the kernel lab's files, which are compiled for the last GPU alone.
+versions in the kernel lab's files, which are compiled for the last GPU alone, and those with wgmma for sm_90a too.
 """
 import re
 import sys
@@ -68,7 +68,7 @@ def main():
     for dtype in ("fp32", "tf32", "bf16"):
         with ThreadPoolExecutor() as pool:
             jobs = [pool.submit(compile_for, gpu, dtype, *job) for gpu, *job in (
-                *((gpu, SMALL) for gpu in gpus), *others, *((gpu, SMALL, LAB_WGMMA) for gpu in gpus if gpu == "sm_90a"),
+                *((gpu, SMALL) for gpu in gpus), *others, *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a"),
                 (gpus[-1], SMALL, LAB, 2**20))]
             reports = [job.result() for job in jobs][: len(gpus)]
         print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
