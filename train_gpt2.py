@@ -436,9 +436,8 @@ class Cuda:
         self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
         hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
-        code = "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in sources)
-        options = *self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for
-        module = cupy.RawModule(code=code, options=options)
+        code = "".join(f'#line 1 "{path.name}"\n{path.read_text("utf-8")}' for path in sources)
+        module = cupy.RawModule(code, options=(*self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for))
         self.kernels = read_kernels(sources)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}

@@ -68,8 +68,8 @@ def main():
     for dtype in ("fp32", "tf32", "bf16"):
         with ThreadPoolExecutor() as pool:
             jobs = [pool.submit(compile_for, gpu, dtype, *job) for gpu, *job in (
-                *((gpu, SMALL) for gpu in gpus), *others, *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a"),
-                (gpus[-1], SMALL, LAB, 2**20))]
+                *((gpu, SMALL) for gpu in gpus), *others, (gpus[-1], SMALL, LAB, 2**20),
+                *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a"))]
             reports = [job.result() for job in jobs][: len(gpus)]
         print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
         for name in read_kernels(SMALL.SOURCES):
