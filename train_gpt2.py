@@ -437,7 +437,7 @@ class Cuda:
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
         hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
         code = "".join(f'#line 1 "{path.name}"\n{path.read_text("utf-8")}' for path in sources)
-        module = cupy.RawModule(code, options=(*self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *self.compiled_for))
+        module = cupy.RawModule(code=code, options=(*self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *c.switches()))
         self.kernels = read_kernels(sources)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
