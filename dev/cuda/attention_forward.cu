@@ -259,5 +259,4 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
 // attention_forward in kernels.cu: the same walk, for any head, for groups of heads that share keys, and for ReLU
 // attention. By mma.sync, warps fetch their operands from shared memory, and that is the bound. Two sets of 16 queries
 // a warp halve it, and Hopper's wgmma, for bf16, ends it: the tensor cores read a swizzled tile there by themselves,
-// once for the 64 rows of four warps. In TF32 version 4 takes 151 us and the trainer's 174, since its queries are loaded
-// and rounded once for all tiles. That is 0.6% of a training step in TF32, and not worth a second way in kernels.cu.
+// once for the 64 rows of four warps.

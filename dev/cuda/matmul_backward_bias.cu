@@ -27,8 +27,9 @@ extern "C" __global__ void matmul_backward_bias2(float* dbias, const real* __res
 // block that was. What it saves is a second kernel, which costs a launch, and the time in which the first one ends and
 // the second one begins: two or three microseconds. What it costs is a fence, which waits for a block's stores, an
 // atomic for each block, and a sum by a few blocks at the end, while the others have nothing to do. It also needs a
-// counter for every 8 W columns, which has to be 0 before the first launch. Items: OC columns along x, at least two
-// shares along y.
+// counter for every 8 W columns, which has to be 0 before the first launch. Both come to the same: on an H200 it takes
+// 30.9 us in fp32, where two launches take 29.1, and 17.3 in bf16, where they take 17.4 to 18.2. Items: OC columns along
+// x, at least two shares along y.
 BLOCK(256, 8 * W)
 extern "C" __global__ void matmul_backward_bias3(float* dbias, float* partials, int* counters,
                                                  const real* __restrict__ dout, int N, int OC) {

@@ -76,8 +76,8 @@ extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* 
     }
 }
 
-// The same by a block a row: fewer rows are at work at the same time, so that the second pass finds more of a row in
-// L2.
+// The same by a block a row: fewer rows are at work at the same time. In bf16 these are 27 MB, and the second pass finds
+// some of them in L2. In fp32 they are 53 MB, L2 keeps nothing of that, and the time is that of version 3.
 BLOCK(1024, 1)
 extern "C" __global__ void softmax_forward4(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
