@@ -119,9 +119,10 @@ extern "C" __global__ void layernorm_forward4(real* __restrict__ out, float* __r
 }
 
 // One pass for both sums, as the variance is also E[x^2] - E[x]^2. It saves a reading of the row, from L1, and the wait
-// of the second sum for the first, and gains nothing by that. And it subtracts two numbers of about mean^2, which fp32 has to 7 digits, and leaves
-// the variance. If that is small beside them, few digits of it are left. This is how wrong rstd is, with C = 768 and a
-// deviation of 1: half of 300 rows are worse than the first number, and one is as bad as the second.
+// of the second sum for the first, and gains nothing by that. And it subtracts two numbers of about mean^2, which fp32
+// has to 7 digits, and leaves the variance. If that is small beside them, few digits of it are left. This is how wrong
+// rstd is, with C = 768 and a deviation of 1: half of 300 rows are worse than the first number, and one is as bad as the
+// second.
 //
 //     mean                     0           1           5          50         500        5000
 //     version 5, half      4e-08       5e-08       9e-07       1e-04       9e-03         0.5
