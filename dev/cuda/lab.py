@@ -72,6 +72,14 @@ class Report(NamedTuple):
     launched: set  # the names of all kernels that were launched
     device: dict  # what is to be said of it
 
+    def plus(self, other):
+        return Report(*(a | b if isinstance(a, (set, dict)) else a + b for a, b in zip(self, other)))
+
+
+def nothing(*failures):
+    """A Report of nothing but failures."""
+    return Report(0, list(failures), [], {}, set(), {})
+
 
 def files_of(names):
     """What is compiled behind kernels.cu for these kernels."""
@@ -126,10 +134,10 @@ def is_lost(device):
         return True
 
 
-def run_kernel(kernel, task, say, ceilings):
-    """Do a task with one kernel. say(line) prints, and say(None, what) notes what is being done, in case it is the last
+def run_kernel(kernel, task, say, doing, ceilings):
+    """Do a task with one kernel. say(line) prints, and doing(what) notes what is being done, in case it is the last
     thing to be done. Returns a Report."""
-    report, stream, checks, device = Report(0, [], [], {}, set(), {}), None, 0, None
+    report, stream, checks, device = nothing(), None, 0, None
 
     def fail(number, dtype, what, line):
         if line not in {failure.line for failure in report.failures}:  # a wrong row is wrong in each dtype
@@ -145,7 +153,7 @@ def run_kernel(kernel, task, say, ceilings):
             if not numbers:
                 continue
             where = ",".join(f"{key}={value}" for key, value in sizes.items()) + f" {dtype}"
-            say(None, f"{kernel.name}, {where}")
+            doing(f"{kernel.name}, {where}")
             try:
                 key = dtype, *model_of(kernel, sizes)
                 device = device_of(task.device, *key, task.compiled[key])
@@ -156,7 +164,7 @@ def run_kernel(kernel, task, say, ceilings):
                     for number in numbers:
                         version = kernel.versions[number - 1]
                         if bench.fits(version) and not failed(number, dtype):
-                            say(None, f"{kernel.name} {number}, {where}")
+                            doing(f"{kernel.name} {number}, {where}")
                             checks += run_version(bench, number, task, f"{kernel.name} {number}", where, fail, say,
                                                   report, ceilings)
                         if is_lost(device):
@@ -227,8 +235,11 @@ def serve(connection):
     """A worker's life: a kernel's name and a Task come in; lines, what is being done, and a Report go out."""
     ceilings = {}
 
-    def say(line, doing=None):
-        connection.send(("line", line) if line is not None else ("doing", doing))
+    def say(line):
+        connection.send(("line", line))
+
+    def doing(what):
+        connection.send(("doing", what))
 
     while True:
         try:
@@ -240,11 +251,11 @@ def serve(connection):
                 for done in [pool.submit(device_of, "cuda", *key, names) for key, names in task.compiled.items()]:
                     done.exception()  # is raised again by the kernel that it is about
         try:
-            report = run_kernel(find_kernel(name), task, say, ceilings)
+            report = run_kernel(find_kernel(name), task, say, doing, ceilings)
         except Exception as e:  # of the kernel's own .py
             line = f"{name}.py: {one_line(e)}"
             say(f"error: {line}")
-            report = Report(0, [Failure(name, None, "", "", line)], [], {}, set(), {})
+            report = nothing(Failure(name, None, "", "", line))
         connection.send(("report", report))
 
 
@@ -289,7 +300,7 @@ class Worker:
             how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
             line = f"{doing}: ended its process ({how}); the others go on"
             say(f"error: {line}")
-            return Report(0, [Failure(name, None, "", "", line)], [], {}, set(), {})
+            return nothing(Failure(name, None, "", "", line))
 
     def stop(self):
         if self.process:
@@ -412,6 +423,10 @@ def list_versions(kernel):
         print(f"  {number}  {' '.join(version.dtypes):14} {version.what}")
 
 
+def refuse(message):
+    raise UserError(f"{message}; --help lists the flags")
+
+
 def read_flags(arguments):
     parser = argparse.ArgumentParser(description="Check and time the versions of a kernel.", allow_abbrev=False)
     parser.add_argument("kernel", nargs="?", help="its name (default: list them, or with --all or --check take all)")
@@ -426,7 +441,11 @@ def read_flags(arguments):
     parser.add_argument("--exercise", nargs="?", const="", metavar="NAME or FILE",
                         help="list the exercises, write the file of one, or judge such a file")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda if there is a GPU)")
+    parser.error = refuse
     flags = parser.parse_args(arguments)
+    if flags.exercise is not None and (flags.kernel or flags.check or flags.all or flags.shape or flags.dtype):
+        raise UserError("--exercise takes a name or a file itself, and no other flag than --device: "
+                        "--exercise residual_forward")
     if flags.out and not flags.all:
         raise UserError("--out is where --all writes its results: add --all")
     if flags.shape and not flags.kernel:
@@ -466,7 +485,7 @@ def main(arguments=None):
     if device == "cpu":
         os.environ.setdefault("CXXFLAGS", "-O1")  # most of the time is the compiler's, and this halves it
     task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel))
-    total, out, ran = Report(0, [], [], {}, set(), {}), flags.out or (None if flags.kernel else LAB), []
+    total, out, ran = nothing(), flags.out or (None if flags.kernel else LAB), []
 
     if timed and flags.all and out:
         results.write(out, [], total)  # refuses now what it would refuse after the first kernel
@@ -475,7 +494,7 @@ def main(arguments=None):
         nonlocal total
         print("".join(f"{line}\n" for line in lines), end="")
         ran.append(name)
-        total = Report(*(a | b if isinstance(a, (set, dict)) else a + b for a, b in zip(total, found)))
+        total = total.plus(found)
         if not flags.kernel:
             wrong = f"{len(found.failures)} wrong" if found.failures else "all right"
             print(f"{name}: {found.checks} checks, {wrong}", flush=True)

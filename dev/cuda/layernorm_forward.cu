@@ -62,7 +62,7 @@ extern "C" __global__ void layernorm_forward2_normalize(real* __restrict__ out, 
 }
 
 // One kernel: whoever has read a row normalises it too, while it is still in L1, so device memory gives it once. The
-// row's owner is a warp: its two sums are five shuffles each, where a block would wait at barriers, and eight rows of a
+// row's owner is a warp: its two sums are five shuffles each, where a block would wait at barriers, and the rows of a
 // block are independent of each other. The weight and the bias are read by all warps, and stay in L1.
 BLOCK(1024, threads / 32)
 extern "C" __global__ void layernorm_forward3(real* __restrict__ out, float* __restrict__ mean,
