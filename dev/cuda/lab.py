@@ -412,7 +412,8 @@ def list_kernels(names):
     for name in names:
         try:
             kernel = find_kernel(name)
-            print(f"{name:32} {len(kernel.versions)} versions, {kernel.shape:32} {kernel.summary}")
+            count = len(kernel.versions)
+            print(f"{name:30} {count} version{'s' if count > 1 else ' '} {kernel.shape:32} {kernel.summary}")
         except Exception as e:
             print(f"{name:32} error: {one_line(e)}")
 

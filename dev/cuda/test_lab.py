@@ -188,7 +188,7 @@ LINES = [  # arguments, exit status, what is printed
     (["gelu_forward", "--show", "3"], 0,
      r"// gelu_forward 3: .*\n(?:.*\n)*extern \"C\" __global__ void gelu_forward\(.*\n(?:.*\n)*"),
     (["gelu_forward"], 0, r"gelu_forward: out \(N,4C\) = gelu\(inp\)\nB=8,T=1024,C=768\n  1  fp32 bf16 .*\n(?:.*\n)*"),
-    ([], 0, r"gelu_forward +3 versions, .*\nresidual_forward +\d versions, .*\n"),
+    ([], 0, r"gelu_forward +3 versions .*\nresidual_forward +\d versions .*\n"),
 ]
 
 
