@@ -31,6 +31,7 @@ from typing import NamedTuple
 LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
 from prepro_tinyshakespeare import UserError, has_gpu, read_kernels  # noqa: E402
+from prepro_tinyshakespeare import run as run_main  # noqa: E402
 
 from dev.cuda import results, timing  # noqa: E402  (after prepro_tinyshakespeare, which says how NumPy's threads wait)
 from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, model_of, noting, parse_sizes,  # noqa: E402
@@ -412,10 +413,11 @@ def list_kernels(names):
     for name in names:
         try:
             kernel = find_kernel(name)
-            count = len(kernel.versions)
-            print(f"{name:30} {count} version{'s' if count > 1 else ' '} {kernel.shape:32} {kernel.summary}")
-        except Exception as e:
-            print(f"{name:32} error: {one_line(e)}")
+        except Exception as e:  # whatever stands in its .py
+            print(f"{name:30} error: {one_line(e)}")
+            continue
+        count = len(kernel.versions)
+        print(f"{name:30} {count} version{'s' if count > 1 else ' '} {kernel.shape:32} {kernel.summary}")
 
 
 def list_versions(kernel):
@@ -530,7 +532,4 @@ def nothing_run(kernel, flags):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")
+    run_main(main)
