@@ -192,6 +192,20 @@ def kernel_names():
     return sorted(path.stem for path in LAB.glob("*.py") if re.search(r"^KERNEL = ", path.read_text(), re.M))
 
 
+def launched_by(names, known):
+    """Which of the known kernels these kernels of the lab may launch: those whose names are in their .py, or in what
+    that imports of the lab. Some names end in what the .py puts behind others."""
+    texts, missing = {}, list(names)
+    while missing:
+        name = missing.pop()
+        if name not in texts and (LAB / f"{name}.py").exists():
+            texts[name] = (LAB / f"{name}.py").read_text(encoding="utf-8")
+            imports = re.findall(r"from dev\.cuda(?:\.(\w+))? import (\w+)", texts[name])
+            missing += [module or name for module, name in imports]
+    text = "".join(texts.values())
+    return [name for name in known if re.sub("_(inp|weight)$", "", name) in text]
+
+
 def parse_sizes(text):
     """{"B": 8, "T": 1024} of "B=8,T=1024". Raises UserError."""
     sizes = {}

@@ -34,8 +34,8 @@ from prepro_tinyshakespeare import UserError, has_gpu, read_kernels  # noqa: E40
 from prepro_tinyshakespeare import run as run_main  # noqa: E402
 
 from dev.cuda import results, timing  # noqa: E402  (after prepro_tinyshakespeare, which says how NumPy's threads wait)
-from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, model_of, noting, parse_sizes,  # noqa: E402
-                             words)
+from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, launched_by, model_of,  # noqa: E402
+                             noting, parse_sizes, words)
 from train_gpt2 import Config, make_device  # noqa: E402
 
 LLAMA = LAB.parent / "llama3/llama3.cu"
@@ -86,20 +86,6 @@ def files_of(names):
     """What is compiled behind kernels.cu for these kernels."""
     every = dict.fromkeys(name for first in names for name in (first, *find_kernel(first).beside))
     return [path for path in (LLAMA, LAB / "tiles.cu", *(LAB / f"{name}.cu" for name in every)) if path.exists()]
-
-
-def launched_by(names, known):
-    """Which of the known kernels these kernels of the lab may launch: those whose names are in their .py, or in what
-    that imports of the lab. Some names end in what the .py puts behind others."""
-    texts, missing = {}, list(names)
-    while missing:
-        name = missing.pop()
-        if name not in texts and (LAB / f"{name}.py").exists():
-            texts[name] = (LAB / f"{name}.py").read_text(encoding="utf-8")
-            imports = re.findall(r"from dev\.cuda(?:\.(\w+))? import (\w+)", texts[name])
-            missing += [module or name for module, name in imports]
-    text = "".join(texts.values())
-    return [name for name in known if re.sub("_(inp|weight)$", "", name) in text]
 
 
 @functools.cache
