@@ -381,13 +381,18 @@ class Kernel(NamedTuple):
 SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
 
 
+def without_comments(text):
+    """CUDA text with its comments as blanks, so that every place in it stays where it is."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found[0]), text, flags=re.S)
+
+
 def read_kernels(sources):
     """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor one of SCALARS."""
     declaration = (r'BLOCK\(\s*(\d+)\s*,([^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
     kernels, found = {}, []
     for path in sources:
-        text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", path.read_text(encoding="utf-8"), flags=re.S)  # without comments
+        text = without_comments(path.read_text(encoding="utf-8"))
         found += [(path, *words) for words in re.findall(declaration, text)]
     for path, threads, covers, name, parameters in found:
         try:

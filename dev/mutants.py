@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(TOP))
+from prepro_tinyshakespeare import UserError, run, without_comments  # noqa: E402
+
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
 
 
@@ -351,26 +354,28 @@ def barriers():
     the barrier by its number in its function."""
     files = [KERNELS, LLAMA, *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
     for file in files:
-        text = without_comments((TOP / file).read_text(encoding="utf-8"))
+        text = code_of((TOP / file).read_text(encoding="utf-8"))
         starts = [(found.start(), found[1]) for found in DEFINITION.finditer(text)]
         counts = {}
         for found in BARRIER.finditer(text):
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
             if (function, number) not in UNSEEN:
+                if file in (KERNELS, LLAMA, TILES) and function not in BARRIERS:
+                    raise UserError(f"{file}: {function} has a barrier; BARRIERS has to say which kernel notices it")
                 kernel = BARRIERS[function] if file in (KERNELS, LLAMA, TILES) else Path(file).stem
                 yield Mutant(f"barrier {number}", kernel, "fp32", function, found[0], "", file)
 
 
-def without_comments(text):
+def code_of(text):
     """The text with comments and launch bounds as blanks, so that every place in it stays where it is."""
-    return re.sub(r"//.*|__launch_bounds__\(.*?\)", lambda found: " " * len(found[0]), text)
+    return re.sub(r"__launch_bounds__\(.*?\)", lambda found: " " * len(found[0]), without_comments(text))
 
 
 def mutated(mutant):
     """The mutant's file as a text. Raises SystemExit unless the place is found exactly once."""
     text = (TOP / mutant.file).read_text(encoding="utf-8")
-    code, begin, end = without_comments(text), 0, len(text)
+    code, begin, end = code_of(text), 0, len(text)
     if mutant.where:
         name = mutant.where if "(" in mutant.where else f"{mutant.where}("
         begin = code.find(name)
@@ -389,7 +394,6 @@ def mutated(mutant):
 
 def check_kernel(name, dtype, trainer_only):
     """Check the versions of a kernel, or only the trainer's. Returns None, or a line that says what is wrong."""
-    sys.path.insert(0, str(TOP))
     from dev.cuda.kernel import Bench, find_kernel, model_of, parse_sizes, words
     from dev.cuda.lab import device_of
     kernel = find_kernel(name)
@@ -484,6 +488,8 @@ def main():
         mutated(mutant)
     if flags.kernel:
         mutants = [mutant for mutant in mutants if mutant.kernel == flags.kernel]
+        if not mutants:
+            raise UserError(f"there is no mutant of a kernel {flags.kernel}; --list lists them all")
     if flags.draw:
         commit = subprocess.run(["git", "-C", TOP, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         print(f"{flags.draw} of {len(mutants)} mutants, drawn by the commit {commit[:10]}")
@@ -516,4 +522,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
-from prepro_tinyshakespeare import UserError, read_kernels, to_float  # noqa: E402  (before NumPy)
+from prepro_tinyshakespeare import UserError, read_kernels, to_float, without_comments  # noqa: E402  (before NumPy)
 
 import numpy as np  # noqa: E402
 
@@ -385,8 +385,7 @@ def write_template(name, folder="."):
 
 def code_of(path):
     """The text of a .cu without its comments, line by line as it was."""
-    text = path.read_text(encoding="utf-8")
-    return re.sub(r"//[^\n]*|/\*.*?\*/", lambda comment: "\n" * comment[0].count("\n"), text, flags=re.S)
+    return without_comments(path.read_text(encoding="utf-8"))
 
 
 def exercise_of(path):

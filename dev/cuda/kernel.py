@@ -136,8 +136,10 @@ class Version(NamedTuple):
         tries = {**({"threads": threads[:: max(1, len(threads) - 1)] if few else threads} if threads else {}),
                  **self.more}
         combinations = [dict(zip(tries, values)) for values in itertools.product(*tries.values())]
-        own = dict.fromkeys(tries) if self.trainer else None
-        return [own, *(choice for choice in combinations if choice != own)] if self.trainer else combinations
+        if not self.trainer:
+            return combinations
+        own = dict.fromkeys(tries)
+        return [own, *(choice for choice in combinations if choice != own)]
 
     def launch(self, device, a, kernel):
         if callable(self.run):
@@ -159,7 +161,7 @@ class Kernel(NamedTuple):
     """A kernel of the lab. Its problem(draw, **sizes) returns {name: input} and {name: truth}. Inputs are numbers,
     None, integer arrays, or arrays of float64 that the Draw has rounded. A truth is float64: where it is ANY the result
     may be anything, and where it is NaN or infinite the result must be so too. An output that is among the inputs too
-    is updated in place. A third dictionary may say how large the terms of an output are: see judge."""
+    is updated in place. A third dictionary may say how large the terms of an output are: see compare."""
     problem: Callable
     shape: str  # the sizes to time
     checks: tuple  # small odd sizes, that every version is checked at if it fits
@@ -167,7 +169,7 @@ class Kernel(NamedTuple):
     args: str = ""  # the names of the kernels' arguments, if most versions have the same
     fp32: str = ""  # the arrays that are fp32 in every dtype; the others are real, as kernels.cu calls it
     exact: str = ""  # the outputs that must have the truth's bits, once it is rounded
-    sums: str = ""  # the outputs that are sums of terms which may cancel: see judge
+    sums: str = ""  # the outputs that are sums of terms which may cancel: see compare
     trainer_checks: tuple = ()  # more sizes, for the trainer's version alone
     compiled_for: str = ""  # "C" or "HS", if kernels.cu is compiled for that size of it
     beside: tuple = ()  # other kernels of the lab whose .cu must be compiled too
@@ -241,7 +243,7 @@ ATTENTION_LIMITS = {"fp32": 2 * KERNEL_LIMIT, "tf32": 5e-4, "bf16": 3e-3}
 HANDFUL = 8  # times the limit of a whole tensor, by which the arithmetic of one element may be off
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     """What is said of one output: its relative error and the limit of that; and what is wrong, if anything is."""
     name: str
     error: float
@@ -258,8 +260,8 @@ class Verdict(NamedTuple):
                 f"{self.error:.1e}, limit {self.limit:.1e})")
 
 
-def judge(np_, name, array, truth, limit, kind=None, terms=None):
-    """The Verdict on an output, given its truth, by NumPy or CuPy.
+def compare(np_, name, array, truth, limit, kind=None, terms=None):
+    """The Comparison of an output with its truth, by NumPy or CuPy.
 
     The relative error of the whole, by Frobenius norm, must be within the limit of its arithmetic, or BF16_LIMIT if it
     is stored in bf16. And each element must be right: it may be off by its own rounding, and by HANDFUL times the
@@ -288,11 +290,11 @@ def judge(np_, name, array, truth, limit, kind=None, terms=None):
     bad = cared & ~np_.where(finite, off <= allowed, same_kind)
     if not bool(bad.any()):
         if error <= whole:
-            return Verdict(name, error, whole)
+            return Comparison(name, error, whole)
         bad = finite & (off > whole * size)
     first = int(np_.argmax(bad))
     place = tuple(map(int, np.unravel_index(first, truth.shape)))
-    return Verdict(name, error, whole, place, float(found.reshape(-1)[first]), float(truth.reshape(-1)[first]))
+    return Comparison(name, error, whole, place, float(found.reshape(-1)[first]), float(truth.reshape(-1)[first]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,7 +324,7 @@ class Bench:
     def __init__(self, kernel, device, sizes, sets=lambda nbytes: 1):
         """sizes {name: number}; sets(bytes of a set) says how many of them there are to be. Raises UserError if the
         sizes do not fit the kernel."""
-        self.kernel, self.device, self.sizes = kernel, device, sizes
+        self.kernel, self.device = kernel, device
         self.np = device.cupy if device.name == "cuda" else np
         given, truth, terms = problem_of(kernel.problem, tuple(sizes.items()), device.real == BF16)
         arrays = {name: values for name, values in given.items() if isinstance(values, np.ndarray)}
@@ -393,7 +395,7 @@ class Bench:
             yield functools.partial(version.launch, self.device, every, self.kernel)
 
     def check(self, version, choice):
-        """Launch a version on the first set, fresh, on a CPU in several orders. Returns the Verdict that is worst.
+        """Launch a version on the first set, fresh, on a CPU in several orders. Returns the Comparison that is worst.
         Raises AssertionError, in words, if a version has a race, writes outside of an array, or changes an input."""
         work, first, a = next(self.launches(version, choice)), {}, self.sets[0]
         on_cpu = self.device.name == "cpu"
@@ -421,9 +423,9 @@ class Bench:
                  **dict.fromkeys(self.kernel.exact.split(), "exact")}
         limit = {**dict.fromkeys(DTYPES, KERNEL_LIMIT), **self.kernel.limits, **version.limits}[self.device.dtype]
         own = {name: limits[self.device.dtype] for name, limits in self.kernel.limits_of.items()}
-        verdicts = [judge(self.np, name, getattr(a, name), truth, own.get(name, limit), kinds.get(name),
-                          self.terms.get(name)) for name, truth in self.truth.items()]
-        return max(verdicts, key=lambda v: (v.place is not None, v.error / (v.limit or 1)))
+        comparisons = [compare(self.np, name, getattr(a, name), truth, own.get(name, limit), kinds.get(name),
+                               self.terms.get(name)) for name, truth in self.truth.items()]
+        return max(comparisons, key=lambda c: (c.place is not None, c.error / (c.limit or 1)))
 
     def compare_orders(self, a, first, order):
         """Raises AssertionError unless each output has the same bits as in the first order."""

@@ -24,8 +24,8 @@ from prepro_tinyshakespeare import BF16, read_kernels  # noqa: E402
 import numpy as np  # noqa: E402
 
 from dev.cuda import results  # noqa: E402
-from dev.cuda.kernel import (ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, f32, find_kernel,  # noqa: E402
-                             judge, kernel_names, stored)
+from dev.cuda.kernel import (ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, compare, f32, find_kernel,  # noqa: E402
+                             kernel_names, stored)
 from dev.cuda.lab import Failure, Report, files_of  # noqa: E402
 from dev.cuda.show import needed, pieces_of, printed, show  # noqa: E402
 from dev.cuda.timing import Timing  # noqa: E402
@@ -46,11 +46,11 @@ def judging():
         if change:
             place, factor = change
             found[place] = factor(found[place]) if callable(factor) else factor
-        return judge(np, "out", stored(np.float32(found), dtype), truth, limit, kind, terms)
+        return compare(np, "out", stored(np.float32(found), dtype), truth, limit, kind, terms)
 
     for dtype in (np.dtype(np.float32), BF16):
         check(f"{dtype}: right", verdict(dtype).place is None, f"{verdict(dtype)}")
-        exact = judge(np, "out", stored(np.float32(right), dtype), as_stored(truth, dtype), KERNEL_LIMIT, "exact")
+        exact = compare(np, "out", stored(np.float32(right), dtype), as_stored(truth, dtype), KERNEL_LIMIT, "exact")
         check(f"{dtype}: the same bits", exact.place is None and exact.limit == 0, f"{exact}")
         for name, place, factor in (
                 ("off by 20%", (0, 3), lambda x: 1.2 * x), ("another sign", (0, 1), lambda x: -x),
@@ -61,7 +61,7 @@ def judging():
     check("any value will do", verdict(np.dtype(np.float32), ((2, 5), np.nan)).place is None)
     cut = stored(np.float32(right), BF16)
     cut.view(np.uint16)[...] = np.float32(right).view(np.uint32) >> 16
-    found = judge(np, "out", cut, truth, KERNEL_LIMIT)
+    found = compare(np, "out", cut, truth, KERNEL_LIMIT)
     check("bf16 that is cut off", found.place is not None, f"{found}")
     small = ((0, 3), lambda x: x + 1e-3)
     check("own size", verdict(np.dtype(np.float32), small).place == (0, 3))
@@ -70,11 +70,11 @@ def judging():
         found = verdict(np.dtype(np.float32), small, kind, terms)
         check(f"{kind}, terms {terms is not None}", found.place == wish, f"{found}")
     ones = np.ones((4, 1000))
-    found = judge(np, "out", np.float32(ones * (1 + 3e-5)), ones, KERNEL_LIMIT)
+    found = compare(np, "out", np.float32(ones * (1 + 3e-5)), ones, KERNEL_LIMIT)
     check("all a little off", found.place == (0, 0) and 2.9e-5 < found.error < 3.1e-5, f"{found}")
-    found = judge(np, "out", stored(np.float32(ones * 1.003), BF16), ones, KERNEL_LIMIT)
+    found = compare(np, "out", stored(np.float32(ones * 1.003), BF16), ones, KERNEL_LIMIT)
     check("limit of what is stored in bf16", found.limit == BF16_LIMIT, f"{found}")
-    off = judge(np, "out", np.float32(ones) + np.float32(2**-23), ones, KERNEL_LIMIT, "exact")
+    off = compare(np, "out", np.float32(ones) + np.float32(2**-23), ones, KERNEL_LIMIT, "exact")
     check("one bit off", off.place == (0, 0), f"{off}")
 
 
