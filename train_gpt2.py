@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind, UserError,
                                     check_needs, check_size, count_tokens, data_paths, decode, duration, files_of,
-                                    gpt2_encoding, has_gpu, make_header, parse_flags, progress, read_cache,
+                                    gpt2_encoding, has_gpu, launched, make_header, parse_flags, progress, read_cache,
                                     read_header, read_kernels, read_tokens, run, say, set_defaults, stop_signals,
                                     to_bf16, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
@@ -240,18 +240,36 @@ def batch_table(B, T):
     ]
 
 
-def arena_tables(c, B, T, real, recompute=False):
+class Alone:
+    """The ranks of a run that has one. With several, each has a process, and a part of each batch. dev/ranks.py has
+    these same verbs for them, and says what they do."""
+    rank, count, zero = 0, 1, False
+    tables = lambda self, *sizes: {}
+    embeddings = lambda self, model: [(model.back.dresidual, model.batch)]
+    sum = norm = gather = lambda self, *args: None
+    agree = lambda self, stop, pauses: bool(stop)
+    exchange = lambda self, value, about: [value]
+    in_turn = lambda self, work: work()
+    begin = lambda self, *args: None
+
+
+ALONE = Alone()
+
+
+def arena_tables(c, B, T, real, recompute=False, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
-    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
+    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them. With --zero 1, each of several
+    ranks updates its own share of them."""
     parameters = c.parameter_table()
+    updated = ranks.share(parameters) if ranks.zero else parameters
     update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
               Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
-              Row("starts", (len(parameters) + 1,), np.uint64),  # where each parameter starts, counted in numbers
-              Row("decayed", (len(parameters),), np.int32)]  # 1 where weight decay applies, else 0
-    return {"parameters": c.parameter_table(real), **({"master": parameters} if real == BF16 else {}),
-            "gradients": parameters, "adam m": parameters, "adam v": parameters, "update": update,
+              Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, counted in numbers
+              Row("decayed", (len(updated),), np.int32)]  # 1 where weight decay applies, else 0
+    return {"parameters": c.parameter_table(real), **({"master": updated} if real == BF16 or ranks.zero else {}),
+            "gradients": parameters, "adam m": updated, "adam v": updated, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
-            "backward": c.backward_table(B, T, real)}
+            "backward": c.backward_table(B, T, real), **ranks.tables(c, B, T, real)}
 
 
 def layout(table):
@@ -325,18 +343,21 @@ def checkpoint_parts(model):
 class DataLoader:
     """Hands out the batches of a token file, or of all that a pattern matches, and begins again at their end. What is
     left at the end of a file, and fills no batch, is skipped. With shuffle, files come in a random order, another in
-    each epoch, and so do the batches of each file, as in llm.c. By default, files are shuffled if there are several."""
+    each epoch, and so do the batches of each file, as in llm.c. By default, files are shuffled if there are several.
+    Each of several ranks has a slot, B*T tokens, of all batches, and an order of its own."""
 
-    def __init__(self, pattern, B, T, V, shuffle=None):
-        self.paths = files_of(pattern)
+    def __init__(self, pattern, B, T, V, shuffle=None, ranks=ALONE):
+        self.paths, self.ranks, self.size = files_of(pattern), ranks, ranks.count * B * T  # tokens of a batch
         self.B, self.T, self.V, counts = B, T, V, [count_tokens(path)[0] for path in self.paths]
         for path, count in zip(self.paths, counts):
-            if count <= B * T:
-                raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {B * T + 1:,}; "
+            if count <= self.size:
+                each = "" if ranks is ALONE else f" for {ranks.count} ranks"
+                raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {self.size + 1:,}{each}; "
                                 "give a longer file, or a smaller -b or -t")
-        self.total, self.batches_of = sum(counts), [(count - 1) // (B * T) for count in counts]
+        self.total, self.batches_of = sum(counts), [(count - 1) // self.size for count in counts]
         self.batches = sum(self.batches_of)  # of an epoch
-        self.shuffle, self.rng = len(counts) > 1 if shuffle is None else shuffle, np.random.RandomState(42)
+        self.shuffle = len(counts) > 1 if shuffle is None else shuffle
+        self.rng = np.random.RandomState(42 + ranks.rank)
         self.files, self.path = self.permuted(range(len(counts))), None
         self.open(0)
 
@@ -369,14 +390,17 @@ class DataLoader:
             self.order = position.order
         self.rng.set_state(position.rng)
 
+    def next_file(self):
+        if self.place + 1 == len(self.files):
+            self.files = self.permuted(self.files)
+        self.open((self.place + 1) % len(self.files))
+
     def next_batch(self):
         """Tokens and targets, both (B,T) int32: for each token the one that follows."""
         if self.next == len(self.order):
-            if self.place + 1 == len(self.files):
-                self.files = self.permuted(self.files)
-            self.open((self.place + 1) % len(self.files))
+            self.next_file()
         size, self.next = self.B * self.T, self.next + 1
-        start = self.order[self.next - 1] * size
+        start = self.order[self.next - 1] * self.size + self.ranks.rank * size
         self.where = f"{self.path}, tokens {start} to {start + size}"  # for a report when something is wrong with them
         window = self.tokens[start : start + size + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
@@ -566,10 +590,10 @@ def classifier_launch(device, N, Vp, with_gradient):
     return min(N, device.multiprocessors), room, room // device.W * 16
 
 
-def memory_of(c, device, B, T, recompute, free):
+def memory_of(c, device, B, T, recompute, free, ranks=ALONE):
     """The bytes that a model's tables ask for, and how many of B = 1, 2, ... have tables within `free` bytes."""
     def bytes_of(B):
-        return sum(layout(table)[-1] for table in arena_tables(c, B, T, device.real, recompute).values())
+        return sum(layout(table)[-1] for table in arena_tables(c, B, T, device.real, recompute, ranks).values())
 
     return bytes_of(B), bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
@@ -580,7 +604,7 @@ class GPT2:
     dev/llama3/ has another architecture: a subclass with its own Config, head, and methods from layer_forward on."""
     Config, decode, encoding = Config, staticmethod(decode), staticmethod(gpt2_encoding)
 
-    def __init__(self, config, device, B, T, attention="softmax", recompute=False):
+    def __init__(self, config, device, B, T, attention="softmax", recompute=False, ranks=ALONE):
         if T > config.longest:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         if device.compiled_for != config.switches():
@@ -592,44 +616,49 @@ class GPT2:
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of shared memory, "
                             f"and this device has {device.max_shared:,}: choose a smaller C, smaller heads, or bf16")
         free = device.free_bytes()
-        asked, fits = memory_of(config, device, B, T, recompute, free)
+        asked, fits = memory_of(config, device, B, T, recompute, free, ranks)
         if asked > free:
-            _, fits_again = memory_of(config, device, B, T, True, free)
+            _, fits_again = memory_of(config, device, B, T, True, free, ranks)
             raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
                             f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 1 "
                             f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
 
-        self.config, self.device, self.B, self.T, self.recompute = config, device, B, T, recompute
+        self.config, self.device, self.B, self.T, self.recompute, self.ranks = config, device, B, T, recompute, ranks
         self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")  # of attention's scores
-        tables = arena_tables(config, B, T, device.real, recompute)
+        tables = arena_tables(config, B, T, device.real, recompute, ranks)
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
-        master = self.arenas["master" if device.real == BF16 else "parameters"]
-        self.master, self.originals = master.view(np.float32), carve(master, tables["gradients"])
+        master = self.arenas["master" if "master" in tables else "parameters"]
+        self.master, self.originals = master.view(np.float32), carve(master, tables["adam m"])
+        self.updated = (self.arenas.get("param share", self.arenas["parameters"]),  # what AdamW writes
+                        self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32))  # and what it reads
+        self.staged = self.grads if ranks.zero else None  # what whole tensors are read into, to keep a share of them
         self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
         self.head, self.dhead = self.params.wte, self.grads.wte  # GPT-2's head makes logits with its embeddings
         for name in tables.keys() - {"activations", "backward"}:
             device.zero(self.arenas[name])
         self.adam = carve(self.arenas["update"], tables["update"])
-        device.put(self.adam.starts, [start // 4 for start in layout(tables["gradients"])])
-        device.put(self.adam.decayed, [row.decay for row in tables["gradients"]])
+        device.put(self.adam.starts, [start // 4 for start in layout(tables["adam m"])])
+        device.put(self.adam.decayed, [row.decay for row in tables["adam m"]])
         self.shape = None  # (B,T) of the batch that the activations are laid out for
         self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
         self.step = 0  # steps done
-        self.micros = 1  # micro-batches of the step that is queued, over which its loss is the mean
+        self.micros = 1  # micro-batches of the step that is queued, of all ranks, over which its loss is the mean
 
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16."""
-        self.set_tensors(tensors, *[self.originals, self.params][: 1 + (self.device.real == BF16)])  # in fp32 the same
+        self.set_tensors(tensors, self.originals, *[self.params] * ("master" in self.arenas))  # or they are the same
 
-    def set_tensors(self, tensors, *sets):
+    def set_tensors(self, tensors, fp32, *others):
         """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay."""
         for name, values in tensors:
-            for views in sets:
+            for views in (self.staged or fp32, *others):
                 for to, part in zip(matrices(getattr(views, name)), matrices(values)) if hasattr(views, name) else ():
                     part = to_float(part)
                     self.device.put(to.reshape(-1)[: part.size], to_bf16(part) if to.dtype == BF16 else part)
+        if self.staged:
+            self.ranks.keep(self, fp32)
 
     def set_batch(self, batch):
         """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may be smaller."""
@@ -737,8 +766,9 @@ class GPT2:
         (_, T), (N, C), p, a = self.shape, self.acts.residual.shape, self.params, self.acts
         self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)  # -> (N,C)
 
-    def embedding_backward(self):
-        (B, T), C, g, dx, b = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
+    def embedding_backward(self, dx, b):
+        """Of a batch b, and the gradient dx of the stream where it begins."""
+        (B, T), C, g = self.shape, self.config.C, self.grads
         self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.run_length, C)
         self.device.launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
@@ -784,9 +814,11 @@ class GPT2:
             self.layer_forward(l)
         self.last_norm_forward()
 
-    def backward_pass(self, micro=0):
+    def backward_pass(self, micro=0, ranks=ALONE):
         """From lnf through the loss to the gradients of all parameters. The first of a step's micro-batches, 0, begins
-        them anew: what kernels add to is cleared, and a product sets its matrix. The others add to them."""
+        them anew: what kernels add to is cleared, and a product sets its matrix. The others add to them. In the last,
+        several ranks sum up what is complete, a part of the model at a time, while the work on the next part goes on.
+        """
         self.accumulate = micro > 0
         for row in self.config.parameter_table():
             if not row.matrix and not self.accumulate:
@@ -797,9 +829,13 @@ class GPT2:
             self.head_backward(rows, logits)
         self.mean_loss(self.accumulate)
         self.last_norm_backward()
+        ranks.sum(self, "head")
         for l in reversed(range(self.config.L)):
             self.layer_backward(l)
-        self.embedding_backward()
+            ranks.sum(self, l)
+        for dx, batch in ranks.embeddings(self):
+            self.embedding_backward(dx, batch)
+        ranks.sum(self, "embeddings")
 
     def forward(self, tokens, targets=None):
         """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None. Its logits are left in
@@ -841,25 +877,27 @@ class GPT2:
     def update_pass(self):
         """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
         n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
-        gradients = arenas["gradients"].view(np.float32)
+        parameters, gradients = self.updated
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
+        self.ranks.norm(self)
         device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
         self.step += 1
-        device.launch("adamw", n, arenas["parameters"], self.master, gradients, arenas["adam m"], arenas["adam v"],
+        device.launch("adamw", n, parameters, self.master, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)
+        self.ranks.gather(self)
 
     def train_step(self, *batches, **adamw):
         """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
         report()() waits for it. Its graphs are one for each kind of micro-batch: the only one; the first, which sets
         gradients; one that adds; the last, which updates too."""
-        self.micros = len(batches)
+        self.micros = len(batches) * self.ranks.count
         self.set_adamw(**adamw)
         for micro, batch in enumerate(batches):
-            last = micro == self.micros - 1
+            last = micro == len(batches) - 1
 
             def work(micro=micro, last=last):
                 self.forward_pass()
-                self.backward_pass(micro)
+                self.backward_pass(micro, self.ranks if last else ALONE)
                 if last:
                     self.update_pass()
 
@@ -898,8 +936,9 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
     """The training loop, from the model's step on, until a signal's number is in `stop`. In between it validates,
     scores HellaSwag's examples, samples, and, with a folder (dev/run_folder.py), logs and writes checkpoints. Raises
     UserError when the loss is no longer a number."""
-    device, tokens, begun = model.device, flags.total_batch, model.step
-    flops_a_step, micros = tokens * model.config.flops_per_token(model.T), tokens // (model.B * model.T)
+    device, tokens, begun, ranks = model.device, flags.total_batch, model.step, model.ranks
+    own = tokens // ranks.count  # of a step's tokens
+    flops_a_step, micros = own * model.config.flops_per_token(model.T), own // (model.B * model.T)
     ahead = device.ahead if micros == 1 else 0  # a step of several has the host copy batches while the device works
     adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
     times, losses, queued, clock = [], [], [], 0.0
@@ -947,25 +986,27 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
     batches = next_batches()
     for step in range(begun + 1, steps + 2):  # once more than there are steps, to validate and sample at the end
         done, last = step - 1, step > steps
-        validates = due(done, flags.val_every) and not stop
-        samples = done and flags.sample_tokens and due(done, flags.sample_every) and not stop
-        saves = folder and done and due(done, flags.checkpoint_every)
+        validates, saves = due(done, flags.val_every), folder and done and due(done, flags.checkpoint_every)
+        samples = done and flags.sample_tokens and due(done, flags.sample_every)
+        stopping = ranks.agree(stop, validates or samples or saves or last)  # a signal may come at any time
+        validates, samples = validates and not stopping, samples and not stopping and not ranks.rank
         while len(queued) > (0 if validates or samples or saves or last else ahead):  # all, before one of those
             finish(*queued.pop(0))
         if validates:
             val_data.open(0)
             count = val_data.batches if flags.val_batches < 0 else min(flags.val_batches, val_data.batches)
             val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(count)) / count
+            val_loss = sum(ranks.exchange(val_loss, "a validation")) / ranks.count
             say(f"val loss {val_loss:.6f}")
             log(f"s:{done} tel:{val_loss:.4f}")
         if validates and examples and done:
             from dev.eval.hellaswag import score
-            correct, total = score(model, examples)
+            scores = ranks.exchange(score(model, examples[ranks.rank :: ranks.count]), "a score")
+            correct, total = map(sum, zip(*scores))
             say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
             log(f"s:{done} eval:{correct / total:.4f}")
         if samples:
             say(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens))}\n---")
-        stopping = bool(stop)  # asked once, since a signal may come at any time
         while stopping and queued:
             finish(*queued.pop(0))
         if folder and done != folder.step and (saves or last or stopping):
@@ -1025,13 +1066,22 @@ def main(arguments=None, architecture=GPT2):
     flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments,
                         defaults=False)
     check_needs(flags)
-    place, folder, val_data, examples = flags.device or ("cuda" if has_gpu() else "cpu"), None, None, ()
+    place = flags.device or ("cuda" if has_gpu() else "cpu")
     if flags.replay:
         from dev.replay import replay
         return replay(flags.replay, architecture, flags, place)
+    if flags.gpus != 1 and (flags.gpus or launched()):
+        from dev.ranks import start
+        return start(flags, place, lambda ranks: work(architecture, flags, place, ranks))
+    return work(architecture, flags, place)
+
+
+def work(architecture, flags, place, ranks=ALONE):
+    """What main does with its flags, on a device of this name: as one of several ranks, or alone."""
+    kind, folder, val_data, examples = architecture.Config, None, None, ()
     if flags.output and not flags.dry_run:
         from dev.run_folder import RunFolder
-        folder = RunFolder(flags)  # to go on, it sets what is not given as it was
+        folder = RunFolder(flags, ranks)  # to go on, it sets what is not given as it was
     name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
     set_defaults(flags, place, not name)
@@ -1039,11 +1089,11 @@ def main(arguments=None, architecture=GPT2):
     from_file = os.path.exists(name) or name.endswith(".bin")
     c = kind.from_file(name) if from_file else kind.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
-    device = make_device(place, flags.dtype, c, flags.plain, flags.graph)
+    device = ranks.in_turn(lambda: make_device(place, flags.dtype, c, flags.plain, flags.graph))
     flags.device, flags.dtype = place, device.dtype
 
     def load(B):
-        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute))
+        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute), ranks)
         model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
         return model
 
@@ -1053,30 +1103,32 @@ def main(arguments=None, architecture=GPT2):
 
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
     train_path, flags.shuffle = (val_path, 0) if flags.overfit else (train_path, flags.shuffle)
-    train_data = DataLoader(train_path, B, T, c.V, flags.shuffle)
+    train_data = DataLoader(train_path, B, T, c.V, flags.shuffle, ranks)
     if flags.val_every:
         fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
-        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)
-    flags.seq_len, flags.total_batch, flags.shuffle = T, flags.total_batch or B * T, int(train_data.shuffle)
-    if flags.total_batch % (B * T):
-        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
+        val_data = DataLoader(val_path, max(1, min(B, fits // ranks.count)), T, c.V, False, ranks)
+    flags.seq_len, flags.shuffle, size = T, int(train_data.shuffle), train_data.size
+    flags.total_batch = flags.total_batch or size
+    if flags.total_batch % size:
+        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {size}, a micro-batch's tokens"
+                        f"{'' if ranks is ALONE else f' on {ranks.count} ranks'}")
     epoch = max(1, train_data.total // flags.total_batch)
     steps = flags.steps = epoch if flags.steps in (None, -1) else flags.steps
     if flags.hellaswag:
         from dev.eval.hellaswag import read_examples
         examples = read_examples(flags.hellaswag, c.V, T)
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
-    print(f"device       | {device} (--device, --dtype)")
+    print(f"device       | {device}{'' if ranks is ALONE else f', {ranks}'} (--device, --dtype)")
     print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
     files = f" in {len(train_data.paths)} files" * (len(train_data.paths) > 1)
     print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
     print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
           f"an epoch has {epoch}")
-    for arena, table in arena_tables(c, B, T, device.real, flags.recompute).items():
+    for arena, table in arena_tables(c, B, T, device.real, flags.recompute, ranks).items():
         print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
               f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
     free = device.free_bytes()
-    asked, fits = memory_of(c, device, B, T, flags.recompute, free)
+    asked, fits = memory_of(c, device, B, T, flags.recompute, free, ranks)
     print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
     if flags.dry_run:
         from dev.dry_run import estimate
@@ -1085,6 +1137,7 @@ def main(arguments=None, architecture=GPT2):
         model = load(B)
         if folder:
             folder.begin(model, train_data)
+        ranks.begin(model, train_data, val_data, flags, name)
         with stop_signals() as stop:
             try:
                 train(model, train_data, val_data, steps, flags, stop, folder, examples)

@@ -117,7 +117,7 @@ def repeat(model, batches):
     for name in ("activations", "backward", "gradients"):
         model.device.zero(model.arenas[name])  # no number of the step that failed is left
     model.device.zero(model.adam.verdict[:4])  # but for whether updates are stopped
-    model.micros = len(batches)
+    model.micros = len(batches) * model.ranks.count
     try:
         for micro, batch in enumerate(batches):
             model.set_batch(batch)
@@ -144,31 +144,35 @@ def largest_gradients(model):
 
 
 def describe(model, packed, places, stopped):
-    """Why a step is not finite, or what is large in an outlier, in a line."""
+    """Why a step is not finite, or what is large in an outlier, in a line; and whether a place was found."""
     bad = repeat(model, packed)
     if bad:
-        return f"{bad}; batches: {'; '.join(places)}"
+        return f"{bad}; batches: {'; '.join(places)}", True
     norms = largest_gradients(model)
     total = math.sqrt(sum(norm**2 for norm, _ in norms))
     text = ", ".join(f"{name} {norm:.3g}" for norm, name in norms[:LARGEST])
     finite = "repeated, every number of the step is finite, and " if stopped else ""
     large = ", whose square overflows fp32" if total > math.sqrt(np.finfo(np.float32).max) else ""
-    return f"{finite}the gradient's norm is {total:.4g}{large}, of which {text}; batches: {'; '.join(places)}"
+    return f"{finite}the gradient's norm is {total:.4g}{large}, of which {text}; batches: {'; '.join(places)}", False
 
 
 def explain(model, verdict, batches, flags, folder):
     """Say what is wrong with a step whose update was skipped. If it is not finite, keep its batches in the folder,
-    beside the checkpoint before it, and raise UserError."""
-    step = model.step
+    beside the checkpoint before it, and raise UserError. Of several ranks each looks at its own batches, and the first
+    that finds something speaks."""
+    step, ranks = model.step, model.ranks
     if not verdict.stopped:  # by now the device may have done the step that follows
         try:
-            text = describe(model, batches.packed, batches.places, False)
+            text, _ = describe(model, batches.packed, batches.places, False)
             say(f"outlier      | z-scores: loss {verdict.loss_z:.2f}, norm {verdict.norm_z:.2f}; repeated with the "
                 f"weights after step {step}: {text}")
         except (MemoryError, *model.device.Fault) as e:  # no reason to end a run whose numbers are all finite
             say(f"WARNING: no look at the outlier ({type(e).__name__}); batches: {'; '.join(batches.places)}")
         return
     advice = "try a smaller -l, or look at the data"
+    reports = ranks.exchange(describe(model, batches.packed, batches.places, True), "a look at the step")
+    speaker = next((rank for rank, (_, found) in enumerate(reports) if found), 0)
+    text = f"on rank {speaker}, " * (ranks.count > 1) + reports[speaker][0]
     if folder:
         path = folder.path / f"replay_{step:08d}.npz"
         notes = dict(model=folder.file(0, step).name, step=step, places=batches.places, attention=flags.attention,
@@ -177,10 +181,12 @@ def explain(model, verdict, batches, flags, folder):
         views = [carve(data, table) for data, _ in batches.packed]
         np.savez(file, notes=json.dumps(notes), tokens=np.stack([batch.tokens for batch in views]),
                  targets=np.stack([batch.targets for batch in views]))
-        replace_file(path, [file.getvalue()])
+        if ranks.rank == speaker:
+            replace_file(path, [file.getvalue()])
+        ranks.exchange(None, "its file")
         advice += f"; --replay {path} shows this again"
     raise UserError(f"the loss of step {step + 1} is {verdict.loss} and the norm of its gradient {verdict.norm}: "
-                    f"{describe(model, batches.packed, batches.places, True)}; {advice}")
+                    f"{text}; {advice}")
 
 
 def replay(path, architecture, flags, place):
@@ -197,6 +203,6 @@ def replay(path, architecture, flags, place):
     device = make_device(place, flags.dtype or notes["dtype"], c, flags.plain, flags.graph)
     model = architecture(c, device, *tokens.shape[1:], notes["attention"], bool(notes["recompute"]))
     model.set_parameters(read_parameters(checkpoint, c))
-    text = describe(model, [pack_batch(*pair) for pair in zip(tokens, targets)], notes["places"], True)
+    text, _ = describe(model, [pack_batch(*pair) for pair in zip(tokens, targets)], notes["places"], True)
     print(f"step {notes['step'] + 1}: {text}")
     return 0

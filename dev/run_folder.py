@@ -3,7 +3,7 @@
 A checkpoint that a run can go on from is four files, which are there in this order and go in the opposite one:
 
     model_00000500.bin          the parameters after 500 steps, as llm.c has them
-    state_00000500_00000.bin    llm.c's state: AdamW's moments, fp32 parameters, the position in the data
+    state_00000500_00000.bin    llm.c's state: AdamW's moments, fp32 parameters, the position in the data; one each rank
     run_00000500.json           what llm.c has no place for: flags, data, outlier windows, the products' algorithms
     DONE_00000500               empty; the others are whole
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from prepro_tinyshakespeare import (HEADER_BYTES, FileKind, UserError, available_memory, check_size, make_header,
                                     read_header, replace_file, say)
-from train_gpt2 import checkpoint_parts, in_file_order, mapped
+from train_gpt2 import ALONE, Row, checkpoint_parts, in_file_order, mapped
 
 # ---- llm.c's state file
 
@@ -40,52 +40,141 @@ def shuffle_record(P, n):
                      ("left", "<i4"), ("next", "<u4"), ("key", "<u4", 624), ("matrix", "<u4", 2)])
 
 
+def state_table(c, count, rank):
+    """The tensors that a state file has, three times: whole ones; or, of a share of several ranks, the pieces of all
+    layers of a tensor, as in llm.c, and at the end of rank 0's the tails (see dev/ranks.py)."""
+    if not count:
+        return c.file_table()
+    from dev.ranks import cut
+    in_memory = {row.name: row for row in c.parameter_table()}
+    rows = [in_memory.get(row.name, row) for row in c.file_table()]  # words may be padded in memory alone
+    cuts = [(row, max(1, row.layers), *cut(row.size // max(1, row.layers), count)) for row in rows]
+    tails = [Row(f"{row.name}_tail", (layers * tail,)) for row, layers, _, tail in cuts if tail and not rank]
+    return [Row(row.name, (layers * piece,)) for row, layers, piece, _ in cuts] + tails
+
+
+def of_share(table, views):
+    """The tensors of a share, or zeros for what is none, as a state file has them."""
+    for row in table:
+        yield getattr(views, row.name)[: row.size] if hasattr(views, row.name) else np.zeros(row.size, row.dtype)
+
+
 def state_parts(model, position):
     """What a state file consists of: arrays of the device's and the host's."""
-    header = make_header(STATE, 1, 1, 0, 1, position.shuffle)  # of process 0 of 1, with fp32 parameters
+    c, ranks = model.config, model.ranks
+    header = make_header(STATE, 1, ranks.count, ranks.rank, 1, position.shuffle)  # 1: with fp32 parameters
     header[10] = model.step
     header.view("<u8")[[10, 11, 15, 16]] = SEED, SEED, position.place, position.next
     yield header
     for views in (model.m, model.v, model.originals):
-        yield from in_file_order(model.config, views, np.float32)
+        if ranks.zero:
+            yield from of_share(state_table(c, ranks.count, ranks.rank), views)
+        else:
+            yield from in_file_order(c, views, np.float32)
     if position.shuffle:
         P, n, (_, key, used, *_) = len(position.files), len(position.order), position.rng  # used: of 624 numbers
         yield np.array([(P, position.files, n, position.order, 0, max(1, 625 - used), used, key, (0, 0x9908B0DF))],
                        shuffle_record(P, n))
 
 
-def load_state(path, model, data):
-    """Set a model, and its data's position, to where a run stopped. Parameters stay if the file has none. Raises
-    UserError if it is damaged, or of other data or batches."""
-    header, table, P = read_header(path, STATE), model.config.file_table(), len(data.paths)
-    place, following = np.array(header, "<i4").view("<u8")[15:17].tolist()
-    sets, size = [model.m, model.v, model.originals][: 2 + header[4]], sum(row.nbytes for row in table)
-    end, position, n = HEADER_BYTES + len(sets) * size, data.position(), 0
-    if header[2:4] != [1, 0] or header[5] != data.shuffle or place >= P:
-        raise UserError(f"{path}: of process {header[3]} of {header[2]}, with --shuffle {header[5]}, in file {place}; "
-                        f"expected process 0 of 1, --shuffle {int(data.shuffle)} and one of the {P} files of -i")
-    if data.shuffle:
-        start = np.fromfile(path, shuffle_record(P, 0), 1, offset=end)
-        if not len(start) or start["P"] != P or sorted(start["files"][0]) != list(range(P)):
-            raise UserError(f"{path}: truncated, or of a model of another size, or of other data than the {P} files "
-                            "of -i: expected those of its run")
-        position.files = start["files"][0].tolist()
-        [n] = np.fromfile(path, shuffle_record(P, 0)["n"], 1, offset=end + 8 + 4 * P).tolist()
-    batches = data.batches_of[position.files[place]]
-    if following > batches or data.shuffle and n != batches:
-        raise UserError(f"{path}: has {n or following} batches of file {place}, and -i, -b and -t make {batches}: "
-                        "expected those of its run")
-    check_size(path, STATE, end + data.shuffle * shuffle_record(P, n).itemsize)
+class State:
+    """A state file, of one process or of a rank, of a model of config c. Raises UserError if it is damaged."""
 
-    for i, views in enumerate(sets):
-        also = [model.params] if views is model.originals else []
-        model.set_tensors(mapped(path, table, HEADER_BYTES + i * size), views, *also)
+    def __init__(self, path, c):
+        self.path, self.header = path, (header := read_header(path, STATE))
+        self.count, self.rank, self.shuffle, self.step = header[2], header[3], header[5], header[10]
+        self.place, self.next = np.array(header, "<i4").view("<u8")[15:17].tolist()
+        self.sets = 2 + header[4]  # m, v, and perhaps the parameters
+        size, sizes = os.path.getsize(path), []
+        for shared in (0, self.count) if self.count > 1 else (0,):
+            self.table = state_table(c, shared, self.rank)
+            self.nbytes = sum(row.nbytes for row in self.table)
+            self.end, self.shared, self.record = HEADER_BYTES + self.sets * self.nbytes, shared > 0, None
+            self.record = self.read_record() if self.shuffle else None
+            sizes.append(self.end + (self.record.nbytes if self.record is not None else 0))
+            if size == sizes[-1] and (self.record is not None or not self.shuffle):
+                return
+        check_size(path, STATE, sizes[0])
+        raise UserError(f"{path}: of a model of another size, or damaged: expected the state of the model beside it")
+
+    def read_record(self):
+        """The shuffle at the end of the file, or None if there is no such thing."""
+        [P] = np.fromfile(self.path, "<u8", 1, offset=self.end) if self.end < os.path.getsize(self.path) else [2**62]
+        if P > 2**24:
+            return None
+        n = np.fromfile(self.path, "<u8", 1, offset=self.end + 8 + 4 * int(P))
+        if not len(n) or n[0] > 2**32:
+            return None
+        found = np.fromfile(self.path, shuffle_record(int(P), int(n[0])), 1, offset=self.end)
+        return found[0] if len(found) else None
+
+    def tensors(self, i):
+        """(name, values) of its m, v or parameters, mapped into memory."""
+        return mapped(self.path, self.table, HEADER_BYTES + i * self.nbytes)
+
+
+def whole_tensors(states, i, c):
+    """(name, values) of the m, v or parameters that the state files of all ranks have together."""
+    if not states[0].shared:
+        yield from states[0].tensors(i)
+        return
+    shares = [dict(state.tensors(i)) for state in states]
+    for row in c.parameter_table():
+        layers, tail = max(1, row.layers), shares[0].get(f"{row.name}_tail", np.zeros(0, np.float32))
+        parts = [share[row.name].reshape(layers, -1) for share in shares] + [tail.reshape(layers, -1)]
+        yield row.name, np.concatenate(parts, axis=1).reshape(row.whole_shape)
+
+
+def load_state(path_of, model, data):
+    """Set a model, and its data's position, to where a run stopped, of which path_of(rank) are the state files.
+    Parameters stay if they have none. Raises UserError if a file is damaged, or of other data or batches."""
+    c, ranks, P = model.config, model.ranks, len(data.paths)
+    states = [State(path_of(0), c)]
+    states += [State(path_of(rank), c) for rank in range(1, states[0].count)]
+    for rank, state in enumerate(states):
+        wish = [states[0].count, rank, int(data.shuffle), states[0].step, states[0].shared]
+        if [state.count, state.rank, state.shuffle, state.step, state.shared] != wish or state.place >= P:
+            raise UserError(f"{state.path}: of rank {state.rank} of {state.count}, after step {state.step}, with "
+                            f"--shuffle {state.shuffle}, in file {state.place}; expected rank {rank} of {wish[0]}, step "
+                            f"{wish[3]}, --shuffle {wish[2]} and one of the {P} files of -i")
+    as_before = len(states) == ranks.count
+    load_position(states[min(ranks.rank, len(states) - 1)], data, as_before, ranks.rank < len(states))
+    known = {row.name for row in c.parameter_table()}
+    for i, views in enumerate([model.m, model.v, model.originals][: states[0].sets]):
+        tensors, also = whole_tensors(states, i, c), []
+        if views is model.originals:
+            also = [model.params]
+        else:
+            tensors = ((name, values) for name, values in tensors if name in known)
+        model.set_tensors(tensors, views, *also)
+    model.step = states[0].step
+    if not as_before:
+        say(f"WARNING: the run had {len(states)} ranks until step {model.step}, and has {ranks.count} from now on: the "
+            "data goes on with the next file")
+
+
+def load_position(state, data, as_before, known):
+    """Set data's position to that of a state file; or, if the number of ranks was another, to the file after it, in the
+    order that the rank had, or, if it is not known, would have had."""
+    P, position, record = len(data.paths), data.position(), state.record
     if data.shuffle:
-        [record] = np.fromfile(path, shuffle_record(P, n), 1, offset=end)
-        position.rng = "MT19937", record["key"], 624 if record["left"] == 1 else int(record["next"])
-        position.order = record["order"].tolist()
-    position.place, position.next, model.step = place, following, header[10]
-    data.go_to(position)
+        if record["P"] != P or sorted(record["files"]) != list(range(P)):
+            raise UserError(f"{state.path}: of other data than the {P} files of -i: expected those of its run")
+        if known:
+            position.files = record["files"].tolist()
+            position.rng = "MT19937", record["key"], 624 if record["left"] == 1 else int(record["next"])
+    position.place, position.next = state.place, state.next
+    if as_before:
+        batches = data.batches_of[position.files[position.place]]
+        if state.next > batches or data.shuffle and record["n"] != batches:
+            raise UserError(f"{state.path}: has {record['n'] if data.shuffle else state.next} batches of file "
+                            f"{state.place}, and -i, -b and -t make {batches}: expected those of its run")
+        position.order = record["order"].tolist() if data.shuffle else position.order
+        data.go_to(position)
+    else:
+        data.files, data.place = position.files, position.place
+        data.rng.set_state(position.rng)
+        data.next_file()
 
 
 # ---- Files that are written behind the training
@@ -179,18 +268,20 @@ class Writer:
 
 # ---- The folder
 
-CHECKPOINT = "model_{:08d}.bin", "state_{:08d}_00000.bin", "run_{:08d}.json", "DONE_{:08d}"  # in the order of writing
+CHECKPOINT = "model_{:08d}.bin", "state_{:08d}_{:05d}.bin", "run_{:08d}.json", "DONE_{:08d}"  # in the order of writing
 MUST_AGREE = {"model": "-e", "batch_size": "-b", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",
               "overfit": "-a"}
 MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept", "graph",
               "checkpoints_major", "val_every", "val_batches", "sample_every", "sample_tokens", "hellaswag", "sample",
-              "temperature", "top_k", "dry_run", "replay", "seed")  # any other flag that differs is a warning
+              "temperature", "top_k", "dry_run", "replay", "seed", "gpus", "zero", "log_ranks")  # others: a warning
 
 
 class RunFolder:
-    """-o. step: of the newest whole checkpoint, or None. checkpoint: with -y 1, that one's parameters, or None."""
+    """-o. step: of the newest whole checkpoint, or None. checkpoint: with -y 1, that one's parameters, or None. Of
+    several ranks, each writes its own state, and the first all the rest."""
 
-    def __init__(self, flags):
+    def __init__(self, flags, ranks=ALONE):
+        self.ranks = ranks
         self.path, self.flags, self.step, self.checkpoint, self.writer = Path(flags.output), flags, None, None, None
         self.news, self.failed, self.full, self.unwritten = [], None, False, b""
         try:
@@ -213,8 +304,8 @@ class RunFolder:
                 if name != "device" and getattr(flags, name, value) is None:
                     setattr(flags, name, value)
 
-    def file(self, i, step):
-        return self.path / CHECKPOINT[i].format(step)
+    def file(self, i, step, rank=0):
+        return self.path / CHECKPOINT[i].format(step, rank)
 
     def steps(self):
         """The steps of the whole checkpoints, in order."""
@@ -222,10 +313,19 @@ class RunFolder:
 
     def remove(self, step):
         for i in reversed(range(len(CHECKPOINT))):
-            self.file(i, step).unlink(missing_ok=True)
+            for path in sorted(self.path.glob(CHECKPOINT[i].format(step, 0).replace("_00000.bin", "_?????.bin"))):
+                path.unlink(missing_ok=True)
 
     def begin(self, model, data):
         """Go on from the checkpoint, if there is one, and open the log."""
+        self.data = [[Path(path).name, os.path.getsize(path)] for path in data.paths]
+        if self.ranks.rank:
+            self.ranks.exchange(None, "the folder")
+            if self.checkpoint:
+                self.go_on(model, data)
+            if self.flags.checkpoint_every:
+                self.prepare(model)
+            return
         self.lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,11 +333,11 @@ class RunFolder:
             raise UserError(f"-o {self.path}: another run is writing to this folder: end it, or give another") from None
         except OSError:  # a file system without locks
             pass
-        self.data = [[Path(path).name, os.path.getsize(path)] for path in data.paths]
+        self.ranks.exchange(None, "the folder")
         if self.checkpoint:
             self.go_on(model, data)
         for path in [*self.path.iterdir()]:  # what a run has left that was killed while it wrote or removed files
-            state = re.fullmatch(r"state_(\d{8})_00000\.bin", path.name)
+            state = re.fullmatch(r"state_(\d{8})_\d{5}\.bin", path.name)
             if re.fullmatch(r"(main\.log|(model|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp", path.name):
                 path.unlink()
             elif state and not self.file(3, int(state[1])).exists():
@@ -275,7 +375,7 @@ class RunFolder:
         else:
             say(f"WARNING: there is no {self.file(2, self.step)}: flags and data of that run are not known, and "
                 "windows of outliers are empty")
-        load_state(state, model, data)
+        load_state(lambda rank: self.file(1, self.step, rank), model, data)
         if model.step != self.step:
             raise UserError(f"{state}: of step {model.step}; expected {self.step}, as its name says")
         say(f"resumed      | after step {self.step}, from {state} (-y)")
@@ -299,9 +399,10 @@ class RunFolder:
             before, now = next((pair for pair in zip(run["data"], self.data) if pair[0] != pair[1]),
                                (f"{len(run['data'])} files", f"{len(self.data)} files"))
             raise UserError(f"{notes}: of a run on {before}, and -i is {now}: expected the same names and sizes")
+        others = read_header(self.file(1, self.step), STATE)[2] != self.ranks.count  # then the data's place is another
         for name, now in vars(self.flags).items():
             before = run["flags"].get(name, now)
-            if before != now and name in MUST_AGREE:
+            if before != now and name in MUST_AGREE and not (others and name == "batch_size"):
                 flag = MUST_AGREE[name]
                 raise UserError(f"{notes}: of a run with {flag} {before}, and now it is {now}: expected the same")
             if before != now and name not in MAY_DIFFER:
@@ -312,6 +413,8 @@ class RunFolder:
         """Append a line to main.log, in llm.c's form: s is the step, from 0; trl a training loss; lr the learning rate;
         norm the gradient's; tel a validation loss; eval HellaSwag's share of right answers. If the disk is full, lines
         wait until they can be written."""
+        if self.ranks.rank:
+            return self.tell()
         self.unwritten += f"{line}\n".encode()
         try:
             self.unwritten = self.unwritten[self.file_of_log.write(self.unwritten) :]
@@ -332,38 +435,42 @@ class RunFolder:
         ones are removed behind it, which a run that went wrong still needs."""
         self.prepare(model)
         self.writer.wait()
-        step, begun, device = model.step, time.perf_counter(), model.device
-        if whole and self.file(3, step).exists():
+        step, begun, device, rank = model.step, time.perf_counter(), model.device, self.ranks.rank
+        if whole and self.file(3, step).exists() or rank and not whole:
             return
-        files = {self.file(0, step): checkpoint_parts(model)}
+        files = {self.file(0, step): checkpoint_parts(model)} if not rank else {}
         if whole:
-            files[self.file(1, step)] = state_parts(model, position)
+            files[self.file(1, step, rank)] = state_parts(model, position)
         notes = dict(step=step, flags=vars(self.flags), data=self.data, windows=device.get(model.adam.windows).tolist(),
                      seen=device.get(model.adam.seen).tolist(),
                      products=dict(of=getattr(device, "cache", None), algorithms=dict(getattr(device, "choices", {}))))
 
         def finish(failure):
+            failure = failure and (str(failure) or type(failure).__name__)
+            if whole and not self.agreed:  # whether all ranks' states are there
+                self.agreed = True
+                failure = next(filter(None, self.ranks.exchange(failure, f"the checkpoint of step {step}")), None)
             if failure:
-                self.failed = f"no checkpoint of step {step}: {failure or type(failure).__name__}"
-                if whole:
+                self.failed = f"no checkpoint of step {step}: {failure}"
+                if whole and not rank:
                     self.remove(step)  # what there is of it; the disk may be full
                 newest = f"; the newest whole one is of step {self.steps()[-1]}" if self.steps() else ""
                 self.news.append(f"WARNING: {self.failed}{newest}")
                 return
-            if whole:
+            if whole and not rank:
                 replace_file(self.file(2, step), [json.dumps(notes, indent=1).encode()])
                 replace_file(self.file(3, step), [])
             self.failed = None
             seconds, waited = time.perf_counter() - begun, self.writer.waited
-            self.news.append(f"wrote {self.file(0, step)}{' and its state' * bool(whole)} in {seconds:.1f} s, for "
+            self.news.append(f"wrote {next(iter(files))}{' and its state' * (whole and not rank)} in {seconds:.1f} s, for "
                              f"which training waited {waited:.2f} s")
-            if whole and prunes:
+            if whole and prunes and not rank:
                 try:
                     self.prune()
                 except OSError as e:
                     self.news.append(f"WARNING: an old checkpoint could not be removed ({e})")
 
-        self.step = step
+        self.step, self.agreed = step, False
         self.writer.save(files, finish)
 
     def prune(self):
@@ -378,6 +485,7 @@ class RunFolder:
         if self.writer:
             self.writer.wait()
         self.tell()
-        os.close(self.lock)
+        if not self.ranks.rank:
+            os.close(self.lock)
         if self.failed and sys.exc_info()[0] is None:
             raise UserError(self.failed)

@@ -254,7 +254,7 @@ class Llama3(GPT2):
     def __init__(self, config, *args, **keywords):
         super().__init__(config, *args, **keywords)
         H, head = config.H, "wte" if config.tied else "lm_head"
-        for views in (self.params, self.originals):  # by the names of a file's tensors
+        for views in (self.params, self.staged or self.originals):  # by the names of a file's tensors
             views.lm_head, views.upw, views.gatew = getattr(views, head), views.fcw[:, :H], views.fcw[:, H:]
         self.head, self.dhead = self.params.lm_head, getattr(self.grads, head)
 
@@ -339,10 +339,9 @@ class Llama3(GPT2):
         self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # -> (T,HS)
         self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, self.params.wte, None, N, T, C)
 
-    def embedding_backward(self):
-        (B, T), C, b = self.shape, self.config.C, self.batch
-        self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual, b.tokens, b.order,
-                           b.run_length, C)
+    def embedding_backward(self, dx, b):
+        (B, T), C = self.shape, self.config.C
+        self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, dx, b.tokens, b.order, b.run_length, C)
 
     def last_norm_forward(self):
         a = self.acts

@@ -1,0 +1,327 @@
+"""Where the ranks of a job find each other, agree on small things, and notice that one of them is gone.
+
+Rank 0 listens, and each other rank connects to it over TCP. Where it listens, and the job's token, they know from the
+environment, or from a file that only their user can read. When all are there, nobody listens any more. The connections
+stay: they carry small messages, each a length in 4 bytes and then JSON, and signs of life. A rank whose connection
+ends, that gives no sign of life, or that does not come to where the others wait, ends the job on all ranks.
+"""
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+from prepro_tinyshakespeare import UserError, cache_folder, replace_file
+
+BEAT = 1.0  # seconds between signs of life
+SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
+LONG = 3600.0  # seconds that ranks wait for each other while one of them may compile, evaluate or write
+ADMISSION = 5.0  # seconds that a stranger may take to say who he is
+JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+       "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")  # variables in which the jobs of a user differ
+
+
+def first_host(nodes):
+    """The first of the hosts of a list as Slurm writes it, "gpu[03-05,9],login1" for example; or ""."""
+    found = re.match(r"([^,\[]*)(?:\[(\w+)[^]]*\])?", nodes)
+    return found[1] + (found[2] or "")
+
+
+class Point:
+    """Where the ranks of this job meet. host, port and token come from the environment if it has all three. Or rank 0
+    chooses them, and writes them to a file in a folder that all ranks see: -o, or the cache's."""
+
+    def __init__(self, ranks_here, count, output):
+        environment, job = os.environ, [os.environ.get(name, "") for name in JOB]
+        self.here, self.path = ranks_here == count, None  # here: all are on this machine
+        self.host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        self.host = "127.0.0.1" if self.here else self.host
+        beside = int(environment.get("MASTER_PORT", 0)) + 1  # torchrun itself listens on that port
+        self.port, self.token = int(environment.get("TRAIN_GPT2_PORT", beside)), environment.get("TRAIN_GPT2_TOKEN")
+        if not (self.host and self.port > 1 and self.token):
+            self.path = Path(output or cache_folder()) / f"ranks_{hashlib.sha256(repr(job).encode()).hexdigest()[:12]}"
+
+    def listen(self):
+        """A socket that listens there."""
+        if self.path:
+            self.host, self.port = "127.0.0.1" if self.here else socket.gethostname(), 0
+            self.token = self.token or secrets.token_hex(16)
+        try:
+            server = socket.create_server(("127.0.0.1" if self.here else "", self.port), backlog=1024)
+        except OSError as e:
+            raise UserError(f"the ranks cannot meet at port {self.port} ({e.strerror}): set TRAIN_GPT2_PORT to a free "
+                            "one, the same for all") from None
+        if self.path:
+            text = f"{self.host} {server.getsockname()[1]} {self.token}"
+            mask = os.umask(0o177)  # so that the file has mode 0600 from its first byte on
+            try:
+                replace_file(self.path, [text.encode()])
+            finally:
+                os.umask(mask)
+        return server
+
+    def find(self):
+        """(host, port), and the token is known. Raises OSError or ValueError while there is no such file."""
+        if self.path:
+            found = os.stat(self.path)
+            if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ValueError(f"{self.path} can be read or written by others than its owner, this user")
+            self.host, port, self.token = self.path.read_text().split()
+            self.port = int(port)
+        return self.host, self.port
+
+    def __str__(self):
+        return f"{self.host}:{self.port}" if not self.path else f"the address in {self.path}"
+
+
+def sign(token, data):
+    """32 bytes that only who knows the token can make of data."""
+    return hmac.digest(token.encode(), data, "sha256")
+
+
+def receive(link, count):
+    """Exactly so many bytes. Raises OSError."""
+    data = b""
+    while len(data) < count:
+        part = link.recv(count - len(data))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return data
+
+
+class Meeting:
+    """The connections of a rank. Made when all ranks are there. Raises UserError, naming those that are missing."""
+
+    def __init__(self, rank, count, ranks_here, output):
+        self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
+        self.wait = float(os.environ.get("TRAIN_GPT2_WAIT", 120))  # seconds for all ranks to come
+        self.links, self.posts, self.answers, self.deadline = {}, {}, {}, None
+        self.sending, self.news = threading.RLock(), threading.Condition(threading.RLock())
+        self.leaving, self.failing = threading.Event(), threading.Event()
+        self.people = {r: ["a machine", 0, 0] for r in range(count)}
+        if rank:
+            self.connect()
+        else:
+            self.admit_all()
+        for link in self.links.values():
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.settimeout(SILENCE)
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+        self.watcher.start()
+        space = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+        self.people = dict(enumerate(self.exchange([socket.gethostname(), os.getpid(), space], "the start")))
+
+    def name(self, rank):
+        host, process, _ = self.people[rank]
+        return f"rank {rank} on {host}, process {process}"
+
+    # ---- Coming together
+
+    def admit_all(self):
+        server, end = self.point.listen(), time.monotonic() + self.wait
+        server.settimeout(0.2)
+        try:
+            while len(self.links) < self.count - 1:
+                if time.monotonic() > end:
+                    missing = ", ".join(str(r) for r in range(1, self.count) if r not in self.links)
+                    raise UserError(f"rank {missing} of {self.count} has not come to {self.point} in {self.wait:.0f} s: "
+                                    "expected all to be started, with the same token; TRAIN_GPT2_WAIT is the time")
+                with contextlib.suppress(TimeoutError):
+                    threading.Thread(target=self.admit, args=(server.accept()[0],), daemon=True).start()
+        finally:
+            server.close()
+            if self.point.path:
+                self.point.path.unlink(missing_ok=True)
+
+    def admit(self, link):
+        """Let in who proves that he knows the token, is one of the ranks, and is not here yet."""
+        try:
+            link.settimeout(ADMISSION)
+            link.sendall(question := secrets.token_bytes(32))
+            numbers, proof = receive(link, 8), receive(link, 32)
+            rank, count = struct.unpack("<II", numbers)
+            with self.sending:
+                good = (hmac.compare_digest(proof, sign(self.point.token, question + numbers)) and count == self.count
+                        and 0 < rank < count and rank not in self.links)
+                if good:
+                    link.sendall(sign(self.point.token, proof))
+                    self.links[rank] = link
+                    return
+        except OSError:
+            pass
+        link.close()
+
+    def connect(self):
+        end = time.monotonic() + self.wait
+        while True:
+            try:
+                link = socket.create_connection(self.point.find(), timeout=ADMISSION)
+                numbers, question = struct.pack("<II", self.rank, self.count), receive(link, 32)
+                proof = sign(self.point.token, question + numbers)
+                link.sendall(numbers + proof)
+                if hmac.compare_digest(receive(link, 32), sign(self.point.token, proof)):
+                    self.links[0] = link
+                    return
+                trouble = "another program answers there"
+            except (OSError, ValueError) as e:
+                trouble = e
+            if time.monotonic() > end:
+                raise UserError(f"rank {self.rank} of {self.count} has not been let in at {self.point} in "
+                                f"{self.wait:.0f} s ({trouble}): expected rank 0 to run, with the same token and number "
+                                "of ranks; TRAIN_GPT2_WAIT is the time") from None
+            time.sleep(0.1)
+
+    # ---- Messages
+
+    def send(self, rank, *message):
+        """Send a message, unless the connection has ended, which the watcher notices."""
+        data = json.dumps(message).encode()
+        with self.sending, contextlib.suppress(OSError):
+            self.links[rank].sendall(struct.pack("<I", len(data)) + data)
+
+    def exchange(self, value, about, patience=LONG):
+        """[what each rank has given], numbers and strings and lists and dicts of them, when all ranks have called this.
+        After so many seconds of patience, those that have not end the job."""
+        if self.rank:
+            self.send(0, "post", about, value, patience)
+        else:
+            self.post(0, about, value, patience)
+        with self.news:
+            while about not in self.answers:
+                self.news.wait()
+            return self.answers.pop(about)
+
+    def post(self, rank, about, value, patience):
+        """On rank 0: what a rank has given. When all have, they get each other's."""
+        with self.news:
+            _, _, values = self.posts.setdefault(about, (time.monotonic(), patience, {}))
+            values[rank] = value
+            if len(values) < self.count:
+                return
+            del self.posts[about]
+            everything = [values[r] for r in range(self.count)]
+            for r in self.links:
+                self.send(r, "answer", about, everything)
+            self.answer(about, everything)
+
+    def answer(self, about, values):
+        if about == "the end":
+            self.leaving.set()
+        with self.news:
+            self.answers[about] = values
+            self.news.notify_all()
+
+    def take(self, rank, kind, *message):
+        """Do what a message of a rank says."""
+        if kind == "post":
+            self.post(rank, *message)
+        elif kind == "answer":
+            self.answer(*message)
+        elif kind == "failed" and not self.failing.wait(2):  # rank 0 itself may be about to say the same
+            self.end(f"{self.name(rank)}: {message[0]}")
+        elif kind == "end":
+            self.obey(*message)
+
+    # ---- The watch
+
+    def watch(self):
+        """Read what comes, give signs of life, and look at the clock, in a thread, until the job ends."""
+        selector, data = selectors.DefaultSelector(), dict.fromkeys(self.links, b"")
+        for rank, link in self.links.items():
+            selector.register(link, selectors.EVENT_READ, rank)
+        heard, looked, beat = dict.fromkeys(self.links, time.monotonic()), time.monotonic(), 0.0
+        while selector.get_map():
+            events, now = selector.select(BEAT), time.monotonic()
+            if now - looked > SILENCE / 2:  # this machine has slept itself
+                heard = dict.fromkeys(heard, now)
+            looked = now
+            for key, _ in events:
+                rank, part = key.data, b""
+                with contextlib.suppress(OSError):
+                    part = key.fileobj.recv(2**16)
+                if not part:
+                    selector.unregister(key.fileobj)
+                    if not (self.leaving.is_set() or self.failing.is_set()):
+                        self.lose(rank)
+                    continue
+                heard[rank], data[rank] = now, data[rank] + part
+                while len(data[rank]) >= 4 and len(data[rank]) >= (size := 4 + struct.unpack("<I", data[rank][:4])[0]):
+                    message, data[rank] = data[rank][4:size], data[rank][size:]
+                    self.take(rank, *json.loads(message))
+            if now - beat > BEAT:
+                beat = now
+                for rank in self.links:
+                    self.send(rank, "beat")
+            if not self.leaving.is_set():
+                for rank, when in heard.items():
+                    if now - when > SILENCE:
+                        self.end(f"{self.name(rank)}, has given no sign of life for {now - when:.0f} s", [rank])
+                self.look_for_hangs(now)
+
+    def look_for_hangs(self, now):
+        """On rank 0: end the job if a rank does not come to where others wait, or if none comes."""
+        with self.news:
+            for about, (begun, patience, values) in self.posts.items():
+                late = [r for r in range(self.count) if r not in values]
+                if now - begun > patience:
+                    who = " and ".join(map(self.name, late))
+                    self.end(f"{who} has not come to {about}, where others have waited for {now - begun:.0f} s", late)
+            if self.deadline and now > self.deadline and "the next step" not in self.posts:
+                self.end("no rank comes to the next step: their devices wait for each other, or for ever")
+
+    def lose(self, rank):
+        self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
+
+    def end(self, reason, hanging=()):
+        """End the job on all ranks, because of some of them that hang, which are killed, or that are gone."""
+        people = [self.people[rank] for rank in hanging]
+        for rank in self.links:
+            self.send(rank, "end", reason, people)
+        self.leaving.set()
+        self.obey(reason, people, speaks=True)
+
+    def obey(self, reason, people, speaks=False):
+        """Kill what hangs on this machine, and leave at once, since the main thread may wait for it."""
+        host, process, space = self.people[self.rank]
+        for other in people:
+            if [other[0], other[2]] == [host, space] and other[1] != process:
+                with contextlib.suppress(OSError):
+                    os.kill(other[1], signal.SIGKILL)
+        line = f"error: {reason}; this ends all {self.count} ranks"
+        with contextlib.suppress(OSError, ValueError):
+            print(line, flush=True) if self.rank else None  # to its own file, if it has one
+            print(line, file=sys.__stderr__, flush=True) if speaks else None
+        for link in self.links.values():
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_WR)
+        time.sleep(0.5)  # until others have read it
+        os._exit(1)
+
+    def fail(self, reason):
+        """Tell the others that this rank ends with an error."""
+        self.failing.set()
+        if self.rank:
+            self.send(0, "failed", str(reason))
+            self.watcher.join(10)  # rank 0 ends the job
+        else:
+            for rank in self.links:
+                self.send(rank, "end", str(reason), [])
+            time.sleep(0.5)
+
+    def leave(self):
+        """Part when all ranks have come to the end."""
+        self.exchange(None, "the end")
+        if self.rank:
+            self.links[0].shutdown(socket.SHUT_WR)
+        self.watcher.join(5)
