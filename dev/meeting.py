@@ -23,6 +23,7 @@ from pathlib import Path
 
 from prepro_tinyshakespeare import UserError, cache_folder, replace_file
 
+HERE = str(Path(__file__).resolve().parent.parent)
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
 LONG = 3600.0  # seconds that ranks wait for each other while one of them may compile, evaluate or write
@@ -100,6 +101,14 @@ def receive(link, count):
     return data
 
 
+def where():
+    """The line that the main thread is in, of this program's own files."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame and not frame.f_code.co_filename.startswith(HERE):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "its end"
+
+
 class Meeting:
     """The connections of a rank. Made when all ranks are there. Raises UserError, naming those that are missing."""
 
@@ -107,6 +116,7 @@ class Meeting:
         self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
         self.wait = float(os.environ.get("TRAIN_GPT2_WAIT", 120))  # seconds for all ranks to come
         self.links, self.posts, self.answers, self.deadline = {}, {}, {}, None
+        self.places = {}  # where the main threads were lately, for the report of a hang
         self.sending, self.news = threading.RLock(), threading.Condition(threading.RLock())
         self.leaving, self.failing = threading.Event(), threading.Event()
         self.people = {r: ["a machine", 0, 0] for r in range(count)}
@@ -135,8 +145,9 @@ class Meeting:
             while len(self.links) < self.count - 1:
                 if time.monotonic() > end:
                     missing = ", ".join(str(r) for r in range(1, self.count) if r not in self.links)
-                    raise UserError(f"rank {missing} of {self.count} has not come to {self.point} in {self.wait:.0f} s: "
-                                    "expected all to be started, with the same token; TRAIN_GPT2_WAIT is the time")
+                    raise UserError(f"rank {missing} of {self.count} has not come to {self.point} in "
+                                    f"{self.wait:.0f} s: expected all to be started, with the same token; "
+                                    "TRAIN_GPT2_WAIT is the time")
                 with contextlib.suppress(TimeoutError):
                     threading.Thread(target=self.admit, args=(server.accept()[0],), daemon=True).start()
         finally:
@@ -178,8 +189,8 @@ class Meeting:
                 trouble = e
             if time.monotonic() > end:
                 raise UserError(f"rank {self.rank} of {self.count} has not been let in at {self.point} in "
-                                f"{self.wait:.0f} s ({trouble}): expected rank 0 to run, with the same token and number "
-                                "of ranks; TRAIN_GPT2_WAIT is the time") from None
+                                f"{self.wait:.0f} s ({trouble}): expected rank 0 to run, with the same token and "
+                                "number of ranks; TRAIN_GPT2_WAIT is the time") from None
             time.sleep(0.1)
 
     # ---- Messages
@@ -224,7 +235,9 @@ class Meeting:
 
     def take(self, rank, kind, *message):
         """Do what a message of a rank says."""
-        if kind == "post":
+        if kind == "beat":
+            self.places[rank] = message[0]
+        elif kind == "post":
             self.post(rank, *message)
         elif kind == "answer":
             self.answer(*message)
@@ -261,8 +274,9 @@ class Meeting:
                     self.take(rank, *json.loads(message))
             if now - beat > BEAT:
                 beat = now
+                self.places[self.rank] = where()
                 for rank in self.links:
-                    self.send(rank, "beat")
+                    self.send(rank, "beat", self.places[self.rank])
             if not self.leaving.is_set():
                 for rank, when in heard.items():
                     if now - when > SILENCE:
@@ -278,7 +292,11 @@ class Meeting:
                     who = " and ".join(map(self.name, late))
                     self.end(f"{who} has not come to {about}, where others have waited for {now - begun:.0f} s", late)
             if self.deadline and now > self.deadline and "the next step" not in self.posts:
-                self.end("no rank comes to the next step: their devices wait for each other, or for ever")
+                at = {}
+                for rank in range(self.count):
+                    at.setdefault(self.places.get(rank, "an unknown place"), []).append(str(rank))
+                self.end("no rank comes to the next step: " + "; ".join(
+                    f"rank {', '.join(ranks)} at {place}" for place, ranks in at.items()))
 
     def lose(self, rank):
         self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")

@@ -300,7 +300,7 @@ class Ranks(Alone):
             self.longest = max(self.longest, now - self.last)
         self.calls, self.last = self.calls + 1, now
         self.patience = LONG if pauses or self.calls < 4 else max(SILENCE, 3 * self.longest)
-        self.meeting.deadline = now + self.patience
+        self.meeting.deadline = now + 1.25 * self.patience  # later than signs of life are missed, which say who it is
         stop += [] if stop else [number for numbers in stops for number in numbers][:1]
         return bool(stop)
 
