@@ -27,8 +27,8 @@ import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
-# How launchers tell a process which of several it is: a variable that they set in these processes alone, then those of its
-# rank, how many there are, its rank on its machine, and how many are there, where they say it.
+# How launchers tell a process which of several it is: a variable that they set in these processes alone, and those of
+# its rank, of how many there are, of its rank on its machine, and of how many are there, if they say it.
 LAUNCHERS = {"torchrun or --gpus": ("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
              "Open MPI": ("OMPI_COMM_WORLD_RANK", *(f"OMPI_COMM_WORLD_{name}" for name in (
                  "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -47,13 +47,13 @@ def launched(environment=os.environ):
 
 
 # On a CPU, NumPy's threads and the kernels' take turns. One that busy-waits would block the others, so all are told to
-# sleep. NumPy reads this when it is imported.
+# sleep. Several ranks share the cores. NumPy reads this when it is imported.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-if ranks := launched():  # those of a machine share its cores
+if ranks := launched():
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // ranks[4])))
 
-import numpy as np
+import numpy as np  # noqa: E402
 
 # ---- Programs: one-line errors, flags
 
@@ -163,10 +163,10 @@ FLAGS = [
     ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, to see whether it can be learned"),
     (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' (default: 1 for several)"),
     (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
-    (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs (default: 1, or what torchrun, srun or mpirun "
-     "has started)"),
-    ("-z", "--zero", SWITCH, 0, "1: with several, AdamW's moments and fp32 parameters are shared out (ZeRO, stage 1)"),
-    (None, "--log-ranks", SWITCH, 0, "1: with several, what each prints goes to a file in -o; else only the first does"),
+    (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs (default: 1, or a rank each that torchrun, "
+     "srun or mpirun has started)"),
+    ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO-1)"),
+    (None, "--log-ranks", SWITCH, 0, "1: of several ranks, each has a file in -o for what it prints"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),

@@ -244,9 +244,10 @@ class Alone:
     """The ranks of a run that has one. With several, each has a process, and a part of each batch. dev/ranks.py has
     these same verbs for them, and says what they do."""
     rank, count, zero = 0, 1, False
+    __str__ = lambda self: ""
     tables = lambda self, *sizes: {}
     embeddings = lambda self, model: [(model.back.dresidual, model.batch)]
-    sum = norm = gather = lambda self, *args: None
+    sum = sum_rest = norm = gather = lambda self, *args: None
     agree = lambda self, stop, pauses: bool(stop)
     exchange = lambda self, value, about: [value]
     in_turn = lambda self, work: work()
@@ -351,8 +352,7 @@ class DataLoader:
         self.B, self.T, self.V, counts = B, T, V, [count_tokens(path)[0] for path in self.paths]
         for path, count in zip(self.paths, counts):
             if count <= self.size:
-                each = "" if ranks is ALONE else f" for {ranks.count} ranks"
-                raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {self.size + 1:,}{each}; "
+                raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {self.size + 1:,}{ranks}; "
                                 "give a longer file, or a smaller -b or -t")
         self.total, self.batches_of = sum(counts), [(count - 1) // self.size for count in counts]
         self.batches = sum(self.batches_of)  # of an epoch
@@ -725,6 +725,7 @@ class GPT2:
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
+        self.summing.sum(self, l)  # what is complete by now, over all ranks, beside what follows
         self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)  # (N,C) -> (N,C), dq
         self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # (N,C) -> (N,2C), dk and dv
         self.bias_backward(g.qkvb, d.dqkv)  # (N,3C) -> (3C)
@@ -817,9 +818,8 @@ class GPT2:
     def backward_pass(self, micro=0, ranks=ALONE):
         """From lnf through the loss to the gradients of all parameters. The first of a step's micro-batches, 0, begins
         them anew: what kernels add to is cleared, and a product sets its matrix. The others add to them. In the last,
-        several ranks sum up what is complete, a part of the model at a time, while the work on the next part goes on.
-        """
-        self.accumulate = micro > 0
+        several ranks sum up what each has, layer by layer."""
+        self.accumulate, self.summing = micro > 0, ranks
         for row in self.config.parameter_table():
             if not row.matrix and not self.accumulate:
                 self.device.zero(getattr(self.grads, row.name))
@@ -829,13 +829,11 @@ class GPT2:
             self.head_backward(rows, logits)
         self.mean_loss(self.accumulate)
         self.last_norm_backward()
-        ranks.sum(self, "head")
         for l in reversed(range(self.config.L)):
             self.layer_backward(l)
-            ranks.sum(self, l)
         for dx, batch in ranks.embeddings(self):
             self.embedding_backward(dx, batch)
-        ranks.sum(self, "embeddings")
+        ranks.sum_rest(self)
 
     def forward(self, tokens, targets=None):
         """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None. Its logits are left in
@@ -1071,7 +1069,7 @@ def main(arguments=None, architecture=GPT2):
         from dev.replay import replay
         return replay(flags.replay, architecture, flags, place)
     if flags.gpus != 1 and (flags.gpus or launched()):
-        from dev.ranks import start
+        from dev.launch import start
         return start(flags, place, lambda ranks: work(architecture, flags, place, ranks))
     return work(architecture, flags, place)
 
@@ -1107,18 +1105,17 @@ def work(architecture, flags, place, ranks=ALONE):
     if flags.val_every:
         fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
         val_data = DataLoader(val_path, max(1, min(B, fits // ranks.count)), T, c.V, False, ranks)
-    flags.seq_len, flags.shuffle, size = T, int(train_data.shuffle), train_data.size
+    size, flags.seq_len, flags.shuffle = train_data.size, T, int(train_data.shuffle)
     flags.total_batch = flags.total_batch or size
     if flags.total_batch % size:
-        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {size}, a micro-batch's tokens"
-                        f"{'' if ranks is ALONE else f' on {ranks.count} ranks'}")
+        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {size}, a micro-batch's tokens{ranks}")
     epoch = max(1, train_data.total // flags.total_batch)
     steps = flags.steps = epoch if flags.steps in (None, -1) else flags.steps
     if flags.hellaswag:
         from dev.eval.hellaswag import read_examples
         examples = read_examples(flags.hellaswag, c.V, T)
     origin = "" if from_file else f" from scratch, seed {flags.seed}"
-    print(f"device       | {device}{'' if ranks is ALONE else f', {ranks}'} (--device, --dtype)")
+    print(f"device       | {device}{ranks} (--device, --dtype)")
     print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
     files = f" in {len(train_data.paths)} files" * (len(train_data.paths) > 1)
     print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")

@@ -48,9 +48,9 @@ def state_table(c, count, rank):
     from dev.ranks import cut
     in_memory = {row.name: row for row in c.parameter_table()}
     rows = [in_memory.get(row.name, row) for row in c.file_table()]  # words may be padded in memory alone
-    cuts = [(row, max(1, row.layers), *cut(row.size // max(1, row.layers), count)) for row in rows]
-    tails = [Row(f"{row.name}_tail", (layers * tail,)) for row, layers, _, tail in cuts if tail and not rank]
-    return [Row(row.name, (layers * piece,)) for row, layers, piece, _ in cuts] + tails
+    cuts = [(row.name, *cut(row, count)) for row in rows]
+    return [Row(name, (layers * piece,)) for name, layers, piece, _ in cuts] + [
+        Row(f"{name}_tail", (layers * tail,)) for name, layers, _, tail in cuts if tail and not rank]
 
 
 def of_share(table, views):
@@ -135,8 +135,8 @@ def load_state(path_of, model, data):
         wish = [states[0].count, rank, int(data.shuffle), states[0].step, states[0].shared]
         if [state.count, state.rank, state.shuffle, state.step, state.shared] != wish or state.place >= P:
             raise UserError(f"{state.path}: of rank {state.rank} of {state.count}, after step {state.step}, with "
-                            f"--shuffle {state.shuffle}, in file {state.place}; expected rank {rank} of {wish[0]}, step "
-                            f"{wish[3]}, --shuffle {wish[2]} and one of the {P} files of -i")
+                            f"--shuffle {state.shuffle}, in file {state.place}; expected rank {rank} of {wish[0]}, "
+                            f"step {wish[3]}, --shuffle {wish[2]} and one of the {P} files of -i")
     as_before = len(states) == ranks.count
     load_position(states[min(ranks.rank, len(states) - 1)], data, as_before, ranks.rank < len(states))
     known = {row.name for row in c.parameter_table()}
@@ -462,8 +462,9 @@ class RunFolder:
                 replace_file(self.file(3, step), [])
             self.failed = None
             seconds, waited = time.perf_counter() - begun, self.writer.waited
-            self.news.append(f"wrote {next(iter(files))}{' and its state' * (whole and not rank)} in {seconds:.1f} s, for "
-                             f"which training waited {waited:.2f} s")
+            state = " and its state" if whole and not rank else ""
+            self.news.append(f"wrote {next(iter(files))}{state} in {seconds:.1f} s, for which training waited "
+                             f"{waited:.2f} s")
             if whole and prunes and not rank:
                 try:
                     self.prune()

@@ -306,6 +306,7 @@ class Llama3(GPT2):
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
+        self.summing.sum(self, l)
         self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)  # -> (N,NH*HS), dq
         self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # -> (N,2NKV*HS), dk and dv
         self.rope("rope_backward", d.dqkv)  # dq and dk, in place
