@@ -148,7 +148,7 @@ class Ranks(Alone):
 
     def __str__(self):
         machines = len({host for host, *_ in self.meeting.people.values()})
-        return f", {self.count} ranks" + f" on {machines} machines" * (machines > 1)
+        return f" on {self.count} ranks" + f" of {machines} machines" * (machines > 1)
 
     # ---- Tables
 
