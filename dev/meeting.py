@@ -222,9 +222,9 @@ class Meeting:
                 return
             del self.posts[about]
             everything = [values[r] for r in range(self.count)]
+            self.answer(about, everything)  # first: who has the answer to "the end" closes his connection
             for r in self.links:
                 self.send(r, "answer", about, everything)
-            self.answer(about, everything)
 
     def answer(self, about, values):
         if about == "the end":
