@@ -97,7 +97,7 @@ class Nccl:
 
 class Mpi:
     """The same of CPUs. Each is done when it returns."""
-    fork, join, leave = contextlib.nullcontext, staticmethod(lambda: None), staticmethod(lambda status: None)
+    fork, join = contextlib.nullcontext, staticmethod(lambda: None)
 
     def __init__(self, meeting, local):
         try:
@@ -129,6 +129,11 @@ class Mpi:
         if array is not None:
             out[...] = array
         self.ranks.Bcast(out.view(np.uint8))
+
+    def leave(self, status):
+        """After an error, end the process: at the end of a program MPI waits for all ranks, of which some are gone."""
+        if status:
+            os._exit(status)
 
 
 def cut(row, count):
