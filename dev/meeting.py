@@ -281,10 +281,12 @@ class Meeting:
                 for rank, when in heard.items():
                     if now - when > SILENCE:
                         self.end(f"{self.name(rank)}, has given no sign of life for {now - when:.0f} s", [rank])
-                self.look_for_hangs(now)
+                if not self.rank:
+                    self.look_for_hangs(now)
 
     def look_for_hangs(self, now):
-        """On rank 0: end the job if a rank does not come to where others wait, or if none comes."""
+        """On rank 0, which alone sees all posts: end the job if a rank does not come to where others wait, or if none
+        comes."""
         with self.news:
             for about, (begun, patience, values) in self.posts.items():
                 late = [r for r in range(self.count) if r not in values]
