@@ -165,7 +165,7 @@ FLAGS = [
     (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
     (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs (default: 1, or a rank each that torchrun, "
      "srun or mpirun has started)"),
-    ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO-1)"),
+    ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO)"),
     (None, "--log-ranks", SWITCH, 0, "1: of several ranks, each has a file in -o for what it prints"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),

@@ -116,6 +116,7 @@ class Meeting:
         self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
         self.wait = float(os.environ.get("TRAIN_GPT2_WAIT", 120))  # seconds for all ranks to come
         self.links, self.posts, self.answers, self.deadline = {}, {}, {}, None
+        self.calls, self.longest, self.patience, self.last = 0, 0.0, LONG, 0.0  # see agree
         self.places = {}  # where the main threads were lately, for the report of a hang
         self.sending, self.news = threading.RLock(), threading.Condition(threading.RLock())
         self.leaving, self.failing = threading.Event(), threading.Event()
@@ -245,6 +246,19 @@ class Meeting:
             self.end(f"{self.name(rank)}: {message[0]}")
         elif kind == "end":
             self.obey(*message)
+
+    def agree(self, stop, pauses):
+        """Whether a rank is to stop, asked before each step; stop then has a signal's number on all. The next time, a
+        rank hangs that comes 20 seconds after another, or three of the longest steps. But something may pause the steps
+        until then, and the first three take longer, which choose products and record graphs."""
+        stops, now = self.exchange(stop[:1], "the next step", self.patience), time.monotonic()
+        if self.patience < LONG or self.calls == 3:
+            self.longest = max(self.longest, now - self.last)
+        self.calls, self.last = self.calls + 1, now
+        self.patience = LONG if pauses or self.calls < 4 else max(SILENCE, 3 * self.longest)
+        self.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs of life come first
+        stop += [] if stop else [number for numbers in stops for number in numbers][:1]
+        return bool(stop)
 
     # ---- The watch
 

@@ -17,11 +17,9 @@ dev/launch.py makes a rank of a process, and dev/meeting.py has what they agree 
 """
 import contextlib
 import os
-import time
 
 import numpy as np
 
-from dev.meeting import LONG, SILENCE
 from prepro_tinyshakespeare import BF16, UserError, say
 from train_gpt2 import Alone, Row, carve
 
@@ -142,8 +140,8 @@ class Ranks(Alone):
 
     def __init__(self, meeting, place, local, zero):
         self.meeting, self.rank, self.count, self.local, self.zero = meeting, meeting.rank, meeting.count, local, zero
-        self.via, self.exchange = (Nccl if place == "cuda" else Mpi)(meeting, local), meeting.exchange
-        self.parts, self.calls, self.longest, self.patience, self.last = {}, 0, 0.0, LONG, 0.0
+        self.via, self.parts = (Nccl if place == "cuda" else Mpi)(meeting, local), {}
+        self.exchange, self.agree = meeting.exchange, meeting.agree
 
     def __str__(self):
         machines = len({host for host, *_ in self.meeting.people.values()})
@@ -250,19 +248,6 @@ class Ranks(Alone):
         if not self.local:
             self.exchange(None, "the compilation")
         return done
-
-    def agree(self, stop, pauses):
-        """Whether a rank is to stop, asked before each step; stop then has a signal's number on all. The next time, a
-        rank hangs that comes 20 seconds after another, or three of the longest steps. But something may pause the steps
-        until then, and the first three take longer, which choose products and record graphs."""
-        stops, now = self.exchange(stop[:1], "the next step", self.patience), time.monotonic()
-        if self.patience < LONG or self.calls == 3:
-            self.longest = max(self.longest, now - self.last)
-        self.calls, self.last = self.calls + 1, now
-        self.patience = LONG if pauses or self.calls < 4 else max(SILENCE, 3 * self.longest)
-        self.meeting.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs of life come first
-        stop += [] if stop else [number for numbers in stops for number in numbers][:1]
-        return bool(stop)
 
     def begin(self, *args):
         from dev.launch import compare, choose_products
