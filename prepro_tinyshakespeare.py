@@ -28,12 +28,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 # How launchers tell a process which of several it is: a variable that they set in these processes alone, and those of
-# its rank, of how many there are, of its rank on its machine, and of how many are there, if they say it.
+# its rank, of how many there are, of its rank on its machine, and of how many are there, if they say it. The first that
+# is found counts, since srun may set PMI's too, but not the rank on a machine.
 LAUNCHERS = {"torchrun or --gpus": ("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
              "Open MPI": ("OMPI_COMM_WORLD_RANK", *(f"OMPI_COMM_WORLD_{name}" for name in (
                  "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-             "PMI": ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "srun": ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")}
+             "MPICH or Intel MPI": ("MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+             "srun": ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+             "PMI": ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")}
 
 
 def launched(environment=os.environ):

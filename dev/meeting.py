@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import re
+import resource
 import secrets
 import selectors
 import signal
@@ -140,6 +141,9 @@ class Meeting:
     # ---- Coming together
 
     def admit_all(self):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError):  # of a system that has no use for so many
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one; shells often allow 1,024
         server, end = self.point.listen(), time.monotonic() + self.wait
         server.settimeout(0.2)
         try:
@@ -196,17 +200,18 @@ class Meeting:
 
     # ---- Messages
 
-    def send(self, rank, *message):
-        """Send a message, unless the connection has ended, which the watcher notices."""
+    def send(self, ranks, *message):
+        """Send a message to each of these, unless its connection has ended, which the watcher notices."""
         data = json.dumps(message).encode()
-        with self.sending, contextlib.suppress(OSError):
-            self.links[rank].sendall(struct.pack("<I", len(data)) + data)
+        for rank in ranks:
+            with self.sending, contextlib.suppress(OSError):
+                self.links[rank].sendall(struct.pack("<I", len(data)) + data)
 
     def exchange(self, value, about, patience=LONG):
         """[what each rank has given], numbers and strings and lists and dicts of them, when all ranks have called this.
         After so many seconds of patience, those that have not end the job."""
         if self.rank:
-            self.send(0, "post", about, value, patience)
+            self.send([0], "post", about, value, patience)
         else:
             self.post(0, about, value, patience)
         with self.news:
@@ -223,8 +228,7 @@ class Meeting:
                 return
             del self.posts[about]
             everything = [values[r] for r in range(self.count)]
-            for r in self.links:
-                self.send(r, "answer", about, everything)
+            self.send(self.links, "answer", about, everything)
             self.answer(about, everything)
 
     def answer(self, about, values):
@@ -289,8 +293,7 @@ class Meeting:
             if now - beat > BEAT:
                 beat = now
                 self.places[self.rank] = where()
-                for rank in self.links:
-                    self.send(rank, "beat", self.places[self.rank])
+                self.send(self.links, "beat", self.places[self.rank])
             if not self.leaving.is_set():
                 for rank, when in heard.items():
                     if now - when > SILENCE:
@@ -318,8 +321,7 @@ class Meeting:
     def end(self, reason, hanging=()):
         """End the job on all ranks, because of some of them that hang, which are killed, or that are gone."""
         people = [self.people[rank] for rank in hanging]
-        for rank in self.links:
-            self.send(rank, "end", reason, people)
+        self.send(self.links, "end", reason, people)
         self.leaving.set()
         self.obey(reason, people, speaks=True)
 
@@ -344,11 +346,10 @@ class Meeting:
         """Tell the others that this rank ends with an error."""
         self.failing.set()
         if self.rank:
-            self.send(0, "failed", str(reason))
+            self.send([0], "failed", str(reason))
             self.watcher.join(10)  # rank 0 ends the job
         else:
-            for rank in self.links:
-                self.send(rank, "end", str(reason), [])
+            self.send(self.links, "end", str(reason), [])
             time.sleep(0.5)
 
     def leave(self):
