@@ -228,8 +228,8 @@ class Meeting:
                 return
             del self.posts[about]
             everything = [values[r] for r in range(self.count)]
+            self.answer(about, everything)  # first: who has the answer to "the end" closes his connection
             self.send(self.links, "answer", about, everything)
-            self.answer(about, everything)
 
     def answer(self, about, values):
         if about == "the end":
