@@ -28,12 +28,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 # How launchers tell a process which of several it is: a variable that they set in these processes alone, and those of
-# its rank, of how many there are, of its rank on its machine, and of how many are there, if they say it.
+# its rank, of how many there are, of its rank on its machine, and of how many are there, if they say it. The first that
+# is found counts, since srun may set PMI's too, but not the rank on a machine.
 LAUNCHERS = {"torchrun or --gpus": ("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
              "Open MPI": ("OMPI_COMM_WORLD_RANK", *(f"OMPI_COMM_WORLD_{name}" for name in (
                  "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-             "PMI": ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "srun": ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")}
+             "MPICH or Intel MPI": ("MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+             "srun": ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+             "PMI": ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")}
 
 
 def launched(environment=os.environ):
@@ -165,7 +167,7 @@ FLAGS = [
     (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
     (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs (default: 1, or a rank each that torchrun, "
      "srun or mpirun has started)"),
-    ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO-1)"),
+    ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO)"),
     (None, "--log-ranks", SWITCH, 0, "1: of several ranks, each has a file in -o for what it prints"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),

@@ -245,13 +245,11 @@ class Alone:
     these same verbs for them, and says what they do."""
     rank, count, zero = 0, 1, False
     __str__ = lambda self: ""
-    tables = lambda self, *sizes: {}
-    embeddings = lambda self, model: [(model.back.dresidual, model.batch)]
-    sum = sum_rest = norm = gather = lambda self, *args: None
+    tables = lambda self, c, real: {}
+    sum = norm = gather = begin = lambda self, *args: None
     agree = lambda self, stop, pauses: bool(stop)
     exchange = lambda self, value, about: [value]
     in_turn = lambda self, work: work()
-    begin = lambda self, *args: None
 
 
 ALONE = Alone()
@@ -270,7 +268,7 @@ def arena_tables(c, B, T, real, recompute=False, ranks=ALONE):
     return {"parameters": c.parameter_table(real), **({"master": updated} if real == BF16 or ranks.zero else {}),
             "gradients": parameters, "adam m": updated, "adam v": updated, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
-            "backward": c.backward_table(B, T, real), **ranks.tables(c, B, T, real)}
+            "backward": c.backward_table(B, T, real), **ranks.tables(c, real)}
 
 
 def layout(table):
@@ -725,7 +723,6 @@ class GPT2:
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.summing.sum(self, l)  # what is complete by now, over all ranks, beside what follows
         self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)  # (N,C) -> (N,C), dq
         self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # (N,C) -> (N,2C), dk and dv
         self.bias_backward(g.qkvb, d.dqkv)  # (N,3C) -> (3C)
@@ -767,9 +764,8 @@ class GPT2:
         (_, T), (N, C), p, a = self.shape, self.acts.residual.shape, self.params, self.acts
         self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)  # -> (N,C)
 
-    def embedding_backward(self, dx, b):
-        """Of a batch b, and the gradient dx of the stream where it begins."""
-        (B, T), C, g = self.shape, self.config.C, self.grads
+    def embedding_backward(self):
+        (B, T), C, g, dx, b = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
         self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.run_length, C)
         self.device.launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
@@ -818,8 +814,8 @@ class GPT2:
     def backward_pass(self, micro=0, ranks=ALONE):
         """From lnf through the loss to the gradients of all parameters. The first of a step's micro-batches, 0, begins
         them anew: what kernels add to is cleared, and a product sets its matrix. The others add to them. In the last,
-        several ranks sum up what each has, layer by layer."""
-        self.accumulate, self.summing = micro > 0, ranks
+        several ranks sum up what each of them has."""
+        self.accumulate = micro > 0
         for row in self.config.parameter_table():
             if not row.matrix and not self.accumulate:
                 self.device.zero(getattr(self.grads, row.name))
@@ -831,9 +827,9 @@ class GPT2:
         self.last_norm_backward()
         for l in reversed(range(self.config.L)):
             self.layer_backward(l)
-        for dx, batch in ranks.embeddings(self):
-            self.embedding_backward(dx, batch)
-        ranks.sum_rest(self)
+            ranks.sum(self, l)  # of this layer's gradients, over all ranks, beside the work on the next
+        self.embedding_backward()
+        ranks.sum(self)
 
     def forward(self, tokens, targets=None):
         """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None. Its logits are left in

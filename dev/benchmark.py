@@ -167,7 +167,7 @@ def check_tables():
         print(f"WARNING: dev/benchmark.py has a row for {stale}, which is not in kernels.cu", file=sys.stderr)
 
 
-def work_of(what, c, B, words, kernels):
+def work_of(what, c, B, words, kernels, T=T):
     """A launch's label and its work: ("FLOP", how many) for matrix products and attention, else ("B", how many)."""
     name, items, arguments = what
     if name == "matmul":

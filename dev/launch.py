@@ -37,12 +37,12 @@ def start(flags, place, work):
     launcher, rank, count, local, ranks_here = found
     if flags.gpus not in (None, count):
         raise UserError(f"--gpus {flags.gpus}: {launcher} has started {count} ranks: expected no --gpus")
-    if rank:  # only rank 0 speaks
-        path = Path(flags.output) / f"rank_{rank:05d}.txt" if flags.log_ranks else Path(os.devnull)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sys.stdout = sys.stderr = open(path, "w", buffering=1)
     meeting, ranks, status = Meeting(rank, count, ranks_here, flags.output), None, 1
     try:
+        if rank:  # only rank 0 speaks
+            path = Path(flags.output) / f"rank_{rank:05d}.txt" if flags.log_ranks else Path(os.devnull)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            sys.stdout = sys.stderr = open(path, "w", buffering=1)
         ranks = Ranks(meeting, place, local, flags.zero)
         status = work(ranks)
         meeting.leave()

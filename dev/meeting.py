@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import re
+import resource
 import secrets
 import selectors
 import signal
@@ -116,6 +117,7 @@ class Meeting:
         self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
         self.wait = float(os.environ.get("TRAIN_GPT2_WAIT", 120))  # seconds for all ranks to come
         self.links, self.posts, self.answers, self.deadline = {}, {}, {}, None
+        self.calls, self.longest, self.patience, self.last = 0, 0.0, LONG, 0.0  # see agree
         self.places = {}  # where the main threads were lately, for the report of a hang
         self.sending, self.news = threading.RLock(), threading.Condition(threading.RLock())
         self.leaving, self.failing = threading.Event(), threading.Event()
@@ -139,6 +141,9 @@ class Meeting:
     # ---- Coming together
 
     def admit_all(self):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError):  # of a system that has no use for so many
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one; shells often allow 1,024
         server, end = self.point.listen(), time.monotonic() + self.wait
         server.settimeout(0.2)
         try:
@@ -195,17 +200,18 @@ class Meeting:
 
     # ---- Messages
 
-    def send(self, rank, *message):
-        """Send a message, unless the connection has ended, which the watcher notices."""
+    def send(self, ranks, *message):
+        """Send a message to each of these, unless its connection has ended, which the watcher notices."""
         data = json.dumps(message).encode()
-        with self.sending, contextlib.suppress(OSError):
-            self.links[rank].sendall(struct.pack("<I", len(data)) + data)
+        for rank in ranks:
+            with self.sending, contextlib.suppress(OSError):
+                self.links[rank].sendall(struct.pack("<I", len(data)) + data)
 
     def exchange(self, value, about, patience=LONG):
         """[what each rank has given], numbers and strings and lists and dicts of them, when all ranks have called this.
         After so many seconds of patience, those that have not end the job."""
         if self.rank:
-            self.send(0, "post", about, value, patience)
+            self.send([0], "post", about, value, patience)
         else:
             self.post(0, about, value, patience)
         with self.news:
@@ -223,8 +229,7 @@ class Meeting:
             del self.posts[about]
             everything = [values[r] for r in range(self.count)]
             self.answer(about, everything)  # first: who has the answer to "the end" closes his connection
-            for r in self.links:
-                self.send(r, "answer", about, everything)
+            self.send(self.links, "answer", about, everything)
 
     def answer(self, about, values):
         if about == "the end":
@@ -245,6 +250,19 @@ class Meeting:
             self.end(f"{self.name(rank)}: {message[0]}")
         elif kind == "end":
             self.obey(*message)
+
+    def agree(self, stop, pauses):
+        """Whether a rank is to stop, asked before each step; stop then has a signal's number on all. The next time, a
+        rank hangs that comes 20 seconds after another, or three of the longest steps. But something may pause the steps
+        until then, and the first three take longer, which choose products and record graphs."""
+        stops, now = self.exchange(stop[:1], "the next step", self.patience), time.monotonic()
+        if self.patience < LONG or self.calls == 3:
+            self.longest = max(self.longest, now - self.last)
+        self.calls, self.last = self.calls + 1, now
+        self.patience = LONG if pauses or self.calls < 4 else max(SILENCE, 3 * self.longest)
+        self.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs of life come first
+        stop += [] if stop else [number for numbers in stops for number in numbers][:1]
+        return bool(stop)
 
     # ---- The watch
 
@@ -275,8 +293,7 @@ class Meeting:
             if now - beat > BEAT:
                 beat = now
                 self.places[self.rank] = where()
-                for rank in self.links:
-                    self.send(rank, "beat", self.places[self.rank])
+                self.send(self.links, "beat", self.places[self.rank])
             if not self.leaving.is_set():
                 for rank, when in heard.items():
                     if now - when > SILENCE:
@@ -306,8 +323,7 @@ class Meeting:
     def end(self, reason, hanging=()):
         """End the job on all ranks, because of some of them that hang, which are killed, or that are gone."""
         people = [self.people[rank] for rank in hanging]
-        for rank in self.links:
-            self.send(rank, "end", reason, people)
+        self.send(self.links, "end", reason, people)
         self.leaving.set()
         self.obey(reason, people, speaks=True)
 
@@ -332,11 +348,10 @@ class Meeting:
         """Tell the others that this rank ends with an error."""
         self.failing.set()
         if self.rank:
-            self.send(0, "failed", str(reason))
+            self.send([0], "failed", str(reason))
             self.watcher.join(10)  # rank 0 ends the job
         else:
-            for rank in self.links:
-                self.send(rank, "end", str(reason), [])
+            self.send(self.links, "end", str(reason), [])
             time.sleep(0.5)
 
     def leave(self):

@@ -17,17 +17,14 @@ dev/launch.py makes a rank of a process, and dev/meeting.py has what they agree 
 """
 import contextlib
 import os
-import time
 
 import numpy as np
 
-from dev.meeting import LONG, SILENCE
 from prepro_tinyshakespeare import BF16, UserError, say
-from train_gpt2 import Alone, Row, batch_table, carve, layout
+from train_gpt2 import Alone, Row, carve
 
 PIECE, TENSOR = 8, 32  # numbers: 16 bytes in bf16, which kernels load together; 64 bytes, where tensors of arenas start
-LATE = "ln1w", "ln1b", "qkvw", "qkvb"  # the gradients of a layer that attention's backward pass comes before
-EMBEDDINGS = "wte", "wpe"  # the last of all
+EMBEDDINGS = "wte", "wpe"  # their gradients are complete last
 
 
 class Nccl:
@@ -148,8 +145,8 @@ class Ranks(Alone):
 
     def __init__(self, meeting, place, local, zero):
         self.meeting, self.rank, self.count, self.local, self.zero = meeting, meeting.rank, meeting.count, local, zero
-        self.via, self.exchange = (Nccl if place == "cuda" else Mpi)(meeting, local), meeting.exchange
-        self.parts, self.calls, self.longest, self.patience, self.last = {}, 0, 0.0, LONG, 0.0
+        self.via, self.parts = (Nccl if place == "cuda" else Mpi)(meeting, local), {}
+        self.exchange, self.agree = meeting.exchange, meeting.agree
 
     def __str__(self):
         machines = len({host for host, *_ in self.meeting.people.values()})
@@ -167,18 +164,13 @@ class Ranks(Alone):
                     rows.append(Row(name, (-(-size // TENSOR) * TENSOR,), row.dtype, decay=row.decay))
         return rows
 
-    def tables(self, c, B, T, real):
-        """What ranks allocate besides."""
-        parameters, batch = c.parameter_table(), layout(batch_table(B, T))[-1]
-        if self.zero:
-            rounded = {"param share": self.share(c.parameter_table(real))} if real == BF16 else {}
-            return {"grad share": self.share(parameters), **rounded,
-                    "ranks": [Row("norms", (-(-self.count // 4) * 4,))]}
-        # The embeddings' gradient is complete last, when nothing is left to hide its sum. To sum wte (Vp,C), its bytes
-        # cross the wire twice. Or each rank fetches dresidual (N,C) of all, and adds up their rows itself.
-        rows = Row("dresiduals", (self.count, B * T, c.C), real)
-        fetches = rows.nbytes < parameters[0].nbytes
-        return {"ranks": [rows, Row("batches", (self.count, batch), np.uint8)]} if fetches else {}
+    def tables(self, c, real):
+        """What ranks allocate besides: the sums of a share's gradients, and its parameters as they are sent."""
+        if not self.zero:
+            return {}
+        rounded = {"param share": self.share(c.parameter_table(real))} if real == BF16 else {}
+        norms = Row("norms", (-(-self.count // 4) * 4,))  # of the shares' gradients, in whole packs of global_norm
+        return {"grad share": self.share(c.parameter_table()), **rounded, "ranks": [norms]}
 
     def cuts(self, c, whole, share=None):
         """(row, layer, matrix, its own piece, its tail if this is rank 0) of all matrices of views of whole tensors,
@@ -202,65 +194,42 @@ class Ranks(Alone):
 
     def adopt(self, model):
         """Find out what is summed when, before the first step."""
-        c, arenas = model.config, model.arenas
-        tables = self.tables(c, model.B, model.T, model.device.real)
-        views = {name: carve(arenas[name], table) for name, table in tables.items()}
-        self.all = views.get("ranks")
-        self.fetches = hasattr(self.all, "dresiduals")
-        self.updated = [*self.cuts(c, model.params, views.get("param share", model.originals))] if self.zero else []
-        self.parts = {l: [] for l in range(-1, c.L)}
+        c = model.config
+        views = {name: carve(model.arenas[name], table) for name, table in self.tables(c, model.device.real).items()}
+        if self.zero:
+            self.norms = views["ranks"].norms
+            self.updated = [*self.cuts(c, model.params, views.get("param share", model.originals))]
         for row, l, *arrays in self.cuts(c, model.grads, views.get("grad share")):
-            first = l - (row.name in LATE) if row.layers else c.L - 1  # the embeddings' as far as they have come
-            self.parts[-1 if row.name in EMBEDDINGS and not self.fetches else first].append(arrays)
+            part = l if row.layers else None if row.name in EMBEDDINGS else c.L - 1
+            self.parts.setdefault(part, []).append(arrays)
 
-    def sum_part(self, part):
-        for whole, piece, tail in self.parts[part]:
-            if not self.zero:
-                self.via.sum(whole)
-                continue
-            pieces = 0 if piece is None else self.count * piece.size
-            if pieces:
-                self.via.sum_pieces(whole[:pieces], piece)
-            if pieces < whole.size:
-                self.via.sum_at_0(whole[pieces:], tail)
-
-    def sum(self, model, l):
-        """Begin to sum the gradients that are complete before attention's backward pass in layer l: its blocks are many
-        and short, and do not mind that a sum takes some multiprocessors, where a product would need another wave."""
+    def sum(self, model, l=None):
+        """Begin to sum the gradients of layer l over all ranks, and of what is above the last layer with that. Without
+        l, sum those of the embeddings and the loss, and wait for all sums."""
         if not self.parts:
             self.adopt(model)
         with self.via.fork():
-            self.sum_part(l)
-            if l == model.config.L - 1:
-                self.via.sum(model.adam.verdict[1:2])  # the loss
-                if self.fetches:
-                    self.via.gather(model.arenas["batch"], self.all.batches)
-
-    def embeddings(self, model):
-        """(dresidual, batch) of each rank, or of this one alone, of which the gradient of the embeddings is made."""
-        if not self.fetches:
-            return super().embeddings(model)
-        with self.via.fork():
-            self.sum_part(-1)
-            self.via.gather(model.back.dresidual, self.all.dresiduals)
-        self.via.join()
-        return [(dx, carve(batch, batch_table(model.B, model.T)))
-                for dx, batch in zip(self.all.dresiduals, self.all.batches)]
-
-    def sum_rest(self, model):
-        """Sum the last gradients, and wait for all sums."""
-        if not self.fetches:
-            with self.via.fork():
-                self.sum_part(-1)
+            for whole, piece, tail in self.parts[l]:
+                if not self.zero:
+                    self.via.sum(whole)
+                    continue
+                pieces = 0 if piece is None else self.count * piece.size
+                if pieces:
+                    self.via.sum_pieces(whole[:pieces], piece)
+                if pieces < whole.size:
+                    self.via.sum_at_0(whole[pieces:], tail)
+            if l is None:
+                self.via.sum(model.adam.verdict[1:2])
+        if l is None:
             self.via.join()
 
     def norm(self, model):
         """The norm of the own share becomes that of all: the norm of the shares' norms."""
         if self.zero:
             with self.via.fork():
-                self.via.gather(model.adam.norm[:1], self.all.norms[: self.count])
+                self.via.gather(model.adam.norm[:1], self.norms[: self.count])
             self.via.join()
-            model.device.launch("global_norm", 1, model.adam.norm, self.all.norms, self.all.norms.size)
+            model.device.launch("global_norm", 1, model.adam.norm, self.norms, self.norms.size)
 
     def gather(self, model):
         """Fetch the parameters that the others have updated."""
@@ -284,19 +253,6 @@ class Ranks(Alone):
         if not self.local:
             self.exchange(None, "the compilation")
         return done
-
-    def agree(self, stop, pauses):
-        """Whether a rank is to stop, asked before each step; stop then has a signal's number on all. The next time, a
-        rank hangs that comes 20 seconds after another, or three of the longest steps. But something may pause the steps
-        until then, and the first three take longer, which choose products and record graphs."""
-        stops, now = self.exchange(stop[:1], "the next step", self.patience), time.monotonic()
-        if self.patience < LONG or self.calls == 3:
-            self.longest = max(self.longest, now - self.last)
-        self.calls, self.last = self.calls + 1, now
-        self.patience = LONG if pauses or self.calls < 4 else max(SILENCE, 3 * self.longest)
-        self.meeting.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs of life come first
-        stop += [] if stop else [number for numbers in stops for number in numbers][:1]
-        return bool(stop)
 
     def begin(self, *args):
         from dev.launch import compare, choose_products

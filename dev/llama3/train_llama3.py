@@ -306,7 +306,6 @@ class Llama3(GPT2):
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.summing.sum(self, l)
         self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)  # -> (N,NH*HS), dq
         self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # -> (N,2NKV*HS), dk and dv
         self.rope("rope_backward", d.dqkv)  # dq and dk, in place
@@ -340,9 +339,10 @@ class Llama3(GPT2):
         self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # -> (T,HS)
         self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, self.params.wte, None, N, T, C)
 
-    def embedding_backward(self, dx, b):
-        (B, T), C = self.shape, self.config.C
-        self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, dx, b.tokens, b.order, b.run_length, C)
+    def embedding_backward(self):
+        (B, T), C, b = self.shape, self.config.C, self.batch
+        self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual, b.tokens, b.order,
+                           b.run_length, C)
 
     def last_norm_forward(self):
         a = self.acts
