@@ -43,6 +43,7 @@ def start(flags, place, work):
             path = Path(flags.output) / f"rank_{rank:05d}.txt" if flags.log_ranks else Path(os.devnull)
             path.parent.mkdir(parents=True, exist_ok=True)
             sys.stdout = sys.stderr = open(path, "w", buffering=1)
+        expect_same(meeting, {"the kind of device": place, **flags_of(flags)})  # which say what follows
         ranks = Ranks(meeting, place, local, flags.zero)
         status = work(ranks)
         meeting.leave()
@@ -112,21 +113,29 @@ def sketch(path):
     return digest.hexdigest()[:12]
 
 
+def expect_same(meeting, own):
+    """Raise UserError, the same on all ranks, unless own, {what: its value}, is the same on all."""
+    everyone = meeting.exchange(own, "the start")
+    for rank, other in enumerate(everyone):
+        for what in sorted(everyone[0].keys() | other.keys()):
+            if other.get(what) != everyone[0].get(what):
+                raise UserError(f"{meeting.name(rank)}: {what} is {other.get(what)}, and on rank 0 "
+                                f"{everyone[0].get(what)}: expected the same on all ranks")
+
+
+def flags_of(flags):
+    return {f"--{key.replace('_', '-')}": value for key, value in vars(flags).items()}
+
+
 def compare(ranks, model, train_data, val_data, flags, name):
     """Raise UserError, the same on all ranks, unless they have the same flags, code, data and checkpoint."""
     program = sys.modules["train_gpt2"].__file__
     code = sorted({Path(program), Path(sys.argv[0]), Path(program).with_name("prepro_tinyshakespeare.py"),
                    *model.config.SOURCES, *HERE.glob("*.py")})
     files = [*code, *train_data.paths, *(val_data.paths if val_data else ()), *[name] * os.path.exists(name)]
-    own = {"the device": str(model.device), "the model": str(model.config), "the step": model.step,
-           **{f"--{key.replace('_', '-')}": value for key, value in vars(flags).items()},
-           **{f"the file {Path(path).name}": sketch(path) for path in files}}
-    everyone = ranks.exchange(own, "the start")
-    for rank, other in enumerate(everyone):
-        for what in sorted(everyone[0].keys() | other.keys()):
-            if other.get(what) != everyone[0].get(what):
-                raise UserError(f"{ranks.meeting.name(rank)}: {what} is {other.get(what)}, and on rank 0 "
-                                f"{everyone[0].get(what)}: expected the same on all ranks")
+    expect_same(ranks.meeting, {
+        "the device": str(model.device), "the model": str(model.config), "the step": model.step, **flags_of(flags),
+        **{f"the file {Path(path).name}": sketch(path) for path in files}})
 
 
 def choose_products(ranks, model, train_data, val_data, *rest):
