@@ -35,8 +35,8 @@ JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTAR
 
 def first_host(nodes):
     """The first of the hosts of a list as Slurm writes it, "gpu[03-05,9],login1" for example; or ""."""
-    found = re.match(r"([^,\[]*)(?:\[(\w+)[^]]*\])?", nodes)
-    return found[1] + (found[2] or "")
+    first = re.match(r"([^,\[]|\[[^]]*\])*", nodes)[0]
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
 
 
 class Point:
