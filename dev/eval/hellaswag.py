@@ -95,10 +95,9 @@ def read_examples(path, V, T=None):
 
 def check_lengths(examples, T):
     """Raise UserError unless each row has fewer than T tokens, as llm.c demands."""
-    i = max(range(len(examples)), key=lambda i: examples[i].longest)
-    most = examples[i].longest
+    most, i = max(((example.longest, -i) for i, example in enumerate(examples)), default=(0, 0))
     if most >= T:
-        raise UserError(f"-t {T}: HellaSwag's example {i} has {most} tokens with its longest completion; expected "
+        raise UserError(f"-t {T}: HellaSwag's example {-i} has {most} tokens with its longest completion; expected "
                         f"-t {most + 1} or more")
 
 
