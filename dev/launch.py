@@ -86,7 +86,7 @@ def launch(count, place):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
     failed = None
-    while any(child.poll() is None for child in children):
+    while None in [child.poll() for child in children]:  # of each, whatever the first does
         time.sleep(0.05)
         if failed is None and any(child.returncode for child in children):
             failed = time.monotonic()
