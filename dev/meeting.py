@@ -360,3 +360,5 @@ class Meeting:
         if self.rank:
             self.links[0].shutdown(socket.SHUT_WR)
         self.watcher.join(5)
+        for link in self.links.values():
+            link.close()
