@@ -150,9 +150,10 @@ class Meeting:
             while len(self.links) < self.count - 1:
                 if time.monotonic() > end:
                     missing = ", ".join(str(r) for r in range(1, self.count) if r not in self.links)
-                    raise UserError(f"rank {missing} of {self.count} has not come to {self.point} in "
-                                    f"{self.wait:.0f} s: expected all to be started, with the same token; "
-                                    "TRAIN_GPT2_WAIT is the time")
+                    reason = (f"rank {missing} of {self.count} has not come to {self.point} in {self.wait:.0f} s: "
+                              "expected all to be started, with the same token; TRAIN_GPT2_WAIT is the time")
+                    self.send(self.links, "end", reason, [])
+                    raise UserError(reason)
                 with contextlib.suppress(TimeoutError):
                     threading.Thread(target=self.admit, args=(server.accept()[0],), daemon=True).start()
         finally:
