@@ -30,19 +30,16 @@ EMBEDDINGS = "wte", "wpe"  # their gradients are complete last
 class Nccl:
     """Collectives of GPUs. They are queued on a stream of their own, which forks from the work's stream and joins it
     again by events, so that the work goes on beside them, in a graph too."""
-    # A ring adds up in the same order each time, which the algorithm that is fastest today would not. Its blocks take
-    # multiprocessors from the kernels beside them, but for a shorter time if they are many.
-    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_MAX_CTAS": "32", "NCCL_NVLS_ENABLE": "0"}
+    # A ring adds up in the same order each time, which the algorithm that is fastest today would not. Fewer blocks than
+    # NCCL takes by itself (NCCL_MAX_CTAS) would leave more multiprocessors to the kernels beside them, for longer.
+    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
 
     def __init__(self, meeting, local):
-        try:
-            import cupy
-            from cupy.cuda import nccl
-            key = nccl.get_unique_id().hex()
-        except (ImportError, AttributeError):
-            raise UserError("several GPUs need NCCL, and CuPy does not find it: pip install 'nvidia-nccl-cu13>=2.27.7,"
-                            "<3'") from None
         os.environ.update({name: value for name, value in self.SETTINGS.items() if name not in os.environ})
+        import cupy
+        from cupy.cuda import nccl
+        if not nccl.available:
+            raise UserError("several GPUs need NCCL, which CuPy does not find: pip install 'nvidia-nccl-cu13>=2.27.7,<3'")
         gpus = cupy.cuda.runtime.getDeviceCount()
         if local >= gpus > 1:
             raise UserError(f"{meeting.name(meeting.rank)} wants GPU {local} of a machine with {gpus}: start one a GPU")
@@ -53,7 +50,7 @@ class Nccl:
             same = " and ".join(str(rank) for rank, other in enumerate(gpus) if other == own)
             raise UserError(f"ranks {same} have the same GPU, {own[1]} of {own[0]}: start one a GPU")
         self.cupy, self.nccl, self.stream = cupy, nccl, cupy.cuda.Stream(non_blocking=True)
-        key = meeting.exchange(key, "the start")[0]
+        key = meeting.exchange(None if meeting.rank else nccl.get_unique_id().hex(), "the start")[0]
         self.ranks = nccl.NcclCommunicator(meeting.count, bytes.fromhex(key), meeting.rank)
         self.float, self.byte, self.add, self.now = nccl.NCCL_FLOAT32, nccl.NCCL_UINT8, nccl.NCCL_SUM, self.stream.ptr
 
