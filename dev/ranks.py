@@ -17,6 +17,7 @@ dev/launch.py makes a rank of a process, and dev/meeting.py has what they agree 
 """
 import contextlib
 import os
+import warnings
 
 import numpy as np
 
@@ -36,10 +37,11 @@ class Nccl:
 
     def __init__(self, meeting, local):
         os.environ.update({name: value for name, value in self.SETTINGS.items() if name not in os.environ})
+        warnings.filterwarnings("ignore", "\\s*nccl library", UserWarning)  # CuPy's ten lines; below is one
         import cupy
         from cupy.cuda import nccl
         if not nccl.available:
-            raise UserError("several GPUs need NCCL, which CuPy does not find: pip install 'nvidia-nccl-cu13>=2.27.7,<3'")
+            raise UserError("CuPy finds no NCCL, which several GPUs need: pip install 'nvidia-nccl-cu13>=2.27.7,<3'")
         gpus = cupy.cuda.runtime.getDeviceCount()
         if local >= gpus > 1:
             raise UserError(f"{meeting.name(meeting.rank)} wants GPU {local} of a machine with {gpus}: start one a GPU")
@@ -50,7 +52,7 @@ class Nccl:
             same = " and ".join(str(rank) for rank, other in enumerate(gpus) if other == own)
             raise UserError(f"ranks {same} have the same GPU, {own[1]} of {own[0]}: start one a GPU")
         self.cupy, self.nccl, self.stream = cupy, nccl, cupy.cuda.Stream(non_blocking=True)
-        key = meeting.exchange(None if meeting.rank else nccl.get_unique_id().hex(), "the start")[0]
+        key, *_ = meeting.exchange(None if meeting.rank else nccl.get_unique_id().hex(), "the start")
         self.ranks = nccl.NcclCommunicator(meeting.count, bytes.fromhex(key), meeting.rank)
         self.float, self.byte, self.add, self.now = nccl.NCCL_FLOAT32, nccl.NCCL_UINT8, nccl.NCCL_SUM, self.stream.ptr
 
@@ -74,15 +76,15 @@ class Nccl:
         self.ranks.reduceScatter(whole.data.ptr, piece.data.ptr, piece.size, self.float, self.add, self.now)
 
     def sum_at_0(self, array, out):
-        self.ranks.reduce(array.data.ptr, 0 if out is None else out.data.ptr, array.size, self.float, self.add, 0,
-                          self.now)
+        to = 0 if out is None else out.data.ptr
+        self.ranks.reduce(array.data.ptr, to, array.size, self.float, self.add, 0, self.now)
 
     def gather(self, piece, whole):
         self.ranks.allGather(piece.data.ptr, whole.data.ptr, piece.nbytes, self.byte, self.now)
 
     def from_0(self, array, out):
-        self.ranks.broadcast((out if array is None else array).data.ptr, out.data.ptr, out.nbytes, self.byte, 0,
-                             self.now)
+        source = out if array is None else array
+        self.ranks.broadcast(source.data.ptr, out.data.ptr, out.nbytes, self.byte, 0, self.now)
 
     def leave(self, status):
         """End the process. NCCL would wait for the graphs that hold its work, which Python may free later."""
