@@ -303,8 +303,8 @@ def main(arguments=None):
     tape, sent = tape_of(case), [what for kind, phase, what in raw_tape(case._replace(gpus=2)) if kind == "send"]
     sizes = [sum(size for _, size in group) / 1e6 for group in sent]
     one = case.B * T / kernels(tape)
-    print(f"One GPU: {', '.join(f'{phase} {ms(kernels(tape, phase))}' for phase in PHASES)} ms. Two send "
-          f"{len(sizes)} times, {sum(sizes):,.0f} MB, and that takes {fitted():.0%} from the kernels beside it.")
+    print(f"One GPU: {', '.join(f'{phase} {ms(kernels(tape, phase))}' for phase in PHASES)} ms. Two GPUs send "
+          f"{sum(sizes):,.0f} MB in {len(sizes)} parts, which take {fitted():.0%} of the speed of kernels beside them.")
     table("Measured and predicted", ["", "GPUs", "-z", "ms", "predicted", "", "where"], compared())
     table(f"{case.model} with B={case.B} a GPU and -z {case.zero}, predicted", COLUMNS,
           predicted([case._replace(gpus=n) for n in FEW], NETWORKS, a_node, one))
