@@ -105,9 +105,8 @@ class Mpi:
         if (self.ranks.rank, self.ranks.size) != (meeting.rank, meeting.count):
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and the launcher rank "
                             f"{meeting.rank} of {meeting.count}: on CPUs start the ranks with mpirun")
-        cores, threads = len(os.sched_getaffinity(0)), int(os.environ.get("OMP_NUM_THREADS", 1))
-        if cores < threads:
-            say(f"WARNING: a rank has {threads} threads, and may use {cores} cores only: mpirun --bind-to none")
+        if len(os.sched_getaffinity(0)) < os.cpu_count() // max(1, len(meeting.people)):
+            say("WARNING: mpirun lets a rank use less than its share of the cores: give it --bind-to none")
 
     def sum(self, array):
         self.ranks.Allreduce(self.MPI.IN_PLACE, array)
