@@ -53,7 +53,8 @@ def launched(environment=os.environ):
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if ranks := launched():
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // ranks[4])))
+    cores = len(os.sched_getaffinity(0))  # srun says by this alone which are a rank's own
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(cores, os.cpu_count() // ranks[4]))))
 
 import numpy as np  # noqa: E402
 

@@ -241,15 +241,15 @@ def batch_table(B, T):
 
 
 class Alone:
-    """The ranks of a run that has one. With several, each has a process, and a part of each batch. dev/ranks.py has
-    these same verbs for them, and says what they do."""
-    rank, count, zero = 0, 1, False
-    __str__ = lambda self: ""
-    tables = lambda self, c, real: {}
-    sum = norm = gather = begin = lambda self, *args: None
-    agree = lambda self, stop, pauses: bool(stop)
-    exchange = lambda self, value, about: [value]
+    """The ranks of a run that has one, whose verbs do nothing. Several processes, each with a GPU, may do a step
+    together, each with its part of the batch. dev/ranks.py has these verbs for them. Read over them at first."""
+    rank, count, zero = 0, 1, False  # zero: each has a share of what AdamW works on
+    tables = lambda self, c, real: {}  # what ranks allocate besides
+    sum = norm = gather = begin = lambda self, *args: None  # gradients, their norm, parameters; before the first step
+    agree = lambda self, stop, pauses: bool(stop)  # whether one of them has a signal to stop
+    exchange = lambda self, value, about: [value]  # what each of them has found
     in_turn = lambda self, work: work()
+    __str__ = lambda self: ""
 
 
 ALONE = Alone()

@@ -17,6 +17,7 @@ dev/launch.py makes a rank of a process, and dev/meeting.py has what they agree 
 """
 import contextlib
 import os
+import warnings
 
 import numpy as np
 
@@ -30,19 +31,17 @@ EMBEDDINGS = "wte", "wpe"  # their gradients are complete last
 class Nccl:
     """Collectives of GPUs. They are queued on a stream of their own, which forks from the work's stream and joins it
     again by events, so that the work goes on beside them, in a graph too."""
-    # A ring adds up in the same order each time, which the algorithm that is fastest today would not. Its blocks take
-    # multiprocessors from the kernels beside them, but for a shorter time if they are many.
-    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_MAX_CTAS": "32", "NCCL_NVLS_ENABLE": "0"}
+    # A ring adds up in the same order each time, which the algorithm that is fastest today would not. Fewer blocks than
+    # NCCL takes by itself (NCCL_MAX_CTAS) would leave more multiprocessors to the kernels beside them, for longer.
+    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
 
     def __init__(self, meeting, local):
-        try:
-            import cupy
-            from cupy.cuda import nccl
-            key = nccl.get_unique_id().hex()
-        except (ImportError, AttributeError):
-            raise UserError("several GPUs need NCCL, and CuPy does not find it: pip install 'nvidia-nccl-cu13>=2.27.7,"
-                            "<3'") from None
         os.environ.update({name: value for name, value in self.SETTINGS.items() if name not in os.environ})
+        warnings.filterwarnings("ignore", "\\s*nccl library", UserWarning)  # CuPy's ten lines; below is one
+        import cupy
+        from cupy.cuda import nccl
+        if not nccl.available:
+            raise UserError("CuPy finds no NCCL, which several GPUs need: pip install 'nvidia-nccl-cu13>=2.27.7,<3'")
         gpus = cupy.cuda.runtime.getDeviceCount()
         if local >= gpus > 1:
             raise UserError(f"{meeting.name(meeting.rank)} wants GPU {local} of a machine with {gpus}: start one a GPU")
@@ -53,7 +52,7 @@ class Nccl:
             same = " and ".join(str(rank) for rank, other in enumerate(gpus) if other == own)
             raise UserError(f"ranks {same} have the same GPU, {own[1]} of {own[0]}: start one a GPU")
         self.cupy, self.nccl, self.stream = cupy, nccl, cupy.cuda.Stream(non_blocking=True)
-        key = meeting.exchange(key, "the start")[0]
+        key, *_ = meeting.exchange(None if meeting.rank else nccl.get_unique_id().hex(), "the start")
         self.ranks = nccl.NcclCommunicator(meeting.count, bytes.fromhex(key), meeting.rank)
         self.float, self.byte, self.add, self.now = nccl.NCCL_FLOAT32, nccl.NCCL_UINT8, nccl.NCCL_SUM, self.stream.ptr
 
@@ -77,15 +76,15 @@ class Nccl:
         self.ranks.reduceScatter(whole.data.ptr, piece.data.ptr, piece.size, self.float, self.add, self.now)
 
     def sum_at_0(self, array, out):
-        self.ranks.reduce(array.data.ptr, 0 if out is None else out.data.ptr, array.size, self.float, self.add, 0,
-                          self.now)
+        to = 0 if out is None else out.data.ptr
+        self.ranks.reduce(array.data.ptr, to, array.size, self.float, self.add, 0, self.now)
 
     def gather(self, piece, whole):
         self.ranks.allGather(piece.data.ptr, whole.data.ptr, piece.nbytes, self.byte, self.now)
 
     def from_0(self, array, out):
-        self.ranks.broadcast((out if array is None else array).data.ptr, out.data.ptr, out.nbytes, self.byte, 0,
-                             self.now)
+        source = out if array is None else array
+        self.ranks.broadcast(source.data.ptr, out.data.ptr, out.nbytes, self.byte, 0, self.now)
 
     def leave(self, status):
         """End the process. NCCL would wait for the graphs that hold its work, which Python may free later."""
@@ -106,9 +105,8 @@ class Mpi:
         if (self.ranks.rank, self.ranks.size) != (meeting.rank, meeting.count):
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and the launcher rank "
                             f"{meeting.rank} of {meeting.count}: on CPUs start the ranks with mpirun")
-        cores, threads = len(os.sched_getaffinity(0)), int(os.environ.get("OMP_NUM_THREADS", 1))
-        if cores < threads:
-            say(f"WARNING: a rank has {threads} threads, and may use {cores} cores only: mpirun --bind-to none")
+        if len(os.sched_getaffinity(0)) < os.cpu_count() // max(1, len(meeting.people)):
+            say("WARNING: mpirun lets a rank use less than its share of the cores: give it --bind-to none")
 
     def sum(self, array):
         self.ranks.Allreduce(self.MPI.IN_PLACE, array)

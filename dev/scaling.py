@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said 
 
 from dev.benchmark import work_of  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
-from dev.ranks import Nccl, Ranks  # noqa: E402
+from dev.ranks import Ranks  # noqa: E402
 from train_gpt2 import ALONE, GPT2  # noqa: E402
 
 # ---- What was measured, on H200s in bf16, and what was not
@@ -72,6 +72,7 @@ NETWORKS = {"InfiniBand 400 Gb/s a GPU": (45e9, 0, 0.0), "InfiniBand 400 Gb/s a 
 # NCCL takes the fastest protocol: (share of the bandwidth, s to begin, s a hop by NVLink, by a network), as its own
 # src/graph/tuning.cc has them for rings.
 PROTOCOLS = [(1.0, 8.4e-6, 3.4e-6, 14e-6), (0.92, 14e-6, 1.9e-6, 4e-6), (0.25, 6.6e-6, 0.6e-6, 2.7e-6)]
+CHANNELS = 32  # rings at most, each with a block of its own
 STAR = 25e-6  # s a rank that rank 0 takes for Ranks.agree, with 1,023 connections on an AMD EPYC
 
 # ---- A step on paper
@@ -182,7 +183,7 @@ class Ring(NamedTuple):
         """Of the collectives of one launch, [(kind, bytes), ...]. Each of NCCL's channels does some of them, one after
         the other, and all channels are at work: the hops count once for as many collectives as there are channels."""
         traffic = sum(PASSES[kind] * size / self.rates[kind] for kind, size in group) * (self.gpus - 1) / self.gpus
-        rounds = -(-len(group) // int(Nccl.SETTINGS["NCCL_MAX_CTAS"])) * max(PASSES[kind] for kind, _ in group)
+        rounds = -(-len(group) // CHANNELS) * max(PASSES[kind] for kind, _ in group)
         return min(begin + traffic / share + rounds * ((self.gpus - self.nodes) * near + (self.nodes - 1) * far)
                    for share, begin, near, far in self.protocols)
 
@@ -303,8 +304,8 @@ def main(arguments=None):
     tape, sent = tape_of(case), [what for kind, phase, what in raw_tape(case._replace(gpus=2)) if kind == "send"]
     sizes = [sum(size for _, size in group) / 1e6 for group in sent]
     one = case.B * T / kernels(tape)
-    print(f"One GPU: {', '.join(f'{phase} {ms(kernels(tape, phase))}' for phase in PHASES)} ms. Two send "
-          f"{len(sizes)} times, {sum(sizes):,.0f} MB, and that takes {fitted():.0%} from the kernels beside it.")
+    print(f"One GPU: {', '.join(f'{phase} {ms(kernels(tape, phase))}' for phase in PHASES)} ms. Two GPUs send "
+          f"{sum(sizes):,.0f} MB in {len(sizes)} parts, which take {fitted():.0%} of the speed of kernels beside them.")
     table("Measured and predicted", ["", "GPUs", "-z", "ms", "predicted", "", "where"], compared())
     table(f"{case.model} with B={case.B} a GPU and -z {case.zero}, predicted", COLUMNS,
           predicted([case._replace(gpus=n) for n in FEW], NETWORKS, a_node, one))

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import compare_training  # noqa: E402
 import sweep  # noqa: E402
 import train_gpt2  # noqa: E402
-from prepro_tinyshakespeare import FLAGS, parse_flags, write_tokens  # noqa: E402
+from prepro_tinyshakespeare import FLAGS, launched, parse_flags, write_tokens  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, check, run, summary  # noqa: E402
 from train_gpt2 import Config  # noqa: E402
@@ -181,28 +182,34 @@ def whole_sweep(folder):
 
 # ---- Recipes
 
+NODES = "gpt2_124M_slurm", "gpt2_124M_torchrun"
 SIZES = {"gpt2_124M": "d12", "gpt2_350M": "d24", "gpt2_774M": "d36", "gpt2_1558M": "d48"}
 EPOCH = 10_255_324_043  # tokens in the 103 files of FineWeb's 10B
 REFERENCE = 3.2722  # the validation loss at which llm.c's 124M ended
 
 
-def recipe_flags(folder, path, *further):
-    """The arguments with which a recipe runs train_gpt2.py, or what it says on stderr where it does not."""
-    (folder / "bin").mkdir(exist_ok=True)
-    fake = folder / "bin" / "python"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o755)
+def run_recipe(folder, path, *further, status=0, **environment):
+    """Run a recipe where each program that it starts prints its own name and arguments, and ends with this status."""
+    for program in (folder / "bin" / name for name in ("python", "srun", "torchrun", "scontrol")):
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nprintf "%s\\n" {program.name} "$@"\nexit {status}\n')
+        program.chmod(0o755)
     copy = folder / "dev" / "recipes" / path.name
     copy.parent.mkdir(parents=True, exist_ok=True)
-    copy.write_bytes(path.read_bytes())
-    done = subprocess.run(["bash", copy, *further], capture_output=True, text=True, cwd="/",
-                          env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"})
-    return (done.stdout.splitlines(), "") if done.returncode == 0 else ([], done.stderr)
+    shutil.copy(path, copy)
+    return subprocess.run([copy, *further], capture_output=True, text=True, cwd="/",
+                          env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} | environment)
+
+
+def recipe_flags(folder, path, *further):
+    """The arguments with which a recipe runs train_gpt2.py, or what it says on stderr where it does not."""
+    done = run_recipe(folder, path, *further)
+    return (done.stdout.splitlines()[1:], "") if done.returncode == 0 else ([], done.stderr)
 
 
 def recipes(folder):
     """Each says what it lacks. Its flags are train_gpt2.py's. Its time and loss follow from the figures it names."""
-    paths = sorted((HERE / "recipes").glob("*.sh"))
+    paths = [path for path in sorted((HERE / "recipes").glob("*.sh")) if path.stem not in NODES]
     measured = (HERE / "RESULTS.md").read_text(encoding="utf-8")
     check("four recipes", {path.stem for path in paths} == {*SIZES}, paths)
     law = {}
@@ -264,6 +271,49 @@ def recipes(folder):
         check(f"{name}: the loss that follows", abs(REFERENCE - below - loss) < 0.006, loss)
 
 
+def recipes_of_nodes(folder):
+    """Those of two nodes start the ranks of the launcher with the flags of the one that they are named after."""
+    slurm, torchrun = (HERE / "recipes" / f"{name}.sh" for name in NODES)
+    one = slurm.with_name("gpt2_124M.sh")
+    for name in ("fineweb10B/fineweb_train_000001.bin", "fineweb10B/fineweb_val_000000.bin",
+                 "hellaswag/hellaswag_val.bin"):
+        (folder / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "data" / name).touch()
+    alone = parse_flags("", FLAGS, recipe_flags(folder, one)[0][1:])
+    job = dict(SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(folder), SLURM_CPUS_PER_TASK="8")
+    node = dict(NODE_RANK="1", MASTER_ADDR="node0", TRAIN_GPT2_TOKEN="secret")
+    for path, environment, launcher in (
+            (slurm, job, ["srun", "--cpus-per-task=8", "--kill-on-bad-exit=0", "python"]),
+            (torchrun, node, ["torchrun", "--nnodes=2", "--nproc-per-node=8", "--node-rank=1", "--master-addr=node0",
+                              "--master-port=29500"])):
+        words = run_recipe(folder, path, "-x", "7", **environment).stdout.splitlines()
+        check(f"{path.stem}: its launcher", words[: len(launcher) + 1] == [*launcher, "train_gpt2.py"], words[:8])
+        flags = parse_flags("", FLAGS, words[len(launcher) + 1 :])
+        changed = {name for name, value in vars(alone).items() if value != getattr(flags, name)}
+        check(f"{path.stem}: what it changes", changed == {"batch_size", "val_batches", "zero", "steps"}, changed)
+        tokens = 16 * flags.batch_size * flags.seq_len
+        check(f"{path.stem}: 16 ranks have the tokens of a step", tokens == flags.total_batch, tokens)
+        sequences = 16 * flags.val_batches * flags.batch_size
+        check(f"{path.stem}: sequences of a validation, llm.c's", sequences == 160 * 64, sequences)
+        for name in environment.keys() & {*node, "SLURM_JOB_ID"}:
+            done = run_recipe(folder, path, **environment | {name: ""})
+            check(f"{path.stem}: without {name}", done.returncode == 1 and not done.stdout
+                  and re.fullmatch(r"error: .*; expected .*\n", done.stderr), repr(done.stderr))
+
+    for status, wish in ((143, ["scontrol", "requeue", "7"]), (1, [])):  # after SIGTERM, and after an error
+        done = run_recipe(folder, slurm, status=status, **job)
+        found = done.stdout.splitlines()
+        found = found[found.index("scontrol") :] if "scontrol" in found else []
+        check(f"{slurm.stem}: when ranks end with {status}", (done.returncode, found) == (status, wish), found)
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", slurm.read_text(encoding="utf-8"), re.MULTILINE))
+    wish = dict(nodes="2", signal="TERM@120", requeue="") | {"ntasks-per-node": "8", "gpus-per-node": "8"}
+    check(f"{slurm.stem}: what it asks for", wish.items() <= options.items(), options)
+    told = dict(SLURM_STEP_ID="0", SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1", PMI_RANK="9",
+                PMI_SIZE="16")
+    check("a rank of srun, whose PMI says no rank on the machine", launched(told) == ("srun", 9, 16, 1, 1),
+          launched(told))
+
+
 # ---- PyTorch's twin, where PyTorch is
 
 LOSS_LIMIT, NORM_LIMIT = 5e-6, 1e-4  # relative, in the first 8 steps of a tiny model in fp32
@@ -321,7 +371,8 @@ def twins(folder):
 def test_training():
     """All of these, each in a folder of its own."""
     torch = importlib.util.find_spec("torch")
-    for test in (logs, rows_of_sweep, sections, tables, whole_sweep, recipes, *([twins] if torch else [])):
+    for test in (logs, rows_of_sweep, sections, tables, whole_sweep, recipes, recipes_of_nodes,
+                 *([twins] if torch else [])):
         with tempfile.TemporaryDirectory() as folder:
             run(f"training, {test.__name__.replace('_', ' ')}:", test, Path(folder))
     if not torch:

@@ -10,7 +10,8 @@
 #          says that it is 0.597 below 124M's. OpenAI's checkpoint has 2.8313, and 0.4889 of HellaSwag
 #
 # It runs in the top folder. log_gpt2_1558M/ gets main.log, and a checkpoint every 2000 steps. Started again, it goes on
-# from the last of them. Flags after the script's name come last, and override those here.
+# from the last of them. Flags after the script's name come last, and override those here. --gpus 8 takes eight GPUs of
+# this machine. LAUNCH is what starts train_gpt2.py, if it is not python: see gpt2_124M_slurm.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -23,6 +24,8 @@ if ! [ -e "$hellaswag" ]; then
     echo "error: $hellaswag is not here; python dev/data/hellaswag.py makes it" >&2
     exit 1
 fi
-exec python train_gpt2.py -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_000000.bin" --hellaswag "$hellaswag" \
+read -ra launch <<< "${LAUNCH:-python}"
+exec "${launch[@]}" train_gpt2.py -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_000000.bin" \
+    --hellaswag "$hellaswag" \
     -o log_gpt2_1558M -e d48 --dtype bf16 -b 32 -t 1024 -d 1048576 -x 32000 \
     -l 6e-4 -k cosine -u 700 -q 0.1 -c 0.1 --beta2 0.95 -v 250 -m 320 -s 300000 -g 144 -n 2000 -y 1 "$@"

@@ -10,7 +10,8 @@
 #          says that it is 0.333 below 124M's. OpenAI's checkpoint has 3.0006, and 0.4320 of HellaSwag
 #
 # It runs in the top folder. log_gpt2_774M/ gets main.log, and a checkpoint every 5000 steps. Started again, it goes on
-# from the last of them. Flags after the script's name come last, and override those here.
+# from the last of them. Flags after the script's name come last, and override those here. --gpus 8 takes eight GPUs of
+# this machine. LAUNCH is what starts train_gpt2.py, if it is not python: see gpt2_124M_slurm.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -23,6 +24,8 @@ if ! [ -e "$hellaswag" ]; then
     echo "error: $hellaswag is not here; python dev/data/hellaswag.py makes it" >&2
     exit 1
 fi
-exec python train_gpt2.py -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_000000.bin" --hellaswag "$hellaswag" \
+read -ra launch <<< "${LAUNCH:-python}"
+exec "${launch[@]}" train_gpt2.py -i "$data/fineweb_train_*.bin" -j "$data/fineweb_val_000000.bin" \
+    --hellaswag "$hellaswag" \
     -o log_gpt2_774M -e d36 --dtype bf16 -b 16 -t 1024 -d 524288 -x 19560 \
     -l 2.5e-4 -k cosine -u 700 -q 0 -c 0.1 --beta2 0.95 -v 250 -m 640 -s 20000 -g 144 -n 5000 -y 1 "$@"
