@@ -65,6 +65,7 @@ class Point:
                             "one, the same for all") from None
         if self.path:
             text = f"{self.host} {server.getsockname()[1]} {self.token}"
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             mask = os.umask(0o177)  # so that the file has mode 0600 from its first byte on
             try:
                 replace_file(self.path, [text.encode()])
