@@ -42,9 +42,9 @@ def start(flags, place, work):
         if rank:  # only rank 0 speaks
             path = Path(flags.output) / f"rank_{rank:05d}.txt" if flags.log_ranks else Path(os.devnull)
             path.parent.mkdir(parents=True, exist_ok=True)
-            sys.stdout = sys.stderr = open(path, "w", buffering=1)
+            sys.stdout = sys.stderr = open(path, "a", buffering=1)
         expect_same(meeting, {"the kind of device": place, **flags_of(flags)})  # which say what follows
-        ranks = Ranks(meeting, place, local, flags.zero)
+        ranks = Ranks(meeting, place, local)
         status = work(ranks)
         meeting.leave()
     except (UserError, OSError, KeyboardInterrupt) as e:

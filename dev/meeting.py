@@ -28,7 +28,7 @@ HERE = str(Path(__file__).resolve().parent.parent)
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
 LONG = 3600.0  # seconds that ranks wait for each other while one of them may compile, evaluate or write
-ADMISSION = 5.0  # seconds that a stranger may take to say who he is
+ADMISSION = 5.0  # seconds in which a connection has to prove that it knows the token
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
        "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")  # variables in which the jobs of a user differ
 
@@ -37,6 +37,14 @@ def first_host(nodes):
     """The first of the hosts of a list as Slurm writes it, "gpu[03-05,9],login1" for example; or ""."""
     first = re.match(r"([^,\[]|\[[^]]*\])*", nodes)[0]
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
+
+
+def number(name, default):
+    """A number that is set in the environment. Raises UserError."""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit() or int(text) > 65535:
+        raise UserError(f"{name} is {text}: expected a whole number up to 65535")
+    return int(text)
 
 
 class Point:
@@ -48,8 +56,8 @@ class Point:
         self.here, self.path = ranks_here == count, None  # here: all are on this machine
         self.host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
         self.host = "127.0.0.1" if self.here else self.host
-        beside = int(environment.get("MASTER_PORT", 0)) + 1  # torchrun itself listens on that port
-        self.port, self.token = int(environment.get("TRAIN_GPT2_PORT", beside)), environment.get("TRAIN_GPT2_TOKEN")
+        beside = number("MASTER_PORT", 0) + 1  # torchrun itself listens on that port
+        self.port, self.token = number("TRAIN_GPT2_PORT", beside), environment.get("TRAIN_GPT2_TOKEN")
         if not (self.host and self.port > 1 and self.token):
             self.path = Path(output or cache_folder()) / f"ranks_{hashlib.sha256(repr(job).encode()).hexdigest()[:12]}"
 
@@ -65,7 +73,10 @@ class Point:
                             "one, the same for all") from None
         if self.path:
             text = f"{self.host} {server.getsockname()[1]} {self.token}"
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise UserError(f"-o {self.path.parent}: {e.strerror}; expected a folder to write to") from None
             mask = os.umask(0o177)  # so that the file has mode 0600 from its first byte on
             try:
                 replace_file(self.path, [text.encode()])
@@ -116,7 +127,7 @@ class Meeting:
 
     def __init__(self, rank, count, ranks_here, output):
         self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
-        self.wait = float(os.environ.get("TRAIN_GPT2_WAIT", 120))  # seconds for all ranks to come
+        self.wait = number("TRAIN_GPT2_WAIT", 120)  # seconds for all ranks to come
         self.links, self.posts, self.answers, self.deadline = {}, {}, {}, None
         self.calls, self.longest, self.patience, self.last = 0, 0.0, LONG, 0.0  # see agree
         self.places = {}  # where the main threads were lately, for the report of a hang
@@ -163,7 +174,7 @@ class Meeting:
                 self.point.path.unlink(missing_ok=True)
 
     def admit(self, link):
-        """Let in who proves that he knows the token, is one of the ranks, and is not here yet."""
+        """Let in a process that proves that it knows the token, is one of the ranks, and is not here yet."""
         try:
             link.settimeout(ADMISSION)
             link.sendall(question := secrets.token_bytes(32))
@@ -254,9 +265,10 @@ class Meeting:
             self.obey(*message)
 
     def agree(self, stop, pauses):
-        """Whether a rank is to stop, asked before each step; stop then has a signal's number on all. The next time, a
-        rank hangs that comes 20 seconds after another, or three of the longest steps. But something may pause the steps
-        until then, and the first three take longer, which choose products and record graphs."""
+        """Whether a rank has a signal to stop; its number is then in stop on all. All ask before each step. A rank that
+        asks later than another by more than the patience is said to hang: SILENCE, or three of the longest steps if
+        that is more; or LONG, if something pauses the steps until then, and for the first three, which choose products
+        and record graphs."""
         stops, now = self.exchange(stop[:1], "the next step", self.patience), time.monotonic()
         if self.patience < LONG or self.calls == 3:
             self.longest = max(self.longest, now - self.last)

@@ -105,7 +105,8 @@ class Mpi:
         if (self.ranks.rank, self.ranks.size) != (meeting.rank, meeting.count):
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and the launcher rank "
                             f"{meeting.rank} of {meeting.count}: on CPUs start the ranks with mpirun")
-        if len(os.sched_getaffinity(0)) < os.cpu_count() // max(1, len(meeting.people)):
+        here = [host for host, *_ in meeting.people.values()].count(meeting.people[meeting.rank][0])
+        if len(os.sched_getaffinity(0)) < os.cpu_count() // here:
             say("WARNING: mpirun lets a rank use less than its share of the cores: give it --bind-to none")
 
     def sum(self, array):
@@ -141,8 +142,8 @@ def cut(row, count):
 class Ranks(Alone):
     """The ranks of a job, as one of them sees it: what Alone does for a process that is alone."""
 
-    def __init__(self, meeting, place, local, zero):
-        self.meeting, self.rank, self.count, self.local, self.zero = meeting, meeting.rank, meeting.count, local, zero
+    def __init__(self, meeting, place, local):
+        self.meeting, self.rank, self.count, self.local = meeting, meeting.rank, meeting.count, local
         self.via, self.parts = (Nccl if place == "cuda" else Mpi)(meeting, local), {}
         self.exchange, self.agree = meeting.exchange, meeting.agree
 
@@ -168,25 +169,25 @@ class Ranks(Alone):
             return {}
         rounded = {"param share": self.share(c.parameter_table(real))} if real == BF16 else {}
         norms = Row("norms", (-(-self.count // 4) * 4,))  # of the shares' gradients, in whole packs of global_norm
-        return {"grad share": self.share(c.parameter_table()), **rounded, "ranks": [norms]}
+        return {"grad share": self.share(c.parameter_table()), **rounded, "share norms": [norms]}
 
     def cuts(self, c, whole, share=None):
-        """(row, layer, matrix, its own piece, its tail if this is rank 0) of all matrices of views of whole tensors,
-        and of their share. What is not there is None."""
+        """(row, layer, all its pieces, the own one, its tail, that of rank 0) of each matrix of views of whole tensors,
+        and of their share. The own is None where there is none."""
         for row in c.parameter_table():
             layers, piece, tail = cut(row, self.count)
-            pieces, tails = (getattr(share, row.name + end, None) for end in ("", "_tail"))
+            own, rest = (getattr(share, row.name + end, None) for end in ("", "_tail"))
             for l, matrix in enumerate(getattr(whole, row.name).reshape(layers, -1)):
-                yield (row, l, matrix, None if pieces is None else pieces[l * piece : (l + 1) * piece],
-                       None if tails is None else tails[l * tail : (l + 1) * tail])
+                yield (row, l, matrix[: self.count * piece], None if own is None else own[l * piece : (l + 1) * piece],
+                       matrix[self.count * piece :], None if rest is None else rest[l * tail : (l + 1) * tail])
 
     def keep(self, model, share):
         """Copy the own share of what has been staged, whole, in the memory of the gradients."""
-        for _, _, whole, piece, tail in self.cuts(model.config, model.staged, share):
-            if piece is not None:
-                piece[...] = whole[self.rank * piece.size :][: piece.size]
-            if tail is not None:
-                tail[...] = whole[whole.size - tail.size :]
+        for _, _, pieces, own, tail, rest in self.cuts(model.config, model.staged, share):
+            if own is not None:
+                own[...] = pieces[self.rank * own.size :][: own.size]
+            if rest is not None:
+                rest[...] = tail
 
     # ---- A step
 
@@ -195,8 +196,8 @@ class Ranks(Alone):
         c = model.config
         views = {name: carve(model.arenas[name], table) for name, table in self.tables(c, model.device.real).items()}
         if self.zero:
-            self.norms = views["ranks"].norms
-            self.updated = [*self.cuts(c, model.params, views.get("param share", model.originals))]
+            self.norms = views["share norms"].norms
+            self.gathered = [*self.cuts(c, model.params, views.get("param share", model.originals))]
         for row, l, *arrays in self.cuts(c, model.grads, views.get("grad share")):
             part = l if row.layers else None if row.name in EMBEDDINGS else c.L - 1
             self.parts.setdefault(part, []).append(arrays)
@@ -207,17 +208,13 @@ class Ranks(Alone):
         if not self.parts:
             self.adopt(model)
         with self.via.fork():
-            for whole, piece, tail in self.parts[l]:
-                if not self.zero:
-                    self.via.sum(whole)
-                    continue
-                pieces = 0 if piece is None else self.count * piece.size
-                if pieces:
-                    self.via.sum_pieces(whole[:pieces], piece)
-                if pieces < whole.size:
-                    self.via.sum_at_0(whole[pieces:], tail)
+            for pieces, own, tail, rest in self.parts[l]:
+                if pieces.size:
+                    self.via.sum_pieces(pieces, own) if self.zero else self.via.sum(pieces)
+                if tail.size:
+                    self.via.sum_at_0(tail, rest) if self.zero else self.via.sum(tail)
             if l is None:
-                self.via.sum(model.adam.verdict[1:2])
+                self.via.sum(model.adam.verdict[1:2])  # the loss
         if l is None:
             self.via.join()
 
@@ -233,23 +230,22 @@ class Ranks(Alone):
         """Fetch the parameters that the others have updated."""
         if self.zero:
             with self.via.fork():
-                for _, _, whole, piece, tail in self.updated:
-                    pieces = 0 if piece is None else self.count * piece.size
-                    if pieces:
-                        self.via.gather(piece, whole[:pieces])
-                    if pieces < whole.size:
-                        self.via.from_0(tail, whole[pieces:])
+                for _, _, pieces, own, tail, rest in self.gathered:
+                    if pieces.size:
+                        self.via.gather(own, pieces)
+                    if tail.size:
+                        self.via.from_0(rest, tail)
             self.via.join()
 
     # ---- Agreement
 
     def in_turn(self, work):
-        """work(), first by one rank of each machine; the others there find in the cache what it has compiled."""
+        """work(), first by one rank of each machine: the others there find what it has compiled, or downloaded."""
         if self.local:
-            self.exchange(None, "the compilation")
+            self.exchange(None, "what one rank of a machine does first")
         done = work()
         if not self.local:
-            self.exchange(None, "the compilation")
+            self.exchange(None, "what one rank of a machine does first")
         return done
 
     def begin(self, *args):

@@ -150,7 +150,7 @@ def load_state(path_of, model, data):
     model.step = states[0].step
     if not as_before:
         say(f"WARNING: the run had {len(states)} ranks until step {model.step}, and has {ranks.count} from now on: the "
-            "data goes on with the next file")
+            "data goes on with the next file, or with an only one from its beginning")
 
 
 def load_position(state, data, as_before, known):
@@ -301,7 +301,7 @@ class RunFolder:
                                     "remove the former to go on from an older checkpoint")
             self.run = self.read_notes(self.file(2, self.step))
             for name, value in self.run["flags"].items() if self.run else ():  # as then, where nothing else is said
-                if name != "device" and getattr(flags, name, value) is None:
+                if name not in ("device", "gpus", "log_ranks") and getattr(flags, name, value) is None:
                     setattr(flags, name, value)
 
     def file(self, i, step, rank=0):
