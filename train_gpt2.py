@@ -874,8 +874,7 @@ class GPT2:
 
     def update_pass(self):
         """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
-        n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
-        gradients = self.adamw_grads
+        n, adam, arenas, device, gradients = self.master.size, self.adam, self.arenas, self.device, self.adamw_grads
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
         self.ranks.norm(self)
         device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
@@ -1108,8 +1107,8 @@ def work(architecture, flags, place, ranks=ALONE):
         val_data = DataLoader(val_path, max(1, min(B, fits // ranks.count)), T, c.V, False, ranks)
     flags.seq_len, flags.shuffle, flags.total_batch = T, int(train_data.shuffle), flags.total_batch or train_data.size
     if flags.total_batch % train_data.size:
-        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {train_data.size}, a micro-batch's tokens"
-                        f"{ranks}")
+        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {train_data.size}, "
+                        f"a micro-batch's tokens{ranks}")
     epoch = max(1, train_data.total // flags.total_batch)
     steps = flags.steps = epoch if flags.steps in (None, -1) else flags.steps
     if flags.hellaswag:
