@@ -34,7 +34,8 @@ LAUNCHERS = {"torchrun or --gpus": ("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", 
              "Open MPI": ("OMPI_COMM_WORLD_RANK", *(f"OMPI_COMM_WORLD_{name}" for name in (
                  "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
              "MPICH or Intel MPI": ("MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "srun": ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+             "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+             "Slurm": ("SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
              "PMI": ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")}
 
 
@@ -53,7 +54,7 @@ def launched(environment=os.environ):
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if ranks := launched():
-    cores = len(os.sched_getaffinity(0))  # srun says by this alone which are a rank's own
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # srun says just this
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(cores, os.cpu_count() // ranks[4]))))
 
 import numpy as np  # noqa: E402
@@ -251,15 +252,15 @@ def say(line):
 
 @contextlib.contextmanager
 def stop_signals():
-    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second one ends the program at once."""
+    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the program at once."""
     came, before = [], {}
 
     def handler(number, frame):
         came.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a scheduler and a launcher may both send
         with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this step; once more leaves at once\n")  # print may be what is interrupted
+            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")  # print may be what is interrupted
 
     for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, handler)

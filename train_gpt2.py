@@ -243,7 +243,7 @@ def batch_table(B, T):
 class Alone:
     """A run of one process. Several, each with a GPU and its part of a batch, are ranks, and dev/ranks.py has these
     verbs for them. Here they do nothing: skip them at a first reading."""
-    rank, count, zero = 0, 1, False  # which of how many; zero: AdamW has a share of the parameters here, not all
+    rank, count, here, zero = 0, 1, 1, False  # here: on this machine; zero: AdamW has but a share of the parameters
     tables = lambda self, c, real: {}  # what a rank allocates besides
     begin = lambda self, *args: None  # before the first step: have all the same flags, code and data?
     sum = lambda self, model, l=None: None  # all-reduce the gradients of layer l, or of what is in no layer
@@ -260,8 +260,7 @@ ALONE = Alone()
 
 def arena_tables(c, B, T, real, recompute=False, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
-    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them. With --zero 1, each of several
-    ranks updates its own share of them."""
+    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
     parameters = c.parameter_table()
     ours = ranks.share(parameters) if ranks.zero else parameters  # what AdamW updates here
     update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
@@ -985,7 +984,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         done, last = step - 1, step > steps
         validates, saves = due(done, flags.val_every), folder and done and due(done, flags.checkpoint_every)
         samples = done and flags.sample_tokens and due(done, flags.sample_every)
-        stopping = ranks.agree(stop, validates or samples or saves or last)  # asked once: a signal may come later
+        opens = train_data.next + micros > len(train_data.order)  # the next file, and reads it
+        stopping = ranks.agree(stop, validates or samples or saves or last or opens)  # a signal may come later, too
         validates, samples = validates and not stopping, samples and not stopping and ranks.rank == 0
         while len(queued) > (0 if validates or samples or saves or last else ahead):  # all, before one of those
             finish(*queued.pop(0))

@@ -37,6 +37,8 @@ def start(flags, place, work):
     launcher, rank, count, local, ranks_here = found
     if flags.gpus not in (None, count):
         raise UserError(f"--gpus {flags.gpus}: {launcher} has started {count} ranks: expected no --gpus")
+    if place == "cuda":
+        import cupy  # noqa: F401  (before signs of life are expected: to load it from a cold disk may take long)
     meeting, ranks, status = Meeting(rank, count, ranks_here, flags.output), None, 1
     try:
         if rank:  # only rank 0 speaks

@@ -27,6 +27,7 @@ from prepro_tinyshakespeare import UserError, cache_folder, replace_file
 HERE = str(Path(__file__).resolve().parent.parent)
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
+FIRST = 600.0  # seconds for all ranks to connect their devices, and for each of the first steps
 LONG = 3600.0  # seconds that ranks wait for each other while one of them may compile, evaluate or write
 ADMISSION = 5.0  # seconds in which a connection has to prove that it knows the token
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
@@ -143,8 +144,11 @@ class Meeting:
             link.settimeout(SILENCE)
         self.watcher = threading.Thread(target=self.watch, daemon=True)
         self.watcher.start()
-        space = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
-        self.people = dict(enumerate(self.exchange([socket.gethostname(), os.getpid(), space], "the start")))
+        boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name
+        space = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}" if boot.exists() else ""
+        self.people = dict(enumerate(self.exchange([socket.gethostname(), os.getpid(), space], "the start", FIRST)))
+        machines = [[host, space] for host, _, space in self.people.values()]
+        self.here, self.deadline = machines.count(machines[self.rank]), time.monotonic() + FIRST
 
     def name(self, rank):
         host, process, _ = self.people[rank]
@@ -223,6 +227,8 @@ class Meeting:
     def exchange(self, value, about, patience=LONG):
         """[what each rank has given], numbers and strings and lists and dicts of them, when all ranks have called this.
         After so many seconds of patience, those that have not end the job."""
+        if about != "the next step":  # something else comes before it, which may take as long
+            self.patience, self.deadline = LONG, self.deadline and time.monotonic() + 1.25 * LONG
         if self.rank:
             self.send([0], "post", about, value, patience)
         else:
@@ -267,16 +273,17 @@ class Meeting:
     def agree(self, stop, pauses):
         """Whether a rank has a signal to stop; its number is then in stop on all. All ask before each step. A rank that
         asks later than another by more than the patience is said to hang: SILENCE, or three of the longest steps if
-        that is more; or LONG, if something pauses the steps until then, and for the first three, which choose products
+        that is more; LONG, if something pauses the steps until then; FIRST for the first three, which choose products
         and record graphs."""
-        stops, now = self.exchange(stop[:1], "the next step", self.patience), time.monotonic()
-        if self.patience < LONG or self.calls == 3:
+        told, now = self.exchange([stop[:1], bool(pauses)], "the next step", self.patience), time.monotonic()
+        numbers, pauses = [number for some, _ in told for number in some], any(each for _, each in told)
+        if self.calls > 3 and self.patience < LONG or self.calls == 3:
             self.longest = max(self.longest, now - self.last)
         self.calls, self.last = self.calls + 1, now
-        self.patience = LONG if pauses or self.calls < 4 else max(SILENCE, 3 * self.longest)
+        self.patience = LONG if pauses or numbers else FIRST if self.calls < 4 else max(SILENCE, 3 * self.longest)
         self.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs of life come first
-        stop += [] if stop else [number for numbers in stops for number in numbers][:1]
-        return bool(stop)
+        stop += [] if stop else numbers[:1]
+        return bool(numbers)  # a signal that has come since counts for the next step, on all
 
     # ---- The watch
 
@@ -285,11 +292,15 @@ class Meeting:
         selector, data = selectors.DefaultSelector(), dict.fromkeys(self.links, b"")
         for rank, link in self.links.items():
             selector.register(link, selectors.EVENT_READ, rank)
-        heard, looked, beat = dict.fromkeys(self.links, time.monotonic()), time.monotonic(), 0.0
+        looked, beat = time.monotonic(), 0.0
+        heard = dict.fromkeys(self.links, looked + (self.wait if self.rank else 0))  # rank 0 may still wait for others
         while selector.get_map():
             events, now = selector.select(BEAT), time.monotonic()
             if now - looked > SILENCE / 2:  # this machine has slept itself
-                heard = dict.fromkeys(heard, now)
+                heard = {rank: max(when, now) for rank, when in heard.items()}
+                with self.news:
+                    self.deadline = self.deadline and self.deadline + now - looked
+                    self.posts = {about: (begun + now - looked, *rest) for about, (begun, *rest) in self.posts.items()}
             looked = now
             for key, _ in events:
                 rank, part = key.data, b""
@@ -308,7 +319,7 @@ class Meeting:
                 beat = now
                 self.places[self.rank] = where()
                 self.send(self.links, "beat", self.places[self.rank])
-            if not self.leaving.is_set():
+            if beat == now and not self.leaving.is_set():
                 for rank, when in heard.items():
                     if now - when > SILENCE:
                         self.end(f"{self.name(rank)}, has given no sign of life for {now - when:.0f} s", [rank])

@@ -8,10 +8,11 @@ With --zero 1 (ZeRO, stage 1: Rajbhandari et al. 2020) a rank has the moments an
 It gets the sums of that share's gradients, updates the share, and sends what has become of it to the others. A share
 has a piece of each matrix of each tensor, as in llm.c, so that all ranks have the same work:
 
-    one layer of a tensor    | piece of rank 0 | piece of rank 1 | ... | tail |        pieces: multiples of 8 numbers
-    the share of rank 1      | piece of layer 0 | piece of layer 1 | ... | zeros |     tensors: multiples of 32
+    one layer of a tensor    | piece of rank 0 | piece of rank 1 | ... | tail |
+    the share of rank 1      | piece of layer 0 | piece of layer 1 | ... | zeros |     tensors: multiples of 32 numbers
 
-The tails, of less than 8 numbers a rank, are tensors of their own, which rank 0 has.
+Where the ranks do not divide a matrix, pieces are multiples of 8 numbers. What is left of them, the tails, are tensors
+of their own, which rank 0 has.
 
 dev/launch.py makes a rank of a process, and dev/meeting.py has what they agree on besides.
 """
@@ -33,7 +34,8 @@ class Nccl:
     again by events, so that the work goes on beside them, in a graph too."""
     # A ring adds up in the same order each time, which the algorithm that is fastest today would not. Fewer blocks than
     # NCCL takes by itself (NCCL_MAX_CTAS) would leave more multiprocessors to the kernels beside them, for longer.
-    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+    # In a graph its sums are to be those outside of one; and what it allocates is to be there when memory is measured.
+    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_RUNTIME_CONNECT": "0"}
 
     def __init__(self, meeting, local):
         os.environ.update({name: value for name, value in self.SETTINGS.items() if name not in os.environ})
@@ -46,11 +48,12 @@ class Nccl:
         if local >= gpus > 1:
             raise UserError(f"{meeting.name(meeting.rank)} wants GPU {local} of a machine with {gpus}: start one a GPU")
         cupy.cuda.Device(local if gpus > 1 else 0).use()  # some launchers show a rank its own GPU alone
-        own = [meeting.people[meeting.rank][0], cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)]
+        host, _, machine = meeting.people[meeting.rank]
+        own = [host, machine, cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)]
         gpus = meeting.exchange(own, "the start")
         if gpus.count(own) > 1:
             same = " and ".join(str(rank) for rank, other in enumerate(gpus) if other == own)
-            raise UserError(f"ranks {same} have the same GPU, {own[1]} of {own[0]}: start one a GPU")
+            raise UserError(f"ranks {same} have the same GPU, {own[2]} of {host}: start one a GPU")
         self.cupy, self.nccl, self.stream = cupy, nccl, cupy.cuda.Stream(non_blocking=True)
         key, *_ = meeting.exchange(None if meeting.rank else nccl.get_unique_id().hex(), "the start")
         self.ranks = nccl.NcclCommunicator(meeting.count, bytes.fromhex(key), meeting.rank)
@@ -105,8 +108,7 @@ class Mpi:
         if (self.ranks.rank, self.ranks.size) != (meeting.rank, meeting.count):
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and the launcher rank "
                             f"{meeting.rank} of {meeting.count}: on CPUs start the ranks with mpirun")
-        here = [host for host, *_ in meeting.people.values()].count(meeting.people[meeting.rank][0])
-        if len(os.sched_getaffinity(0)) < os.cpu_count() // here:
+        if len(os.sched_getaffinity(0)) < os.cpu_count() // meeting.here:
             say("WARNING: mpirun lets a rank use less than its share of the cores: give it --bind-to none")
 
     def sum(self, array):
@@ -135,8 +137,9 @@ class Mpi:
 def cut(row, count):
     """(layers, numbers of a piece, numbers of the tail) of a tensor of a table that count ranks share."""
     layers = max(1, row.layers)
-    piece = row.size // layers // (count * PIECE) * PIECE
-    return layers, piece, row.size // layers - count * piece
+    size = row.size // layers
+    piece = size // count if size % count == 0 else size // (count * PIECE) * PIECE
+    return layers, piece, size - count * piece
 
 
 class Ranks(Alone):
@@ -144,6 +147,7 @@ class Ranks(Alone):
 
     def __init__(self, meeting, place, local):
         self.meeting, self.rank, self.count, self.local = meeting, meeting.rank, meeting.count, local
+        self.here = meeting.here
         self.via, self.parts = (Nccl if place == "cuda" else Mpi)(meeting, local), {}
         self.exchange, self.agree = meeting.exchange, meeting.agree
 
