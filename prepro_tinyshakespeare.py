@@ -34,7 +34,8 @@ LAUNCHERS = {"torchrun or --gpus": ("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", 
              "Open MPI": ("OMPI_COMM_WORLD_RANK", *(f"OMPI_COMM_WORLD_{name}" for name in (
                  "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
              "MPICH or Intel MPI": ("MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-             "srun": ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+             "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+             "Slurm": ("SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
              "PMI": ("PMI_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")}
 
 
@@ -42,7 +43,7 @@ def launched(environment=os.environ):
     """What a launcher has told this process: (the launcher, rank, ranks, rank on this machine, ranks there). None for a
     process that is alone."""
     for name, (mark, *variables) in LAUNCHERS.items():
-        if mark in environment:
+        if environment.get(mark, "").isdigit():
             values = [int(environment.get(variable, default)) for variable, default in zip(variables, (0, 1, 0, 1))]
             return (name, *values) if values[1] > 1 else None
     return None
@@ -53,7 +54,7 @@ def launched(environment=os.environ):
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if ranks := launched():
-    cores = len(os.sched_getaffinity(0))  # srun says by this alone which are a rank's own
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # srun says just this
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, min(cores, os.cpu_count() // ranks[4]))))
 
 import numpy as np  # noqa: E402
@@ -143,8 +144,9 @@ FLAGS = [
     ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "the newest so many of them are kept; 0: all"),
     ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "those of multiples of so many steps are kept forever; 0 for none"),
     ("-y", "--resume", SWITCH, 0, "1: go on from the newest whole checkpoint in -o, if there is one"),
-    ("-b", "--batch-size", COUNT, None, "B, sequences in a micro-batch (default: 4)"),
-    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: one micro-batch or more (default: B*T)"),
+    ("-b", "--batch-size", COUNT, None, "B, sequences in a micro-batch of a rank (default: 4)"),
+    ("-d", "--total-batch", COUNT, None, "tokens in a step of all ranks, a multiple of B*T times their number "
+     "(default: that)"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a CPU)"),
     ("-l", "--learning-rate", RATE, None, "learning rate (default: 3e-4; without -e and -i see the README)"),
     ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), None, "how the learning rate falls; wsd: "
@@ -153,7 +155,7 @@ FLAGS = [
     ("-q", "--final-fraction", RATE, None, "what the learning rate falls to, as a fraction of it (default: 1)"),
     ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
     ("-v", "--val-every", COUNT_OR_0, None, "steps between validations, and one after the last; 0: none (default: 20)"),
-    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
+    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, each B*T a rank, at most; -1: all"),
     ("-s", "--sample-every", COUNT_OR_0, None, "steps between samples, and one after the last; 0: none (default: 20)"),
     ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
     ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
@@ -166,10 +168,10 @@ FLAGS = [
     ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, to see whether it can be learned"),
     (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' (default: 1 for several)"),
     (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
-    (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs (default: 1, or a rank each that torchrun, "
-     "srun or mpirun has started)"),
+    (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs; 1: alone (default: alone, or as one of the "
+     "ranks that torchrun, srun or mpirun has started)"),
     ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO)"),
-    (None, "--log-ranks", SWITCH, 0, "1: of several ranks, each has a file in -o for what it prints"),
+    (None, "--log-ranks", SWITCH, 0, "1: each rank but the first adds what it prints to -o/rank_*.txt"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
@@ -250,15 +252,15 @@ def say(line):
 
 @contextlib.contextmanager
 def stop_signals():
-    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second one ends the program at once."""
+    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the program at once."""
     came, before = [], {}
 
     def handler(number, frame):
         came.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a scheduler and a launcher may both send
         with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this step; once more leaves at once\n")  # print may be what is interrupted
+            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")  # print may be what is interrupted
 
     for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, handler)

@@ -241,14 +241,17 @@ def batch_table(B, T):
 
 
 class Alone:
-    """The ranks of a run that has one, whose verbs do nothing. Several processes, each with a GPU, may do a step
-    together, each with its part of the batch. dev/ranks.py has these verbs for them. Read over them at first."""
-    rank, count, zero = 0, 1, False  # zero: each has a share of what AdamW works on
-    tables = lambda self, c, real: {}  # what ranks allocate besides
-    sum = norm = gather = begin = lambda self, *args: None  # gradients, their norm, parameters; before the first step
-    agree = lambda self, stop, pauses: bool(stop)  # whether one of them has a signal to stop
-    exchange = lambda self, value, about: [value]  # what each of them has found
-    in_turn = lambda self, work: work()
+    """A run of one process. Several, each with a GPU and its part of a batch, are ranks, and dev/ranks.py has these
+    verbs for them. Here they do nothing: skip them at a first reading."""
+    rank, count, here, zero = 0, 1, 1, False  # here: on this machine; zero: AdamW has but a share of the parameters
+    tables = lambda self, c, real: {}  # what a rank allocates besides
+    begin = lambda self, *args: None  # before the first step: have all the same flags, code and data?
+    sum = lambda self, model, l=None: None  # all-reduce the gradients of layer l, or of what is in no layer
+    norm = lambda self, model: None  # with zero: that of the gradients of all shares
+    gather = lambda self, model: None  # with zero: the parameters that others have updated
+    agree = lambda self, stop, pauses: bool(stop)  # has a rank a signal to stop? pauses: something slow comes next
+    exchange = lambda self, value, about: [value]  # [what each rank gives]; about: what an error calls it
+    in_turn = lambda self, work: work()  # on each machine first by one rank, then by the others
     __str__ = lambda self: ""
 
 
@@ -257,16 +260,15 @@ ALONE = Alone()
 
 def arena_tables(c, B, T, real, recompute=False, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
-    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them. With --zero 1, each of several
-    ranks updates its own share of them."""
+    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
     parameters = c.parameter_table()
-    updated = ranks.share(parameters) if ranks.zero else parameters
+    ours = ranks.share(parameters) if ranks.zero else parameters  # what AdamW updates here
     update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
               Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
-              Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, counted in numbers
-              Row("decayed", (len(updated),), np.int32)]  # 1 where weight decay applies, else 0
-    return {"parameters": c.parameter_table(real), **({"master": updated} if real == BF16 or ranks.zero else {}),
-            "gradients": parameters, "adam m": updated, "adam v": updated, "update": update,
+              Row("starts", (len(ours) + 1,), np.uint64),  # where each tensor starts, counted in numbers
+              Row("decayed", (len(ours),), np.int32)]  # 1 where weight decay applies, else 0
+    return {"parameters": c.parameter_table(real), **({"master": ours} if real == BF16 or ranks.zero else {}),
+            "gradients": parameters, "adam m": ours, "adam v": ours, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
             "backward": c.backward_table(B, T, real), **ranks.tables(c, real)}
 
@@ -350,7 +352,7 @@ class DataLoader:
         self.B, self.T, self.V, counts = B, T, V, [count_tokens(path)[0] for path in self.paths]
         for path, count in zip(self.paths, counts):
             if count <= self.size:
-                raise UserError(f"{path}: {count:,} tokens, and a batch needs B*T+1 = {self.size + 1:,}{ranks}; "
+                raise UserError(f"{path}: {count:,} tokens, and a batch{ranks} needs B*T+1 = {self.size + 1:,}; "
                                 "give a longer file, or a smaller -b or -t")
         self.total, self.batches_of = sum(counts), [(count - 1) // self.size for count in counts]
         self.batches = sum(self.batches_of)  # of an epoch
@@ -397,10 +399,10 @@ class DataLoader:
         """Tokens and targets, both (B,T) int32: for each token the one that follows."""
         if self.next == len(self.order):
             self.next_file()
-        size, self.next = self.B * self.T, self.next + 1
-        start = self.order[self.next - 1] * self.size + self.ranks.rank * size
-        self.where = f"{self.path}, tokens {start} to {start + size}"  # for a report when something is wrong with them
-        window = self.tokens[start : start + size + 1].astype(np.int32)
+        slot, self.next = self.B * self.T, self.next + 1
+        start = self.order[self.next - 1] * self.size + self.ranks.rank * slot
+        self.where = f"{self.path}, tokens {start} to {start + slot}"  # for a report when something is wrong with them
+        window = self.tokens[start : start + slot + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
@@ -627,18 +629,18 @@ class GPT2:
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
-        master = self.arenas["master" if "master" in tables else "parameters"]
-        self.master, self.originals = master.view(np.float32), carve(master, tables["adam m"])
-        self.updated = (self.arenas.get("param share", self.arenas["parameters"]),  # what AdamW writes
-                        self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32))  # and what it reads
+        master, ours = self.arenas["master" if "master" in tables else "parameters"], tables["adam m"]
+        self.master, self.originals = master.view(np.float32), carve(master, ours)
+        self.adamw_params = self.arenas.get("param share", self.arenas["parameters"])  # in bf16, what AdamW rounds to
+        self.adamw_grads = self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32)
         self.staged = self.grads if ranks.zero else None  # what whole tensors are read into, to keep a share of them
-        self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
+        self.m, self.v = (carve(self.arenas[name], ours) for name in ("adam m", "adam v"))
         self.head, self.dhead = self.params.wte, self.grads.wte  # GPT-2's head makes logits with its embeddings
         for name in tables.keys() - {"activations", "backward"}:
             device.zero(self.arenas[name])
         self.adam = carve(self.arenas["update"], tables["update"])
-        device.put(self.adam.starts, [start // 4 for start in layout(tables["adam m"])])
-        device.put(self.adam.decayed, [row.decay for row in tables["adam m"]])
+        device.put(self.adam.starts, [start // 4 for start in layout(ours)])
+        device.put(self.adam.decayed, [row.decay for row in ours])
         self.shape = None  # (B,T) of the batch that the activations are laid out for
         self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
         self.step = 0  # steps done
@@ -646,10 +648,11 @@ class GPT2:
 
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16."""
-        self.set_tensors(tensors, self.originals, *[self.params] * ("master" in self.arenas))  # or they are the same
+        self.set_tensors(tensors, self.originals, *[self.params] * ("master" in self.arenas))  # without, the same
 
     def set_tensors(self, tensors, fp32, *others):
-        """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay."""
+        """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay. Where a
+        rank has a share of fp32, whole tensors are put into the gradients' memory, and the share is kept of them."""
         for name, values in tensors:
             for views in (self.staged or fp32, *others):
                 for to, part in zip(matrices(getattr(views, name)), matrices(values)) if hasattr(views, name) else ():
@@ -870,13 +873,12 @@ class GPT2:
 
     def update_pass(self):
         """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
-        n, adam, arenas, device = self.master.size, self.adam, self.arenas, self.device
-        parameters, gradients = self.updated
+        n, adam, arenas, device, gradients = self.master.size, self.adam, self.arenas, self.device, self.adamw_grads
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
         self.ranks.norm(self)
         device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
         self.step += 1
-        device.launch("adamw", n, parameters, self.master, gradients, arenas["adam m"], arenas["adam v"],
+        device.launch("adamw", n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)
         self.ranks.gather(self)
 
@@ -931,8 +933,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
     scores HellaSwag's examples, samples, and, with a folder (dev/run_folder.py), logs and writes checkpoints. Raises
     UserError when the loss is no longer a number."""
     device, tokens, begun, ranks = model.device, flags.total_batch, model.step, model.ranks
-    own = tokens // ranks.count  # of a step's tokens
-    flops_a_step, micros = own * model.config.flops_per_token(model.T), own // (model.B * model.T)
+    here = tokens // ranks.count  # the tokens of a step that are this rank's
+    flops_a_step, micros = here * model.config.flops_per_token(model.T), here // (model.B * model.T)
     ahead = device.ahead if micros == 1 else 0  # a step of several has the host copy batches while the device works
     adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
     times, losses, queued, clock = [], [], [], 0.0
@@ -982,8 +984,9 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         done, last = step - 1, step > steps
         validates, saves = due(done, flags.val_every), folder and done and due(done, flags.checkpoint_every)
         samples = done and flags.sample_tokens and due(done, flags.sample_every)
-        stopping = ranks.agree(stop, validates or samples or saves or last)  # a signal may come at any time
-        validates, samples = validates and not stopping, samples and not stopping and not ranks.rank
+        opens = train_data.next + micros > len(train_data.order)  # the next file, and reads it
+        stopping = ranks.agree(stop, validates or samples or saves or last or opens)  # a signal may come later, too
+        validates, samples = validates and not stopping, samples and not stopping and ranks.rank == 0
         while len(queued) > (0 if validates or samples or saves or last else ahead):  # all, before one of those
             finish(*queued.pop(0))
         if validates:
@@ -1064,7 +1067,7 @@ def main(arguments=None, architecture=GPT2):
     if flags.replay:
         from dev.replay import replay
         return replay(flags.replay, architecture, flags, place)
-    if flags.gpus != 1 and (flags.gpus or launched()):
+    if launched() if flags.gpus is None else flags.gpus > 1:
         from dev.launch import start
         return start(flags, place, lambda ranks: work(architecture, flags, place, ranks))
     return work(architecture, flags, place)
@@ -1079,6 +1082,7 @@ def work(architecture, flags, place, ranks=ALONE):
     name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
     set_defaults(flags, place, not name)
+    ranks.zero = ranks.count > 1 and bool(flags.zero)  # which -y 1 may have set
     name = str(folder and folder.checkpoint or name or kind.MODELS[2 if small else 1])
     from_file = os.path.exists(name) or name.endswith(".bin")
     c = kind.from_file(name) if from_file else kind.from_descriptor(name)
@@ -1095,16 +1099,16 @@ def work(architecture, flags, place, ranks=ALONE):
         from dev.eval.sample import go_on
         return go_on(from_file and load(1), flags)
 
-    train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
+    train_path, val_path = ranks.in_turn(lambda: c.data_paths(flags.train_data, flags.val_data))
     train_path, flags.shuffle = (val_path, 0) if flags.overfit else (train_path, flags.shuffle)
     train_data = DataLoader(train_path, B, T, c.V, flags.shuffle, ranks)
     if flags.val_every:
         fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
         val_data = DataLoader(val_path, max(1, min(B, fits // ranks.count)), T, c.V, False, ranks)
-    size, flags.seq_len, flags.shuffle = train_data.size, T, int(train_data.shuffle)
-    flags.total_batch = flags.total_batch or size
-    if flags.total_batch % size:
-        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {size}, a micro-batch's tokens{ranks}")
+    flags.seq_len, flags.shuffle, flags.total_batch = T, int(train_data.shuffle), flags.total_batch or train_data.size
+    if flags.total_batch % train_data.size:
+        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {train_data.size}, "
+                        f"a micro-batch's tokens{ranks}")
     epoch = max(1, train_data.total // flags.total_batch)
     steps = flags.steps = epoch if flags.steps in (None, -1) else flags.steps
     if flags.hellaswag:
@@ -1125,7 +1129,7 @@ def work(architecture, flags, place, ranks=ALONE):
     print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
     if flags.dry_run:
         from dev.dry_run import estimate
-        return estimate(c, device, flags)
+        return estimate(c, device, flags, ranks)
     try:
         model = load(B)
         if folder:

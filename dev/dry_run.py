@@ -32,12 +32,13 @@ def product_rate(device, c, B, T):
     return 2 * N * 4 * c.C * c.C * count / min(seconds(count) for _ in range(3))
 
 
-def estimate(c, device, flags):
+def estimate(c, device, flags, ranks):
     """Print how large a checkpoint is, and about how long the steps take. Returns the exit status."""
     numbers, size = sum(row.size for row in c.file_table()), np.dtype(device.real).itemsize
     print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} GiB of state (-n, -nk)")
     rate = product_rate(device, c, flags.batch_size, flags.seq_len) * SHARE[device.name]
-    seconds = flags.total_batch * c.flops_per_token(flags.seq_len) / rate
+    seconds = flags.total_batch / ranks.count * c.flops_per_token(flags.seq_len) / rate
     print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, {flags.total_batch / seconds:,.0f} "
-          f"tok/s, take about {duration(flags.steps * seconds)}, by the speed of a matrix product")
+          f"tok/s, take about {duration(flags.steps * seconds)}, by the speed of a matrix product"
+          + ", without what sums over ranks take" * (ranks.count > 1))
     return 0

@@ -37,14 +37,16 @@ def start(flags, place, work):
     launcher, rank, count, local, ranks_here = found
     if flags.gpus not in (None, count):
         raise UserError(f"--gpus {flags.gpus}: {launcher} has started {count} ranks: expected no --gpus")
+    if place == "cuda":
+        import cupy  # noqa: F401  (before signs of life are expected: to load it from a cold disk may take long)
     meeting, ranks, status = Meeting(rank, count, ranks_here, flags.output), None, 1
     try:
         if rank:  # only rank 0 speaks
             path = Path(flags.output) / f"rank_{rank:05d}.txt" if flags.log_ranks else Path(os.devnull)
             path.parent.mkdir(parents=True, exist_ok=True)
-            sys.stdout = sys.stderr = open(path, "w", buffering=1)
+            sys.stdout = sys.stderr = open(path, "a", buffering=1)
         expect_same(meeting, {"the kind of device": place, **flags_of(flags)})  # which say what follows
-        ranks = Ranks(meeting, place, local, flags.zero)
+        ranks = Ranks(meeting, place, local)
         status = work(ranks)
         meeting.leave()
     except (UserError, OSError, KeyboardInterrupt) as e:

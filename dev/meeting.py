@@ -27,8 +27,9 @@ from prepro_tinyshakespeare import UserError, cache_folder, replace_file
 HERE = str(Path(__file__).resolve().parent.parent)
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
+FIRST = 600.0  # seconds for all ranks to connect their devices, and for each of the first steps
 LONG = 3600.0  # seconds that ranks wait for each other while one of them may compile, evaluate or write
-ADMISSION = 5.0  # seconds that a stranger may take to say who he is
+ADMISSION = 5.0  # seconds in which a connection has to prove that it knows the token
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
        "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")  # variables in which the jobs of a user differ
 
@@ -37,6 +38,14 @@ def first_host(nodes):
     """The first of the hosts of a list as Slurm writes it, "gpu[03-05,9],login1" for example; or ""."""
     first = re.match(r"([^,\[]|\[[^]]*\])*", nodes)[0]
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
+
+
+def number(name, default):
+    """A number that is set in the environment. Raises UserError."""
+    text = os.environ.get(name, str(default))
+    if not text.isdigit() or int(text) > 65535:
+        raise UserError(f"{name} is {text}: expected a whole number up to 65535")
+    return int(text)
 
 
 class Point:
@@ -48,8 +57,8 @@ class Point:
         self.here, self.path = ranks_here == count, None  # here: all are on this machine
         self.host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
         self.host = "127.0.0.1" if self.here else self.host
-        beside = int(environment.get("MASTER_PORT", 0)) + 1  # torchrun itself listens on that port
-        self.port, self.token = int(environment.get("TRAIN_GPT2_PORT", beside)), environment.get("TRAIN_GPT2_TOKEN")
+        beside = number("MASTER_PORT", 0) + 1  # torchrun itself listens on that port
+        self.port, self.token = number("TRAIN_GPT2_PORT", beside), environment.get("TRAIN_GPT2_TOKEN")
         if not (self.host and self.port > 1 and self.token):
             self.path = Path(output or cache_folder()) / f"ranks_{hashlib.sha256(repr(job).encode()).hexdigest()[:12]}"
 
@@ -65,6 +74,10 @@ class Point:
                             "one, the same for all") from None
         if self.path:
             text = f"{self.host} {server.getsockname()[1]} {self.token}"
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise UserError(f"-o {self.path.parent}: {e.strerror}; expected a folder to write to") from None
             mask = os.umask(0o177)  # so that the file has mode 0600 from its first byte on
             try:
                 replace_file(self.path, [text.encode()])
@@ -115,7 +128,7 @@ class Meeting:
 
     def __init__(self, rank, count, ranks_here, output):
         self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
-        self.wait = float(os.environ.get("TRAIN_GPT2_WAIT", 120))  # seconds for all ranks to come
+        self.wait = number("TRAIN_GPT2_WAIT", 120)  # seconds for all ranks to come
         self.links, self.posts, self.answers, self.deadline = {}, {}, {}, None
         self.calls, self.longest, self.patience, self.last = 0, 0.0, LONG, 0.0  # see agree
         self.places = {}  # where the main threads were lately, for the report of a hang
@@ -131,8 +144,11 @@ class Meeting:
             link.settimeout(SILENCE)
         self.watcher = threading.Thread(target=self.watch, daemon=True)
         self.watcher.start()
-        space = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
-        self.people = dict(enumerate(self.exchange([socket.gethostname(), os.getpid(), space], "the start")))
+        boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name
+        space = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}" if boot.exists() else ""
+        self.people = dict(enumerate(self.exchange([socket.gethostname(), os.getpid(), space], "the start", FIRST)))
+        machines = [[host, space] for host, _, space in self.people.values()]
+        self.here, self.deadline = machines.count(machines[self.rank]), time.monotonic() + FIRST
 
     def name(self, rank):
         host, process, _ = self.people[rank]
@@ -162,7 +178,7 @@ class Meeting:
                 self.point.path.unlink(missing_ok=True)
 
     def admit(self, link):
-        """Let in who proves that he knows the token, is one of the ranks, and is not here yet."""
+        """Let in a process that proves that it knows the token, is one of the ranks, and is not here yet."""
         try:
             link.settimeout(ADMISSION)
             link.sendall(question := secrets.token_bytes(32))
@@ -211,6 +227,8 @@ class Meeting:
     def exchange(self, value, about, patience=LONG):
         """[what each rank has given], numbers and strings and lists and dicts of them, when all ranks have called this.
         After so many seconds of patience, those that have not end the job."""
+        if about != "the next step":  # something else comes before it, which may take as long
+            self.patience, self.deadline = LONG, self.deadline and time.monotonic() + 1.25 * LONG
         if self.rank:
             self.send([0], "post", about, value, patience)
         else:
@@ -253,17 +271,19 @@ class Meeting:
             self.obey(*message)
 
     def agree(self, stop, pauses):
-        """Whether a rank is to stop, asked before each step; stop then has a signal's number on all. The next time, a
-        rank hangs that comes 20 seconds after another, or three of the longest steps. But something may pause the steps
-        until then, and the first three take longer, which choose products and record graphs."""
-        stops, now = self.exchange(stop[:1], "the next step", self.patience), time.monotonic()
-        if self.patience < LONG or self.calls == 3:
+        """Whether a rank has a signal to stop; its number is then in stop on all. All ask before each step. A rank that
+        asks later than another by more than the patience is said to hang: SILENCE, or three of the longest steps if
+        that is more; LONG, if something pauses the steps until then; FIRST for the first three, which choose products
+        and record graphs."""
+        told, now = self.exchange([stop[:1], bool(pauses)], "the next step", self.patience), time.monotonic()
+        numbers, pauses = [number for some, _ in told for number in some], any(each for _, each in told)
+        if self.calls > 3 and self.patience < LONG or self.calls == 3:
             self.longest = max(self.longest, now - self.last)
         self.calls, self.last = self.calls + 1, now
-        self.patience = LONG if pauses or self.calls < 4 else max(SILENCE, 3 * self.longest)
+        self.patience = LONG if pauses or numbers else FIRST if self.calls < 4 else max(SILENCE, 3 * self.longest)
         self.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs of life come first
-        stop += [] if stop else [number for numbers in stops for number in numbers][:1]
-        return bool(stop)
+        stop += [] if stop else numbers[:1]
+        return bool(numbers)  # a signal that has come since counts for the next step, on all
 
     # ---- The watch
 
@@ -272,11 +292,15 @@ class Meeting:
         selector, data = selectors.DefaultSelector(), dict.fromkeys(self.links, b"")
         for rank, link in self.links.items():
             selector.register(link, selectors.EVENT_READ, rank)
-        heard, looked, beat = dict.fromkeys(self.links, time.monotonic()), time.monotonic(), 0.0
+        looked, beat = time.monotonic(), 0.0
+        heard = dict.fromkeys(self.links, looked + (self.wait if self.rank else 0))  # rank 0 may still wait for others
         while selector.get_map():
             events, now = selector.select(BEAT), time.monotonic()
             if now - looked > SILENCE / 2:  # this machine has slept itself
-                heard = dict.fromkeys(heard, now)
+                heard = {rank: max(when, now) for rank, when in heard.items()}
+                with self.news:
+                    self.deadline = self.deadline and self.deadline + now - looked
+                    self.posts = {about: (begun + now - looked, *rest) for about, (begun, *rest) in self.posts.items()}
             looked = now
             for key, _ in events:
                 rank, part = key.data, b""
@@ -295,7 +319,7 @@ class Meeting:
                 beat = now
                 self.places[self.rank] = where()
                 self.send(self.links, "beat", self.places[self.rank])
-            if not self.leaving.is_set():
+            if beat == now and not self.leaving.is_set():
                 for rank, when in heard.items():
                     if now - when > SILENCE:
                         self.end(f"{self.name(rank)}, has given no sign of life for {now - when:.0f} s", [rank])

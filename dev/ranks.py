@@ -8,10 +8,11 @@ With --zero 1 (ZeRO, stage 1: Rajbhandari et al. 2020) a rank has the moments an
 It gets the sums of that share's gradients, updates the share, and sends what has become of it to the others. A share
 has a piece of each matrix of each tensor, as in llm.c, so that all ranks have the same work:
 
-    one layer of a tensor    | piece of rank 0 | piece of rank 1 | ... | tail |        pieces: multiples of 8 numbers
-    the share of rank 1      | piece of layer 0 | piece of layer 1 | ... | zeros |     tensors: multiples of 32
+    one layer of a tensor    | piece of rank 0 | piece of rank 1 | ... | tail |
+    the share of rank 1      | piece of layer 0 | piece of layer 1 | ... | zeros |     tensors: multiples of 32 numbers
 
-The tails, of less than 8 numbers a rank, are tensors of their own, which rank 0 has.
+Where the ranks do not divide a matrix, pieces are multiples of 8 numbers. What is left of them, the tails, are tensors
+of their own, which rank 0 has.
 
 dev/launch.py makes a rank of a process, and dev/meeting.py has what they agree on besides.
 """
@@ -33,7 +34,8 @@ class Nccl:
     again by events, so that the work goes on beside them, in a graph too."""
     # A ring adds up in the same order each time, which the algorithm that is fastest today would not. Fewer blocks than
     # NCCL takes by itself (NCCL_MAX_CTAS) would leave more multiprocessors to the kernels beside them, for longer.
-    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+    # In a graph its sums are to be those outside of one; and what it allocates is to be there when memory is measured.
+    SETTINGS = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0", "NCCL_RUNTIME_CONNECT": "0"}
 
     def __init__(self, meeting, local):
         os.environ.update({name: value for name, value in self.SETTINGS.items() if name not in os.environ})
@@ -46,11 +48,12 @@ class Nccl:
         if local >= gpus > 1:
             raise UserError(f"{meeting.name(meeting.rank)} wants GPU {local} of a machine with {gpus}: start one a GPU")
         cupy.cuda.Device(local if gpus > 1 else 0).use()  # some launchers show a rank its own GPU alone
-        own = [meeting.people[meeting.rank][0], cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)]
+        host, _, machine = meeting.people[meeting.rank]
+        own = [host, machine, cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id)]
         gpus = meeting.exchange(own, "the start")
         if gpus.count(own) > 1:
             same = " and ".join(str(rank) for rank, other in enumerate(gpus) if other == own)
-            raise UserError(f"ranks {same} have the same GPU, {own[1]} of {own[0]}: start one a GPU")
+            raise UserError(f"ranks {same} have the same GPU, {own[2]} of {host}: start one a GPU")
         self.cupy, self.nccl, self.stream = cupy, nccl, cupy.cuda.Stream(non_blocking=True)
         key, *_ = meeting.exchange(None if meeting.rank else nccl.get_unique_id().hex(), "the start")
         self.ranks = nccl.NcclCommunicator(meeting.count, bytes.fromhex(key), meeting.rank)
@@ -105,7 +108,7 @@ class Mpi:
         if (self.ranks.rank, self.ranks.size) != (meeting.rank, meeting.count):
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and the launcher rank "
                             f"{meeting.rank} of {meeting.count}: on CPUs start the ranks with mpirun")
-        if len(os.sched_getaffinity(0)) < os.cpu_count() // max(1, len(meeting.people)):
+        if len(os.sched_getaffinity(0)) < os.cpu_count() // meeting.here:
             say("WARNING: mpirun lets a rank use less than its share of the cores: give it --bind-to none")
 
     def sum(self, array):
@@ -134,15 +137,17 @@ class Mpi:
 def cut(row, count):
     """(layers, numbers of a piece, numbers of the tail) of a tensor of a table that count ranks share."""
     layers = max(1, row.layers)
-    piece = row.size // layers // (count * PIECE) * PIECE
-    return layers, piece, row.size // layers - count * piece
+    size = row.size // layers
+    piece = size // count if size % count == 0 else size // (count * PIECE) * PIECE
+    return layers, piece, size - count * piece
 
 
 class Ranks(Alone):
     """The ranks of a job, as one of them sees it: what Alone does for a process that is alone."""
 
-    def __init__(self, meeting, place, local, zero):
-        self.meeting, self.rank, self.count, self.local, self.zero = meeting, meeting.rank, meeting.count, local, zero
+    def __init__(self, meeting, place, local):
+        self.meeting, self.rank, self.count, self.local = meeting, meeting.rank, meeting.count, local
+        self.here = meeting.here
         self.via, self.parts = (Nccl if place == "cuda" else Mpi)(meeting, local), {}
         self.exchange, self.agree = meeting.exchange, meeting.agree
 
@@ -168,25 +173,25 @@ class Ranks(Alone):
             return {}
         rounded = {"param share": self.share(c.parameter_table(real))} if real == BF16 else {}
         norms = Row("norms", (-(-self.count // 4) * 4,))  # of the shares' gradients, in whole packs of global_norm
-        return {"grad share": self.share(c.parameter_table()), **rounded, "ranks": [norms]}
+        return {"grad share": self.share(c.parameter_table()), **rounded, "share norms": [norms]}
 
     def cuts(self, c, whole, share=None):
-        """(row, layer, matrix, its own piece, its tail if this is rank 0) of all matrices of views of whole tensors,
-        and of their share. What is not there is None."""
+        """(row, layer, all its pieces, the own one, its tail, that of rank 0) of each matrix of views of whole tensors,
+        and of their share. The own is None where there is none."""
         for row in c.parameter_table():
             layers, piece, tail = cut(row, self.count)
-            pieces, tails = (getattr(share, row.name + end, None) for end in ("", "_tail"))
+            own, rest = (getattr(share, row.name + end, None) for end in ("", "_tail"))
             for l, matrix in enumerate(getattr(whole, row.name).reshape(layers, -1)):
-                yield (row, l, matrix, None if pieces is None else pieces[l * piece : (l + 1) * piece],
-                       None if tails is None else tails[l * tail : (l + 1) * tail])
+                yield (row, l, matrix[: self.count * piece], None if own is None else own[l * piece : (l + 1) * piece],
+                       matrix[self.count * piece :], None if rest is None else rest[l * tail : (l + 1) * tail])
 
     def keep(self, model, share):
         """Copy the own share of what has been staged, whole, in the memory of the gradients."""
-        for _, _, whole, piece, tail in self.cuts(model.config, model.staged, share):
-            if piece is not None:
-                piece[...] = whole[self.rank * piece.size :][: piece.size]
-            if tail is not None:
-                tail[...] = whole[whole.size - tail.size :]
+        for _, _, pieces, own, tail, rest in self.cuts(model.config, model.staged, share):
+            if own is not None:
+                own[...] = pieces[self.rank * own.size :][: own.size]
+            if rest is not None:
+                rest[...] = tail
 
     # ---- A step
 
@@ -195,8 +200,8 @@ class Ranks(Alone):
         c = model.config
         views = {name: carve(model.arenas[name], table) for name, table in self.tables(c, model.device.real).items()}
         if self.zero:
-            self.norms = views["ranks"].norms
-            self.updated = [*self.cuts(c, model.params, views.get("param share", model.originals))]
+            self.norms = views["share norms"].norms
+            self.gathered = [*self.cuts(c, model.params, views.get("param share", model.originals))]
         for row, l, *arrays in self.cuts(c, model.grads, views.get("grad share")):
             part = l if row.layers else None if row.name in EMBEDDINGS else c.L - 1
             self.parts.setdefault(part, []).append(arrays)
@@ -207,17 +212,13 @@ class Ranks(Alone):
         if not self.parts:
             self.adopt(model)
         with self.via.fork():
-            for whole, piece, tail in self.parts[l]:
-                if not self.zero:
-                    self.via.sum(whole)
-                    continue
-                pieces = 0 if piece is None else self.count * piece.size
-                if pieces:
-                    self.via.sum_pieces(whole[:pieces], piece)
-                if pieces < whole.size:
-                    self.via.sum_at_0(whole[pieces:], tail)
+            for pieces, own, tail, rest in self.parts[l]:
+                if pieces.size:
+                    self.via.sum_pieces(pieces, own) if self.zero else self.via.sum(pieces)
+                if tail.size:
+                    self.via.sum_at_0(tail, rest) if self.zero else self.via.sum(tail)
             if l is None:
-                self.via.sum(model.adam.verdict[1:2])
+                self.via.sum(model.adam.verdict[1:2])  # the loss
         if l is None:
             self.via.join()
 
@@ -233,23 +234,22 @@ class Ranks(Alone):
         """Fetch the parameters that the others have updated."""
         if self.zero:
             with self.via.fork():
-                for _, _, whole, piece, tail in self.updated:
-                    pieces = 0 if piece is None else self.count * piece.size
-                    if pieces:
-                        self.via.gather(piece, whole[:pieces])
-                    if pieces < whole.size:
-                        self.via.from_0(tail, whole[pieces:])
+                for _, _, pieces, own, tail, rest in self.gathered:
+                    if pieces.size:
+                        self.via.gather(own, pieces)
+                    if tail.size:
+                        self.via.from_0(rest, tail)
             self.via.join()
 
     # ---- Agreement
 
     def in_turn(self, work):
-        """work(), first by one rank of each machine; the others there find in the cache what it has compiled."""
+        """work(), first by one rank of each machine: the others there find what it has compiled, or downloaded."""
         if self.local:
-            self.exchange(None, "the compilation")
+            self.exchange(None, "what one rank of a machine does first")
         done = work()
         if not self.local:
-            self.exchange(None, "the compilation")
+            self.exchange(None, "what one rank of a machine does first")
         return done
 
     def begin(self, *args):

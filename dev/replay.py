@@ -161,11 +161,13 @@ def explain(model, verdict, batches, flags, folder):
     beside the checkpoint before it, and raise UserError. Of several ranks each looks at its own batches, and the first
     that finds something speaks."""
     step, ranks = model.step, model.ranks
+    ranks.exchange(None, "a look at the step")
     if not verdict.stopped:  # by now the device may have done the step that follows
         try:
             text, _ = describe(model, batches.packed, batches.places, False)
+            part = ", in rank 0's part of the batch" * (ranks.count > 1)
             say(f"outlier      | z-scores: loss {verdict.loss_z:.2f}, norm {verdict.norm_z:.2f}; repeated with the "
-                f"weights after step {step}: {text}")
+                f"weights after step {step}{part}: {text}")
         except (MemoryError, *model.device.Fault) as e:  # no reason to end a run whose numbers are all finite
             say(f"WARNING: no look at the outlier ({type(e).__name__}); batches: {'; '.join(batches.places)}")
         return

@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import re
+import socket
 import sys
 import threading
 import time
@@ -150,7 +151,7 @@ def load_state(path_of, model, data):
     model.step = states[0].step
     if not as_before:
         say(f"WARNING: the run had {len(states)} ranks until step {model.step}, and has {ranks.count} from now on: the "
-            "data goes on with the next file")
+            "data goes on with the next file, or with an only one from its beginning")
 
 
 def load_position(state, data, as_before, known):
@@ -195,9 +196,9 @@ class Writer:
     """Writes files in a thread. save() returns when all numbers are in the host's memory, in chunks that are allocated
     once, here. Where the host has little, there are few, and save() waits until some are written."""
 
-    def __init__(self, device, nbytes):
+    def __init__(self, device, nbytes, sharers=1):
         self.free, self.filled, self.thread = queue.SimpleQueue(), queue.SimpleQueue(), None
-        for _ in range(max(2, min(-(-nbytes // CHUNK) + 1, available_memory() // 3 // CHUNK))):
+        for _ in range(max(2, min(-(-nbytes // CHUNK) + 1, available_memory() // 3 // sharers // CHUNK))):
             self.free.put(host_memory(device, CHUNK))
 
     def save(self, files, finish):
@@ -287,7 +288,7 @@ class RunFolder:
         try:
             if flags.sample is None:
                 self.path.mkdir(parents=True, exist_ok=True)
-            steps = self.steps()
+            steps = ranks.exchange(self.steps(), "the checkpoints")[0]
         except OSError as e:
             raise UserError(f"-o {self.path}: {e.strerror}; expected a folder to write to") from None
         if steps and not flags.resume and flags.sample is None:
@@ -301,7 +302,7 @@ class RunFolder:
                                     "remove the former to go on from an older checkpoint")
             self.run = self.read_notes(self.file(2, self.step))
             for name, value in self.run["flags"].items() if self.run else ():  # as then, where nothing else is said
-                if name != "device" and getattr(flags, name, value) is None:
+                if name not in ("device", "gpus", "log_ranks") and getattr(flags, name, value) is None:
                     setattr(flags, name, value)
 
     def file(self, i, step, rank=0):
@@ -320,7 +321,11 @@ class RunFolder:
         """Go on from the checkpoint, if there is one, and open the log."""
         self.data = [[Path(path).name, os.path.getsize(path)] for path in data.paths]
         if self.ranks.rank:
-            self.ranks.exchange(None, "the folder")
+            name, *_ = self.ranks.exchange(None, "the folder")
+            if not (self.path / name).exists():
+                raise UserError(f"-o {self.path}: {socket.gethostname()} does not see what rank 0 has there: expected "
+                                "a folder that all ranks share")
+            self.ranks.exchange(None, "a look at the folder")
             if self.checkpoint:
                 self.go_on(model, data)
             if self.flags.checkpoint_every:
@@ -333,7 +338,10 @@ class RunFolder:
             raise UserError(f"-o {self.path}: another run is writing to this folder: end it, or give another") from None
         except OSError:  # a file system without locks
             pass
-        self.ranks.exchange(None, "the folder")
+        mark = self.path / f"main.log.{os.getpid()}.tmp"  # goes with what a killed run has left, below
+        mark.touch()
+        self.ranks.exchange(mark.name, "the folder")
+        self.ranks.exchange(None, "a look at the folder")
         if self.checkpoint:
             self.go_on(model, data)
         for path in [*self.path.iterdir()]:  # what a run has left that was killed while it wrote or removed files
@@ -354,8 +362,10 @@ class RunFolder:
     def prepare(self, model):
         """Make a writer with room for a whole checkpoint."""
         if not self.writer:
-            numbers = sum(row.size for row in model.config.file_table())
-            self.writer = Writer(model.device, numbers * (12 + np.dtype(model.device.real).itemsize))
+            c, ranks = model.config, self.ranks
+            state = 3 * sum(row.nbytes for row in state_table(c, ranks.count if ranks.zero else 0, ranks.rank))
+            parameters = 0 if ranks.rank else sum(row.nbytes for row in c.file_table(model.device.real))
+            self.writer = Writer(model.device, state + parameters, ranks.here)
 
     def go_on(self, model, data):
         """Set a model and its data to where the newest checkpoint was written. Raises UserError if its run had other
@@ -402,7 +412,7 @@ class RunFolder:
         others = read_header(self.file(1, self.step), STATE)[2] != self.ranks.count  # then the data's place is another
         for name, now in vars(self.flags).items():
             before = run["flags"].get(name, now)
-            if before != now and name in MUST_AGREE and not (others and name == "batch_size"):
+            if before != now and name in MUST_AGREE and not (others and name in ("batch_size", "total_batch")):
                 flag = MUST_AGREE[name]
                 raise UserError(f"{notes}: of a run with {flag} {before}, and now it is {now}: expected the same")
             if before != now and name not in MAY_DIFFER:
@@ -450,6 +460,13 @@ class RunFolder:
             if whole and not self.agreed:  # whether all ranks' states are there
                 self.agreed = True
                 failure = next(filter(None, self.ranks.exchange(failure, f"the checkpoint of step {step}")), None)
+                if not (failure or rank):
+                    try:
+                        replace_file(self.file(2, step), [json.dumps(notes, indent=1).encode()])
+                        replace_file(self.file(3, step), [])
+                    except UserError as e:
+                        failure = str(e)
+                failure = self.ranks.exchange(failure, f"the end of the checkpoint of step {step}")[0]
             if failure:
                 self.failed = f"no checkpoint of step {step}: {failure}"
                 if whole and not rank:
@@ -457,9 +474,6 @@ class RunFolder:
                 newest = f"; the newest whole one is of step {self.steps()[-1]}" if self.steps() else ""
                 self.news.append(f"WARNING: {self.failed}{newest}")
                 return
-            if whole and not rank:
-                replace_file(self.file(2, step), [json.dumps(notes, indent=1).encode()])
-                replace_file(self.file(3, step), [])
             self.failed = None
             seconds, waited = time.perf_counter() - begun, self.writer.waited
             state = " and its state" if whole and not rank else ""

@@ -34,7 +34,7 @@ def what_launchers_say():
     """Their variables, alone and within each other; and lists of hosts as Slurm writes them."""
     ompi = {f"OMPI_COMM_WORLD_{name}": str(i) for i, name in enumerate(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), 4)}
     torchrun = dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8")
-    slurm = dict(SLURM_STEP_ID="0", SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1")
+    slurm = dict(SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1")
     mpich = dict(PMI_RANK="2", PMI_SIZE="4", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="2")
     for name, environment, wish in (
             ("nobody", {}, None), ("torchrun", torchrun, (3, 16, 1, 8)), ("Open MPI", ompi, (4, 5, 6, 7)),
@@ -42,7 +42,8 @@ def what_launchers_say():
             ("torchrun in a step", torchrun | slurm, (3, 16, 1, 8)), ("Open MPI in a step", ompi | slurm, (4, 5, 6, 7)),
             ("MPICH in a step", mpich | slurm, (2, 4, 0, 2)),
             ("srun with PMI", slurm | dict(PMI_RANK="9", PMI_SIZE="16"), (9, 16, 1, 1)),
-            ("a batch script", dict(SLURM_JOB_ID="7", SLURM_NTASKS="16", SLURM_PROCID="0"), None),
+            ("a step of its own size", slurm | dict(SLURM_STEP_NUM_TASKS="12"), (9, 12, 1, 1)),
+            ("a shell of salloc", dict(SLURM_NTASKS="16", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1"), None),
             ("torchrun, alone", torchrun | dict(WORLD_SIZE="1"), None),
             ("srun, alone", slurm | dict(SLURM_NTASKS="1"), None)):
         found = launched(environment)

@@ -308,8 +308,7 @@ def recipes_of_nodes(folder):
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", slurm.read_text(encoding="utf-8"), re.MULTILINE))
     wish = dict(nodes="2", signal="TERM@120", requeue="") | {"ntasks-per-node": "8", "gpus-per-node": "8"}
     check(f"{slurm.stem}: what it asks for", wish.items() <= options.items(), options)
-    told = dict(SLURM_STEP_ID="0", SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1", PMI_RANK="9",
-                PMI_SIZE="16")
+    told = dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="9", SLURM_LOCALID="1", PMI_RANK="9", PMI_SIZE="16")
     check("a rank of srun, whose PMI says no rank on the machine", launched(told) == ("srun", 9, 16, 1, 1),
           launched(told))
 

@@ -9,6 +9,8 @@
 # ranks    torchrun starts 8 a node, and listens at MASTER_PORT (29500) of MASTER_ADDR, the node of rank 0. The ranks
 #          meet one port above, or at TRAIN_GPT2_PORT, and let in who knows the token: openssl rand -hex 16 draws one
 # files    log_gpt2_124M/ has to be a folder that both nodes see. Each node may have a data/ of its own
+# needs    torchrun, which comes with PyTorch: pip install torch
+# its end  Ctrl-C on a node has all 16 ranks write a checkpoint. Started again on both nodes, -y 1 goes on from there
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
