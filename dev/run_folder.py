@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prepro_tinyshakespeare import (HEADER_BYTES, FileKind, UserError, available_memory, check_size, make_header,
+from prepro_tinyshakespeare import (HEADER_BYTES, FileKind, UserError, available_memory, make_header,
                                     read_header, replace_file, say)
 from train_gpt2 import ALONE, Row, checkpoint_parts, in_file_order, mapped
 
@@ -95,8 +95,8 @@ class State:
             sizes.append(self.end + (self.record.nbytes if self.record is not None else 0))
             if size == sizes[-1] and (self.record is not None or not self.shuffle):
                 return
-        check_size(path, STATE, sizes[0])
-        raise UserError(f"{path}: of a model of another size, or damaged: expected the state of the model beside it")
+        raise UserError(f"{path}: truncated, or of a model of another size, or of another --shuffle than it says: "
+                        f"{size:,} bytes; expected {' or '.join(f'{each:,}' for each in sizes)}: {STATE.remedy}")
 
     def read_record(self):
         """The shuffle at the end of the file, or None if there is no such thing."""
