@@ -252,7 +252,7 @@ def say(line):
 
 @contextlib.contextmanager
 def stop_signals():
-    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the program at once."""
+    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the program."""
     came, before = [], {}
 
     def handler(number, frame):
@@ -260,7 +260,7 @@ def stop_signals():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a scheduler and a launcher may both send
         with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")  # print may be what is interrupted
+            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")  # print may be interrupted
 
     for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, handler)

@@ -43,16 +43,19 @@ class Case(NamedTuple):
     micros: int = 1
 
 
-RESULTS = "dev/RESULTS.md, 2026-11-21"
+RESULTS, GPUS = "dev/RESULTS.md, 2026-11-21", "dev/RESULTS.md, several GPUs"
 # (case, ms, where). Steps of one GPU say how fast its kernels are. The first of several GPUs says what collectives take
 # from the kernels beside them, and those after it check the prediction.
 MEASURED = [
-    (Case("d12", 32, 1024), 52.74, "beside the two GPUs below"),
-    (Case("d12", 32, 1024, 2), 54.8, "two GPUs of one node"),
+    (Case("d12", 32, 1024), 53.55, GPUS),
+    (Case("d12", 32, 1024, 2), 56.33, GPUS),
+    (Case("d12", 32, 1024, 2, 1), 56.45, GPUS),
+    (Case("d12", 32, 1024, 2, 0, 4), 219.50, GPUS),
     (Case("d12", 4, 1024), 8.48, RESULTS),
     (Case("d12", 64, 1024), 111.45, RESULTS),
     (Case("d24", 8, 1024), 40.24, RESULTS),
-    (Case("d48", 8, 1024), 165.0, "163 to 173 on several machines"),
+    (Case("d48", 8, 1024), 165.3, GPUS),
+    (Case("d48", 8, 1024, 2, 1), 177.4, GPUS),
     (Case("d48", 32, 1024), 618.29, RESULTS),
     (Case("llama3:d12", 32, 1024), 52.3, RESULTS),
     (Case("llama3.2:1B", 4, 2048), 123.5, RESULTS),

@@ -404,6 +404,9 @@ def lost_ranks(device, folder):
         text = end(job, 1, folder / name)
         ended(name, f"rank {rank} on {host}, process {process}{reason}", text, time.monotonic() - since)
 
+    long = folder / "long_train.bin"  # before a step that opens the next file, ranks wait for an hour
+    with contextlib.redirect_stdout(None):
+        write_tokens(long, words(257, 9999))
     for fault, where, wish in (
             ("1 / 0", "DataLoader.next_batch", rf"rank 1 on {host}, process \d+: ZeroDivisionError: division by zero"),
             ("time.sleep(99)", "GPT2.layer_backward",
@@ -418,7 +421,7 @@ def faulty(*args):
 train_gpt2.{where} = faulty
 """)
         since = time.monotonic()
-        text = train(device, 2, folder, folder / where, *flags, trainer=program, status=1)
+        text = train(device, 2, folder, folder / where, *flags, "-i", long, trainer=program, status=1)
         ended(f"{fault} in {where} of rank 1", wish, text, time.monotonic() - since)
 
 
