@@ -464,6 +464,8 @@ def killed_ranks(device, folder, kills):
     output, killed = folder / "killed", 0
     train(device, count, folder, folder / "whole", *SMALL, *flags)
     expected = bytes_of(folder / "whole", count, steps)
+    output.mkdir()
+    (output / "ranks_0123456789ab").touch()  # of a job that was killed before its ranks had met
     while killed < kills:
         job = begin(device, count, folder, output, *SMALL, *flags, "-y", 1, environment={"TRAIN_GPT2_WAIT": "5"})
         if killed % 3 == 2:  # while it starts
