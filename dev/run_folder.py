@@ -346,7 +346,8 @@ class RunFolder:
             self.go_on(model, data)
         for path in [*self.path.iterdir()]:  # what a run has left that was killed while it wrote or removed files
             state = re.fullmatch(r"state_(\d{8})_\d{5}\.bin", path.name)
-            if re.fullmatch(r"(main\.log|(model|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp", path.name):
+            if re.fullmatch(r"(main\.log|(model|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp|ranks_[0-9a-f]{12}.*",
+                            path.name):
                 path.unlink()
             elif state and not self.file(3, int(state[1])).exists():
                 self.remove(int(state[1]))

@@ -141,14 +141,19 @@ def impostors(folder):
         check(f"a file of mode {mode:o}", found == (("127.0.0.1", 1) if mode == 0o600 else None), f"{found}")
 
 
+started = []  # processes, none of which outlives the tests
+
+
 def children(folder, text, count, *words):
     """Start a program as each of so many ranks, after these lines."""
     folder.mkdir()
     path = folder / "child.py"
     path.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(HERE.parent)!r})\n"
                     f"import dev.launch, dev.meeting\nrank = int(sys.argv[1])\n{text}")
-    return [subprocess.Popen([sys.executable, path, str(rank), *words], text=True, stdout=subprocess.PIPE,
+    jobs = [subprocess.Popen([sys.executable, path, str(rank), *words], text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, cwd=folder) for rank in range(count)]
+    started.extend(jobs)
+    return jobs
 
 
 HANGS = """
@@ -234,6 +239,8 @@ def main():
     for test in (what_launchers_say, strangers, impostors, hangs, gpus):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, *[Path(folder)] * (test is not what_launchers_say))
+    for job in started:
+        job.kill()
     return summary()
 
 

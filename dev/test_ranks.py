@@ -385,7 +385,8 @@ def begun(job, step=6):
 
 def lost_ranks(device, folder):
     """A rank that is killed, stopped, raises or hangs ends its job in 30 seconds. A line says who it was, and why."""
-    flags, host = (*SMALL, "-x", 10**6, "--graph", 0), socket.gethostname()
+    long = "-i", folder / "part_val_0.bin"  # to open another file may take longer than a rank may hang
+    flags, host = (*SMALL, *long, "-x", 10**6, "--graph", 0), socket.gethostname()
 
     def ended(name, wish, text, seconds):
         line = re.search(f"^error: {wish}; this ends all 2 ranks$", text, re.M)
@@ -463,6 +464,8 @@ def killed_ranks(device, folder, kills):
     output, killed = folder / "killed", 0
     train(device, count, folder, folder / "whole", *SMALL, *flags)
     expected = bytes_of(folder / "whole", count, steps)
+    output.mkdir()
+    (output / "ranks_0123456789ab").touch()  # of a job that was killed before its ranks had met
     while killed < kills:
         job = begin(device, count, folder, output, *SMALL, *flags, "-y", 1, environment={"TRAIN_GPT2_WAIT": "5"})
         if killed % 3 == 2:  # while it starts
