@@ -346,8 +346,9 @@ class Meeting:
         self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
 
     def end(self, reason, hanging=()):
-        """End the job on all ranks, because of some of them that hang, which are killed, or that are gone."""
-        people = [self.people[rank] for rank in hanging]
+        """End the job on all ranks, because of some of them that hang, which are killed, or that are gone. This rank's
+        main thread may hang too: then its own watcher ends it, when all have been told why."""
+        people = [self.people[rank] for rank in hanging if rank != self.rank]
         self.send(self.links, "end", reason, people)
         self.leaving.set()
         self.obey(reason, people, speaks=True)

@@ -185,7 +185,8 @@ def hangs(folder):
         texts = [process.communicate(timeout=30)[1] for process in job]
         line = f"rank {rank} on {socket.gethostname()}, {wish}" if what != "all" else wish
         line = rf"error: {line.format(pid=job[rank].pid)}.*; this ends all 3 ranks\n"
-        check(f"{what} {rank}: a line says so", any(re.fullmatch(line, text) for text in texts), "".join(texts).strip())
+        check(f"{what} {rank}: a line says so", any(re.fullmatch(line, text) for text in texts)
+              and not any("is gone" in text for text in texts), "".join(texts).strip())
         codes = [process.returncode for process in job]
         hung = codes.pop(rank) if what != "all" else 1
         check(f"{what} {rank}: all end", set(codes) == {1} and hung in (1, -9)[what == "stopped" :], f"{codes}, {hung}")
