@@ -143,13 +143,13 @@ def compare(ranks, model, train_data, val_data, flags, name):
 def choose_products(ranks, model, train_data, val_data, *rest):
     """Have rank 0 do the passes of a step and of a validation, which time the algorithms of products, and send all its
     choices. What comes up later on another rank alone takes the first algorithm that is offered, untimed."""
-    device, sizes = model.device, {model.B: True, val_data.B if val_data else model.B: False, model.B: True}
+    device, trains = model.device, {val_data.B if val_data else model.B: False, model.B: True}  # of each B
     if not hasattr(device, "choices"):
         return
-    for B, trains in sizes.items() if not ranks.rank else ():
+    for B in trains if not ranks.rank else ():
         tokens = np.random.default_rng(0).integers(0, model.config.V, (B, model.T), np.int32)
         model.forward(tokens, tokens)
-        if trains:
+        if trains[B]:
             model.backward_pass()
             model.report()()
     device.choices = ranks.exchange(device.choices if not ranks.rank else None, "the choice of products")[0]

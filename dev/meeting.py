@@ -247,7 +247,7 @@ class Meeting:
                 return
             del self.posts[about]
             everything = [values[r] for r in range(self.count)]
-            self.answer(about, everything)  # first: who has the answer to "the end" closes his connection
+            self.answer(about, everything)  # first: a rank that has the answer to "the end" closes its connection
             self.send(self.links, "answer", about, everything)
 
     def answer(self, about, values):
@@ -309,7 +309,7 @@ class Meeting:
                 if not part:
                     selector.unregister(key.fileobj)
                     if not (self.leaving.is_set() or self.failing.is_set()):
-                        self.lose(rank)
+                        self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
                     continue
                 heard[rank], data[rank] = now, data[rank] + part
                 while len(data[rank]) >= 4 and len(data[rank]) >= (size := 4 + struct.unpack("<I", data[rank][:4])[0]):
@@ -341,9 +341,6 @@ class Meeting:
                     at.setdefault(self.places.get(rank, "an unknown place"), []).append(str(rank))
                 self.end("no rank comes to the next step: " + "; ".join(
                     f"rank {', '.join(ranks)} at {place}" for place, ranks in at.items()))
-
-    def lose(self, rank):
-        self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
 
     def end(self, reason, hanging=()):
         """End the job on all ranks, because of some of them that hang, which are killed, or that are gone. This rank's

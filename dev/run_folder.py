@@ -82,7 +82,7 @@ class State:
     """A state file, of one process or of a rank, of a model of config c. Raises UserError if it is damaged."""
 
     def __init__(self, path, c):
-        self.path, self.header = path, (header := read_header(path, STATE))
+        self.path, header = path, read_header(path, STATE)
         self.count, self.rank, self.shuffle, self.step = header[2], header[3], header[5], header[10]
         self.place, self.next = np.array(header, "<i4").view("<u8")[15:17].tolist()
         self.sets = 2 + header[4]  # m, v, and perhaps the parameters

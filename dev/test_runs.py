@@ -20,7 +20,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,8 +31,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from dev.replay import largest_gradients, repeat  # noqa: E402
 from dev.run_folder import RunFolder  # noqa: E402
+from dev.test_files import run_prepared  # noqa: E402
 from prepro_tinyshakespeare import write_tokens  # noqa: E402
-from test_gpt2 import (EXACT, FIXTURES, check, device_of, gradients, poisoned_model, run, summary,  # noqa: E402
+from test_gpt2 import (EXACT, FIXTURES, check, device_of, gradients, poisoned_model, summary,  # noqa: E402
                        words)
 from train_gpt2 import Config, batch_table, carve, has_gpu, pack_batch  # noqa: E402
 
@@ -606,18 +606,10 @@ def main():
     parser.add_argument("--only", help="only this test")
     flags = parser.parse_args()
     for device in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
-        for test, *more in ((state_files,), (resumed_runs,), (kept_checkpoints,), (overfitted_batch,), (signals,),
-                            (full_disks,), (refusals,), (steps_that_are_not_finite,), (killed_runs, flags.kills)):
-            if flags.only in (None, test.__name__):
-                with tempfile.TemporaryDirectory() as folder:
-                    folder = Path(folder)
-                    run(test.__name__.replace("_", " ") + ":", prepared, test, device, folder, *more)
+        tests = [(state_files,), (resumed_runs,), (kept_checkpoints,), (overfitted_batch,), (signals,), (full_disks,),
+                 (refusals,), (steps_that_are_not_finite,), (killed_runs, flags.kills)]
+        run_prepared(token_files, tests, device, flags.only)
     return summary()
-
-
-def prepared(test, device, folder, *more):
-    token_files(folder)
-    yield from test(device, folder, *more) or ()
 
 
 if __name__ == "__main__":
