@@ -25,6 +25,10 @@ once; and what a block needs twice waits in registers or in shared memory, or in
 // a kernel says what its items are. W is the count of numbers of type real in 16 bytes.
 #define BLOCK(threads, ...)
 
+#ifdef FP8  // all is as in bf16, but for what linear layers multiply: see Twin
+#define BF16
+#endif
+
 // The shared memory whose size is chosen at launch. The alignment is for the swizzle that at() describes.
 #ifndef DYNAMIC_SHARED  // dev/cpu/cuda.h has its own
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -83,6 +87,16 @@ __device__ __forceinline__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+// Two fp32, rounded to nearest with ties to even, as two FP8, e5m2 or e4m3. What is too large becomes the largest that
+// there is, and NaN stays. `low` becomes the lower half.
+template <bool e5m2>
+__device__ __forceinline__ unsigned short two_fp8(float low, float high) {
+    unsigned short bits;
+    if (e5m2) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+    else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+    return bits;
 }
 
 // Start a copy of 16 or 4 bytes from device to shared memory. The bytes pass through no register, and the thread goes
@@ -147,6 +161,55 @@ __device__ __forceinline__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
 }
 
 constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
+
+// With --dtype fp8, what a linear layer's product reads exists twice, since tensor cores multiply numbers of 8 bits
+// twice as fast: out (n) as a real, and out8 (n) = out * scale8, rounded to e4m3, a sign, 4 bits of exponent and 3 of
+// mantissa, up to 448; or of a gradient to e5m2, up to 57,344, whose range is wider (Micikevicius et al. 2022, section
+// 3). The scale is the whole tensor's. It comes from the step before; *largest8 gets the largest magnitude of this one.
+// dev/fp8.py says more. Anywhere else, or if out8 is null, a Twin does nothing.
+#ifndef E5M2_GRADIENTS
+#define E5M2_GRADIENTS 1
+#endif
+template <bool gradient>
+struct Twin {
+    unsigned char* out8;
+    float* largest8;
+    float scale, largest;
+#ifdef FP8
+    __device__ Twin(unsigned char* out8, const float* scale8, float* largest8)
+        : out8(out8), largest8(largest8), scale(out8 ? *scale8 : 0.0f), largest(0.0f) {}
+
+    // out8[i..i+n-1] are the twins of x, which a thread has just stored as out[i..i+n-1].
+    template <int n>
+    __device__ __forceinline__ void store(size_t i, Pack<n> x) {
+        if (!out8) return;
+        struct alignas(n) { unsigned short two[n / 2]; } s;
+        for (int j = 0; j < n; j++) {
+            real rounded;
+            from_float(rounded, x[j]);
+            x[j] = to_float(rounded);
+            largest = fmaxf(largest, fabsf(x[j]));
+        }
+        for (int j = 0; j < n; j += 2)
+            s.two[j / 2] = two_fp8<gradient && E5M2_GRADIENTS>(scale * x[j], scale * x[j + 1]);
+        *reinterpret_cast<decltype(s)*>(out8 + i) = s;
+    }
+
+    // Every lane of a warp must call it. Few warps have a larger number than those before, so few wait for an atomic.
+    // Of floats that are not negative, the larger one has the larger bits.
+    __device__ __forceinline__ void end() {
+        if (!out8) return;
+        largest = warp_max(largest);
+        if (threadIdx.x % 32 == 0 && largest > __ldcg(largest8))
+            atomicMax(reinterpret_cast<int*>(largest8), (int)__float_as_uint(largest));
+    }
+#else
+    __device__ Twin(unsigned char*, const float*, float*) {}
+    template <int n>
+    __device__ __forceinline__ void store(size_t, Pack<n>) {}
+    __device__ __forceinline__ void end() {}
+#endif
+};
 
 // In an element-wise kernel each thread takes W numbers. This is the first of them.
 __device__ __forceinline__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
@@ -228,11 +291,12 @@ BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     real* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
     float* residual, const real* __restrict__ branch, const real* __restrict__ weight, const real* __restrict__ bias,
-    int N) {
+    int N, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
     size_t start = (size_t)row * C;
+    Twin<false> twin(out8, scale8, largest8);
     Pack<4> x[lane_packs<4>];
     EACH_PACK(4) x[k] = load<4>(residual + start + c);
     if (branch) {
@@ -252,7 +316,9 @@ extern "C" __global__ void residual_layernorm_forward(
         Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
         for (int i = 0; i < 4; i++) x[k][i] = (x[k][i] - m) * s * w[i] + b[i];
         store(out + start + c, x[k]);
+        twin.store(start + c, x[k]);
     }
+    twin.end();
     if (threadIdx.x % 32 == 0) mean[row] = m, rstd[row] = s;
 }
 
@@ -285,9 +351,11 @@ BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
     real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
     const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ mean,
-    const float* __restrict__ rstd, int N) {
+    const float* __restrict__ rstd, int N, unsigned char* __restrict__ out8, const float* __restrict__ scale8,
+    float* largest8) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
+    Twin<true> twin(out8, scale8, largest8);  // of dresidual
     int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     real* rows = shared + warp * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
@@ -337,8 +405,10 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
                 sums[2][k][i] += g[i];
             }
             store(dresidual + (size_t)row * C + c, g);
+            twin.store((size_t)row * C + c, g);
         }
     }
+    twin.end();
     float* of_warp = reinterpret_cast<float*>(shared);  // (warps, C), where the rows were
 #pragma unroll
     for (int which = 0; which < 3; which++) {
@@ -1037,22 +1107,34 @@ __device__ __forceinline__ float gelu_derivative(float x) {
 
 // out (N,OC) = gelu(inp). Items: N*OC numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int OC) {
+extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int OC,
+                                        unsigned char* __restrict__ out8, const float* __restrict__ scale8,
+                                        float* largest8) {
+    Twin<false> twin(out8, scale8, largest8);
     size_t i = first_number();
-    if (i >= (size_t)N * OC) return;
-    Pack<W> x = load<W>(inp + i);
-    for (int j = 0; j < W; j++) x[j] = gelu(x[j]);
-    store(out + i, x);
+    if (i < (size_t)N * OC) {
+        Pack<W> x = load<W>(inp + i);
+        for (int j = 0; j < W; j++) x[j] = gelu(x[j]);
+        store(out + i, x);
+        twin.store(i, x);
+    }
+    twin.end();
 }
 
 // dinp (N,OC) holds the gradient of the output, and becomes that of the input. Items: N*OC numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC) {
+extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC,
+                                         unsigned char* __restrict__ out8, const float* __restrict__ scale8,
+                                         float* largest8) {
+    Twin<true> twin(out8, scale8, largest8);
     size_t i = first_number();
-    if (i >= (size_t)N * OC) return;
-    Pack<W> x = load<W>(inp + i), d = load<W>(dinp + i);
-    for (int j = 0; j < W; j++) d[j] *= gelu_derivative(x[j]);
-    store(dinp + i, d);
+    if (i < (size_t)N * OC) {
+        Pack<W> x = load<W>(inp + i), d = load<W>(dinp + i);
+        for (int j = 0; j < W; j++) d[j] *= gelu_derivative(x[j]);
+        store(dinp + i, d);
+        twin.store(i, d);
+    }
+    twin.end();
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient ----

@@ -258,10 +258,10 @@ class Alone:
 ALONE = Alone()
 
 
-def arena_tables(c, B, T, real, recompute=False, ranks=ALONE):
+def arena_tables(c, B, T, device, recompute=False, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
     bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
-    parameters = c.parameter_table()
+    parameters, real = c.parameter_table(), device.real
     ours = ranks.share(parameters) if ranks.zero else parameters  # what AdamW updates here
     update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
               Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
@@ -270,7 +270,7 @@ def arena_tables(c, B, T, real, recompute=False, ranks=ALONE):
     return {"parameters": c.parameter_table(real), **({"master": ours} if real == BF16 or ranks.zero else {}),
             "gradients": parameters, "adam m": ours, "adam v": ours, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
-            "backward": c.backward_table(B, T, real), **ranks.tables(c, real)}
+            "backward": c.backward_table(B, T, real), **ranks.tables(c, real), **device.tables(c, B, T)}
 
 
 def layout(table):
@@ -427,13 +427,14 @@ class Cuda:
     "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
     kernels are compiled for; beside: more CUDA files to compile behind kernels.cu. Raises UserError."""
     name, memory, launched, OPTIONS = "cuda", "device memory", "the start", ("-std=c++17",)
-    TYPES = {4: 0, 2: 14}  # cuBLAS's CUDA_R_32F and CUDA_R_16BF, by the bytes of a number
+    TYPES = {"f4": 0, "u2": 14, "u1": 28, "i1": 29}  # cuBLAS's CUDA_R_32F, _16BF, _8F_E4M3 and _8F_E5M2
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
+    fp8, tables = False, lambda self, c, B, T: {}  # see dev/fp8.py
     ahead = 0  # steps whose results may be outstanding when the next one is queued: see train()
     SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
-    # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32 and bf16: NVIDIA's architecture white papers.
-    FLOPS_PER_CLOCK = {80: (128, 1024, 2048), 86: (256, 256, 512), 89: (256, 256, 512), 90: (256, 2048, 4096),
-                       100: (256, 4096, 8192), 120: (256, 256, 512)}
+    # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32, bf16 and fp8: NVIDIA's architecture white papers.
+    FLOPS_PER_CLOCK = {80: (128, 1024, 2048, 0), 86: (256, 256, 512, 0), 89: (256, 256, 512, 1024),
+                       90: (256, 2048, 4096, 8192), 100: (256, 4096, 8192, 16384), 120: (256, 256, 512, 1024)}
 
     def __init__(self, dtype, c, beside=()):
         try:
@@ -449,14 +450,14 @@ class Cuda:
         self.Fault = cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cublas.CUBLASError
         self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if dtype == "tf32" else cublas.CUBLAS_COMPUTE_32F
         capability, attributes = int(self.gpu.compute_capability), self.gpu.attributes
-        if capability < 80:
+        if capability < (89 if dtype == "fp8" else 80):
             raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
-                            "later: train with --device cpu")
-        self.real = BF16 if self.dtype == "bf16" else np.float32
+                            "later, with --dtype fp8 8.9 (Ada): train with --dtype bf16, or --device cpu")
+        self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
         self.multiprocessors = attributes["MultiProcessorCount"]
-        flops = self.FLOPS_PER_CLOCK.get(capability, (0, 0, 0))[("fp32", "tf32", "bf16").index(self.dtype)]
+        flops = self.FLOPS_PER_CLOCK.get(capability, (0,) * 4)[("fp32", "tf32", "bf16", "fp8").index(self.dtype)]
         self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
         hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
@@ -500,9 +501,9 @@ class Cuda:
     def zero(self, array):
         array.data.memset_async(0, array.nbytes)
 
-    def launch(self, name, items, *args, threads=None, shared=0):
+    def launch(self, name, items, *args, threads=None, shared=0, feeds=None):
         """Run a kernel over so many items. The BLOCK(...) over it says how many of them a block covers. Each block has
-        `shared` bytes of dynamic shared memory."""
+        `shared` bytes of dynamic shared memory. feeds: the weight that multiplies the result next; only FP8 asks."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
         function, self.launched = self.functions[name], name
@@ -510,7 +511,7 @@ class Cuda:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, feeds=None):
         """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
         With gelu (I,J), that becomes GELU of out. With dgelu_at (I,J), out is multiplied by GELU's derivative there.
 
@@ -529,16 +530,16 @@ class Cuda:
         one, beta = self.ONE, self.ONE if accumulate or bias is not None else self.NOUGHT  # out = one a @ b + beta out
         (transpose_a, stride_a), (transpose_b, stride_b) = stride_of(a), stride_of(b)
         lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data, b.data.ptr,
-                   types[b.itemsize], stride_b, a.data.ptr, types[a.itemsize], stride_a, beta.ctypes.data,
-                   out.data.ptr, types[out.itemsize], out.shape[1], self.compute, lib.CUBLAS_GEMM_DEFAULT)
-        self.gelu_of_product(out, gelu, dgelu_at)
+                   types[b.dtype.str[1:]], stride_b, a.data.ptr, types[a.dtype.str[1:]], stride_a, beta.ctypes.data,
+                   out.data.ptr, types[out.dtype.str[1:]], out.shape[1], self.compute, lib.CUBLAS_GEMM_DEFAULT)
+        self.gelu_of_product(out, gelu, dgelu_at, feeds)
 
-    def gelu_of_product(self, out, gelu, dgelu_at):
+    def gelu_of_product(self, out, gelu, dgelu_at, feeds):
         """What remains to be done where a product has no part in GELU."""
         if gelu is not None:
-            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
+            self.launch("gelu_forward", out.size, gelu, out, *out.shape, feeds=feeds)
         if dgelu_at is not None:
-            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
+            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape, feeds=feeds)
 
     def fetch(self, array):
         """A function that returns the numbers which array has when the work queued so far is done."""
@@ -558,6 +559,9 @@ def stride_of(x):
 
 def make_device(name, dtype, c, plain=False, graph=True, beside=()):
     """The device "cuda" or "cpu", with the kernels of a config (see Cuda). Raises UserError."""
+    if dtype == "fp8":
+        from dev.fp8 import fp8_device
+        return fp8_device(name, c, plain, graph, beside)
     if name == "cuda":
         return Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
     from dev.cpu.device import Cpu
@@ -593,7 +597,7 @@ def classifier_launch(device, N, Vp, with_gradient):
 def memory_of(c, device, B, T, recompute, free, ranks=ALONE):
     """The bytes that a model's tables ask for, and how many of B = 1, 2, ... have tables within `free` bytes."""
     def bytes_of(B):
-        return sum(layout(table)[-1] for table in arena_tables(c, B, T, device.real, recompute, ranks).values())
+        return sum(layout(table)[-1] for table in arena_tables(c, B, T, device, recompute, ranks).values())
 
     return bytes_of(B), bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
@@ -625,7 +629,7 @@ class GPT2:
 
         self.config, self.device, self.B, self.T, self.recompute, self.ranks = config, device, B, T, recompute, ranks
         self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")  # of attention's scores
-        tables = arena_tables(config, B, T, device.real, recompute, ranks)
+        tables = arena_tables(config, B, T, device, recompute, ranks)
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
@@ -645,10 +649,14 @@ class GPT2:
         self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
         self.step = 0  # steps done
         self.micros = 1  # micro-batches of the step that is queued, of all ranks, over which its loss is the mean
+        if device.fp8:
+            device.adopt(self)
 
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16."""
         self.set_tensors(tensors, self.originals, *[self.params] * ("master" in self.arenas))  # without, the same
+        if self.device.fp8:
+            self.device.cast_weights(alone=True)
 
     def set_tensors(self, tensors, fp32, *others):
         """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay. Where a
@@ -695,13 +703,14 @@ class GPT2:
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
         before = branch if l else None  # what the MLP of layer l - 1 computed; this layer's first norm adds it
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, before, p.ln1w, p.ln1b)  # x += before -> (N,C)
+        # feeds= says which weight multiplies a result next. FP8 alone asks for that.
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, before, p.ln1w, p.ln1b, feeds=p.qkvw.T)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # x += branch -> (N,C)
-        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
+        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b, feeds=p.fcw.T)  # -> (N,C)
+        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu, feeds=p.fcprojw.T)  # (N,C) @ (C,4C) -> (N,4C)
         matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
     def layer_backward(self, l):
@@ -718,11 +727,11 @@ class GPT2:
             launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
 
         matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
-        matmul(d.dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
+        matmul(d.dfch, dx, p.fcprojw, dgelu_at=a.fch, feeds=p.fcw)  # (N,C) @ (C,4C) -> (N,4C)
         self.bias_backward(g.fcb, d.dfch)  # (N,4C) -> (4C)
         matmul(g.fcw, d.dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
         matmul(dinp, d.dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)  # dx += (N,C)
+        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd, p.attprojw)  # dx +=
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
@@ -731,21 +740,22 @@ class GPT2:
         self.bias_backward(g.qkvb, d.dqkv)  # (N,3C) -> (3C)
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
-        bias_before = self.layers[l - 1][1].fcprojb if l else None  # of layer l - 1, whose result this norm added
-        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += (N,C)
+        p_before, g_before, _ = self.layers[l - 1]  # of layer l - 1, whose result this norm added
+        bias_before, feeds = (g_before.fcprojb, p_before.fcprojw) if l else (None, None)
+        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd, feeds)  # dx += (N,C)
 
-    def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
+    def norm_forward(self, out, mean, rstd, copy, branch, weight, bias, feeds=None):
         """x = x + branch, unless that is None; copy = x; out = layernorm(x)."""
         self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, self.acts.residual, branch,
-                           weight, bias, len(out))
+                           weight, bias, len(out), feeds=feeds)
 
-    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
+    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd, feeds=None):
         """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output. dweight and dbias +=
         theirs. dbias_before += the sum over rows of the new dresidual, unless it is None."""
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, threads, shared = layernorm_backward_launch(device, N)
         device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, mean, rstd, N,
-                      threads=threads, shared=shared)
+                      threads=threads, shared=shared, feeds=feeds)
         device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, d.partials, blocks, C)
 
     def bias_backward(self, dbias, dout):
@@ -780,7 +790,7 @@ class GPT2:
     def last_norm_backward(self):
         p, g, a = self.params, self.grads, self.acts
         self.device.zero(self.back.dresidual)
-        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd)
+        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd, p.fcprojw[-1])
 
     def head_forward(self, rows):
         """The logits (rows,Vp) of some of the N tokens, a slice of them."""
@@ -881,6 +891,8 @@ class GPT2:
         device.launch("adamw", n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)
         self.ranks.gather(self)
+        if device.fp8:
+            device.end_step()
 
     def train_step(self, *batches, **adamw):
         """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
@@ -888,6 +900,8 @@ class GPT2:
         gradients; one that adds; the last, which updates too."""
         self.micros = len(batches) * self.ranks.count
         self.set_adamw(**adamw)
+        if self.device.fp8:
+            self.device.begin_step(self, batches[0])
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
 
@@ -1121,7 +1135,7 @@ def work(architecture, flags, place, ranks=ALONE):
     print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
     print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
           f"an epoch has {epoch}")
-    for arena, table in arena_tables(c, B, T, device.real, flags.recompute, ranks).items():
+    for arena, table in arena_tables(c, B, T, device, flags.recompute, ranks).items():
         print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
               f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
     free = device.free_bytes()
@@ -1198,18 +1212,20 @@ class FastCuda(Cuda):
             self.call(f"{kind}SetAttribute", made, attribute, ctypes.byref(value), size)
         return made
 
-    def describe(self, epilogue, out, a, b, bias, aux):
+    def describe(self, epilogue, out, a, b, bias, aux, scales):
         """A product of these arrays, as cuBLASLt wants it: (description, layout of b, of a, of out)."""
         (transpose_b, _), (transpose_a, _), _ = strides = [stride_of(x) for x in (b, a, out)]
         # Attributes 3, 4: are b and a transposed? 7: the epilogue. 8: bias. 11, 12: GELU's input, and its rows' stride.
-        description = self.create("MatmulDesc", self.compute, self.TYPES[4], attributes=(
+        # 17, 18: what FP8's b and a are multiplied by.
+        description = self.create("MatmulDesc", self.compute, self.TYPES["f4"], attributes=(
             (3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)), (7, ctypes.c_int(epilogue)),
-            (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1]))))
+            (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1])),
+            *((17 + i, address(scale)) for i, scale in enumerate(reversed(scales)))))
         layouts = []
         for x, (transposed, stride) in zip((b, a, out), strides):
             m, n = x.shape if transposed else x.shape[::-1]
             sizes = ctypes.c_uint64(m), ctypes.c_uint64(n), ctypes.c_int64(stride)
-            layouts.append(self.create("MatrixLayout", self.TYPES[x.itemsize], *sizes))
+            layouts.append(self.create("MatrixLayout", self.TYPES[x.dtype.str[1:]], *sizes))
         return description, *layouts
 
     def multiply(self, plan, algorithm, accumulate, out, a, b):
@@ -1221,21 +1237,21 @@ class FastCuda(Cuda):
                   ctypes.byref(beta), address(out), out_layout, address(out), out_layout, algorithm, workspace,
                   ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """As Cuda.matmul."""
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, feeds=None, scales=()):
+        """As Cuda.matmul; with scales, of FP8, out is multiplied by both."""
         epilogue, result, aux = self.NO_EPILOGUE if bias is None else self.ADD_BIAS, out, None
         if self.fused_gelu and gelu is not None:
             epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
         elif self.fused_gelu and dgelu_at is not None:
             epilogue, aux = self.TIMES_DGELU, dgelu_at
-        product = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue
-        key = product, accumulate, *(x if x is None else x.data.ptr for x in (bias, aux))
+        product = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, *[a.dtype.str] * len(scales)
+        key = product, accumulate, *(x if x is None else x.data.ptr for x in (bias, aux, *scales))
         if key not in self.plans:
-            plan = self.describe(epilogue, result, a, b, bias, aux)
+            plan = self.describe(epilogue, result, a, b, bias, aux, scales)
             self.plans[key] = plan, self.choose(product, plan, accumulate, result, a, b)
         self.multiply(*self.plans[key], accumulate, result, a, b)
         if aux is None:
-            self.gelu_of_product(out, gelu, dgelu_at)
+            self.gelu_of_product(out, gelu, dgelu_at, feeds)
 
     def choose(self, product, plan, accumulate, out, a, b):
         """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is

@@ -427,7 +427,7 @@ def samples(device_name, folder):
 def outliers(device_name, folder):
     """llm.c's z-scores of a row of losses in which one is an outlier, as its own program prints them."""
     device = device_of(device_name, "fp32", 64, 2)
-    table = arena_tables(Config(L=1, NH=2, C=64), 1, 8, device.real)["update"]
+    table = arena_tables(Config(L=1, NH=2, C=64), 1, 8, device)["update"]
     arena, found = device.empty(layout(table)[-1]), []
     device.zero(arena)
     update = carve(arena, table)

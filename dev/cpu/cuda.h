@@ -103,6 +103,11 @@ template <class T> T __ldcs(const T* p) {
 template <class T> void __stcs(T* p, T x) { memcpy(p, &x, sizeof x); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+inline int atomicMax(int* p, int value) {
+    int before = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (before < value && !__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    return before;
+}
 inline float atomicAdd(float* p, float value) {
     float before, after;
     __atomic_load(p, &before, __ATOMIC_RELAXED);
@@ -589,6 +594,23 @@ inline unsigned two_bf16(float low, float high) {
         return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     };
     return round(low) | round(high) << 16;
+}
+
+// To nearest, ties to even. Both formats have so many bits of mantissa, an exponent whose smallest is that of subnormal
+// numbers, and a largest number, which what is larger becomes.
+template <bool e5m2>
+unsigned short two_fp8(float low, float high) {
+    static constexpr int mantissa = e5m2 ? 2 : 3, smallest = e5m2 ? -14 : -6;
+    static constexpr float largest = e5m2 ? 57344.0f : 448.0f;
+    auto round = [](float x) {
+        const unsigned sign = __float_as_uint(x) >> 31 << 7;
+        if (x != x) return 0x7fu;
+        x = min(fabsf(x), largest);
+        int exponent = x > 0.0f ? max(ilogbf(x), smallest) : smallest;
+        const int units = int(rintf(scalbnf(x, mantissa - exponent)));  // of the last bit
+        return sign | unsigned(units + ((exponent - smallest) << mantissa));  // a carry goes into the exponent
+    };
+    return round(low) | round(high) << 8;
 }
 
 // The element i = 0, 1 of a pair along the summed index, as the tensor cores see it.

@@ -44,13 +44,14 @@ class Cpu:
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
     ahead = 0  # steps: see train_gpt2.Cuda
     peak_flops = None  # depends on the machine in more ways than can be asked for
+    fp8, tables = False, lambda self, c, B, T: {}  # see dev/fp8.py
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
         sources = [*c.SOURCES, *beside]
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
-        self.real = BF16 if self.dtype == "bf16" else np.float32
+        self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.library = ctypes.CDLL(str(self.build(sources)))
@@ -143,7 +144,7 @@ class Cpu:
     def zero(self, array):
         array.fill(0)
 
-    def launch(self, name, items, *args, threads=None, shared=0):
+    def launch(self, name, items, *args, threads=None, shared=0, feeds=None):
         """Run a kernel over its items, each block with `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
@@ -158,11 +159,11 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, feeds=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
-        if self.dtype == "bf16":
+        if self.real == BF16:
             a, b = to_float(a), to_float(b)
         if accumulate:
             rows = max(1, self.scratch.size // out.shape[-1])
@@ -175,10 +176,14 @@ class Cpu:
             product += to_float(bias)
         if product is not out:
             out[...] = to_bf16(product)
+        self.gelu_of_product(out, gelu, dgelu_at, feeds)
+
+    def gelu_of_product(self, out, gelu, dgelu_at, feeds=None):
+        """As train_gpt2.Cuda.gelu_of_product."""
         if gelu is not None:
-            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
+            self.launch("gelu_forward", out.size, gelu, out, *out.shape, feeds=feeds)
         if dgelu_at is not None:
-            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
+            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape, feeds=feeds)
 
     def fetch(self, array):
         """A function that returns the numbers which array has now."""

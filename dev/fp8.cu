@@ -1,0 +1,66 @@
+/*
+What --dtype fp8 needs besides the Twins that kernels of kernels.cu write, behind which this file is compiled: the twins
+of what those do not write, of the weights, and the scales of the next step. dev/fp8.py says how they are used.
+*/
+
+// out8 (n) = the twin of inp (n), gradients or not, as if the kernel that wrote inp had stored it. Items: n numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, int gradient,
+                                  unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+    size_t i = first_number();
+    Twin<false> twin(out8, scale8, largest8);
+    Twin<true> of_gradient(out8, scale8, largest8);
+    if (i < n) {
+        Pack<W> x = load<W>(inp + i);
+        if (gradient) of_gradient.store(i, x);
+        else twin.store(i, x);
+    }
+    if (gradient) of_gradient.end();
+    else twin.end();
+}
+
+// Of a tensor of weights (layers,R,C), each layer with a scale and a largest magnitude of its own, the twins
+// out8 (layers,R,C) for the forward pass and transposed (layers,C,R) for the backward pass: products of FP8 want both
+// factors with the summed index as the fastest. R and C are multiples of 16. A block has 64 x 64 weights, which are
+// transposed in shared memory. Items: C columns along x, layers * ceil(R/64) tiles of rows along y.
+BLOCK(256, 64, 1)
+extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsigned char* __restrict__ transposed,
+                                          const real* __restrict__ weights, const float* __restrict__ scale8,
+                                          float* largest8, int R, int C) {
+    __shared__ __align__(16) unsigned char tile[64][64 + 16];
+    int tiles = (R + 63) / 64, layer = blockIdx.y / tiles, first = blockIdx.y % tiles * 64, column = 64 * blockIdx.x;
+    size_t start = (size_t)layer * R * C;
+    Twin<false> twin(&tile[0][0], scale8 + layer, largest8 + layer);
+    for (int i = threadIdx.x; i < 64 * 64 / W; i += blockDim.x) {
+        int r = i / (64 / W), c = i % (64 / W) * W;
+        if (first + r >= R || column + c >= C) continue;
+        twin.store(r * sizeof(tile[0]) + c, load<W>(weights + start + (size_t)(first + r) * C + column + c));
+        *reinterpret_cast<Stored<W, unsigned char>*>(out8 + start + (size_t)(first + r) * C + column + c) =
+            *reinterpret_cast<Stored<W, unsigned char>*>(&tile[r][c]);
+    }
+    twin.end();
+    __syncthreads();
+    for (int i = threadIdx.x; i < 64 * 4; i += blockDim.x) {
+        int c = i / 4, r = i % 4 * 16;
+        if (column + c >= C || first + r >= R) continue;
+        Stored<16, unsigned char> part;
+        for (int j = 0; j < 16; j++) part.x[j] = tile[r + j][c];
+        *reinterpret_cast<Stored<16, unsigned char>*>(transposed + start + (size_t)(column + c) * R + first + r) = part;
+    }
+}
+
+// The scales of the next step: the largest magnitude of this one comes to half of the largest FP8, so that a tensor may
+// grow to twice of that in a step before it is cut off. inverse (n) is 1/scale (n). A tensor of zeros, or one with a number
+// that is not finite, keeps its scale. largest (n) begins anew. The last of the tensors are gradients. Items: n tensors.
+BLOCK(256, threads)
+extern "C" __global__ void set_scales(float* __restrict__ scale, float* __restrict__ inverse, float* __restrict__ largest,
+                                      int n, int first_gradient) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float top = i >= first_gradient && E5M2_GRADIENTS ? 57344.0f : 448.0f, x = largest[i];
+    if (x > 0.0f && x <= -LOWEST) {
+        scale[i] = fminf(top / 2 / x, 1e30f);
+        inverse[i] = 1.0f / scale[i];
+    }
+    largest[i] = 0.0f;
+}
