@@ -89,16 +89,6 @@ __device__ __forceinline__ float power_of_2(float x) {
     return y;
 }
 
-// Two fp32, rounded to nearest with ties to even, as two FP8, e5m2 or e4m3. What is too large becomes the largest that
-// there is, and NaN stays. `low` becomes the lower half.
-template <bool e5m2>
-__device__ __forceinline__ unsigned short two_fp8(float low, float high) {
-    unsigned short bits;
-    if (e5m2) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
-    else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
-    return bits;
-}
-
 // Start a copy of 16 or 4 bytes from device to shared memory. The bytes pass through no register, and the thread goes
 // on at once. If the bytes are not there, the copy writes zeros.
 __device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
@@ -162,52 +152,22 @@ __device__ __forceinline__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
 
 constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 
-// With --dtype fp8, what a linear layer's product reads exists twice, since tensor cores multiply numbers of 8 bits
-// twice as fast: out (n) as a real, and out8 (n) = out * scale8, rounded to e4m3, a sign, 4 bits of exponent and 3 of
-// mantissa, up to 448; or of a gradient to e5m2, up to 57,344, whose range is wider (Micikevicius et al. 2022, section
-// 3). The scale is the whole tensor's. It comes from the step before; *largest8 gets the largest magnitude of this one.
-// dev/fp8.py says more. Anywhere else, or if out8 is null, a Twin does nothing.
-#ifndef E5M2_GRADIENTS
-#define E5M2_GRADIENTS 1
-#endif
+// With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and out8 (n), which is out times
+// *scale8 in 8 bits, because tensor cores multiply those twice as fast. *largest8 gets the largest magnitude of out. A
+// thread hands a Twin what it has stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, a Twin does
+// nothing: skip it at a first reading.
 template <bool gradient>
 struct Twin {
-    unsigned char* out8;
-    float* largest8;
-    float scale, largest;
 #ifdef FP8
-    __device__ Twin(unsigned char* out8, const float* scale8, float* largest8)
-        : out8(out8), largest8(largest8), scale(out8 ? *scale8 : 0.0f), largest(0.0f) {}
-
-    // out8[i..i+n-1] are the twins of x, which a thread has just stored as out[i..i+n-1].
-    template <int n>
-    __device__ __forceinline__ void store(size_t i, Pack<n> x) {
-        if (!out8) return;
-        struct alignas(n) { unsigned short two[n / 2]; } s;
-        for (int j = 0; j < n; j++) {
-            real rounded;
-            from_float(rounded, x[j]);
-            x[j] = to_float(rounded);
-            largest = fmaxf(largest, fabsf(x[j]));
-        }
-        for (int j = 0; j < n; j += 2)
-            s.two[j / 2] = two_fp8<gradient && E5M2_GRADIENTS>(scale * x[j], scale * x[j + 1]);
-        *reinterpret_cast<decltype(s)*>(out8 + i) = s;
-    }
-
-    // Every lane of a warp must call it. Few warps have a larger number than those before, so few wait for an atomic.
-    // Of floats that are not negative, the larger one has the larger bits.
-    __device__ __forceinline__ void end() {
-        if (!out8) return;
-        largest = warp_max(largest);
-        if (threadIdx.x % 32 == 0 && largest > __ldcg(largest8))
-            atomicMax(reinterpret_cast<int*>(largest8), (int)__float_as_uint(largest));
-    }
+    unsigned char* out8;
+    float *largest8, scale, largest;
+    __device__ Twin(unsigned char* out8, const float* scale8, float* largest8);
+    template <int n> __device__ void store(size_t i, Pack<n> x);  // stores the twins of out[i..i+n-1]
+    __device__ void end();                                        // every lane of a warp must call it
 #else
     __device__ Twin(unsigned char*, const float*, float*) {}
-    template <int n>
-    __device__ __forceinline__ void store(size_t, Pack<n>) {}
-    __device__ __forceinline__ void end() {}
+    template <int n> __device__ void store(size_t, Pack<n>) {}
+    __device__ void end() {}
 #endif
 };
 

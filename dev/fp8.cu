@@ -1,7 +1,56 @@
 /*
-What --dtype fp8 needs besides the Twins that kernels of kernels.cu write, behind which this file is compiled: the twins
-of what those do not write, of the weights, and the scales of the next step. dev/fp8.py says how they are used.
+FP8, for --dtype fp8: how a Twin is stored, which the kernels of kernels.cu declare and use; the twins of what those do
+not write, and of the weights; and the scales of the next step. This is compiled behind kernels.cu. dev/fp8.py says when
+each is used, and why.
 */
+
+#ifndef E5M2_GRADIENTS
+#define E5M2_GRADIENTS 1
+#endif
+
+#ifdef __CUDACC__
+// Two fp32, rounded to nearest with ties to even, as two FP8, e5m2 or e4m3. What is too large becomes the largest that
+// there is, and NaN stays. `low` becomes the lower half.
+template <bool e5m2>
+__device__ __forceinline__ unsigned short two_fp8(float low, float high) {
+    unsigned short bits;
+    if (e5m2) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+    else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+#endif
+
+// scale8 and largest8 are the whole tensor's.
+template <bool gradient>
+__device__ __forceinline__ Twin<gradient>::Twin(unsigned char* out8, const float* scale8, float* largest8)
+    : out8(out8), largest8(largest8), scale(out8 ? *scale8 : 0.0f), largest(0.0f) {}
+
+// x is rounded to a real first, so that a twin is the same whether it is made of registers, as here, or of out.
+template <bool gradient>
+template <int n>
+__device__ __forceinline__ void Twin<gradient>::store(size_t i, Pack<n> x) {
+    if (!out8) return;
+    struct alignas(n) { unsigned short two[n / 2]; } twins;
+    for (int j = 0; j < n; j++) {
+        real rounded;
+        from_float(rounded, x[j]);
+        x[j] = to_float(rounded);
+        largest = fmaxf(largest, fabsf(x[j]));
+    }
+    for (int j = 0; j < n; j += 2)
+        twins.two[j / 2] = two_fp8<gradient && E5M2_GRADIENTS>(scale * x[j], scale * x[j + 1]);
+    *reinterpret_cast<decltype(twins)*>(out8 + i) = twins;
+}
+
+// Of floats that are not negative, the larger one has the larger bits, so a maximum of ints will do. A warp that has
+// nothing larger than those before it, as nearly all, does not wait for it.
+template <bool gradient>
+__device__ __forceinline__ void Twin<gradient>::end() {
+    if (!out8) return;
+    largest = warp_max(largest);
+    if (threadIdx.x % 32 == 0 && largest > __ldcg(largest8))
+        atomicMax(reinterpret_cast<int*>(largest8), (int)__float_as_uint(largest));
+}
 
 // out8 (n) = the twin of inp (n), gradients or not, as if the kernel that wrote inp had stored it. Items: n numbers.
 BLOCK(256, W * threads)

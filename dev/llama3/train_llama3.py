@@ -271,13 +271,13 @@ class Llama3(GPT2):
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
         before = branch if l else None  # what the MLP of layer l - 1 computed; this layer's first norm adds it
-        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, before, p.ln1w)  # x += before -> (N,C)
+        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, before, p.ln1w, feeds=p.qkvw.T)  # x += before -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
         self.attention("attention_forward", a.atty, a.lse, a.qkv)  # -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w)  # x += branch -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, feeds=p.fcw.T)  # x += branch -> (N,C)
         self.hidden_forward(p, a)
         matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
 
@@ -285,7 +285,7 @@ class Llama3(GPT2):
         """The MLP's hidden channels, up * silu(gate)."""
         N, H = a.fch_swiglu.shape
         self.device.matmul(a.fch, a.ln2, p.fcw.T)  # (N,C) @ (C,2H) -> (N,2H)
-        self.device.launch("swiglu_forward", N * H, a.fch_swiglu, a.fch, N, H)  # -> (N,H)
+        self.device.launch("swiglu_forward", N * H, a.fch_swiglu, a.fch, N, H, feeds=p.fcprojw.T)  # -> (N,H)
 
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
@@ -299,10 +299,10 @@ class Llama3(GPT2):
 
         matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=accumulate)  # (C,N) @ (N,H) -> (C,H)
         matmul(d.dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
-        launch("swiglu_backward", N * H, a.fch, d.dswiglu, a.fch, N, H)  # -> (N,2H): fch becomes its own gradient
+        launch("swiglu_backward", N * H, a.fch, d.dswiglu, a.fch, N, H, feeds=p.fcw)  # -> (N,2H): its own gradient
         matmul(g.fcw, a.fch.T, a.ln2, accumulate=accumulate)  # (2H,N) @ (N,C) -> (2H,C)
         matmul(dinp, a.fch, p.fcw)  # dln2: (N,2H) @ (2H,C) -> (N,C)
-        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd)  # dx += (N,C)
+        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd, p.attprojw)  # dx += (N,C)
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
@@ -311,19 +311,21 @@ class Llama3(GPT2):
         self.rope("rope_backward", d.dqkv)  # dq and dk, in place
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # -> ((NH+2NKV)HS,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,(NH+2NKV)HS) @ ((NH+2NKV)HS,C) -> (N,C)
-        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)  # dx += (N,C)
+        feeds = self.layers[l - 1][0].fcprojw if l else None
+        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd, feeds)  # dx += (N,C)
 
-    def norm_forward(self, out, rstd, copy, branch, weight):
+    def norm_forward(self, out, rstd, copy, branch, weight, feeds=None):
         """x = x + branch, unless that is None; copy = x; out = rmsnorm(x)."""
         self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, self.acts.residual, branch, weight,
-                           self.config.eps, len(out))
+                           self.config.eps, len(out), feeds=feeds)
 
-    def norm_backward(self, dweight, inp, weight, rstd):
+    def norm_backward(self, dweight, inp, weight, rstd, feeds):
         """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output; dweight += its own.
         """
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, shared = rmsnorm_backward_launch(device, N)
-        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, rstd, N, shared=shared)
+        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, rstd, N, shared=shared,
+                      feeds=feeds)
         device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
 
     def rope(self, kernel, qkv):
@@ -351,7 +353,7 @@ class Llama3(GPT2):
     def last_norm_backward(self):
         a = self.acts
         self.device.zero(self.back.dresidual)
-        self.norm_backward(self.grads.lnfw, a.lnf_inp, self.params.lnfw, a.lnf_rstd)
+        self.norm_backward(self.grads.lnfw, a.lnf_inp, self.params.lnfw, a.lnf_rstd, self.params.fcprojw[-1])
 
 
 if __name__ == "__main__":
