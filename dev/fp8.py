@@ -101,16 +101,15 @@ class Fp8:
 
     def begin_step(self, model, batch):
         """Before the first micro-batch: what validations have left behind is not the step's."""
-        e, n = self.eight, self.count
+        n, self.ready = self.count, None
+        for kind in (INPUT, GRADIENT):
+            self.zero(self.eight.largest[kind * n : (kind + 1) * n])
         if not self.calibrated:
             model.set_batch(batch)
             model.forward_pass()
             model.backward_pass(0, model.ranks)
-            self.launch("set_scales", 3 * n, e.scale, e.inverse, e.largest, 3 * n, 2 * n)
-            self.cast_weights(alone=True)
+            self.end_step()
             self.calibrated = True
-        for kind in (INPUT, GRADIENT):
-            self.zero(e.largest[kind * n : (kind + 1) * n])
 
     def end_step(self):
         """The scales of the next step, and the twins of the weights as they are now."""
@@ -123,13 +122,14 @@ class Fp8:
         return self.get(self.eight.scale).tolist() if self.calibrated else []
 
     def go_on(self, scales):
-        """Go on with the scales of a checkpoint, whose parameters are there already."""
-        if len(scales) == 3 * self.count:
+        """Go on with the scales of a checkpoint, whose parameters are there already. It has none if it is of another
+        dtype; then the first step begins as that of a new run does."""
+        self.calibrated = len(scales) == 3 * self.count
+        self.zero(self.eight.largest)
+        if self.calibrated:
             self.put(self.eight.scale, scales)
             self.put(self.eight.inverse, 1 / np.float32(scales))
-            self.zero(self.eight.largest)
-            self.cast_weights()
-            self.calibrated = True
+        self.cast_weights(alone=not self.calibrated)
 
     # ---- Verbs of a device
 

@@ -9,6 +9,7 @@ The trainer imports this if there is more than one. dev/ranks.py has what they d
 """
 import ctypes
 import hashlib
+import itertools
 import os
 import secrets
 import signal
@@ -146,12 +147,14 @@ def choose_products(ranks, model, train_data, val_data, *rest):
     device, trains = model.device, {val_data.B if val_data else model.B: False, model.B: True}  # of each B
     if not hasattr(device, "choices"):
         return
-    for B in trains if not ranks.rank else ():
+    ways, known = ((False, True), device.calibrated) if device.fp8 else ((False,), False)  # of products: bf16, then FP8
+    for B, device.calibrated in itertools.product(trains, ways) if not ranks.rank else ():
         tokens = np.random.default_rng(0).integers(0, model.config.V, (B, model.T), np.int32)
         model.forward(tokens, tokens)
         if trains[B]:
             model.backward_pass()
             model.report()()
+    device.calibrated = known
     device.choices = ranks.exchange(device.choices if not ranks.rank else None, "the choice of products")[0]
     if ranks.rank:
         device.CANDIDATES, device.cache = 1, f"{device.cache}_untimed"

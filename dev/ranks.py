@@ -75,6 +75,9 @@ class Nccl:
     def sum(self, array):
         self.ranks.allReduce(array.data.ptr, array.data.ptr, array.size, self.float, self.add, self.now)
 
+    def largest(self, array):
+        self.ranks.allReduce(array.data.ptr, array.data.ptr, array.size, self.float, self.nccl.NCCL_MAX, self.now)
+
     def sum_pieces(self, whole, piece):
         self.ranks.reduceScatter(whole.data.ptr, piece.data.ptr, piece.size, self.float, self.add, self.now)
 
@@ -113,6 +116,9 @@ class Mpi:
 
     def sum(self, array):
         self.ranks.Allreduce(self.MPI.IN_PLACE, array)
+
+    def largest(self, array):
+        self.ranks.Allreduce(self.MPI.IN_PLACE, array, self.MPI.MAX)
 
     def sum_pieces(self, whole, piece):
         self.ranks.Reduce_scatter_block(whole, piece)
@@ -219,6 +225,8 @@ class Ranks(Alone):
                     self.via.sum_at_0(tail, rest) if self.zero else self.via.sum(tail)
             if l is None:
                 self.via.sum(model.adam.verdict[1:2])  # the loss
+                if model.device.fp8:
+                    self.via.largest(model.device.eight.largest)  # so that all have the same scales
         if l is None:
             self.via.join()
 

@@ -86,7 +86,7 @@ PHASES = "forward", "backward", "update"
 class Paper:
     """A GPU, and NCCL, that do nothing. The tape has what they were asked for: ("run", phase, seconds) of a kernel,
     ("send", phase, [(kind, bytes), ...]) of the collectives of one launch, ("wait", phase, None) for all of them."""
-    name, memory, real, W = "cuda", "paper", BF16, 8
+    name, memory, real, W, fp8 = "cuda", "paper", BF16, 8, False
     multiprocessors, max_shared = 132, 226 * 1024
     attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0)
     layernorm_sizes = SimpleNamespace(threads=384, shared_of_warp=1)
@@ -108,6 +108,7 @@ class Paper:
         self.tape.append(("run", self.phase, LAUNCH + amount / RATES.get(name, RATES[unit])))
 
     matmul = lambda self, out, a, b, *arguments, **more: self.launch("matmul", 1, out, a, b)
+    tables = lambda self, c, B, T: {}
     zero = lambda self, array: self.launch("memset", 1, array)
 
     @contextlib.contextmanager

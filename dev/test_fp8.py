@@ -1,0 +1,255 @@
+"""Test FP8, --dtype fp8, against ml_dtypes' formats of 8 bits.
+
+    python dev/test_fp8.py                  # on the CPU, and on a GPU too if there is one
+    python dev/test_fp8.py --device cpu     # only on this one
+
+pip install ml_dtypes. Runs that are resumed in FP8 are in dev/test_runs.py, and those on several ranks in
+dev/test_ranks.py.
+"""
+import argparse
+import functools
+import itertools
+import sys
+from pathlib import Path
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import dev.fp8  # noqa: E402
+from dev.cuda.kernel import bf16, orders  # noqa: E402
+from dev.llama3.train_llama3 import Llama3  # noqa: E402
+from dev.test_files import check_refusal  # noqa: E402
+from prepro_tinyshakespeare import BF16, has_gpu, to_bf16, to_float  # noqa: E402
+from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, poisoned_model, run,  # noqa: E402
+                       read_debug_state, summary, words)
+from train_gpt2 import GPT2, Config, make_device, pack_batch, read_parameters  # noqa: E402
+
+FORMATS = {False: (ml_dtypes.float8_e4m3fn, 448), True: (ml_dtypes.float8_e5m2, 57344)}  # of gradients or not: largest
+SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
+
+
+def cut_off(x, gradient):
+    """x, in fp32, as numbers of 8 bits: the nearest, or the largest. NaN is one byte, 0x7f."""
+    kind, largest = FORMATS[gradient]
+    bytes_ = np.clip(x, -largest, largest).astype(kind).view(np.uint8)
+    return np.where(np.isnan(x), 0x7F, bytes_).astype(np.uint8)
+
+
+def on_device(device, values):
+    array = device.empty(values.nbytes).view(values.dtype).reshape(values.shape)
+    device.put(array, values)
+    return array
+
+
+def in_each_order(device, work):
+    """work(), on a CPU with the threads in several orders."""
+    for order in orders() if device.name == "cpu" else ("forward",):
+        if device.name == "cpu":
+            device.set_order(order)
+        yield order, work()
+    if device.name == "cpu":
+        device.set_order("forward")
+
+
+def numbers(device_name):
+    """Every bf16 becomes the number of 8 bits that ml_dtypes rounds it to, at several scales, and the largest magnitude
+    is found, of which NaN is none."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    every = np.arange(2**16).astype(np.uint16)
+    for gradient in (False, True):
+        table = dev.fp8.VALUES[gradient][: 0x7F if not gradient else 0x7C]  # up to the largest number
+        kind, _ = FORMATS[gradient]
+        yield f"values {gradient}", table, np.arange(len(table)).astype(np.uint8).view(kind).astype(np.float32), EXACT
+    for gradient, scale, count in itertools.product((False, True), (1.0, 0.37, 300.0, 1e-6, 1e30), (2**16, 8, 1000)):
+        some = every if count == 2**16 else np.random.default_rng(count).choice(every, count)
+        inp, out8 = on_device(device, some.view(BF16)), on_device(device, np.zeros(count + 64, np.uint8))
+        arrays = on_device(device, np.float32([scale])), on_device(device, np.float32([0.0]))
+
+        def work():
+            device.zero(arrays[1])
+            device.launch("to_fp8", count, inp, count, gradient, out8, *arrays)
+            return device.get(out8), device.get(arrays[1])
+
+        x = to_float(some.view(BF16))
+        wish = np.r_[cut_off(np.float32(scale) * x, gradient), np.zeros(64, np.uint8)]
+        for order, (found, largest) in in_each_order(device, work):
+            differ = np.flatnonzero(found != wish)
+            check(f"to_fp8 {gradient=} {scale} {count} {order}", not differ.size,
+                  f"{differ.size} differ, the first of {x[differ[0]]}: {found[differ[0]]}" if differ.size else "")
+            check(f"largest of {count} {order}", largest[0] == np.nanmax(abs(x)), largest[0])
+    some = np.float32([3, -7, 2, 1, 0, 0, 0, 0])
+    device.put(arrays[1], [9.0])
+    device.launch("to_fp8", 8, on_device(device, to_bf16(some)), 8, 0, out8, *arrays)
+    check("a larger one stays", device.get(arrays[1])[0] == 9)
+
+
+def weights(device_name):
+    """The twins of weights, and the transposed ones; each layer has its scale."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 64, 64), (2, 192, 144)):
+        rng = np.random.default_rng(R)
+        w = to_bf16(np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None]))
+        scale, arrays = np.float32(rng.uniform(1, 50, L)), [np.zeros((L, R, C), np.uint8), np.zeros((L, C, R), np.uint8)]
+        out, across, whole, scales, largest = (on_device(device, x) for x in (*arrays, w, scale, np.zeros(L, np.float32)))
+
+        def work():
+            for array in (out, across, largest):
+                device.zero(array)
+            device.launch("weights_to_fp8", (C, L * -(-R // 64)), out, across, whole, scales, largest, R, C)
+            return [device.get(x) for x in (out, across, largest)]
+
+        wish = cut_off(scale[:, None, None] * to_float(w), False)
+        for order, found in in_each_order(device, work):
+            yield f"{L, R, C} {order}", found[0], wish, EXACT
+            yield f"{L, R, C} {order} transposed", found[1], wish.transpose(0, 2, 1), EXACT
+            yield f"{L, R, C} {order} largest", found[2], abs(to_float(w)).max(axis=(1, 2)), EXACT
+
+
+def next_scales(device_name):
+    """A scale brings the largest magnitude to half of the format's largest number. Zeros, infinity and NaN change
+    nothing, and nothing overflows."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    largest = np.float32([2, 0, np.inf, np.nan, 1e-38, 3e38, 2, 0.5])
+    scale, inverse = np.full(8, 5, np.float32), np.full(8, 0.2, np.float32)
+    arrays = [on_device(device, x) for x in (scale, inverse, largest)]
+    device.launch("set_scales", 8, *arrays, 8, 6)
+    found = [device.get(x) for x in arrays]
+    yield "scales", found[0], [112, 5, 5, 5, 1e30, 224 / np.float32(3e38), 14336, 57344], 1e-6
+    yield "inverses", found[1], np.where(found[0] == 5, np.float32(0.2), 1 / found[0]), EXACT
+    check("the largest begin anew", not found[2].any())
+
+
+class Decoded:
+    """A model's twins in float64, by ml_dtypes."""
+
+    def __init__(self, model):
+        self.device, self.e, self.n = model.device, model.device.eight, model.device.count
+
+    def scale(self, kind, number):
+        return float(self.device.get(self.e.scale)[kind * self.n + number])
+
+
+def steps_of(model, count, micros=1):
+    """Train so many steps, on other words each time. Returns the losses."""
+    rng, losses = np.random.default_rng(3), []
+    for _ in range(count):
+        batches = [rng.integers(model.config.V, size=(2, model.B, model.T), dtype=np.int32) for _ in range(micros)]
+        model.train_step(*(pack_batch(*batch) for batch in batches), learning_rate=1e-3)
+        losses.append(model.report()().loss)
+    return losses
+
+
+def twins(device_name):
+    """The twin that a kernel stores beside what it writes is the twin of that. So without any of them the same products
+    come out, bit for bit, also with layers that compute norms and GELUs again."""
+    for architecture, recompute in ((GPT2, False), (GPT2, True), (Llama3, False)):
+        results = []
+        for feeds in (True, False):
+            place = make_device(device_name, "fp8", architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)))
+            place.architecture, launch = architecture, place.launch
+            model = poisoned_model(place, 2, 24, recompute=recompute, C=64, NH=2)
+            if not feeds:
+                place.launch = lambda *args, feeds=None, launch=launch, **more: launch(*args, **more)
+            with mock.patch.object(place, "launch", wraps=place.launch) as watched:
+                losses = steps_of(model, 3, 2)
+            casts = sum(call.args[0] == "to_fp8" for call in watched.mock_calls)
+            check(f"{architecture.__name__} {recompute=} {feeds=}: casts", casts > 0, casts)
+            results.append((losses, place.get(model.master), casts))
+        name = f"{architecture.__name__} {recompute=}"
+        yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
+        yield f"{name}: parameters", results[0][1], results[1][1], EXACT
+        check(f"{name}: fewer casts with twins", results[0][2] < results[1][2])
+
+
+def products(device_name):
+    """The products forward and backward are those of the twins, times the scales, which come from the step before."""
+    place = make_device(device_name, "fp8", Config(C=64, NH=2))
+    place.architecture = GPT2
+    model = poisoned_model(place, 2, 24, C=64, NH=2)
+    steps_of(model, 3)
+    e, n, V = place.eight, place.count, dev.fp8
+    before = place.get(e.scale)
+    batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 24), dtype=np.int32))
+    model.set_batch(batch)
+    place.begin_step(model, batch)
+    model.forward_pass()
+    a, p, l = model.layers[1][2], model.layers[1][0], 1
+    order = [row.name for row in dev.fp8.shared_weights(model.config)]
+    for weight, bias, inp, out in (("qkvw", "qkvb", "ln1", "qkv"), ("fcw", "fcb", "ln2", "fch")):
+        i = order.index(weight) * model.config.L + l
+        x, w = to_float(place.get(getattr(a, inp))), to_float(place.get(getattr(p, weight)))
+        scale_x, scale_w = before[V.INPUT * n + i], before[V.WEIGHT * n + i]
+        eight = [cut_off(np.float32(scale) * values, False).view(FORMATS[False][0]).astype(np.float64) / float(scale)
+                 for values, scale in ((x, scale_x), (w, scale_w))]
+        yield f"{out}", place.get(getattr(a, out)), eight[0] @ eight[1].T + to_float(place.get(getattr(p, bias))), 3e-3
+    model.backward_pass()
+    place.end_step()
+    after, d = place.get(e.scale), model.back
+    for weight, kind, tensor in (("fcw", V.INPUT, model.layers[1][2].ln2), ("fcprojw", V.INPUT, model.layers[1][2].fch_gelu),
+                                 ("qkvw", V.GRADIENT, d.dqkv)):
+        i = order.index(weight) * model.config.L + (0 if kind == V.GRADIENT else 1)
+        top = FORMATS[kind == V.GRADIENT][1] / 2
+        found, wish = after[kind * n + i], top / abs(to_float(place.get(tensor))).max()
+        check(f"the next scale at {weight}", abs(found / wish - 1) < 1e-6, f"{found} {wish}")
+    validated = steps_of(model, 1), place.get(e.scale)
+    check("a scale changes in a step", not np.array_equal(validated[1], after))
+
+
+def scales_alone(device_name):
+    """A validation before a step changes nothing of it, and two runs have the same bits."""
+    results = []
+    for validates in (False, True, False):
+        place = make_device(device_name, "fp8", Config(C=64, NH=2))
+        place.architecture = GPT2
+        model, losses = poisoned_model(place, 2, 24, C=64, NH=2), []
+        for _ in range(3):
+            if validates:
+                model.forward(np.full((2, 24), 5, np.int32), np.full((2, 24), 6, np.int32))
+            losses += steps_of(model, 1)
+        results.append(np.array(losses))
+    yield "losses after validations", results[1], results[0], EXACT
+    yield "losses again", results[2], results[0], EXACT
+
+
+def fixture(device_name):
+    """Gradients of the fixture in FP8 are near those in fp32, and the loss is."""
+    c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
+    truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
+    for dtype in ("bf16", "fp8"):
+        place = make_device(device_name, dtype, c)
+        model = GPT2(c, place, *truth.x.shape)
+        model.set_parameters(read_parameters(FIXTURES / "gpt2_tiny.bin", c))
+        if dtype == "fp8":
+            place.begin_step(model, pack_batch(truth.x, truth.y))
+        found = gradients(model, (truth.x, truth.y))
+        loss = model.report()().loss
+        check(f"{dtype}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
+        errors[dtype] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
+                         for name, wish in truth.gradients.items()}
+    for name, error in errors["fp8"].items():
+        wish = 16 * errors["bf16"][name]  # as much coarser is a mantissa of 3 bits than one of 7
+        check(f"gradient of {name}", error < wish, f"{error:.3f}, in bf16 {errors['bf16'][name]:.3f}")
+
+
+def refusals(device_name):
+    check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", make_device, device_name, "fp8",
+                  Config(C=32, NH=1), True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Test FP8.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
+    parser.add_argument("--only", help="only this test")
+    flags = parser.parse_args()
+    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
+        for test in (numbers, weights, next_scales, twins, products, scales_alone, fixture, refusals):
+            if flags.only in (None, test.__name__):
+                run(test.__name__.replace("_", " ") + ":", functools.partial(test, name))
+    return summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
