@@ -173,8 +173,8 @@ FLAGS = [
     ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO)"),
     (None, "--log-ranks", SWITCH, 0, "1: each rank but the first adds what it prints to -o/rank_*.txt"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
-    (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: bf16, layers' products in "
-     "FP8 (default: bf16; on a CPU fp32)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: bf16, "
+     "the layers' products in FP8 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
     (None, "--recompute", SWITCH, 0, "1: compute norms and what is inside of the MLP again: less memory, slower"),

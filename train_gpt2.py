@@ -901,7 +901,7 @@ class GPT2:
         self.micros = len(batches) * self.ranks.count
         self.set_adamw(**adamw)
         if self.device.fp8:
-            self.device.begin_step(self, batches[0])
+            self.device.begin_step(self, batches)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
 

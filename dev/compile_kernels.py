@@ -30,6 +30,7 @@ SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA = TOP / "dev/llama3/llama3.cu"
+FP8 = TOP / "dev/fp8.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text(encoding="utf-8")))]
 faults = []
@@ -65,14 +66,19 @@ def main():
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
         (gpu, LARGE_HEADS, [LLAMA]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
-    for dtype in ("fp32", "tf32", "bf16"):
+    for dtype in ("fp32", "tf32", "bf16", "fp8"):
+        some = [gpu for gpu in gpus if dtype != "fp8" or int(re.search(r"\d+", gpu)[0]) >= 89]
+        kinds = [(gpu, SMALL, [FP8] * (dtype == "fp8")) for gpu in some]
+        if dtype == "fp8":
+            kinds += [(gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some]
+        else:
+            kinds += [*others, (gpus[-1], SMALL, LAB, 2**20),
+                      *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a")]
         with ThreadPoolExecutor() as pool:
-            jobs = [pool.submit(compile_for, gpu, dtype, *job) for gpu, *job in (
-                *((gpu, SMALL) for gpu in gpus), *others, (gpus[-1], SMALL, LAB, 2**20),
-                *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a"))]
-            reports = [job.result() for job in jobs][: len(gpus)]
-        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus))
-        for name in read_kernels(SMALL.SOURCES):
+            jobs = [pool.submit(compile_for, gpu, dtype, *kind) for gpu, *kind in kinds]
+            reports = [job.result() for job in jobs][: len(some)]
+        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in some))
+        for name in read_kernels([*SMALL.SOURCES, FP8] if dtype == "fp8" else SMALL.SOURCES):
             print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)

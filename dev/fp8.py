@@ -1,4 +1,4 @@
-"""--dtype fp8: the linear layers of the blocks multiply numbers of 8 bits, forward and for the gradients of their inputs.
+"""--dtype fp8: the blocks' linear layers multiply numbers of 8 bits, forward and for the gradients of their inputs.
 
 All else is as in bf16: the gradients of the weights, the head, attention, norms, and what AdamW updates. So is what the
 backward pass keeps. A twin is a copy in 8 bits, times a scale, that lives from where a tensor is written to the product
@@ -7,12 +7,12 @@ that reads it:
     forward     out = inp @ w.T     twins of inp and w in e4m3
     backward    dinp = dout @ w     those of dout in e5m2 and of the transposed w in e4m3
 
-e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 has 5 and 2 (Micikevicius et al. 2022, section 3). A scale brings the
-largest magnitude of a tensor to half of the largest number of its format. It is known only when all of the tensor is
-written, and then its twin would cost another pass. So the scale comes from the step before, of which all kernels leave
-the largest magnitude ("delayed scaling": Peng et al. 2023, section 2), and in the factor of two a tensor may grow. The
-first step of a run is gone through once in bf16 for the first scales, without an update. Scales change at a step's end,
-and go into checkpoints.
+e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 has 5 and 2 (Micikevicius et al. 2022, section 3). A scale brings
+the largest magnitude of a tensor to half of the largest number of its format. It is known only when all of the tensor
+is written, and then its twin would cost another pass. So the scale comes from the step before, of which all kernels
+leave the largest magnitude ("delayed scaling": Peng et al. 2023, section 2), and in the factor of two a tensor may
+grow. The first step of a run is gone through once in bf16 for the first scales, without an update. Scales change at a
+step's end, and go into checkpoints.
 
 The trainer imports this for --dtype fp8 alone.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from dev.cpu.device import Cpu
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import FastCuda, Row, carve, stride_of
+from train_gpt2 import ALONE, FastCuda, Row, carve, stride_of
 
 SOURCE = Path(__file__).resolve().parent / "fp8.cu"
 WHOLE = 16  # rows and columns of a weight are multiples of this, or its products are in bf16: cuBLASLt wants that
@@ -99,15 +99,16 @@ class Fp8:
                 self.launch("set_scales", self.count, e.scale[own], e.inverse[own], e.largest[own], self.count,
                             self.count)
 
-    def begin_step(self, model, batch):
+    def begin_step(self, model, batches):
         """Before the first micro-batch: what validations have left behind is not the step's."""
         n, self.ready = self.count, None
         for kind in (INPUT, GRADIENT):
             self.zero(self.eight.largest[kind * n : (kind + 1) * n])
         if not self.calibrated:
-            model.set_batch(batch)
-            model.forward_pass()
-            model.backward_pass(0, model.ranks)
+            for micro, batch in enumerate(batches):
+                model.set_batch(batch)
+                model.forward_pass()
+                model.backward_pass(micro, model.ranks if micro + 1 == len(batches) else ALONE)
             self.end_step()
             self.calibrated = True
 

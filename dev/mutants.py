@@ -4,9 +4,10 @@
     python dev/mutants.py adamw              # those of one kernel of the lab
     python dev/mutants.py --draw 6           # so many, drawn by the commit: for CI
 
-A mutant is a change to kernels.cu, to dev/llama3/llama3.cu, or to a file of the kernel lab. Each is made in a copy of
-the repository, where the versions of one kernel are checked as the lab checks them, on the CPU, until the first
-failure: for a file of the lab all of its versions, for the others the trainer's. A mutant that passes has survived, and
+A mutant is a change to kernels.cu, to dev/llama3/llama3.cu, to dev/fp8.cu, or to a file of the kernel lab. Each is made
+in a copy of the repository, where the versions of one kernel are checked as the lab checks them, on the CPU, until the
+first failure: for a file of the lab all of its versions, for the others the trainer's. Those of FP8 have to be noticed
+by a test of dev/test_fp8.py. A mutant that passes has survived, and
 calls for a better problem in dev/cuda. Before its mutants, the kernel itself must pass.
 
 Beside the table there is a mutant for each barrier, taken out. UNSEEN lists what no order of threads can show, and why.
@@ -28,7 +29,7 @@ TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 from prepro_tinyshakespeare import UserError, run, without_comments  # noqa: E402
 
-KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
+KERNELS, LLAMA, TILES, FP8 = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu", "dev/fp8.cu"
 
 
 OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does not use: AddressSanitizer has to see it
@@ -36,7 +37,7 @@ OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does 
 
 class Mutant(NamedTuple):
     kind: str
-    kernel: str  # of the lab, whose problem must notice it
+    kernel: str  # of the lab, whose problem must notice it; in fp8, the test
     dtype: str
     where: str  # the function, whose first line is the first that has its name and a parenthesis; "" is the whole file
     old: str  # found there exactly once
@@ -207,6 +208,30 @@ TABLE = [
     *of("swiglu_backward",
         ("missing term", "swiglu_backward", "1.0f + gate[j] *", "gate[j] *"),
         ("index", "swiglu_backward", "store(dinp + at + H, gate)", "store(dinp + at, gate)"), file=LLAMA),
+    # ---- FP8
+    *of("numbers",
+        ("missing term", "Twin<gradient>::store(", "scale * x[j + 1]", "x[j + 1]"),
+        ("missing term", "Twin<gradient>::store(", "fabsf(x[j])", "x[j]"),
+        ("mask", "Twin<gradient>::end(", "largest > __ldcg(largest8)", "true"), dtype="fp8", file=FP8),
+    *of("weights",
+        ("index", "weights_to_fp8", "scale8 + layer", "scale8"),
+        ("index", "weights_to_fp8", "tile[r + j][c]", "tile[r + 15 - j][c]"),
+        ("bound", "weights_to_fp8", "first + r >= R || column", "first + r > R || column"), dtype="fp8", file=FP8),
+    *of("next_scales",
+        ("constant", "set_scales", "top / 2 / x", "top / x"),
+        ("mask", "set_scales", " && x <= -LOWEST", ""),
+        ("mask", "set_scales", "i >= first_gradient", "i > first_gradient"),
+        ("missing term", "set_scales", "largest[i] = 0.0f;", ""), dtype="fp8", file=FP8),
+    *of("twins",
+        ("index", "residual_layernorm_forward", "twin.store(start + c, x[k])", "twin.store(start, x[k])"),
+        ("missing term", "layernorm_backward", "twin.end();", ""),
+        ("missing term", "gelu_forward", "twin.end();", ""),
+        ("missing term", "gelu_backward", "twin.store(i, d);", ""), dtype="fp8"),
+    *of("twins",
+        ("index", "swiglu_backward", "twin.store(at + H, gate)", "twin.store(at, gate)"),
+        ("missing term", "residual_rmsnorm_forward", "twin.end();", ""),
+        ("missing term", "rmsnorm_backward", "twin.end();", ""),
+        ("missing term", "swiglu_forward", "twin.end();", ""), dtype="fp8", file=LLAMA),
     # ---- the lab's versions
     *of_lab("layernorm_forward",
             ("constant", "layernorm_forward1", " + 1e-5f", ""),
@@ -331,7 +356,7 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "tiles_arrive": "attention_forward", "attention_backward_q": "attention_backward",
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "judge", "judge": "judge",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
-            "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table"}
+            "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights"}
 
 # (function, number of the barrier in it): why no order of threads can show that it is missing.
 UNSEEN = {
@@ -352,7 +377,7 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 def barriers():
     """A Mutant for each barrier of kernels.cu, of llama3.cu and of the lab, but those that are UNSEEN. Its kind names
     the barrier by its number in its function."""
-    files = [KERNELS, LLAMA, *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
+    files = [KERNELS, LLAMA, FP8, *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
     for file in files:
         text = code_of((TOP / file).read_text(encoding="utf-8"))
         starts = [(found.start(), found[1]) for found in DEFINITION.finditer(text)]
@@ -361,10 +386,11 @@ def barriers():
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
             if (function, number) not in UNSEEN:
-                if file in (KERNELS, LLAMA, TILES) and function not in BARRIERS:
+                shared = file in (KERNELS, LLAMA, TILES, FP8)
+                if shared and function not in BARRIERS:
                     raise UserError(f"{file}: {function} has a barrier; BARRIERS has to say which kernel notices it")
-                kernel = BARRIERS[function] if file in (KERNELS, LLAMA, TILES) else Path(file).stem
-                yield Mutant(f"barrier {number}", kernel, "fp32", function, found[0], "", file)
+                kernel, dtype = BARRIERS[function] if shared else Path(file).stem, "fp8" if file == FP8 else "fp32"
+                yield Mutant(f"barrier {number}", kernel, dtype, function, found[0], "", file)
 
 
 def code_of(text):
@@ -423,8 +449,8 @@ class Copy:
 
     def __init__(self, folder):
         self.top = Path(folder)
-        names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "kernels.cu", "dev/cpu", "dev/cuda", "dev/llama3",
-                 "dev/mutants.py")
+        names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "test_gpt2.py", "kernels.cu", "dev/cpu", "dev/cuda",
+                 "dev/llama3", "dev/fixtures", "dev/eval", FP8, *(f"dev/{path.name}" for path in TOP.glob("dev/*.py")))
         for name in names:
             (self.top / name).parent.mkdir(parents=True, exist_ok=True)
             if (TOP / name).is_dir():
@@ -442,6 +468,8 @@ class Copy:
                             "ASAN_OPTIONS": "detect_leaks=0"}
         whose = "trainer" if file in (KERNELS, LLAMA) else "all"
         command = [sys.executable, self.top / "dev/mutants.py", kernel, "--check-here", dtype, whose]
+        if dtype == "fp8":
+            command = [sys.executable, self.top / "dev/test_fp8.py", "--device", "cpu", "--only", kernel]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
         except subprocess.TimeoutExpired:

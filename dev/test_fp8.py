@@ -19,12 +19,12 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import dev.fp8  # noqa: E402
-from dev.cuda.kernel import bf16, orders  # noqa: E402
+from dev.cuda.kernel import orders  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
 from prepro_tinyshakespeare import BF16, has_gpu, to_bf16, to_float  # noqa: E402
 from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, poisoned_model, run,  # noqa: E402
-                       read_debug_state, summary, words)
+                       read_debug_state, summary)
 from train_gpt2 import GPT2, Config, make_device, pack_batch, read_parameters  # noqa: E402
 
 FORMATS = {False: (ml_dtypes.float8_e4m3fn, 448), True: (ml_dtypes.float8_e5m2, 57344)}  # of gradients or not: largest
@@ -44,12 +44,12 @@ def on_device(device, values):
     return array
 
 
-def in_each_order(device, work):
-    """work(), on a CPU with the threads in several orders."""
+def in_each_order(device, work, *args):
+    """(order, work(*args)), on a CPU with the threads in several orders."""
     for order in orders() if device.name == "cpu" else ("forward",):
         if device.name == "cpu":
             device.set_order(order)
-        yield order, work()
+        yield order, work(*args)
     if device.name == "cpu":
         device.set_order("forward")
 
@@ -68,14 +68,14 @@ def numbers(device_name):
         inp, out8 = on_device(device, some.view(BF16)), on_device(device, np.zeros(count + 64, np.uint8))
         arrays = on_device(device, np.float32([scale])), on_device(device, np.float32([0.0]))
 
-        def work():
-            device.zero(arrays[1])
-            device.launch("to_fp8", count, inp, count, gradient, out8, *arrays)
-            return device.get(out8), device.get(arrays[1])
+        def work(*args):
+            device.zero(args[-1])
+            device.launch("to_fp8", args[1], *args)
+            return device.get(args[3]), device.get(args[-1])
 
         x = to_float(some.view(BF16))
         wish = np.r_[cut_off(np.float32(scale) * x, gradient), np.zeros(64, np.uint8)]
-        for order, (found, largest) in in_each_order(device, work):
+        for order, (found, largest) in in_each_order(device, work, inp, count, gradient, out8, *arrays):
             differ = np.flatnonzero(found != wish)
             check(f"to_fp8 {gradient=} {scale} {count} {order}", not differ.size,
                   f"{differ.size} differ, the first of {x[differ[0]]}: {found[differ[0]]}" if differ.size else "")
@@ -92,17 +92,17 @@ def weights(device_name):
     for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 64, 64), (2, 192, 144)):
         rng = np.random.default_rng(R)
         w = to_bf16(np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None]))
-        scale, arrays = np.float32(rng.uniform(1, 50, L)), [np.zeros((L, R, C), np.uint8), np.zeros((L, C, R), np.uint8)]
-        out, across, whole, scales, largest = (on_device(device, x) for x in (*arrays, w, scale, np.zeros(L, np.float32)))
+        scale, out, across = np.float32(rng.uniform(1, 50, L)), np.zeros(w.shape, np.uint8), np.zeros((L, C, R), np.uint8)
+        arrays = [on_device(device, x) for x in (out, across, w, scale, np.zeros(L, np.float32))]
 
-        def work():
+        def work(out, across, w, scale, largest, R, C):
             for array in (out, across, largest):
                 device.zero(array)
-            device.launch("weights_to_fp8", (C, L * -(-R // 64)), out, across, whole, scales, largest, R, C)
+            device.launch("weights_to_fp8", (C, len(w) * -(-R // 64)), out, across, w, scale, largest, R, C)
             return [device.get(x) for x in (out, across, largest)]
 
         wish = cut_off(scale[:, None, None] * to_float(w), False)
-        for order, found in in_each_order(device, work):
+        for order, found in in_each_order(device, work, *arrays, R, C):
             yield f"{L, R, C} {order}", found[0], wish, EXACT
             yield f"{L, R, C} {order} transposed", found[1], wish.transpose(0, 2, 1), EXACT
             yield f"{L, R, C} {order} largest", found[2], abs(to_float(w)).max(axis=(1, 2)), EXACT
@@ -120,16 +120,6 @@ def next_scales(device_name):
     yield "scales", found[0], [112, 5, 5, 5, 1e30, 224 / np.float32(3e38), 14336, 57344], 1e-6
     yield "inverses", found[1], np.where(found[0] == 5, np.float32(0.2), 1 / found[0]), EXACT
     check("the largest begin anew", not found[2].any())
-
-
-class Decoded:
-    """A model's twins in float64, by ml_dtypes."""
-
-    def __init__(self, model):
-        self.device, self.e, self.n = model.device, model.device.eight, model.device.count
-
-    def scale(self, kind, number):
-        return float(self.device.get(self.e.scale)[kind * self.n + number])
 
 
 def steps_of(model, count, micros=1):
@@ -174,7 +164,7 @@ def products(device_name):
     before = place.get(e.scale)
     batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 24), dtype=np.int32))
     model.set_batch(batch)
-    place.begin_step(model, batch)
+    place.begin_step(model, [batch])
     model.forward_pass()
     a, p, l = model.layers[1][2], model.layers[1][0], 1
     order = [row.name for row in dev.fp8.shared_weights(model.config)]
@@ -188,7 +178,7 @@ def products(device_name):
     model.backward_pass()
     place.end_step()
     after, d = place.get(e.scale), model.back
-    for weight, kind, tensor in (("fcw", V.INPUT, model.layers[1][2].ln2), ("fcprojw", V.INPUT, model.layers[1][2].fch_gelu),
+    for weight, kind, tensor in (("fcw", V.INPUT, a.ln2), ("fcprojw", V.INPUT, a.fch_gelu),
                                  ("qkvw", V.GRADIENT, d.dqkv)):
         i = order.index(weight) * model.config.L + (0 if kind == V.GRADIENT else 1)
         top = FORMATS[kind == V.GRADIENT][1] / 2
@@ -223,7 +213,7 @@ def fixture(device_name):
         model = GPT2(c, place, *truth.x.shape)
         model.set_parameters(read_parameters(FIXTURES / "gpt2_tiny.bin", c))
         if dtype == "fp8":
-            place.begin_step(model, pack_batch(truth.x, truth.y))
+            place.begin_step(model, [pack_batch(truth.x, truth.y)])
         found = gradients(model, (truth.x, truth.y))
         loss = model.report()().loss
         check(f"{dtype}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")

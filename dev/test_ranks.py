@@ -155,14 +155,15 @@ def same_losses(device, folder):
             ("gpt2", ("-x", 50, "-u", 0, "-l", 3e-4), {}, (2, 0), (3, 1)),
             ("one micro-batch", ("-x", 20, "-d", 16), {}, (2, 0), (2, 1)),
             ("Llama", ("-x", 8), grouped, (2, 0), (3, 1)), ("tied Llama", ("-x", 8), TIED, (2, 1), (3, 0)),
-            ("bf16", ("-x", 12, "--dtype", "bf16"), {}, (2, 0), (2, 1))):
+            ("bf16", ("-x", 12, "--dtype", "bf16"), {}, (2, 0), (2, 1)),
+            ("fp8", ("-x", 12, "--dtype", "fp8"), {}, (2, 1))):
         options = *SMALL, "--dtype", "fp32", "--shuffle", 0, *flags
         expected = curve(train(device, 1, folder, folder / f"{name} 1", *options, **keywords))
         for count, zero in cases:
             if count in counts_of(device):
                 case = f"{name}, {count} ranks, -z {zero}"
                 text = train(device, count, folder, folder / case, *options, "-z", zero, **keywords)
-                close(case, curve(text), expected, *((2e-2, 3e-2) if name == "bf16" else ()))
+                close(case, curve(text), expected, *((2e-2, 3e-2) if name in ("bf16", "fp8") else ()))
                 check(f"{case}: one rank speaks", text.count("device       |") == text.count("step    1/") == 1)
                 check(f"{case}: tables", ("grad share   |" in text) == ("\nshare norms  |" in text) == bool(zero))
 

@@ -162,7 +162,7 @@ def resumed_runs(device, folder):
     also from a state that llm.c would have written, and where outliers are skipped."""
     for name, flags, keywords in (
             ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}), ("in order", ("--shuffle", 0), {}),
-            ("plain", ("--plain", 1), {}),
+            ("fp8", ("--dtype", "fp8"), {}), ("plain", ("--plain", 1), {}),
             ("Llama", (), dict(trainer=LLAMA, model=FIXTURES / "llama_gqa.bin")),
             ("tied Llama in bf16", ("--dtype", "bf16"), dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
         whole = folder / name
