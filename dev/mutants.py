@@ -212,7 +212,7 @@ TABLE = [
     *of("numbers",
         ("missing term", "Twin<gradient>::store(", "scale * x[j + 1]", "x[j + 1]"),
         ("missing term", "Twin<gradient>::store(", "fabsf(x[j])", "x[j]"),
-        ("mask", "Twin<gradient>::end(", "largest > __ldcg(largest8)", "true"), dtype="fp8", file=FP8),
+        ("missing term", "Twin<gradient>::end(", "largest = warp_max(largest);", ""), dtype="fp8", file=FP8),
     *of("weights",
         ("index", "weights_to_fp8", "scale8 + layer", "scale8"),
         ("index", "weights_to_fp8", "tile[r + j][c]", "tile[r + 15 - j][c]"),
