@@ -28,10 +28,11 @@ from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entr
 from dev.cuda.kernel import words as chosen
 from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, model_of, noting, parse_sizes,
                              stored)
+from dev.run_folder import checkpoint_parts
 from prepro_tinyshakespeare import (BF16, HEADER_BYTES, FileKind, UserError, check_size, check_tokens, read_header,
                                     replace_file, to_bf16, to_float)
-from train_gpt2 import (GPT2, HERE, Config, Row, carve, checkpoint_parts, has_gpu, make_device, pack_batch,
-                        read_kernels, read_parameters)
+from train_gpt2 import (GPT2, HERE, Config, Row, carve, has_gpu, make_device, pack_batch, read_kernels,
+                        read_parameters)
 
 # Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
 # errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the

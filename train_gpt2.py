@@ -327,20 +327,6 @@ def read_parameters(path, c):
     return mapped(path, table, os.path.getsize(path) - sum(row.nbytes for row in table))
 
 
-def in_file_order(c, views, real):
-    """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or zeros."""
-    for row in c.file_table(real):
-        parts = matrices(getattr(views, row.name) if hasattr(views, row.name) else np.zeros(row.size, row.dtype))
-        yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
-
-
-def checkpoint_parts(model):
-    """What a checkpoint of a model consists of: headers, then the parameters."""
-    c, real = model.config, model.device.real
-    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
-    yield from in_file_order(c, model.params, real)
-
-
 class DataLoader:
     """Hands out the batches of a token file, or of all that a pattern matches, and begins again at their end. What is
     left at the end of a file, and fills no batch, is skipped. With shuffle, files come in a random order, another in

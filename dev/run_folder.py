@@ -26,7 +26,24 @@ import numpy as np
 
 from prepro_tinyshakespeare import (HEADER_BYTES, FileKind, UserError, available_memory, make_header,
                                     read_header, replace_file, say)
-from train_gpt2 import ALONE, Row, checkpoint_parts, in_file_order, mapped
+from train_gpt2 import ALONE, Row, mapped, matrices
+
+# ---- llm.c's checkpoint
+
+
+def in_file_order(c, views, real):
+    """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or zeros."""
+    for row in c.file_table(real):
+        parts = matrices(getattr(views, row.name) if hasattr(views, row.name) else np.zeros(row.size, row.dtype))
+        yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
+
+
+def checkpoint_parts(model):
+    """What a checkpoint of a model consists of: headers, then the parameters."""
+    c, real = model.config, model.device.real
+    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
+    yield from in_file_order(c, model.params, real)
+
 
 # ---- llm.c's state file
 
