@@ -218,7 +218,7 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 
 // x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the layernorm that the
 // next of them begins with:
-//   residual (N,C) += branch (N,C), unless branch is null
+//   residual (N,C) = before (N,C), which may be residual itself, + branch (N,C); if that is null, residual is there
 //   out (N,C) = (residual - mean) * rstd * weight + bias, with mean (N) and rstd (N) = 1/sqrt(variance + 1e-5) of a row
 //   copy (N,C) = residual, as a real, for the backward pass
 // The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. Packs
@@ -227,14 +227,14 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     real* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
-    float* residual, const real* __restrict__ branch, const real* __restrict__ weight, const real* __restrict__ bias,
-    int N) {
+    float* residual, const float* before, const real* __restrict__ branch, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
     size_t start = (size_t)row * C;
     Pack<4> x[lane_packs<4>];
-    EACH_PACK(4) x[k] = load<4>(residual + start + c);
+    EACH_PACK(4) x[k] = load<4>((branch ? before : residual) + start + c);
     if (branch) {
         EACH_PACK(4) x[k] = x[k] + load<4>(branch + start + c);
         EACH_PACK(4) store(residual + start + c, x[k]);

@@ -98,7 +98,7 @@ def parse_flags(description, table, arguments=None, defaults=True):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for letter, name, kind, default, text in table:
         form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
-        if kind is SWITCH:  # by itself it means 1
+        if kind in (SWITCH, LEVEL):  # by itself it means 1
             form |= dict(nargs="?", const=1)
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(*filter(None, (letter, name)), default=default if defaults else None, help=text + shown,
@@ -118,7 +118,7 @@ def parse_flags(description, table, arguments=None, defaults=True):
 
 # The trainer's flags: letter, long name, type or choices, default (None: see DEFAULTS), what it is.
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
-COUNT_OR_ALL = number(int, -1)
+COUNT_OR_ALL, LEVEL = number(int, -1), number(int, 0, 3)
 
 
 def named(text):
@@ -176,7 +176,8 @@ FLAGS = [
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
-    (None, "--recompute", SWITCH, 0, "1: compute norms and what is inside of the MLP again: less memory, slower"),
+    (None, "--recompute", LEVEL, 0, "1: compute norms and what is inside of the MLP again: less memory, slower; "
+     "2: all of a layer but attention: least memory, slowest"),
     (None, "--hellaswag", named, None, "file of dev/data/hellaswag.py to score at each validation but the first"),
     (None, "--sample", str, None, "go on with this text, for -g tokens, and do not train"),
     (None, "--temperature", RATE, 1.0, "of --sample: below 1 likely tokens are likelier still; 0: only the likeliest"),

@@ -190,7 +190,7 @@ def write_checkpoint(path, model):
     replace_file(path, map(model.device.get, checkpoint_parts(model)))
 
 
-def poisoned_model(device, B, T, kind="softmax", recompute=False, **sizes):
+def poisoned_model(device, B, T, kind="softmax", recompute=0, **sizes):
     """A model whose activations and gradients are NaN until they are computed, with parameters of deviation 0.2."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     model = device.architecture(c, device, B, T, kind, recompute)

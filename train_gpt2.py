@@ -178,27 +178,30 @@ class Config:
         """What a checkpoint of this version begins with."""
         return [make_header(self.FILE, version, *dataclasses.astuple(self))]
 
-    def activation_table(self, B, T, real=np.float32, recompute=False):
-        """What the forward pass leaves behind for the backward pass. With recompute, layers share one tensor for the
-        outputs of norms and GELUs, which the backward pass computes again."""
+    def activation_table(self, B, T, real=np.float32, recompute=0):
+        """What the forward pass leaves behind for the backward pass. With recompute 1, layers share one tensor for the
+        outputs of norms and GELUs, which the backward pass computes again. With 2, a layer keeps only the residual
+        stream as it finds it, atty, and what is small: all the rest is shared, and computed again by the same kernels
+        and products."""
         N, C, L = B * T, self.C, self.L
-        kept = 1 if recompute else L
+        kept, kept_by_1 = L if recompute == 0 else 1, L if recompute < 2 else 1
         return [
-            Row("residual", (N, C)),  # the residual stream, to which each layer adds twice; always fp32
+            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the residual stream, always fp32, to which
+            # each layer adds twice: or what each layer has found, and, at the end, what flows on
             Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
-            Row("ln1_inp", (N, C), real, L),  # what ln1 normalises: a copy of the stream as the layer finds it
+            Row("ln1_inp", (N, C), real, kept_by_1),  # what ln1 normalises: a copy of the stream as the layer finds it
             Row("ln1_mean", (N,), layers=L),
             Row("ln1_rstd", (N,), layers=L),
             Row("ln1", (N, C), real, kept),
-            Row("qkv", (N, 3 * C), real, L),  # queries, keys and values, each of NH heads
+            Row("qkv", (N, 3 * C), real, kept_by_1),  # queries, keys and values, each of NH heads
             Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
             Row("atty", (N, C), real, L),  # attention's output
-            Row("ln2_inp", (N, C), real, L),  # a copy of the stream after attention
+            Row("ln2_inp", (N, C), real, kept_by_1),  # a copy of the stream after attention
             Row("ln2_mean", (N,), layers=L),
             Row("ln2_rstd", (N,), layers=L),
             Row("ln2", (N, C), real, kept),
-            Row("fch", (N, 4 * C), real, L),  # the MLP's hidden channels, before GELU
-            Row("fch_gelu", (N, 4 * C), real, kept),
+            Row("fch", (N, 4 * C), real, kept_by_1),  # the MLP's hidden channels, before GELU
+            Row("fch_gelu", (N, 4 * C), real, kept),  # behind GELU; becomes the gradient of fch
             Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
             Row("lnf_mean", (N,)),
             Row("lnf_rstd", (N,)),
@@ -213,7 +216,6 @@ class Config:
         return [
             Row("dresidual", (N, C), real),  # of the residual stream, all the way down
             Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
-            Row("dfch", (N, 4 * C), real),
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
             Row("partials", (3, PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward, bias_backward
@@ -258,7 +260,7 @@ class Alone:
 ALONE = Alone()
 
 
-def arena_tables(c, B, T, real, recompute=False, ranks=ALONE):
+def arena_tables(c, B, T, real, recompute=0, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
     bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
     parameters = c.parameter_table()
@@ -590,7 +592,7 @@ class GPT2:
     dev/llama3/ has another architecture: a subclass with its own Config, head, and methods from layer_forward on."""
     Config, decode, encoding = Config, staticmethod(decode), staticmethod(gpt2_encoding)
 
-    def __init__(self, config, device, B, T, attention="softmax", recompute=False, ranks=ALONE):
+    def __init__(self, config, device, B, T, attention="softmax", recompute=0, ranks=ALONE):
         if T > config.longest:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         if device.compiled_for != config.switches():
@@ -604,9 +606,9 @@ class GPT2:
         free = device.free_bytes()
         asked, fits = memory_of(config, device, B, T, recompute, free, ranks)
         if asked > free:
-            _, fits_again = memory_of(config, device, B, T, True, free, ranks)
+            _, fits_again = memory_of(config, device, B, T, 2, free, ranks)
             raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
-                            f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 1 "
+                            f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 2 "
                             f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
 
         self.config, self.device, self.B, self.T, self.recompute, self.ranks = config, device, B, T, recompute, ranks
@@ -676,19 +678,23 @@ class GPT2:
     # all of x anyway. x is fp32, and its copies ln1_inp and ln2_inp are rounded to real. The gradient of x, dresidual,
     # goes from right to left: a (+) hands it to the stream and to the branch, and a fork adds what the branch returns.
 
-    def layer_forward(self, l):
-        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""
+    def layer_forward(self, l, again=False):
+        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds.
+        Again: once more what layer_backward needs, from the x that the layer has found, and attention's output."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
-        before = branch if l else None  # what the MLP of layer l - 1 computed; this layer's first norm adds it
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, before, p.ln1w, p.ln1b)  # x += before -> (N,C)
+        x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
+        before = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + before
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, before, p.ln1w, p.ln1b)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
-        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
+        if not again:
+            self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # x += branch -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, p.ln2b)  # -> (N,C)
         matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
-        matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
+        if not again:
+            matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first. A product out = inp @ w.T has the gradients dinp = dout @ w
@@ -697,17 +703,20 @@ class GPT2:
         p, g, a = self.layers[l]
         d, matmul, accumulate = self.back, self.device.matmul, self.accumulate
         dx, dinp = d.dresidual, d.dinp
-        if self.recompute:
+        if self.recompute == 2:
+            self.layer_forward(l, again=True)
+        elif self.recompute:
             (N, C), launch = a.ln1.shape, self.device.launch
             launch("layernorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b, N, C)
             launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b, N, C)
             launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
 
         matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
-        matmul(d.dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
-        self.bias_backward(g.fcb, d.dfch)  # (N,4C) -> (4C)
-        matmul(g.fcw, d.dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
-        matmul(dinp, d.dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
+        dfch = a.fch_gelu  # from here on
+        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
+        self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
+        matmul(g.fcw, dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
+        matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
         self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)  # dx += (N,C)
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
@@ -720,10 +729,10 @@ class GPT2:
         bias_before = self.layers[l - 1][1].fcprojb if l else None  # of layer l - 1, whose result this norm added
         self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += (N,C)
 
-    def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
-        """x = x + branch, unless that is None; copy = x; out = layernorm(x)."""
-        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, self.acts.residual, branch,
-                           weight, bias, len(out))
+    def norm_forward(self, out, mean, rstd, copy, x, before, branch, weight, bias):
+        """x = before + branch, unless branch is None: then x is there; copy = x; out = layernorm(x)."""
+        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, before, branch, weight,
+                           bias, len(out))
 
     def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
         """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output. dweight and dbias +=
@@ -750,8 +759,8 @@ class GPT2:
 
     def embedding_forward(self):
         """Where the stream begins: x = wte[token] + wpe[position]."""
-        (_, T), (N, C), p, a = self.shape, self.acts.residual.shape, self.params, self.acts
-        self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)  # -> (N,C)
+        (_, T), p, x = self.shape, self.params, self.acts.residual[0]
+        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, p.wte, p.wpe, len(x), T, x.shape[1])
 
     def embedding_backward(self):
         (B, T), C, g, dx, b = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
@@ -760,8 +769,8 @@ class GPT2:
 
     def last_norm_forward(self):
         """Where the stream ends. logits = lnf @ wte.T follow, and the loss of a token, -log softmax(logits)[target]."""
-        p, a = self.params, self.acts
-        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)  # x += branch -> (N,C)
+        p, a, x = self.params, self.acts, self.acts.residual[-1]
+        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, x, x, a.branch, p.lnfw, p.lnfb)  # -> (N,C)
 
     def last_norm_backward(self):
         p, g, a = self.params, self.grads, self.acts
@@ -1077,7 +1086,7 @@ def work(architecture, flags, place, ranks=ALONE):
     flags.device, flags.dtype = place, device.dtype
 
     def load(B):
-        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute), ranks)
+        model = architecture(c, device, B, T, flags.attention, flags.recompute, ranks)
         model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
         return model
 

@@ -80,8 +80,10 @@ class Watch:
     def within(self, name, method):
         """The method, which says that work is now within it."""
         def called(*args, **keywords):
-            self.part = f"{name}, layer {args[0]}" if name.startswith("layer") else name
-            return method(*args, **keywords)
+            before, self.part = self.part, f"{name}, layer {args[0]}" if name.startswith("layer") else name
+            result = method(*args, **keywords)
+            self.part = before  # layer_backward, if it does layer_forward again
+            return result
         return called
 
     def look(self, array, writer):
@@ -203,7 +205,7 @@ def replay(path, architecture, flags, place):
     checkpoint = Path(path).parent / notes["model"]
     c = architecture.Config.from_file(checkpoint)
     device = make_device(place, flags.dtype or notes["dtype"], c, flags.plain, flags.graph)
-    model = architecture(c, device, *tokens.shape[1:], notes["attention"], bool(notes["recompute"]))
+    model = architecture(c, device, *tokens.shape[1:], notes["attention"], notes["recompute"])
     model.set_parameters(read_parameters(checkpoint, c))
     text, _ = describe(model, [pack_batch(*pair) for pair in zip(tokens, targets)], notes["places"], True)
     print(f"step {notes['step'] + 1}: {text}")

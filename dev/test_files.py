@@ -131,7 +131,7 @@ def clipped_gradients(device):
 def other_ways(device):
     """What is computed again, and logits of a part of the batch at a time, give the gradients of what is kept."""
     batches, found, memory = words(257, 2, 2, 2, 21), [], []  # 42 tokens: parts of 11, 11, 11 and 9
-    for recompute, rows in ((False, 42), (True, 42), (False, 7)):
+    for recompute, rows in ((0, 42), (1, 42), (0, 7)):
         with mock.patch("train_gpt2.LOGIT_ROWS", rows):
             model = poisoned_model(device, 2, 21, recompute=recompute)
             found.append(gradients(model, *batches) | {"loss": model.report()().loss})
@@ -140,6 +140,24 @@ def other_ways(device):
         check(f"{device.dtype} other ways: less memory {way}", memory[i] < memory[0], f"{memory[i]} < {memory[0]}")
         for name, gradient in found[i].items():
             yield f"{way}: {name if name == 'loss' else 'd' + name}", gradient, found[0][name], LIMITS[device.dtype]
+
+
+def computed_again(device):
+    """--recompute 2 changes no bit of losses, of gradients of micro-batches, or of what AdamW makes of some steps. It
+    runs the same kernels and products on the same numbers. ReLU attention too."""
+    batches = words(257, 3, 2, 2, 21)
+    for kind in ("softmax", "relu"):
+        found, memory = [], []
+        for recompute in (0, 2):
+            model = poisoned_model(device, 2, 21, kind, recompute)
+            found.append(gradients(model, *batches) | {"loss": np.float32(model.report()().loss)})
+            for _ in range(3):  # on a fast GPU: run, recorded, replayed
+                model.train_step(*[pack_batch(*batch) for batch in batches[:2]], learning_rate=1e-2)
+            found[-1] |= {f"master, {kind}": device.get(model.master), "verdict": device.get(model.adam.verdict)}
+            memory.append(model.arenas["activations"].nbytes)
+        check(f"{device.dtype} computed again: less memory", memory[1] < memory[0], f"{memory[1]} < {memory[0]}")
+        for name, array in found[1].items():
+            yield name, array, found[0][name], EXACT
 
 
 def smaller_batches(device):
@@ -223,7 +241,8 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
     device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture)
     for name, test in (("micro-batches:", micro_batches), ("steps:", accumulated_steps), ("again:", repeated_steps),
                        ("clipped:", clipped_gradients), ("other ways:", other_ways),
-                       ("smaller batches:", smaller_batches), ("next logits", next_logits)):
+                       ("computed again:", computed_again), ("smaller batches:", smaller_batches),
+                       ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
     heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # of 32, 64, 128
     for C, NH, T in heads:
@@ -730,16 +749,20 @@ def models_too_large(device_name, folder):
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
                 check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
-        for free, B, wish in ((tables(3, False), 4, r"the largest -b that fits is 3\b.* --recompute 1"),
-                              (tables(3, False), 50, r"the largest -b that fits is 3\b"),
-                              (tables(4, False) - 1, 4, r"the largest -b that fits is 3\b"),
-                              (tables(1, True) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
+        for free, B, wish in ((tables(3, 0), 4, r"the largest -b that fits is 3\b.* --recompute 2"),
+                              (tables(3, 0), 50, r"the largest -b that fits is 3\b"),
+                              (tables(4, 0) - 1, 4, r"the largest -b that fits is 3\b"),
+                              (tables(1, 2) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
             with mock.patch.object(device, "free_bytes", lambda free=free: free):
                 check_refusal(f"model of -b {B}", wish, GPT2, c, device, B, 40)
-    with mock.patch.object(device, "free_bytes", lambda: tables(3, False)):
+    with mock.patch.object(device, "free_bytes", lambda: tables(3, 0)):
         model = GPT2(c, device, 3, 40)
     found = sum(arena.nbytes for arena in model.arenas.values())
-    yield "bytes that a model takes, as foretold", found, tables(3, False), EXACT
+    yield "bytes that a model takes, as foretold", found, tables(3, 0), EXACT
+    bf16 = SimpleNamespace(real=BF16)
+    for recompute, wish in ((0, 12.5), (1, 9.5), (2, 6.0)):
+        found, _ = memory_of(Config(), bf16, 32, 1024, recompute, 0)
+        check(f"124M, B=32, --recompute {recompute}", found <= wish * 2**30, f"{found / 2**30:.2f} <= {wish} GiB")
 
 
 # ---- The command line
@@ -760,13 +783,14 @@ def command_line(device_name, folder):
     tiny = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
     trained = [(dtype, f"{dtype}_{again}") for dtype in ("fp32", "bf16") for again in (1, 2)]
     others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
-        ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"))]
+        ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"),
+        ("recompute_2", "--recompute", "2"))]
     for wish, *flags in [("--batch-size.* 0: ", "-b", "0"), ("--nonsense", "--nonsense"), ("1.5", "-t", "1.5"),
                          ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
                          ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
                          ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
                          ("-d 24: expected a multiple of B.T = 16", *tiny, "-d", "24"),
-                         ("--recompute.* 2: ", "--recompute", "2"), ("--plain.* 2: ", "--plain", "2"),
+                         ("--recompute.* 3: ", "--recompute", "3"), ("--plain.* 2: ", "--plain", "2"),
                          ("the loss of step 2 is", *tiny, "-l", "1e30", "--dtype", "fp32"),
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
                          *((None, *tiny, *flags, "-o", name) for name, *flags in others),

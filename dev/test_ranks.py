@@ -515,7 +515,7 @@ real = train_gpt2.GPT2.embedding_forward
 def poisoned(self):
     real(self)
     if rank == 1 and self.step == 4:
-        self.acts.residual[2, 3] = float("nan")
+        self.acts.residual[0, 2, 3] = float("nan")
 train_gpt2.GPT2.embedding_forward = poisoned
 """), folder / "out"
     text = train(device, 2, folder, output, *SMALL, "-n", 3, "--graph", 0, trainer=program, status=1)
