@@ -176,6 +176,7 @@ FLAGS = [
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
+    (None, "--nvtx", SWITCH, 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; it implies --graph 0"),
     (None, "--recompute", LEVEL, 0, "1: compute norms and what is inside of the MLP again: less memory, slower; "
      "2: all of a layer but attention: least memory, slowest"),
     (None, "--hellaswag", named, None, "file of dev/data/hellaswag.py to score at each validation but the first"),

@@ -1127,6 +1127,9 @@ def work(architecture, flags, place, ranks=ALONE):
         return estimate(c, device, flags, ranks)
     try:
         model = load(B)
+        if flags.nvtx:
+            from dev.nvtx import annotate
+            annotate(model)
         if folder:
             folder.begin(model, train_data)
         ranks.begin(model, train_data, val_data, flags, name)

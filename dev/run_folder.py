@@ -289,7 +289,7 @@ class Writer:
 CHECKPOINT = "model_{:08d}.bin", "state_{:08d}_{:05d}.bin", "run_{:08d}.json", "DONE_{:08d}"  # in the order of writing
 MUST_AGREE = {"model": "-e", "batch_size": "-b", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",
               "overfit": "-a"}
-MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept", "graph",
+MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept", "graph", "nvtx",
               "checkpoints_major", "val_every", "val_batches", "sample_every", "sample_tokens", "hellaswag", "sample",
               "temperature", "top_k", "dry_run", "replay", "seed", "gpus", "zero", "log_ranks")  # others: a warning
 

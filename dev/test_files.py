@@ -27,6 +27,7 @@ sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
+from dev.nvtx import annotate, put_ranges  # noqa: E402
 from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
                                     read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
@@ -731,6 +732,57 @@ def steps_of_a_graph(device_name, folder):
     check("and before they are launched", launched == [2, 3, 4], f"{launched}")
 
 
+class Ranges:
+    """What CuPy's nvtx has, noting all ranges, each as the tuple of those that it is in and its own name."""
+
+    def __init__(self):
+        self.open, self.all = [], []
+
+    def RangePush(self, name):
+        self.open.append(name)
+        self.all.append((*self.open,))
+
+    def RangePop(self):
+        self.open.pop()
+
+
+def profiler_ranges(device_name, folder):
+    """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
+    device, nvtx = device_of(device_name, "fp32", 32, 1), Ranges()
+    with mock.patch.multiple(device, create=True, launch=device.launch, matmul=device.matmul, zero=device.zero,
+                             graph=True):
+        plain, model = (poisoned_model(device, 2, 20, recompute=2) for _ in range(2))
+        put_ranges(model, nvtx)
+        check("ranges: no graph", not device.graph)
+        batch = pack_batch(*words(257, 2, 2, 20))
+        for each in (plain, model):
+            each.train_step(batch)
+        step = [path for path in nvtx.all if path[0] == "step 1"]
+        check("ranges: all are closed, and the other model's launches have their own", not nvtx.open)
+        passes = [path[1] for path in step if len(path) == 2]
+        check("ranges: passes", passes == ["forward_pass", "backward_pass", "update_pass"], passes)
+        for l in (0, 1):
+            own = [path[3:] for path in step if path[1:3] == ("backward_pass", f"layer_backward {l}") and path[3:]]
+            kernels = [path[0] for path in own if len(path) == 1 and not path[0].startswith("matmul ")]
+            wish = [f"layer_forward {l}", "matmul_backward_bias", "layernorm_backward", "add_partials",
+                    "attention_backward_q", "attention_backward_kv", "matmul_backward_bias", "layernorm_backward",
+                    "add_partials"]
+            check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
+            products = [path[0] for path in own if len(path) == 1 and path[0].startswith("matmul ")]
+            wish = ["32 x 128 x 40", "40 x 128 x 32", "128 x 32 x 40", "40 x 32 x 128", "32 x 32 x 40", "40 x 32 x 32",
+                    "96 x 32 x 40", "40 x 32 x 96"]
+            check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
+            again = [path[1] for path in own if path[0] == f"layer_forward {l}" and len(path) == 2]
+            wish = "matmul 40 x 96 x 32" in again and "attention_forward" not in again
+            check(f"ranges: layer {l} again", wish, again)
+        with mock.patch.object(device, "kernels", {}):
+            check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
+        check("ranges: closed behind an error", not nvtx.open, nvtx.open)
+    yield "parameters with ranges", device.get(model.master), device.get(plain.master), EXACT
+    if device_name == "cpu":
+        check_refusal("ranges", "--nvtx 1: .*expected --device cuda", annotate, model)
+
+
 def models_too_large(device_name, folder):
     """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
     device = device_of(device_name, "fp32", 32, 1)
@@ -791,6 +843,7 @@ def command_line(device_name, folder):
                          ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
                          ("-d 24: expected a multiple of B.T = 16", *tiny, "-d", "24"),
                          ("--recompute.* 3: ", "--recompute", "3"), ("--plain.* 2: ", "--plain", "2"),
+                         *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", "1")] * (device_name == "cpu"),
                          ("the loss of step 2 is", *tiny, "-l", "1e30", "--dtype", "fp32"),
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
                          *((None, *tiny, *flags, "-o", name) for name, *flags in others),
@@ -857,7 +910,7 @@ def faults_of_a_gpu(device_name, folder):
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
     for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, outliers, token_order,
-                 limits, kernel_files, orders, races, steps_of_a_graph, models_too_large, command_line,
+                 limits, kernel_files, orders, races, steps_of_a_graph, profiler_ranges, models_too_large, command_line,
                  without_the_cpu_folder, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
