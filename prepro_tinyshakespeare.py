@@ -132,7 +132,7 @@ named.__name__ = "name"  # as --help has it
 
 
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
-ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit"
+ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit", "seed"
 FLAGS = [
     ("-i", "--train-data", named, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
      "(default: tinyshakespeare, prepared if it is missing)"),
@@ -167,7 +167,8 @@ FLAGS = [
     ("-sg", "--norm-limit", RATE, 0.0, "skip an update if the norm's is above it; 0: none"),
     ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, to see whether it can be learned"),
     (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' (default: 1 for several)"),
-    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
+    (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's; bf16 takes half the memory, and is rounded at random"),
+    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters, and of what is rounded at random"),
     (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs; 1: alone (default: alone, or as one of the "
      "ranks that torchrun, srun or mpirun has started)"),
     ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO)"),

@@ -78,7 +78,7 @@ PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
 WINDOW = 128  # steps whose losses and norms say if the next one's are outliers
 ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip", "loss_limit",
-         "norm_limit")  # its struct
+         "norm_limit", "seed", "step")  # its struct
 
 
 class Verdict(NamedTuple):
@@ -181,13 +181,12 @@ class Config:
     def activation_table(self, B, T, real=np.float32, recompute=0):
         """What the forward pass leaves behind for the backward pass. With recompute 1, layers share one tensor for the
         outputs of norms and GELUs, which the backward pass computes again. With 2, a layer keeps only the residual
-        stream as it finds it, atty, and what is small: all the rest is shared, and computed again by the same kernels
-        and products."""
+        stream as it finds it, atty, and what is small. All the rest is shared, the stream that flows on is the last of
+        L + 1, and the same kernels and products compute a layer again, to the same bits."""
         N, C, L = B * T, self.C, self.L
         kept, kept_by_1 = L if recompute == 0 else 1, L if recompute < 2 else 1
         return [
-            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the residual stream, always fp32, to which
-            # each layer adds twice: or what each layer has found, and, at the end, what flows on
+            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the stream, which all add to; always fp32
             Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
             Row("ln1_inp", (N, C), real, kept_by_1),  # what ln1 normalises: a copy of the stream as the layer finds it
             Row("ln1_mean", (N,), layers=L),
@@ -260,17 +259,19 @@ class Alone:
 ALONE = Alone()
 
 
-def arena_tables(c, B, T, real, recompute=0, ranks=ALONE):
+def arena_tables(c, device, B, T, recompute=0, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
     bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
-    parameters = c.parameter_table()
+    parameters, real = c.parameter_table(), device.real
     ours = ranks.share(parameters) if ranks.zero else parameters  # what AdamW updates here
+    moments = [row._replace(dtype=device.moment) for row in ours]
     update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
               Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
               Row("starts", (len(ours) + 1,), np.uint64),  # where each tensor starts, counted in numbers
-              Row("decayed", (len(ours),), np.int32)]  # 1 where weight decay applies, else 0
+              Row("decayed", (len(ours),), np.int32),  # 1 where weight decay applies, else 0
+              Row("places", (3, len(ours)), np.uint64)]  # see dev/moments.cu
     return {"parameters": c.parameter_table(real), **({"master": ours} if real == BF16 or ranks.zero else {}),
-            "gradients": parameters, "adam m": ours, "adam v": ours, "update": update,
+            "gradients": parameters, "adam m": moments, "adam v": moments, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
             "backward": c.backward_table(B, T, real), **ranks.tables(c, real)}
 
@@ -366,17 +367,9 @@ class DataLoader:
         self.order = self.permuted(range(self.batches_of[self.files[place]]))
 
     def position(self):
-        """Where the next batch is, for go_to."""
+        """Where the next batch is, for a checkpoint."""
         return SimpleNamespace(place=self.place, next=self.next, files=self.files, order=self.order,
                                shuffle=self.shuffle, rng=self.rng.get_state())
-
-    def go_to(self, position):
-        self.files = position.files
-        self.open(position.place)
-        self.next = position.next
-        if self.shuffle:  # or else open() has made it
-            self.order = position.order
-        self.rng.set_state(position.rng)
 
     def next_file(self):
         if self.place + 1 == len(self.files):
@@ -544,12 +537,17 @@ def stride_of(x):
     return (0, max(to_row, x.shape[1])) if to_column == 1 or x.shape[1] == 1 else (1, max(to_column, x.shape[0]))
 
 
-def make_device(name, dtype, c, plain=False, graph=True, beside=()):
+def make_device(name, dtype, c, plain=False, graph=True, beside=(), moments="fp32"):
     """The device "cuda" or "cpu", with the kernels of a config (see Cuda). Raises UserError."""
+    if moments == "bf16":
+        beside = [*beside, HERE / "dev/moments.cu"]
     if name == "cuda":
-        return Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
-    from dev.cpu.device import Cpu
-    return Cpu(dtype, c, beside)
+        device = Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
+    else:
+        from dev.cpu.device import Cpu
+        device = Cpu(dtype, c, beside)
+    device.moment = BF16 if moments == "bf16" else np.float32  # as which AdamW's moments are stored
+    return device
 
 
 # ---- The model
@@ -578,12 +576,13 @@ def classifier_launch(device, N, Vp, with_gradient):
     return min(N, device.multiprocessors), room, room // device.W * 16
 
 
-def memory_of(c, device, B, T, recompute, free, ranks=ALONE):
-    """The bytes that a model's tables ask for, and how many of B = 1, 2, ... have tables within `free` bytes."""
+def memory_of(c, device, B, T, recompute, ranks=ALONE):
+    """The bytes that a model's tables ask for, those that are free, and the largest B whose tables fit there, or 0."""
     def bytes_of(B):
-        return sum(layout(table)[-1] for table in arena_tables(c, B, T, device.real, recompute, ranks).values())
+        return sum(layout(table)[-1] for table in arena_tables(c, device, B, T, recompute, ranks).values())
 
-    return bytes_of(B), bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
+    free = device.free_bytes()
+    return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
 
 class GPT2:
@@ -603,32 +602,34 @@ class GPT2:
         if shared > device.max_shared:
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of shared memory, "
                             f"and this device has {device.max_shared:,}: choose a smaller C, smaller heads, or bf16")
-        free = device.free_bytes()
-        asked, fits = memory_of(config, device, B, T, recompute, free, ranks)
+        asked, free, fits = memory_of(config, device, B, T, recompute, ranks)
         if asked > free:
-            _, fits_again = memory_of(config, device, B, T, 2, free, ranks)
+            *_, fits_again = memory_of(config, device, B, T, 2, ranks)
             raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
                             f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 2 "
                             f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
 
         self.config, self.device, self.B, self.T, self.recompute, self.ranks = config, device, B, T, recompute, ranks
         self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")  # of attention's scores
-        tables = arena_tables(config, B, T, device.real, recompute, ranks)
+        tables = arena_tables(config, device, B, T, recompute, ranks)
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
-        master, ours = self.arenas["master" if "master" in tables else "parameters"], tables["adam m"]
+        master, ours = (those["master" if "master" in tables else "parameters"] for those in (self.arenas, tables))
         self.master, self.originals = master.view(np.float32), carve(master, ours)
         self.adamw_params = self.arenas.get("param share", self.arenas["parameters"])  # in bf16, what AdamW rounds to
         self.adamw_grads = self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32)
         self.staged = self.grads if ranks.zero else None  # what whole tensors are read into, to keep a share of them
-        self.m, self.v = (carve(self.arenas[name], ours) for name in ("adam m", "adam v"))
+        self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
         self.head, self.dhead = self.params.wte, self.grads.wte  # GPT-2's head makes logits with its embeddings
         for name in tables.keys() - {"activations", "backward"}:
             device.zero(self.arenas[name])
         self.adam = carve(self.arenas["update"], tables["update"])
         device.put(self.adam.starts, [start // 4 for start in layout(ours)])
         device.put(self.adam.decayed, [row.decay for row in ours])
+        if device.moment == BF16:
+            from dev.moments import places
+            device.put(self.adam.places, places(config, ranks))
         self.shape = None  # (B,T) of the batch that the activations are laid out for
         self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
         self.step = 0  # steps done
@@ -859,11 +860,12 @@ class GPT2:
 
     # ---- The update
 
-    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, **others):
+    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, seed=0, **others):
         """AdamW's settings for the next update; the others are 0 if not given. See kernels.cu's struct."""
         step, settings = self.step + 1, dict.fromkeys(ADAMW, 0.0)
         settings |= dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, **others,
-                         correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step))
+                         correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step), step=step,
+                         seed=seed % 2**24)  # below 2^24 fp32 has all whole numbers
         self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
 
     def update_pass(self):
@@ -873,8 +875,9 @@ class GPT2:
         self.ranks.norm(self)
         device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
         self.step += 1
-        device.launch("adamw", n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
-                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)
+        kernel, *places = ("adamw_bf16", adam.places) if device.moment == BF16 else ("adamw",)
+        device.launch(kernel, n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
+                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict, *places)
         self.ranks.gather(self)
 
     def train_step(self, *batches, **adamw):
@@ -992,9 +995,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
             say(f"val loss {val_loss:.6f}")
             log(f"s:{done} tel:{val_loss:.4f}")
         if validates and examples and done:
-            from dev.eval.hellaswag import score
-            scores = ranks.exchange(score(model, examples[ranks.rank :: ranks.count]), "a score")
-            correct, total = map(sum, zip(*scores))
+            from dev.eval.hellaswag import score_by_ranks
+            correct, total = score_by_ranks(model, examples)
             say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
             log(f"s:{done} eval:{correct / total:.4f}")
         if samples:
@@ -1082,7 +1084,8 @@ def work(architecture, flags, place, ranks=ALONE):
     from_file = os.path.exists(name) or name.endswith(".bin")
     c = kind.from_file(name) if from_file else kind.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
-    device = ranks.in_turn(lambda: make_device(place, flags.dtype, c, flags.plain, flags.graph))
+    device = ranks.in_turn(lambda: make_device(place, flags.dtype, c, flags.plain, flags.graph,
+                                                 moments=flags.moments))
     flags.device, flags.dtype = place, device.dtype
 
     def load(B):
@@ -1116,11 +1119,10 @@ def work(architecture, flags, place, ranks=ALONE):
     print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
     print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
           f"an epoch has {epoch}")
-    for arena, table in arena_tables(c, B, T, device.real, flags.recompute, ranks).items():
+    for arena, table in arena_tables(c, device, B, T, flags.recompute, ranks).items():
         print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
               f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
-    free = device.free_bytes()
-    asked, fits = memory_of(c, device, B, T, flags.recompute, free, ranks)
+    asked, free, fits = memory_of(c, device, B, T, flags.recompute, ranks)
     print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
     if flags.dry_run:
         from dev.dry_run import estimate

@@ -25,6 +25,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
+from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from dev.nvtx import annotate, put_ranges  # noqa: E402
@@ -161,6 +162,39 @@ def computed_again(device):
             yield name, array, found[0][name], EXACT
 
 
+def moments_in_bf16(device):
+    """With moments in bf16 a run repeats, another seed is another run, and losses are close to those with fp32 moments.
+    After 1,500 steps of one gradient the mean of the second moment is right, where rounding to nearest would have
+    stopped it below a third of that."""
+    batch, runs = pack_batch(*words(257, 2, 2, 20)), {}
+    for moment, seed, again in ((np.float32, 0, 0), (np.float32, 1, 0), (BF16, 0, 0), (BF16, 0, 1), (BF16, 1, 0)):
+        with mock.patch.object(device, "moment", moment):
+            model, losses = poisoned_model(device, 2, 20), []
+            for _ in range(30):
+                model.train_step(batch, learning_rate=2e-3, seed=seed)
+                losses.append(model.report()().loss)
+        runs[moment, seed, again] = np.array(losses), device.get(model.arenas["parameters"])
+        size, wish = model.arenas["adam v"].nbytes, model.master.size * np.dtype(moment).itemsize
+        yield "bytes of a moment", size, wish, EXACT
+    for i, what in enumerate(("losses", "parameters")):
+        yield f"{what} with fp32 moments and another seed", runs[np.float32, 1, 0][i], runs[np.float32, 0, 0][i], EXACT
+        yield f"{what} again", runs[BF16, 0, 1][i], runs[BF16, 0, 0][i], EXACT
+        check(f"{device.dtype} moments: {what} of another seed", (runs[BF16, 1, 0][i] != runs[BF16, 0, 0][i]).any())
+    yield "losses beside fp32 moments", runs[BF16, 0, 0][0], runs[np.float32, 0, 0][0], 1e-3
+    check(f"{device.dtype} moments: it has learned", losses[-1] < losses[0] - 0.5, f"{losses[0]:.2f} {losses[-1]:.2f}")
+
+    gradient, steps = np.float32(0.01), 1500
+    with mock.patch.object(device, "moment", BF16):
+        model = poisoned_model(device, 2, 20)
+        device.put(model.arenas["gradients"].view(np.float32), np.full(model.master.size, gradient))
+        for _ in range(steps):
+            model.set_adamw(learning_rate=0.0)
+            model.update_pass()
+    for name, wish, limit in (("m", gradient, 1e-4), ("v", gradient**2 * (1 - 0.999**steps), 1e-3)):
+        found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))
+        yield f"the mean of {name}", np.mean(found, dtype=np.float64), wish, limit
+
+
 def smaller_batches(device):
     """A model for (2,maxT), given (B,t): no logit depends on later tokens, and the gradients of a batch are the average
     of those of its two rows. A bias's gradient is taken in two stages from 520 tokens, in one from fewer."""
@@ -242,8 +276,8 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
     device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture)
     for name, test in (("micro-batches:", micro_batches), ("steps:", accumulated_steps), ("again:", repeated_steps),
                        ("clipped:", clipped_gradients), ("other ways:", other_ways),
-                       ("computed again:", computed_again), ("smaller batches:", smaller_batches),
-                       ("next logits", next_logits)):
+                       ("computed again:", computed_again), ("moments:", moments_in_bf16),
+                       ("smaller batches:", smaller_batches), ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
     heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # of 32, 64, 128
     for C, NH, T in heads:
@@ -444,10 +478,19 @@ def samples(device_name, folder):
         yield f"tokens of logits around {shift}", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
 
 
+def random_numbers(device_name, folder):
+    """What the NumPy formula of dev/cuda/adamw_bf16.py makes of 1234567 is what others have published of SplitMix64."""
+    wish = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+    yield "SplitMix64", splitmix64(1234567, range(5)), np.uint64(wish), EXACT
+    [x, half] = np.float64([3.0, 3.0 + 2**-7])  # half way between 3 and the next bf16
+    rises = [rounded(np.float64([half]), np.float64(parts), 1)[0] > x for parts in (2**15 - 100, 2**15 + 100)]
+    check("half way: up with one half of the random numbers", rises == [False, True], rises)
+
+
 def outliers(device_name, folder):
     """llm.c's z-scores of a row of losses in which one is an outlier, as its own program prints them."""
     device = device_of(device_name, "fp32", 64, 2)
-    table = arena_tables(Config(L=1, NH=2, C=64), 1, 8, device.real)["update"]
+    table = arena_tables(Config(L=1, NH=2, C=64), device, 1, 8)["update"]
     arena, found = device.empty(layout(table)[-1]), []
     device.zero(arena)
     update = carve(arena, table)
@@ -792,7 +835,7 @@ def models_too_large(device_name, folder):
         raise AssertionError("allocated before it was refused")
 
     def tables(B, recompute):
-        return memory_of(c, device, B, 40, recompute, 0)[0]
+        return memory_of(c, device, B, 40, recompute)[0]
 
     sizes = device.attention_sizes
     with mock.patch.object(device, "empty", allocate):
@@ -801,19 +844,20 @@ def models_too_large(device_name, folder):
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
                 check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
-        for free, B, wish in ((tables(3, 0), 4, r"the largest -b that fits is 3\b.* --recompute 2"),
-                              (tables(3, 0), 50, r"the largest -b that fits is 3\b"),
+        room = tables(3, 0)
+        for free, B, wish in ((room, 4, r"the largest -b that fits is 3\b.* --recompute 2"),
+                              (room, 50, r"the largest -b that fits is 3\b"),
                               (tables(4, 0) - 1, 4, r"the largest -b that fits is 3\b"),
                               (tables(1, 2) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
             with mock.patch.object(device, "free_bytes", lambda free=free: free):
                 check_refusal(f"model of -b {B}", wish, GPT2, c, device, B, 40)
-    with mock.patch.object(device, "free_bytes", lambda: tables(3, 0)):
+    with mock.patch.object(device, "free_bytes", lambda: room):
         model = GPT2(c, device, 3, 40)
     found = sum(arena.nbytes for arena in model.arenas.values())
-    yield "bytes that a model takes, as foretold", found, tables(3, 0), EXACT
-    bf16 = SimpleNamespace(real=BF16)
-    for recompute, wish in ((0, 12.5), (1, 9.5), (2, 6.0)):
-        found, _ = memory_of(Config(), bf16, 32, 1024, recompute, 0)
+    yield "bytes that a model takes, as foretold", found, room, EXACT
+    for moment, recompute, wish in ((np.float32, 0, 12.5), (np.float32, 1, 9.5), (np.float32, 2, 6.0), (BF16, 2, 5.5)):
+        bf16 = SimpleNamespace(real=BF16, moment=moment, free_bytes=lambda: 0)
+        found, *_ = memory_of(Config(), bf16, 32, 1024, recompute)
         check(f"124M, B=32, --recompute {recompute}", found <= wish * 2**30, f"{found / 2**30:.2f} <= {wish} GiB")
 
 
@@ -836,13 +880,14 @@ def command_line(device_name, folder):
     trained = [(dtype, f"{dtype}_{again}") for dtype in ("fp32", "bf16") for again in (1, 2)]
     others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
         ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"),
-        ("recompute_2", "--recompute", "2"))]
+        ("recompute_2", "--recompute", "2"), ("moments", "--moments", "bf16"))]
     for wish, *flags in [("--batch-size.* 0: ", "-b", "0"), ("--nonsense", "--nonsense"), ("1.5", "-t", "1.5"),
                          ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
                          ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
                          ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
                          ("-d 24: expected a multiple of B.T = 16", *tiny, "-d", "24"),
                          ("--recompute.* 3: ", "--recompute", "3"), ("--plain.* 2: ", "--plain", "2"),
+                         ("--moments.*'fp16'", "--moments", "fp16"),
                          *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", "1")] * (device_name == "cpu"),
                          ("the loss of step 2 is", *tiny, "-l", "1e30", "--dtype", "fp32"),
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
@@ -909,9 +954,9 @@ def faults_of_a_gpu(device_name, folder):
 
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
-    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, outliers, token_order,
-                 limits, kernel_files, orders, races, steps_of_a_graph, profiler_ranges, models_too_large, command_line,
-                 without_the_cpu_folder, faults_of_a_gpu):
+    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, random_numbers, outliers,
+                 token_order, limits, kernel_files, orders, races, steps_of_a_graph, profiler_ranges, models_too_large,
+                 command_line, without_the_cpu_folder, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 
