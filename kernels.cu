@@ -241,7 +241,7 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 
 // x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the layernorm that the
 // next of them begins with:
-//   residual (N,C) += branch (N,C), unless branch is null
+//   residual (N,C) = before (N,C), which may be residual itself, + branch (N,C); if that is null, residual is there
 //   out (N,C) = (residual - mean) * rstd * weight + bias, with mean (N) and rstd (N) = 1/sqrt(variance + 1e-5) of a row
 //   copy (N,C) = residual, as a real, for the backward pass
 // The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. Packs
@@ -250,15 +250,16 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     real* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
-    float* residual, const real* __restrict__ branch, const real* __restrict__ weight, const real* __restrict__ bias,
-    int N, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+    float* residual, const float* before, const real* __restrict__ branch, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N, unsigned char* __restrict__ out8, const float* __restrict__ scale8,
+    float* largest8) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
     size_t start = (size_t)row * C;
     Twin<false> twin(out8, scale8, largest8);
     Pack<4> x[lane_packs<4>];
-    EACH_PACK(4) x[k] = load<4>(residual + start + c);
+    EACH_PACK(4) x[k] = load<4>((branch ? before : residual) + start + c);
     if (branch) {
         EACH_PACK(4) x[k] = x[k] + load<4>(branch + start + c);
         EACH_PACK(4) store(residual + start + c, x[k]);
@@ -1207,6 +1208,7 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
 // An update is skipped if the z-score of the loss or of the norm is above its limit, unless that is 0.
 struct AdamW {
     float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip, loss_limit, norm_limit;
+    float seed, step;  // whole numbers, for dev/moments.cu
 };
 
 // What the host reads of a step, perhaps when the next one is already queued, and what adamw obeys. A z-score says how
@@ -1266,12 +1268,12 @@ extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, c
 // decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection. The
 // step is made to fp32 master parameters. params are the rounded copy that the other kernels read, or, in fp32, the
 // master itself. Without verdict->update nothing changes. Bound by four reads and three writes of the arena, and in
-// bf16 another write of half of it. Items: n numbers.
-BLOCK(256, W * threads)
-extern "C" __global__ void adamw(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
-                                 float* __restrict__ v, const size_t* __restrict__ starts,
-                                 const int* __restrict__ decayed, int tensors, size_t n,
-                                 const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict) {
+// bf16 another write of half of it. Moments are fp32; dev/moments.cu has others, and rounds them before they are stored.
+template <class moment, class Round>
+__device__ __forceinline__ void adamw_step(
+    real* params, float* master, const float* __restrict__ grads, moment* __restrict__ m, moment* __restrict__ v,
+    const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors, size_t n,
+    const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict, Round round) {
     size_t i = first_number();
     if (i >= n) return;
     Pack<W> g = load<W>(grads + i), p = load<W>(master + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
@@ -1291,6 +1293,17 @@ extern "C" __global__ void adamw(real* params, float* master, const float* __res
     if (!verdict->update) return;  // asked so late, it delays no load
     store(master + i, p);
     if (sizeof(real) < sizeof(float)) store(params + i, p);
+    round(m1, m2, i, tensor, a);
     store(m + i, m1);
     store(v + i, m2);
+}
+
+// Items: n numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void adamw(
+    real* params, float* master, const float* __restrict__ grads, float* __restrict__ m, float* __restrict__ v,
+    const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors, size_t n,
+    const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict) {
+    auto none = [](Pack<W>&, Pack<W>&, size_t, int, const AdamW&) {};
+    adamw_step(params, master, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
 }

@@ -98,7 +98,7 @@ def parse_flags(description, table, arguments=None, defaults=True):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     for letter, name, kind, default, text in table:
         form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=kind, metavar=kind.__name__.upper())
-        if kind is SWITCH:  # by itself it means 1
+        if kind in (SWITCH, LEVEL):  # by itself it means 1
             form |= dict(nargs="?", const=1)
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(*filter(None, (letter, name)), default=default if defaults else None, help=text + shown,
@@ -118,7 +118,7 @@ def parse_flags(description, table, arguments=None, defaults=True):
 
 # The trainer's flags: letter, long name, type or choices, default (None: see DEFAULTS), what it is.
 COUNT, COUNT_OR_0, SWITCH, RATE = number(int, 1), number(int, 0), number(int, 0, 2), number(float, 0)
-COUNT_OR_ALL = number(int, -1)
+COUNT_OR_ALL, LEVEL = number(int, -1), number(int, 0, 3)
 
 
 def named(text):
@@ -132,7 +132,7 @@ named.__name__ = "name"  # as --help has it
 
 
 BETA, EPS = number(float, 0, 1), number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
-ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit"
+ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit", "seed"
 FLAGS = [
     ("-i", "--train-data", named, None, "token file to train on, or a pattern of several in quotes, which are shuffled "
      "(default: tinyshakespeare, prepared if it is missing)"),
@@ -167,7 +167,8 @@ FLAGS = [
     ("-sg", "--norm-limit", RATE, 0.0, "skip an update if the norm's is above it; 0: none"),
     ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, to see whether it can be learned"),
     (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' (default: 1 for several)"),
-    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters"),
+    (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's; bf16 takes half the memory, and is rounded at random"),
+    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters, and of what is rounded at random"),
     (None, "--gpus", COUNT, None, "train on so many of this machine's GPUs; 1: alone (default: alone, or as one of the "
      "ranks that torchrun, srun or mpirun has started)"),
     ("-z", "--zero", SWITCH, 0, "1: of several ranks, each has a share of AdamW's moments and fp32 parameters (ZeRO)"),
@@ -177,7 +178,9 @@ FLAGS = [
      "the layers' products in FP8 (default: bf16; on a CPU fp32)"),
     (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is there for speed"),
     (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one (0)"),
-    (None, "--recompute", SWITCH, 0, "1: compute norms and what is inside of the MLP again: less memory, slower"),
+    (None, "--nvtx", SWITCH, 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; it implies --graph 0"),
+    (None, "--recompute", LEVEL, 0, "1: compute norms and what is inside of the MLP again: less memory, slower; "
+     "2: all of a layer but attention: least memory, slowest"),
     (None, "--hellaswag", named, None, "file of dev/data/hellaswag.py to score at each validation but the first"),
     (None, "--sample", str, None, "go on with this text, for -g tokens, and do not train"),
     (None, "--temperature", RATE, 1.0, "of --sample: below 1 likely tokens are likelier still; 0: only the likeliest"),

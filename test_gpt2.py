@@ -28,10 +28,12 @@ from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entr
 from dev.cuda.kernel import words as chosen
 from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, model_of, noting, parse_sizes,
                              stored)
+from dev.moments import KERNELS as MOMENTS
+from dev.run_folder import checkpoint_parts
 from prepro_tinyshakespeare import (BF16, HEADER_BYTES, FileKind, UserError, check_size, check_tokens, read_header,
                                     replace_file, to_bf16, to_float)
-from train_gpt2 import (GPT2, HERE, Config, Row, carve, checkpoint_parts, has_gpu, make_device, pack_batch,
-                        read_kernels, read_parameters)
+from train_gpt2 import (GPT2, HERE, Config, Row, carve, has_gpu, make_device, pack_batch, read_kernels,
+                        read_parameters)
 
 # Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
 # errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the
@@ -73,7 +75,7 @@ def run(name, test, *args):
 @functools.cache
 def device_of(name, dtype, C, NH, plain=True, architecture=GPT2):
     """A device, compiled once for an architecture. A CPU has only one kind, for which plain means nothing."""
-    device = make_device(name, dtype, architecture.Config(C=C, NH=NH), plain)
+    device = make_device(name, dtype, architecture.Config(C=C, NH=NH), plain, beside=[MOMENTS])
     device.architecture = architecture
     return device
 
@@ -122,7 +124,7 @@ def rounding():
 KERNELS = ("encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward", "layernorm_again",
            "layernorm_backward", "matmul_backward_bias", "attention_forward", "relu_attention_forward",
            "attention_backward", "gqa_forward", "gqa_backward", "gelu_forward", "gelu_backward", "crossentropy_forward",
-           "classifier_fused", "global_norm", "add_loss", "judge", "adamw")
+           "classifier_fused", "global_norm", "add_loss", "judge", "adamw", "adamw_bf16")
 # C and NH; the fixtures' first
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 launched = set()  # the names of the kernels that tests have launched
@@ -189,7 +191,7 @@ def write_checkpoint(path, model):
     replace_file(path, map(model.device.get, checkpoint_parts(model)))
 
 
-def poisoned_model(device, B, T, kind="softmax", recompute=False, **sizes):
+def poisoned_model(device, B, T, kind="softmax", recompute=0, **sizes):
     """A model whose activations and gradients are NaN until they are computed, with parameters of deviation 0.2."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     model = device.architecture(c, device, B, T, kind, recompute)
@@ -408,7 +410,7 @@ def main():
                 test_device(name, dtype, plain)
                 test_steps(name, dtype, plain)
     if everything and flags.dtype in (None, "fp32"):
-        check_launched(Config.SOURCES)
+        check_launched([*Config.SOURCES, MOMENTS])
     if everything:
         test_files(name)
     return summary()

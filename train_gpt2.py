@@ -78,7 +78,7 @@ PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
 WINDOW = 128  # steps whose losses and norms say if the next one's are outliers
 ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip", "loss_limit",
-         "norm_limit")  # its struct
+         "norm_limit", "seed", "step")  # its struct
 
 
 class Verdict(NamedTuple):
@@ -178,27 +178,29 @@ class Config:
         """What a checkpoint of this version begins with."""
         return [make_header(self.FILE, version, *dataclasses.astuple(self))]
 
-    def activation_table(self, B, T, real=np.float32, recompute=False):
-        """What the forward pass leaves behind for the backward pass. With recompute, layers share one tensor for the
-        outputs of norms and GELUs, which the backward pass computes again."""
+    def activation_table(self, B, T, real=np.float32, recompute=0):
+        """What the forward pass leaves behind for the backward pass. With recompute 1, layers share one tensor for the
+        outputs of norms and GELUs, which the backward pass computes again. With 2, a layer keeps only the residual
+        stream as it finds it, atty, and what is small. All the rest is shared, the stream that flows on is the last of
+        L + 1, and the same kernels and products compute a layer again, to the same bits."""
         N, C, L = B * T, self.C, self.L
-        kept = 1 if recompute else L
+        kept, kept_by_1 = L if recompute == 0 else 1, L if recompute < 2 else 1
         return [
-            Row("residual", (N, C)),  # the residual stream, to which each layer adds twice; always fp32
+            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the stream, which all add to; always fp32
             Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
-            Row("ln1_inp", (N, C), real, L),  # what ln1 normalises: a copy of the stream as the layer finds it
+            Row("ln1_inp", (N, C), real, kept_by_1),  # what ln1 normalises: a copy of the stream as the layer finds it
             Row("ln1_mean", (N,), layers=L),
             Row("ln1_rstd", (N,), layers=L),
             Row("ln1", (N, C), real, kept),
-            Row("qkv", (N, 3 * C), real, L),  # queries, keys and values, each of NH heads
+            Row("qkv", (N, 3 * C), real, kept_by_1),  # queries, keys and values, each of NH heads
             Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
             Row("atty", (N, C), real, L),  # attention's output
-            Row("ln2_inp", (N, C), real, L),  # a copy of the stream after attention
+            Row("ln2_inp", (N, C), real, kept_by_1),  # a copy of the stream after attention
             Row("ln2_mean", (N,), layers=L),
             Row("ln2_rstd", (N,), layers=L),
             Row("ln2", (N, C), real, kept),
-            Row("fch", (N, 4 * C), real, L),  # the MLP's hidden channels, before GELU
-            Row("fch_gelu", (N, 4 * C), real, kept),
+            Row("fch", (N, 4 * C), real, kept_by_1),  # the MLP's hidden channels, before GELU
+            Row("fch_gelu", (N, 4 * C), real, kept),  # behind GELU; becomes the gradient of fch
             Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
             Row("lnf_mean", (N,)),
             Row("lnf_rstd", (N,)),
@@ -213,7 +215,6 @@ class Config:
         return [
             Row("dresidual", (N, C), real),  # of the residual stream, all the way down
             Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
-            Row("dfch", (N, 4 * C), real),
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
             Row("partials", (3, PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward, bias_backward
@@ -258,17 +259,19 @@ class Alone:
 ALONE = Alone()
 
 
-def arena_tables(c, B, T, device, recompute=False, ranks=ALONE):
+def arena_tables(c, device, B, T, recompute=0, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
     bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
     parameters, real = c.parameter_table(), device.real
     ours = ranks.share(parameters) if ranks.zero else parameters  # what AdamW updates here
+    moments = [row._replace(dtype=device.moment) for row in ours]
     update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
               Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
               Row("starts", (len(ours) + 1,), np.uint64),  # where each tensor starts, counted in numbers
-              Row("decayed", (len(ours),), np.int32)]  # 1 where weight decay applies, else 0
+              Row("decayed", (len(ours),), np.int32),  # 1 where weight decay applies, else 0
+              Row("places", (3, len(ours)), np.uint64)]  # see dev/moments.cu
     return {"parameters": c.parameter_table(real), **({"master": ours} if real == BF16 or ranks.zero else {}),
-            "gradients": parameters, "adam m": ours, "adam v": ours, "update": update,
+            "gradients": parameters, "adam m": moments, "adam v": moments, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
             "backward": c.backward_table(B, T, real), **ranks.tables(c, real), **device.tables(c, B, T)}
 
@@ -327,20 +330,6 @@ def read_parameters(path, c):
     return mapped(path, table, os.path.getsize(path) - sum(row.nbytes for row in table))
 
 
-def in_file_order(c, views, real):
-    """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or zeros."""
-    for row in c.file_table(real):
-        parts = matrices(getattr(views, row.name) if hasattr(views, row.name) else np.zeros(row.size, row.dtype))
-        yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
-
-
-def checkpoint_parts(model):
-    """What a checkpoint of a model consists of: headers, then the parameters."""
-    c, real = model.config, model.device.real
-    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
-    yield from in_file_order(c, model.params, real)
-
-
 class DataLoader:
     """Hands out the batches of a token file, or of all that a pattern matches, and begins again at their end. What is
     left at the end of a file, and fills no batch, is skipped. With shuffle, files come in a random order, another in
@@ -378,17 +367,9 @@ class DataLoader:
         self.order = self.permuted(range(self.batches_of[self.files[place]]))
 
     def position(self):
-        """Where the next batch is, for go_to."""
+        """Where the next batch is, for a checkpoint."""
         return SimpleNamespace(place=self.place, next=self.next, files=self.files, order=self.order,
                                shuffle=self.shuffle, rng=self.rng.get_state())
-
-    def go_to(self, position):
-        self.files = position.files
-        self.open(position.place)
-        self.next = position.next
-        if self.shuffle:  # or else open() has made it
-            self.order = position.order
-        self.rng.set_state(position.rng)
 
     def next_file(self):
         if self.place + 1 == len(self.files):
@@ -557,15 +538,20 @@ def stride_of(x):
     return (0, max(to_row, x.shape[1])) if to_column == 1 or x.shape[1] == 1 else (1, max(to_column, x.shape[0]))
 
 
-def make_device(name, dtype, c, plain=False, graph=True, beside=()):
+def make_device(name, dtype, c, plain=False, graph=True, beside=(), moments="fp32"):
     """The device "cuda" or "cpu", with the kernels of a config (see Cuda). Raises UserError."""
+    if moments == "bf16":
+        beside = [*beside, HERE / "dev/moments.cu"]
     if dtype == "fp8":
         from dev.fp8 import fp8_device
-        return fp8_device(name, c, plain, graph, beside)
-    if name == "cuda":
-        return Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
-    from dev.cpu.device import Cpu
-    return Cpu(dtype, c, beside)
+        device = fp8_device(name, c, plain, graph, beside)
+    elif name == "cuda":
+        device = Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
+    else:
+        from dev.cpu.device import Cpu
+        device = Cpu(dtype, c, beside)
+    device.moment = BF16 if moments == "bf16" else np.float32  # as which AdamW's moments are stored
+    return device
 
 
 # ---- The model
@@ -594,12 +580,13 @@ def classifier_launch(device, N, Vp, with_gradient):
     return min(N, device.multiprocessors), room, room // device.W * 16
 
 
-def memory_of(c, device, B, T, recompute, free, ranks=ALONE):
-    """The bytes that a model's tables ask for, and how many of B = 1, 2, ... have tables within `free` bytes."""
+def memory_of(c, device, B, T, recompute, ranks=ALONE):
+    """The bytes that a model's tables ask for, those that are free, and the largest B whose tables fit there, or 0."""
     def bytes_of(B):
-        return sum(layout(table)[-1] for table in arena_tables(c, B, T, device, recompute, ranks).values())
+        return sum(layout(table)[-1] for table in arena_tables(c, device, B, T, recompute, ranks).values())
 
-    return bytes_of(B), bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
+    free = device.free_bytes()
+    return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
 
 class GPT2:
@@ -608,7 +595,7 @@ class GPT2:
     dev/llama3/ has another architecture: a subclass with its own Config, head, and methods from layer_forward on."""
     Config, decode, encoding = Config, staticmethod(decode), staticmethod(gpt2_encoding)
 
-    def __init__(self, config, device, B, T, attention="softmax", recompute=False, ranks=ALONE):
+    def __init__(self, config, device, B, T, attention="softmax", recompute=0, ranks=ALONE):
         if T > config.longest:
             raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
         if device.compiled_for != config.switches():
@@ -619,32 +606,34 @@ class GPT2:
         if shared > device.max_shared:
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of shared memory, "
                             f"and this device has {device.max_shared:,}: choose a smaller C, smaller heads, or bf16")
-        free = device.free_bytes()
-        asked, fits = memory_of(config, device, B, T, recompute, free, ranks)
+        asked, free, fits = memory_of(config, device, B, T, recompute, ranks)
         if asked > free:
-            _, fits_again = memory_of(config, device, B, T, True, free, ranks)
+            *_, fits_again = memory_of(config, device, B, T, 2, ranks)
             raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
-                            f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 1 "
+                            f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 2 "
                             f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
 
         self.config, self.device, self.B, self.T, self.recompute, self.ranks = config, device, B, T, recompute, ranks
         self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")  # of attention's scores
-        tables = arena_tables(config, B, T, device, recompute, ranks)
+        tables = arena_tables(config, device, B, T, recompute, ranks)
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
-        master, ours = self.arenas["master" if "master" in tables else "parameters"], tables["adam m"]
+        master, ours = (those["master" if "master" in tables else "parameters"] for those in (self.arenas, tables))
         self.master, self.originals = master.view(np.float32), carve(master, ours)
         self.adamw_params = self.arenas.get("param share", self.arenas["parameters"])  # in bf16, what AdamW rounds to
         self.adamw_grads = self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32)
         self.staged = self.grads if ranks.zero else None  # what whole tensors are read into, to keep a share of them
-        self.m, self.v = (carve(self.arenas[name], ours) for name in ("adam m", "adam v"))
+        self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
         self.head, self.dhead = self.params.wte, self.grads.wte  # GPT-2's head makes logits with its embeddings
         for name in tables.keys() - {"activations", "backward"}:
             device.zero(self.arenas[name])
         self.adam = carve(self.arenas["update"], tables["update"])
         device.put(self.adam.starts, [start // 4 for start in layout(ours)])
         device.put(self.adam.decayed, [row.decay for row in ours])
+        if device.moment == BF16:
+            from dev.moments import places
+            device.put(self.adam.places, places(config, ranks))
         self.shape = None  # (B,T) of the batch that the activations are laid out for
         self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
         self.step = 0  # steps done
@@ -698,20 +687,24 @@ class GPT2:
     # all of x anyway. x is fp32, and its copies ln1_inp and ln2_inp are rounded to real. The gradient of x, dresidual,
     # goes from right to left: a (+) hands it to the stream and to the branch, and a fork adds what the branch returns.
 
-    def layer_forward(self, l):
-        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""
+    def layer_forward(self, l, again=False):
+        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds.
+        Again: once more what layer_backward needs, from the x that the layer has found, and attention's output."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
-        before = branch if l else None  # what the MLP of layer l - 1 computed; this layer's first norm adds it
-        # feeds= says which weight multiplies a result next. FP8 alone asks for that.
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, before, p.ln1w, p.ln1b, feeds=p.qkvw.T)  # -> (N,C)
+        x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
+        before = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + before
+        # feeds says which weight multiplies a result next. FP8 alone asks for that.
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, before, p.ln1w, p.ln1b, p.qkvw.T)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
-        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
+        if not again:
+            self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b, feeds=p.fcw.T)  # -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, p.ln2b, p.fcw.T)
         matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu, feeds=p.fcprojw.T)  # (N,C) @ (C,4C) -> (N,4C)
-        matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
+        if not again:
+            matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first. A product out = inp @ w.T has the gradients dinp = dout @ w
@@ -720,17 +713,20 @@ class GPT2:
         p, g, a = self.layers[l]
         d, matmul, accumulate = self.back, self.device.matmul, self.accumulate
         dx, dinp = d.dresidual, d.dinp
-        if self.recompute:
+        if self.recompute == 2:
+            self.layer_forward(l, again=True)
+        elif self.recompute:
             (N, C), launch = a.ln1.shape, self.device.launch
             launch("layernorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b, N, C)
             launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b, N, C)
             launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
 
         matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
-        matmul(d.dfch, dx, p.fcprojw, dgelu_at=a.fch, feeds=p.fcw)  # (N,C) @ (C,4C) -> (N,4C)
-        self.bias_backward(g.fcb, d.dfch)  # (N,4C) -> (4C)
-        matmul(g.fcw, d.dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
-        matmul(dinp, d.dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
+        dfch = a.fch_gelu  # from here on
+        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch, feeds=p.fcw)  # (N,C) @ (C,4C) -> (N,4C)
+        self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
+        matmul(g.fcw, dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
+        matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
         self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd, p.attprojw)  # dx +=
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
@@ -744,10 +740,10 @@ class GPT2:
         bias_before, feeds = (g_before.fcprojb, p_before.fcprojw) if l else (None, None)
         self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd, feeds)  # dx += (N,C)
 
-    def norm_forward(self, out, mean, rstd, copy, branch, weight, bias, feeds=None):
-        """x = x + branch, unless that is None; copy = x; out = layernorm(x)."""
-        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, self.acts.residual, branch,
-                           weight, bias, len(out), feeds=feeds)
+    def norm_forward(self, out, mean, rstd, copy, x, before, branch, weight, bias, feeds=None):
+        """x = before + branch, unless branch is None: then x is there; copy = x; out = layernorm(x)."""
+        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, before, branch, weight,
+                           bias, len(out), feeds=feeds)
 
     def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd, feeds=None):
         """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output. dweight and dbias +=
@@ -774,8 +770,8 @@ class GPT2:
 
     def embedding_forward(self):
         """Where the stream begins: x = wte[token] + wpe[position]."""
-        (_, T), (N, C), p, a = self.shape, self.acts.residual.shape, self.params, self.acts
-        self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, p.wte, p.wpe, N, T, C)  # -> (N,C)
+        (_, T), p, x = self.shape, self.params, self.acts.residual[0]
+        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, p.wte, p.wpe, len(x), T, x.shape[1])
 
     def embedding_backward(self):
         (B, T), C, g, dx, b = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
@@ -784,8 +780,8 @@ class GPT2:
 
     def last_norm_forward(self):
         """Where the stream ends. logits = lnf @ wte.T follow, and the loss of a token, -log softmax(logits)[target]."""
-        p, a = self.params, self.acts
-        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)  # x += branch -> (N,C)
+        p, a, x = self.params, self.acts, self.acts.residual[-1]
+        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, x, x, a.branch, p.lnfw, p.lnfb)  # -> (N,C)
 
     def last_norm_backward(self):
         p, g, a = self.params, self.grads, self.acts
@@ -874,11 +870,12 @@ class GPT2:
 
     # ---- The update
 
-    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, **others):
+    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, seed=0, **others):
         """AdamW's settings for the next update; the others are 0 if not given. See kernels.cu's struct."""
         step, settings = self.step + 1, dict.fromkeys(ADAMW, 0.0)
         settings |= dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, **others,
-                         correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step))
+                         correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step), step=step,
+                         seed=seed % 2**24)  # below 2^24 fp32 has all whole numbers
         self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
 
     def update_pass(self):
@@ -888,8 +885,9 @@ class GPT2:
         self.ranks.norm(self)
         device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
         self.step += 1
-        device.launch("adamw", n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
-                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)
+        kernel, *places = ("adamw_bf16", adam.places) if device.moment == BF16 else ("adamw",)
+        device.launch(kernel, n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
+                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict, *places)
         self.ranks.gather(self)
         if device.fp8:
             device.end_step()
@@ -1011,9 +1009,8 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
             say(f"val loss {val_loss:.6f}")
             log(f"s:{done} tel:{val_loss:.4f}")
         if validates and examples and done:
-            from dev.eval.hellaswag import score
-            scores = ranks.exchange(score(model, examples[ranks.rank :: ranks.count]), "a score")
-            correct, total = map(sum, zip(*scores))
+            from dev.eval.hellaswag import score_by_ranks
+            correct, total = score_by_ranks(model, examples)
             say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
             log(f"s:{done} eval:{correct / total:.4f}")
         if samples:
@@ -1101,11 +1098,12 @@ def work(architecture, flags, place, ranks=ALONE):
     from_file = os.path.exists(name) or name.endswith(".bin")
     c = kind.from_file(name) if from_file else kind.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
-    device = ranks.in_turn(lambda: make_device(place, flags.dtype, c, flags.plain, flags.graph))
+    device = ranks.in_turn(lambda: make_device(place, flags.dtype, c, flags.plain, flags.graph,
+                                                 moments=flags.moments))
     flags.device, flags.dtype = place, device.dtype
 
     def load(B):
-        model = architecture(c, device, B, T, flags.attention, bool(flags.recompute), ranks)
+        model = architecture(c, device, B, T, flags.attention, flags.recompute, ranks)
         model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
         return model
 
@@ -1135,17 +1133,19 @@ def work(architecture, flags, place, ranks=ALONE):
     print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
     print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
           f"an epoch has {epoch}")
-    for arena, table in arena_tables(c, B, T, device, flags.recompute, ranks).items():
+    for arena, table in arena_tables(c, device, B, T, flags.recompute, ranks).items():
         print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
               f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
-    free = device.free_bytes()
-    asked, fits = memory_of(c, device, B, T, flags.recompute, free, ranks)
+    asked, free, fits = memory_of(c, device, B, T, flags.recompute, ranks)
     print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
     if flags.dry_run:
         from dev.dry_run import estimate
         return estimate(c, device, flags, ranks)
     try:
         model = load(B)
+        if flags.nvtx:
+            from dev.nvtx import annotate
+            annotate(model)
         if folder:
             folder.begin(model, train_data)
         ranks.begin(model, train_data, val_data, flags, name)

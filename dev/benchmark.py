@@ -35,6 +35,7 @@ import numpy as np
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
+from dev.moments import KERNELS as MOMENTS  # noqa: E402
 from prepro_tinyshakespeare import UserError, replace_file, run, to_bf16, write_tokens  # noqa: E402
 from train_gpt2 import Config, Cuda, DataLoader, FastCuda, has_gpu, read_kernels  # noqa: E402
 
@@ -43,6 +44,7 @@ STEPS = 30  # of ours, whose median is that of all of them, the first two includ
 TORCH_WARM_UP, TORCH_STEPS = 5, 20
 PROFILED = 8  # steps whose launches are timed one by one, of which the first two only warm up
 TIMEOUT = 240  # seconds, for one process
+SOURCES = [*Config.SOURCES, MOMENTS]
 RESULTS, CHART = TOP / "dev/RESULTS.md", "step_by_kernel.svg"
 MARKERS = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
@@ -67,6 +69,7 @@ ROWS = [
     Row("d12", "tf32", 4, ((GRAPHED, "naive"),)),
     Row("d12", "bf16", 4, ((GRAPHED, "cudnn"), (GRAPHED, "flash"))),
     Row("d12", "bf16", 32, ((PLAIN, "flash"), (PLAIN, "cudnn"))),
+    Row("d12", "bf16", 32, (), ("--recompute", "2")),
     Row("d12", "bf16", 64, ((PLAIN, "cudnn"), (PLAIN, "flash"))),
     Row("d24", "bf16", 8, ((PLAIN, "cudnn"),)),
     Row("d48", "bf16", 8, ((PLAIN, "cudnn"),)),
@@ -87,9 +90,9 @@ FASTER = [
 
 # A kernel's bytes are those of its arrays, once: read if the parameter is const, else written. But these are read too:
 READ_TOO = {
-    "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "residual_layernorm_forward.residual",
-    "layernorm_backward.dresidual", "add_partials.out1", "add_partials.out2", "add_partials.out3", "gelu_backward.dinp",
-    "fused_classifier.logits", "adamw.master", "adamw.m", "adamw.v",
+    "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "layernorm_backward.dresidual", "add_partials.out1",
+    "add_partials.out2", "add_partials.out3", "gelu_backward.dinp", "fused_classifier.logits", "adamw.master",
+    "adamw.m", "adamw.v", "adamw_bf16.master", "adamw_bf16.m", "adamw_bf16.v",
 }
 # Of these only a part is touched, as many bytes; a has the kernel's arguments by name, its items, (along x, along
 # y), and words, the distinct tokens of a batch.
@@ -99,7 +102,8 @@ TOUCHED = {
     "layernorm_backward.partials": lambda a: a.items[0] * a.partials[:, 0].nbytes,
     "matmul_backward_bias.dbias": lambda a: a.items[1] * a.OC * a.dbias.itemsize,
     "add_partials.partials": lambda a: a.items[1] * a.N * a.OC * a.partials.itemsize,
-    "adamw.params": lambda a: a.params.nbytes if a.params.nbytes < a.master.nbytes else 0,  # in fp32 they are master
+    **dict.fromkeys(("adamw.params", "adamw_bf16.params"),  # in fp32 they are master
+                    lambda a: a.params.nbytes if a.params.nbytes < a.master.nbytes else 0),
 }
 # These are bound by FLOPs: how many products of a (T,T) and a (T,HS) matrix, half of it masked, a launch does for each
 # head of the whole batch.
@@ -159,12 +163,12 @@ class Recorder(FastCuda):
 
 def check_tables():
     """Say so on stderr if a table above names what kernels.cu does not have; such rows count for nothing."""
-    kernels = read_kernels(Config.SOURCES)
+    kernels = read_kernels(SOURCES)
     known = {f"{kernel}.{name}" for kernel in kernels for name, *_ in kernels[kernel].parameters} | set(kernels)
     needed = {f"{key.split('.')[0]}.{name}" for key, formula in TOUCHED.items() for name in formula.__code__.co_names
               if name not in ("words", "items", "itemsize", "nbytes")}
     for stale in sorted((READ_TOO | set(TOUCHED) | needed | set(PRODUCTS)) - known):
-        print(f"WARNING: dev/benchmark.py has a row for {stale}, which is not in kernels.cu", file=sys.stderr)
+        print(f"WARNING: dev/benchmark.py has a row for {stale}, which is in no file of kernels", file=sys.stderr)
 
 
 def work_of(what, c, B, words, kernels, T=T):
@@ -224,7 +228,7 @@ def ours_job(row, tokens):
     """A step as the trainer does it: its ms, memory and FLOPs, and the bytes of what is not counted in FLOPs."""
     ms = median_of(run_trainer(row, STEPS, tokens, Recorder))
     import cupy
-    c, kernels, words = Config.from_descriptor(row.model), read_kernels(Config.SOURCES), words_of(row, tokens)
+    c, kernels, words = Config.from_descriptor(row.model), read_kernels(SOURCES), words_of(row, tokens)
     work = [work_of(what, c, row.B, words, kernels)[1:] for what, *_ in recorded_steps()[0]]
     return dict(ms=ms, memory=cupy.get_default_memory_pool().total_bytes(), flops=row.B * T * c.flops_per_token(T),
                 bytes=sum(amount for unit, amount in work if unit == "B"))
@@ -255,7 +259,7 @@ def kernels_job(row, tokens):
     if len({tuple(what[0] for what, *_ in step) for step in recorded}) > 1:
         raise UserError("the steps of train_gpt2.py differ in what they launch")
     ms = np.median([[cupy.cuda.get_elapsed_time(*events) for _, *events in step] for step in recorded], axis=0)
-    c, kernels, words = Config.from_descriptor(row.model), read_kernels(Config.SOURCES), words_of(row, tokens)
+    c, kernels, words = Config.from_descriptor(row.model), read_kernels(SOURCES), words_of(row, tokens)
     launches = {}
     for (what, *_), time_ in zip(recorded[0], ms):
         label, unit, amount = work_of(what, c, row.B, words, kernels)

@@ -29,8 +29,7 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) by
 SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
-LLAMA = TOP / "dev/llama3/llama3.cu"
-FP8 = TOP / "dev/fp8.cu"
+LLAMA, MOMENTS, FP8 = TOP / "dev/llama3/llama3.cu", TOP / "dev/moments.cu", TOP / "dev/fp8.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text(encoding="utf-8")))]
 faults = []
@@ -65,7 +64,7 @@ def main():
     gpus = sys.argv[1:] or ["sm_80", "sm_90a", "sm_100", "sm_120"]
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
-        (gpu, LARGE_HEADS, [LLAMA]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
+        (gpu, LARGE_HEADS, [LLAMA, MOMENTS]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
     for dtype in ("fp32", "tf32", "bf16", "fp8"):
         some = [gpu for gpu in gpus if dtype != "fp8" or int(re.search(r"\d+", gpu)[0]) >= 89]
         kinds = [(gpu, SMALL, [FP8] * (dtype == "fp8")) for gpu in some]

@@ -37,7 +37,10 @@ def estimate(c, device, flags, ranks):
     numbers, size = sum(row.size for row in c.file_table()), np.dtype(device.real).itemsize
     print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} GiB of state (-n, -nk)")
     rate = product_rate(device, c, flags.batch_size, flags.seq_len) * SHARE[device.name]
-    seconds = flags.total_batch / ranks.count * c.flops_per_token(flags.seq_len) / rate
+    # --recompute 2 does the products of a layer's forward pass again, but the last.
+    again = 2 * sum(row.size for row in c.parameter_table() if row.matrix and row.layers and row.name != "fcprojw")
+    flops = c.flops_per_token(flags.seq_len) + again * (flags.recompute == 2)
+    seconds = flags.total_batch / ranks.count * flops / rate
     print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, {flags.total_batch / seconds:,.0f} "
           f"tok/s, take about {duration(flags.steps * seconds)}, by the speed of a matrix product"
           + ", without what sums over ranks take" * (ranks.count > 1))

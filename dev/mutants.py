@@ -4,11 +4,11 @@
     python dev/mutants.py adamw              # those of one kernel of the lab
     python dev/mutants.py --draw 6           # so many, drawn by the commit: for CI
 
-A mutant is a change to kernels.cu, to dev/llama3/llama3.cu, to dev/fp8.cu, or to a file of the kernel lab. Each is made
-in a copy of the repository, where the versions of one kernel are checked as the lab checks them, on the CPU, until the
-first failure: for a file of the lab all of its versions, for the others the trainer's. Those of FP8 have to be noticed
-by a test of dev/test_fp8.py. A mutant that passes has survived, and
-calls for a better problem in dev/cuda. Before its mutants, the kernel itself must pass.
+A mutant is a change to kernels.cu, to one of dev/'s .cu files, or to a file of the kernel lab. Each is made in a copy
+of the repository, where the versions of one kernel are checked as the lab checks them, on the CPU, until the first
+failure: for a file of the lab all of its versions, for the others the trainer's. Those of FP8 have to be noticed by a
+test of dev/test_fp8.py. A mutant that passes has survived, and calls for a better problem in dev/cuda. Before its
+mutants, the kernel itself must pass.
 
 Beside the table there is a mutant for each barrier, taken out. UNSEEN lists what no order of threads can show, and why.
 """
@@ -29,7 +29,8 @@ TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 from prepro_tinyshakespeare import UserError, run, without_comments  # noqa: E402
 
-KERNELS, LLAMA, TILES, FP8 = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu", "dev/fp8.cu"
+KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
+MOMENTS, FP8 = "dev/moments.cu", "dev/fp8.cu"
 
 
 OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does not use: AddressSanitizer has to see it
@@ -79,7 +80,8 @@ TABLE = [
         ("index", "residual_layernorm_forward", "load<4>(bias + c)", "load<4>(weight + c)")),
     *of("fused_residual_forward",
         ("missing term", "residual_layernorm_forward", "EACH_PACK(4) store(residual + start + c, x[k]);", ""),
-        ("missing term", "residual_layernorm_forward", "x[k] = x[k] + load<4>(branch", "x[k] = load<4>(branch")),
+        ("missing term", "residual_layernorm_forward", "x[k] = x[k] + load<4>(branch", "x[k] = load<4>(branch"),
+        ("index", "residual_layernorm_forward", "branch ? before : residual", "residual")),
     *of("layernorm_again",
         ("missing term", "layernorm_again", " * rstd[row]", ""),
         ("index", "row_of_number", "(C / W)", "(C / W + 1)")),
@@ -144,16 +146,16 @@ TABLE = [
         ("mask", "judge", "loss_z > settings->loss_limit", "loss_z < settings->loss_limit"),
         ("mask", "judge", "settings->norm_limit > 0.0f &&", "")),
     *of("adamw",
-        ("missing term", "adamw", " + a.eps)", ")"),
-        ("missing term", "adamw", "sqrtf(m2[j] * a.correction2) + a.eps", "sqrtf(m2[j] * a.correction2 + a.eps)"),
-        ("mask", "adamw", "norm > a.clip", "norm > 0.0f"),
-        ("mask", "adamw", "a.clip > 0.0f &&", ""),
-        ("mask", "adamw", "decayed[tensor] ?", "decayed[0] ?"),
-        ("mask", "adamw", "if (!verdict->update) return;", ""),
-        ("bound", "adamw", "starts[tensor + half] <= i", "starts[tensor + half] < i"),
-        ("constant", "adamw", "half = 16", "half = 8"),
-        ("missing term", "adamw", " * a.correction1", ""),
-        ("missing term", "adamw", "g[j] * g[j] - m2[j]", "g[j] - m2[j]")),
+        ("missing term", "adamw_step", " + a.eps)", ")"),
+        ("missing term", "adamw_step", "sqrtf(m2[j] * a.correction2) + a.eps", "sqrtf(m2[j] * a.correction2 + a.eps)"),
+        ("mask", "adamw_step", "norm > a.clip", "norm > 0.0f"),
+        ("mask", "adamw_step", "a.clip > 0.0f &&", ""),
+        ("mask", "adamw_step", "decayed[tensor] ?", "decayed[0] ?"),
+        ("mask", "adamw_step", "if (!verdict->update) return;", ""),
+        ("bound", "adamw_step", "starts[tensor + half] <= i", "starts[tensor + half] < i"),
+        ("constant", "adamw_step", "half = 16", "half = 8"),
+        ("missing term", "adamw_step", " * a.correction1", ""),
+        ("missing term", "adamw_step", "g[j] * g[j] - m2[j]", "g[j] - m2[j]")),
     *of("adamw", CUT_OFF, dtype="bf16"),
     *of("residual_forward", CUT_OFF, dtype="bf16"),
     *of("swiglu_forward", CUT_OFF, dtype="bf16"),
@@ -181,11 +183,25 @@ TABLE = [
         ("index", "part_of_block", "own * NKV / of_sequence", "own % NKV"),
         ("index", "attention_backward_kv", "next = part.first, head++", "next = part.first + TILE, head++"),
         ("bound", "attention_backward_kv", "heads = NH / NKV", "heads = 1")),
+    # ---- moments.cu
+    *of("adamw_bf16",
+        ("constant", "random_number", "0xbf58476d1ce4e5b9", "0xbf58476d1ce4e5b8"),
+        ("constant", "random_number", "x >> 27", "x >> 28"),
+        ("bound", "random_number", "(i + 1)", "i"),
+        ("index", "adamw_bf16", "<< 40", "<< 20"),
+        ("index", "adamw_bf16", "(size_t)a.seed", "0"),
+        ("index", "adamw_bf16", "number += stride - piece", "number += stride"),
+        ("index", "adamw_bf16", "j / piece * stride", "j / piece * piece"),
+        ("index", "adamw_bf16", "bits >> 16 & 0xffff", "bits & 0xffff"),
+        ("rounding", "plus_noise", " + parts", ""), file=MOMENTS),
+    *of("adamw_bf16",
+        ("missing term", "adamw_step", "round(m1, m2, i, tensor, a);", "")),
     # ---- llama3.cu
     *of("rmsnorm_forward",
         ("constant", "residual_rmsnorm_forward", " + eps", ""),
         ("index", "sum_over_row", "warp / ROW_WARPS * ROW_WARPS + w", "w"),
         ("index", "sum_over_row", "of_warp[turn % 2][warp] = x", "of_warp[0][warp] = x"),
+        ("index", "residual_rmsnorm_forward", "branch ? before : residual", "residual"),
         ("missing term", "residual_rmsnorm_forward", "s * w[i]", "s"), file=LLAMA),
     *of("rmsnorm_again", ("missing term", "rmsnorm_again", "rstd[row] * w[j]", "w[j]"), file=LLAMA),
     *of("rmsnorm_backward",
@@ -377,7 +393,8 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 def barriers():
     """A Mutant for each barrier of kernels.cu, of llama3.cu and of the lab, but those that are UNSEEN. Its kind names
     the barrier by its number in its function."""
-    files = [KERNELS, LLAMA, FP8, *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
+    files = [KERNELS, LLAMA, MOMENTS, FP8,
+             *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
     for file in files:
         text = code_of((TOP / file).read_text(encoding="utf-8"))
         starts = [(found.start(), found[1]) for found in DEFINITION.finditer(text)]
@@ -450,7 +467,8 @@ class Copy:
     def __init__(self, folder):
         self.top = Path(folder)
         names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "test_gpt2.py", "kernels.cu", "dev/cpu", "dev/cuda",
-                 "dev/llama3", "dev/fixtures", "dev/eval", FP8, *(f"dev/{path.name}" for path in TOP.glob("dev/*.py")))
+                 "dev/llama3", "dev/fixtures", "dev/eval", MOMENTS, FP8,
+                 *(f"dev/{path.name}" for path in TOP.glob("dev/*.py")))
         for name in names:
             (self.top / name).parent.mkdir(parents=True, exist_ok=True)
             if (TOP / name).is_dir():
@@ -466,7 +484,7 @@ class Copy:
             library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
                             "ASAN_OPTIONS": "detect_leaks=0"}
-        whose = "trainer" if file in (KERNELS, LLAMA) else "all"
+        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS) else "all"
         command = [sys.executable, self.top / "dev/mutants.py", kernel, "--check-here", dtype, whose]
         if dtype == "fp8":
             command = [sys.executable, self.top / "dev/test_fp8.py", "--device", "cpu", "--only", kernel]

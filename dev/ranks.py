@@ -194,10 +194,9 @@ class Ranks(Alone):
     def keep(self, model, share):
         """Copy the own share of what has been staged, whole, in the memory of the gradients."""
         for _, _, pieces, own, tail, rest in self.cuts(model.config, model.staged, share):
-            if own is not None:
-                own[...] = pieces[self.rank * own.size :][: own.size]
-            if rest is not None:
-                rest[...] = tail
+            for to, part in ((own, None if own is None else pieces[self.rank * own.size :][: own.size]), (rest, tail)):
+                if to is not None:  # of fp32, or the upper halves of that
+                    to[...] = part if to.dtype == np.float32 else (part.view(np.uint32) + 0x8000) >> 16
 
     # ---- A step
 

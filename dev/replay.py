@@ -80,8 +80,10 @@ class Watch:
     def within(self, name, method):
         """The method, which says that work is now within it."""
         def called(*args, **keywords):
-            self.part = f"{name}, layer {args[0]}" if name.startswith("layer") else name
-            return method(*args, **keywords)
+            before, self.part = self.part, f"{name}, layer {args[0]}" if name.startswith("layer") else name
+            result = method(*args, **keywords)
+            self.part = before  # layer_backward, if it does layer_forward again
+            return result
         return called
 
     def look(self, array, writer):
@@ -178,7 +180,7 @@ def explain(model, verdict, batches, flags, folder):
     if folder:
         path = folder.path / f"replay_{step:08d}.npz"
         notes = dict(model=folder.file(0, step).name, step=step, places=batches.places, attention=flags.attention,
-                     dtype=flags.dtype, recompute=flags.recompute)
+                     dtype=flags.dtype, recompute=flags.recompute, moments=flags.moments)
         file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
         views = [carve(data, table) for data, _ in batches.packed]
         np.savez(file, notes=json.dumps(notes), tokens=np.stack([batch.tokens for batch in views]),
@@ -202,8 +204,9 @@ def replay(path, architecture, flags, place):
                         "loss was no longer a number") from None
     checkpoint = Path(path).parent / notes["model"]
     c = architecture.Config.from_file(checkpoint)
-    device = make_device(place, flags.dtype or notes["dtype"], c, flags.plain, flags.graph)
-    model = architecture(c, device, *tokens.shape[1:], notes["attention"], bool(notes["recompute"]))
+    device = make_device(place, flags.dtype or notes["dtype"], c, flags.plain, flags.graph,
+                         moments=flags.moments or notes.get("moments", "fp32"))  # as the run, to take no more memory
+    model = architecture(c, device, *tokens.shape[1:], notes["attention"], notes["recompute"])
     model.set_parameters(read_parameters(checkpoint, c))
     text, _ = describe(model, [pack_batch(*pair) for pair in zip(tokens, targets)], notes["places"], True)
     print(f"step {notes['step'] + 1}: {text}")

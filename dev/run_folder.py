@@ -25,13 +25,30 @@ from pathlib import Path
 import numpy as np
 
 from prepro_tinyshakespeare import (HEADER_BYTES, FileKind, UserError, available_memory, make_header,
-                                    read_header, replace_file, say)
-from train_gpt2 import ALONE, Row, checkpoint_parts, in_file_order, mapped
+                                    read_header, replace_file, say, to_float)
+from train_gpt2 import ALONE, Row, mapped, matrices
+
+# ---- llm.c's checkpoint
+
+
+def in_file_order(c, views, real):
+    """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or zeros."""
+    for row in c.file_table(real):
+        parts = matrices(getattr(views, row.name) if hasattr(views, row.name) else np.zeros(row.size, row.dtype))
+        yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
+
+
+def checkpoint_parts(model):
+    """What a checkpoint of a model consists of: headers, then the parameters."""
+    c, real = model.config, model.device.real
+    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
+    yield from in_file_order(c, model.params, real)
+
 
 # ---- llm.c's state file
 
 STATE = FileKind("state", 20240527, (1,), "restore it, or remove the DONE_ file of its step")
-SEED = 13371337  # of llm.c's stochastic rounding, at its start. This trainer rounds to nearest
+SEED = 13371337  # of llm.c's stochastic rounding, at its start. This trainer's depends on --seed and the step alone
 
 
 def shuffle_record(P, n):
@@ -68,10 +85,10 @@ def state_parts(model, position):
     header.view("<u8")[[10, 11, 15, 16]] = SEED, SEED, position.place, position.next
     yield header
     for views in (model.m, model.v, model.originals):
-        if ranks.zero:
-            yield from of_share(state_table(c, ranks.count, ranks.rank), views)
-        else:
-            yield from in_file_order(c, views, np.float32)
+        table = state_table(c, ranks.count, ranks.rank) if ranks.zero else None
+        for part in of_share(table, views) if table else in_file_order(c, views, np.float32):
+            for start in range(0, part.size, 2**22):  # moments may be bf16: a device has little memory for them as fp32
+                yield to_float(part[start : start + 2**22])
     if position.shuffle:
         P, n, (_, key, used, *_) = len(position.files), len(position.order), position.rng  # used: of 624 numbers
         yield np.array([(P, position.files, n, position.order, 0, max(1, 625 - used), used, key, (0, 0x9908B0DF))],
@@ -171,7 +188,12 @@ def load_position(state, data, as_before, known):
             raise UserError(f"{state.path}: has {record['n'] if data.shuffle else state.next} batches of file "
                             f"{state.place}, and -i, -b and -t make {batches}: expected those of its run")
         position.order = record["order"].tolist() if data.shuffle else position.order
-        data.go_to(position)
+        data.files = position.files
+        data.open(position.place)
+        data.next = position.next
+        if data.shuffle:  # or else open() has made it
+            data.order = position.order
+        data.rng.set_state(position.rng)
     else:
         data.files, data.place = position.files, position.place
         data.rng.set_state(position.rng)
@@ -272,7 +294,7 @@ class Writer:
 CHECKPOINT = "model_{:08d}.bin", "state_{:08d}_{:05d}.bin", "run_{:08d}.json", "DONE_{:08d}"  # in the order of writing
 MUST_AGREE = {"model": "-e", "batch_size": "-b", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",
               "overfit": "-a"}
-MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept", "graph",
+MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept", "graph", "nvtx",
               "checkpoints_major", "val_every", "val_batches", "sample_every", "sample_tokens", "hellaswag", "sample",
               "temperature", "top_k", "dry_run", "replay", "seed", "gpus", "zero", "log_ranks")  # others: a warning
 

@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import BF16, COUNT, SWITCH, UserError, named, parse_flags, read_kernels, run  # noqa: E402
+from prepro_tinyshakespeare import (BF16, COUNT, LEVEL, SWITCH, UserError, named, parse_flags,  # noqa: E402
+                                    read_kernels, run)
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
 from dev.benchmark import work_of  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
+from dev.moments import KERNELS as MOMENTS  # noqa: E402
 from dev.ranks import Ranks  # noqa: E402
 from train_gpt2 import ALONE, GPT2  # noqa: E402
 
@@ -41,6 +43,8 @@ class Case(NamedTuple):
     gpus: int = 1
     zero: int = 0
     micros: int = 1
+    recompute: int = 0
+    moments: str = "fp32"
 
 
 RESULTS, GPUS = "dev/RESULTS.md, 2026-11-21", "dev/RESULTS.md, several GPUs"
@@ -95,7 +99,8 @@ class Paper:
     replay = lambda self, graphs, key, work, count: work()
 
     def __init__(self, case, c):
-        self.case, self.c, self.kernels = case, c, read_kernels(c.SOURCES)
+        self.case, self.c, self.kernels = case, c, read_kernels([*c.SOURCES, MOMENTS])
+        self.moment = BF16 if case.moments == "bf16" else np.float32
         self.compiled_for, self.phase, self.tape = c.switches(), "", []
 
     def empty(self, nbytes):
@@ -142,7 +147,7 @@ def raw_tape(case):
     architecture = Llama3 if case.model.startswith("llama3") else GPT2
     c = architecture.Config.from_descriptor(case.model)
     paper = Paper(case, c)
-    model = architecture(c, paper, case.B, case.T,
+    model = architecture(c, paper, case.B, case.T, recompute=case.recompute,
                          ranks=PaperRanks(case.gpus, case.zero, paper) if case.gpus > 1 else ALONE)
     for phase in PHASES:
         setattr(model, f"{phase}_pass", functools.partial(paper.within, phase, getattr(model, f"{phase}_pass")))
@@ -295,6 +300,8 @@ FLAGS = [("-e", "--model", named, "d12", "descriptor: d12, d48, llama3:d12, llam
          ("-t", "--seq-len", COUNT, 1024, "T, tokens in a sequence"),
          ("-d", "--total-batch", COUNT, None, "tokens in a step where they stay the same (default: the recipe's)"),
          ("-z", "--zero", SWITCH, 0, "1: ZeRO-1"),
+         (None, "--recompute", LEVEL, 0, "1 or 2, as train_gpt2.py has it"),
+         (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's"),
          (None, "--gpus-per-node", COUNT, 8, "GPUs that NVLink connects")]
 FEW, MANY, LIMIT = (1, 2, 4, 8, 64, 1024), [2**i for i in range(1, 15)], 0.05
 
@@ -304,14 +311,15 @@ def main(arguments=None):
     a_node, T, d = flags.gpus_per_node, flags.seq_len, flags.total_batch or recipe_batch(flags.model)
     if d and d < T:
         raise UserError(f"-d {d}: expected a sequence at least, T = {T}")
-    case = Case(flags.model, flags.batch_size, T, 1, flags.zero)
+    case = Case(flags.model, flags.batch_size, T, 1, flags.zero, recompute=flags.recompute, moments=flags.moments)
+    ways = f"-z {case.zero} --recompute {case.recompute} --moments {case.moments}"
     tape, sent = tape_of(case), [what for kind, phase, what in raw_tape(case._replace(gpus=2)) if kind == "send"]
     sizes = [sum(size for _, size in group) / 1e6 for group in sent]
     one = case.B * T / kernels(tape)
     print(f"One GPU: {', '.join(f'{phase} {ms(kernels(tape, phase))}' for phase in PHASES)} ms. Two GPUs send "
           f"{sum(sizes):,.0f} MB in {len(sizes)} parts, which take {fitted():.0%} of the speed of kernels beside them.")
     table("Measured and predicted", ["", "GPUs", "-z", "ms", "predicted", "", "where"], compared())
-    table(f"{case.model} with B={case.B} a GPU and -z {case.zero}, predicted", COLUMNS,
+    table(f"{case.model} with B={case.B} a GPU and {ways}, predicted", COLUMNS,
           predicted([case._replace(gpus=n) for n in FEW], NETWORKS, a_node, one))
     if d:
         shares = [(n, min(case.B, d // T // n)) for n in (1, *MANY) if n <= d // T]

@@ -25,8 +25,10 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
+from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
+from dev.nvtx import annotate, put_ranges  # noqa: E402
 from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
                                     read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
@@ -131,7 +133,7 @@ def clipped_gradients(device):
 def other_ways(device):
     """What is computed again, and logits of a part of the batch at a time, give the gradients of what is kept."""
     batches, found, memory = words(257, 2, 2, 2, 21), [], []  # 42 tokens: parts of 11, 11, 11 and 9
-    for recompute, rows in ((False, 42), (True, 42), (False, 7)):
+    for recompute, rows in ((0, 42), (1, 42), (0, 7)):
         with mock.patch("train_gpt2.LOGIT_ROWS", rows):
             model = poisoned_model(device, 2, 21, recompute=recompute)
             found.append(gradients(model, *batches) | {"loss": model.report()().loss})
@@ -140,6 +142,57 @@ def other_ways(device):
         check(f"{device.dtype} other ways: less memory {way}", memory[i] < memory[0], f"{memory[i]} < {memory[0]}")
         for name, gradient in found[i].items():
             yield f"{way}: {name if name == 'loss' else 'd' + name}", gradient, found[0][name], LIMITS[device.dtype]
+
+
+def computed_again(device):
+    """--recompute 2 changes no bit of losses, of gradients of micro-batches, or of what AdamW makes of some steps. It
+    runs the same kernels and products on the same numbers. ReLU attention too."""
+    batches = words(257, 3, 2, 2, 21)
+    for kind in ("softmax", "relu"):
+        found, memory = [], []
+        for recompute in (0, 2):
+            model = poisoned_model(device, 2, 21, kind, recompute)
+            found.append(gradients(model, *batches) | {"loss": np.float32(model.report()().loss)})
+            for _ in range(3):  # on a fast GPU: run, recorded, replayed
+                model.train_step(*[pack_batch(*batch) for batch in batches[:2]], learning_rate=1e-2)
+            found[-1] |= {f"master, {kind}": device.get(model.master), "verdict": device.get(model.adam.verdict)}
+            memory.append(model.arenas["activations"].nbytes)
+        check(f"{device.dtype} computed again: less memory", memory[1] < memory[0], f"{memory[1]} < {memory[0]}")
+        for name, array in found[1].items():
+            yield name, array, found[0][name], EXACT
+
+
+def moments_in_bf16(device):
+    """With moments in bf16 a run repeats, another seed is another run, and losses are close to those with fp32 moments.
+    After 1,500 steps of one gradient the mean of the second moment is right, where rounding to nearest would have
+    stopped it below a third of that."""
+    batch, runs = pack_batch(*words(257, 2, 2, 20)), {}
+    for moment, seed, again in ((np.float32, 0, 0), (np.float32, 1, 0), (BF16, 0, 0), (BF16, 0, 1), (BF16, 1, 0)):
+        with mock.patch.object(device, "moment", moment):
+            model, losses = poisoned_model(device, 2, 20), []
+            for _ in range(30):
+                model.train_step(batch, learning_rate=2e-3, seed=seed)
+                losses.append(model.report()().loss)
+        runs[moment, seed, again] = np.array(losses), device.get(model.arenas["parameters"])
+        size, wish = model.arenas["adam v"].nbytes, model.master.size * np.dtype(moment).itemsize
+        yield "bytes of a moment", size, wish, EXACT
+    for i, what in enumerate(("losses", "parameters")):
+        yield f"{what} with fp32 moments and another seed", runs[np.float32, 1, 0][i], runs[np.float32, 0, 0][i], EXACT
+        yield f"{what} again", runs[BF16, 0, 1][i], runs[BF16, 0, 0][i], EXACT
+        check(f"{device.dtype} moments: {what} of another seed", (runs[BF16, 1, 0][i] != runs[BF16, 0, 0][i]).any())
+    yield "losses beside fp32 moments", runs[BF16, 0, 0][0], runs[np.float32, 0, 0][0], 1e-3
+    check(f"{device.dtype} moments: it has learned", losses[-1] < losses[0] - 0.5, f"{losses[0]:.2f} {losses[-1]:.2f}")
+
+    gradient, steps = np.float32(0.01), 1500
+    with mock.patch.object(device, "moment", BF16):
+        model = poisoned_model(device, 2, 20)
+        device.put(model.arenas["gradients"].view(np.float32), np.full(model.master.size, gradient))
+        for _ in range(steps):
+            model.set_adamw(learning_rate=0.0)
+            model.update_pass()
+    for name, wish, limit in (("m", gradient, 1e-4), ("v", gradient**2 * (1 - 0.999**steps), 1e-3)):
+        found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))
+        yield f"the mean of {name}", np.mean(found, dtype=np.float64), wish, limit
 
 
 def smaller_batches(device):
@@ -223,6 +276,7 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
     device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture)
     for name, test in (("micro-batches:", micro_batches), ("steps:", accumulated_steps), ("again:", repeated_steps),
                        ("clipped:", clipped_gradients), ("other ways:", other_ways),
+                       ("computed again:", computed_again), ("moments:", moments_in_bf16),
                        ("smaller batches:", smaller_batches), ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
     heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # of 32, 64, 128
@@ -424,10 +478,19 @@ def samples(device_name, folder):
         yield f"tokens of logits around {shift}", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
 
 
+def random_numbers(device_name, folder):
+    """What the NumPy formula of dev/cuda/adamw_bf16.py makes of 1234567 is what others have published of SplitMix64."""
+    wish = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
+    yield "SplitMix64", splitmix64(1234567, range(5)), np.uint64(wish), EXACT
+    [x, half] = np.float64([3.0, 3.0 + 2**-7])  # half way between 3 and the next bf16
+    rises = [rounded(np.float64([half]), np.float64(parts), 1)[0] > x for parts in (2**15 - 100, 2**15 + 100)]
+    check("half way: up with one half of the random numbers", rises == [False, True], rises)
+
+
 def outliers(device_name, folder):
     """llm.c's z-scores of a row of losses in which one is an outlier, as its own program prints them."""
     device = device_of(device_name, "fp32", 64, 2)
-    table = arena_tables(Config(L=1, NH=2, C=64), 1, 8, device)["update"]
+    table = arena_tables(Config(L=1, NH=2, C=64), device, 1, 8)["update"]
     arena, found = device.empty(layout(table)[-1]), []
     device.zero(arena)
     update = carve(arena, table)
@@ -712,6 +775,57 @@ def steps_of_a_graph(device_name, folder):
     check("and before they are launched", launched == [2, 3, 4], f"{launched}")
 
 
+class Ranges:
+    """What CuPy's nvtx has, noting all ranges, each as the tuple of those that it is in and its own name."""
+
+    def __init__(self):
+        self.open, self.all = [], []
+
+    def RangePush(self, name):
+        self.open.append(name)
+        self.all.append((*self.open,))
+
+    def RangePop(self):
+        self.open.pop()
+
+
+def profiler_ranges(device_name, folder):
+    """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
+    device, nvtx = device_of(device_name, "fp32", 32, 1), Ranges()
+    with mock.patch.multiple(device, create=True, launch=device.launch, matmul=device.matmul, zero=device.zero,
+                             graph=True):
+        plain, model = (poisoned_model(device, 2, 20, recompute=2) for _ in range(2))
+        put_ranges(model, nvtx)
+        check("ranges: no graph", not device.graph)
+        batch = pack_batch(*words(257, 2, 2, 20))
+        for each in (plain, model):
+            each.train_step(batch)
+        step = [path for path in nvtx.all if path[0] == "step 1"]
+        check("ranges: all are closed, and the other model's launches have their own", not nvtx.open)
+        passes = [path[1] for path in step if len(path) == 2]
+        check("ranges: passes", passes == ["forward_pass", "backward_pass", "update_pass"], passes)
+        for l in (0, 1):
+            own = [path[3:] for path in step if path[1:3] == ("backward_pass", f"layer_backward {l}") and path[3:]]
+            kernels = [path[0] for path in own if len(path) == 1 and not path[0].startswith("matmul ")]
+            wish = [f"layer_forward {l}", "matmul_backward_bias", "layernorm_backward", "add_partials",
+                    "attention_backward_q", "attention_backward_kv", "matmul_backward_bias", "layernorm_backward",
+                    "add_partials"]
+            check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
+            products = [path[0] for path in own if len(path) == 1 and path[0].startswith("matmul ")]
+            wish = ["32 x 128 x 40", "40 x 128 x 32", "128 x 32 x 40", "40 x 32 x 128", "32 x 32 x 40", "40 x 32 x 32",
+                    "96 x 32 x 40", "40 x 32 x 96"]
+            check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
+            again = [path[1] for path in own if path[0] == f"layer_forward {l}" and len(path) == 2]
+            wish = "matmul 40 x 96 x 32" in again and "attention_forward" not in again
+            check(f"ranges: layer {l} again", wish, again)
+        with mock.patch.object(device, "kernels", {}):
+            check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
+        check("ranges: closed behind an error", not nvtx.open, nvtx.open)
+    yield "parameters with ranges", device.get(model.master), device.get(plain.master), EXACT
+    if device_name == "cpu":
+        check_refusal("ranges", "--nvtx 1: .*expected --device cuda", annotate, model)
+
+
 def models_too_large(device_name, folder):
     """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
     device = device_of(device_name, "fp32", 32, 1)
@@ -721,7 +835,7 @@ def models_too_large(device_name, folder):
         raise AssertionError("allocated before it was refused")
 
     def tables(B, recompute):
-        return memory_of(c, device, B, 40, recompute, 0)[0]
+        return memory_of(c, device, B, 40, recompute)[0]
 
     sizes = device.attention_sizes
     with mock.patch.object(device, "empty", allocate):
@@ -730,16 +844,21 @@ def models_too_large(device_name, folder):
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
                 check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
-        for free, B, wish in ((tables(3, False), 4, r"the largest -b that fits is 3\b.* --recompute 1"),
-                              (tables(3, False), 50, r"the largest -b that fits is 3\b"),
-                              (tables(4, False) - 1, 4, r"the largest -b that fits is 3\b"),
-                              (tables(1, True) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
+        room = tables(3, 0)
+        for free, B, wish in ((room, 4, r"the largest -b that fits is 3\b.* --recompute 2"),
+                              (room, 50, r"the largest -b that fits is 3\b"),
+                              (tables(4, 0) - 1, 4, r"the largest -b that fits is 3\b"),
+                              (tables(1, 2) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
             with mock.patch.object(device, "free_bytes", lambda free=free: free):
                 check_refusal(f"model of -b {B}", wish, GPT2, c, device, B, 40)
-    with mock.patch.object(device, "free_bytes", lambda: tables(3, False)):
+    with mock.patch.object(device, "free_bytes", lambda: room):
         model = GPT2(c, device, 3, 40)
     found = sum(arena.nbytes for arena in model.arenas.values())
-    yield "bytes that a model takes, as foretold", found, tables(3, False), EXACT
+    yield "bytes that a model takes, as foretold", found, room, EXACT
+    for moment, recompute, wish in ((np.float32, 0, 12.5), (np.float32, 1, 9.5), (np.float32, 2, 6.0), (BF16, 2, 5.5)):
+        bf16 = SimpleNamespace(real=BF16, moment=moment, free_bytes=lambda: 0)
+        found, *_ = memory_of(Config(), bf16, 32, 1024, recompute)
+        check(f"124M, B=32, --recompute {recompute}", found <= wish * 2**30, f"{found / 2**30:.2f} <= {wish} GiB")
 
 
 # ---- The command line
@@ -760,13 +879,16 @@ def command_line(device_name, folder):
     tiny = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
     trained = [(dtype, f"{dtype}_{again}") for dtype in ("fp32", "bf16") for again in (1, 2)]
     others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
-        ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"))]
+        ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"),
+        ("recompute_2", "--recompute", "2"), ("moments", "--moments", "bf16"))]
     for wish, *flags in [("--batch-size.* 0: ", "-b", "0"), ("--nonsense", "--nonsense"), ("1.5", "-t", "1.5"),
                          ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
                          ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
                          ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
                          ("-d 24: expected a multiple of B.T = 16", *tiny, "-d", "24"),
-                         ("--recompute.* 2: ", "--recompute", "2"), ("--plain.* 2: ", "--plain", "2"),
+                         ("--recompute.* 3: ", "--recompute", "3"), ("--plain.* 2: ", "--plain", "2"),
+                         ("--moments.*'fp16'", "--moments", "fp16"),
+                         *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", "1")] * (device_name == "cpu"),
                          ("the loss of step 2 is", *tiny, "-l", "1e30", "--dtype", "fp32"),
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
                          *((None, *tiny, *flags, "-o", name) for name, *flags in others),
@@ -832,9 +954,9 @@ def faults_of_a_gpu(device_name, folder):
 
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
-    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, outliers, token_order,
-                 limits, kernel_files, orders, races, steps_of_a_graph, models_too_large, command_line,
-                 without_the_cpu_folder, faults_of_a_gpu):
+    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, random_numbers, outliers,
+                 token_order, limits, kernel_files, orders, races, steps_of_a_graph, profiler_ranges, models_too_large,
+                 command_line, without_the_cpu_folder, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 

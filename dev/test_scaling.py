@@ -91,6 +91,11 @@ def measured():
         yield "what collectives take", scaling.fitted.__wrapped__(), 0.3, 1e-6
     updates = [kernels(raw_tape(four._replace(zero=zero)), ["update"]) for zero in (0, 1)]
     yield "the update of four with ZeRO-1", updates[1] * 4, updates[0], 0.05
+    once, again = (raw_tape(four._replace(recompute=recompute)) for recompute in (0, 2))
+    check("--recompute 2: 2 norms and 3 products more a layer", len(again) - len(once) == 12 * 5, len(again))
+    N, C = 32 * 1024, 768  # products of 3, 1 and 4 C^2 weights; 8 and 14 bytes of a norm for each number
+    wish = 12 * (2 * N * 8 * C**2 / scaling.RATES["FLOP"] + N * C * (8 + 14) / scaling.RATES["B"] + 5 * scaling.LAUNCH)
+    yield "what --recompute 2 takes", kernels(again, ["backward"]) - kernels(once, ["backward"]), wish, 0.1
     order = "".join(kind[0] for kind, phase, _ in raw_tape(four) if phase == "backward").split("s")
     check("a sum for each of 12 layers, then the last, and a wait", len(order) == 14 and order[-1] == "w", order)
     check("the embeddings alone come behind layer 0's sum", order[-2] == "rr", order[-2])

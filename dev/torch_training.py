@@ -34,7 +34,7 @@ FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_ba
             "schedule", "warmup", "final_fraction", "steps", "val_every", "val_batches", "weight_decay", "beta1",
             "beta2", "eps", "clip", "overfit", "shuffle", "seed", "device", "dtype", "compile"}
 IGNORED = {"sample_every", "sample_tokens", "checkpoint_every", "checkpoints_kept", "checkpoints_major", "hellaswag",
-           "plain", "graph", "recompute"}  # they change what is printed, written or kept in memory, and no step
+           "plain", "graph", "nvtx", "recompute"}  # they change what is printed, written or kept in memory, and no step
 
 
 # ---- The model

@@ -9,14 +9,15 @@ from train_gpt2 import ADAMW, Verdict
 NORM = 2.5
 
 
-def problem(draw, n, tensors=16, clip=1, step=3, update=1):
+def problem(draw, n, tensors=16, clip=1, step=3, update=1, seed=0, moment=f32):
     """Gradients of ten decades, of which the small bring out eps, after `step` - 1 steps with such; every third tensor
-    decays. They are clipped to so many halves of their norm, unless clip is 0. Without
-    update, nothing changes."""
+    decays. They are clipped to so many halves of their norm, unless clip is 0. Without update, nothing changes. moment
+    rounds to what m and v are stored in."""
     rate1, rate2 = f32([0.1, 0.001])
     values = dict.fromkeys(ADAMW, 0) | dict(
         learning_rate=0.01, rate1=rate1, rate2=rate2, eps=1e-8, weight_decay=0.1, clip=clip * NORM / 2,
-        correction1=1 / (1 - (1 - rate1) ** step), correction2=1 / (1 - (1 - rate2) ** step))
+        correction1=1 / (1 - (1 - rate1) ** step), correction2=1 / (1 - (1 - rate2) ** step),
+        seed=seed, step=step)
     settings = f32([values[name] for name in ADAMW])
     s = dict(zip(ADAMW, settings))
     verdict = np.float64(Verdict(norm=NORM, loss=0, norm_z=0, loss_z=0, update=update, stopped=1 - update))
@@ -24,9 +25,8 @@ def problem(draw, n, tensors=16, clip=1, step=3, update=1):
     starts, decayed = np.r_[0, cuts, n].astype(np.uint64), np.resize(np.int32([1, 0, 0]), tensors)
     normal = [draw.pool(n) for _ in range(4)]
     size = 10 ** draw.rng.uniform(-10, 0, normal[0].size)
-    master, grads, m, v = (np.resize(f32(x), n) for x in (
-        0.02 * normal[0], size * normal[1], size * normal[2] * (step > 1),
-        (size * (0.5 + abs(normal[3]))) ** 2 * (step > 1)))
+    master, grads = (np.resize(f32(x), n) for x in (0.02 * normal[0], size * normal[1]))
+    m, v = (np.resize(moment(x * (step > 1)), n) for x in (size * normal[2], (size * (0.5 + abs(normal[3]))) ** 2))
 
     def new(p, g, m, v, decayed):
         g = g * min(1, s["clip"] / NORM) if clip else g

@@ -136,6 +136,13 @@ def score(model, examples, progress=None):
     return sum(found == example.label for found, example in zip(predictions, examples)), len(examples)
 
 
+def score_by_ranks(model, examples):
+    """The same, where each of several ranks scores some of the examples."""
+    ranks = model.ranks
+    scores = ranks.exchange(score(model, examples[ranks.rank :: ranks.count]), "a score")
+    return tuple(map(sum, zip(*scores)))
+
+
 def progress_line(done, total):
     """A progress for a terminal: a line on stderr, which goes when all is done."""
     line = f"HellaSwag: {done:,} of {total:,} completions" if done < total else ""

@@ -114,8 +114,7 @@ def ours_step(name, layers):
     c = Config3.from_descriptor(row.model)
     c = dataclasses.replace(c, L=layers or c.L)
     device = make_device(PLACE, "bf16", c)
-    free = device.free_bytes()
-    asked, _ = memory_of(c, device, row.B, row.T, row.recompute, free)
+    asked, free, _ = memory_of(c, device, row.B, row.T, row.recompute)
     if asked > free:
         raise UserError(f"the tables ask for {asked / GIB:.2f} GiB, and {free / GIB:.2f} are free: "
                         f"{(asked - free) / GIB:.2f} are missing, {asked / free - 1:.1%}")

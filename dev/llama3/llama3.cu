@@ -37,14 +37,14 @@ __device__ __forceinline__ float sum_over_row(float x, int turn) {
 }
 
 // What attention or the MLP has computed joins the residual stream, and the next norm begins:
-//   residual (N,C) += branch (N,C), unless branch is null
+//   residual (N,C) = before (N,C), which may be residual itself, + branch (N,C); if that is null, residual is there
 //   out (N,C) = residual * rstd * weight, with rstd (N) = 1/sqrt(average of the row's squares + eps)
 //   copy (N,C) = residual, as a real, for the backward pass
 // Bound by memory: a row is read once and waits in registers for its sum. A block has 8 rows whatever C is, and takes
 // as many at once as its warps hold. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
-    real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy, float* residual,
+    real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy, float* residual, const float* before,
     const real* __restrict__ branch, const real* __restrict__ weight, float eps, int N,
     unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
     constexpr int C = CHANNELS;
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
         Pack<4> x[row_packs<4>];
         float sum = 0.0f;
         if (row < N) {
-            EACH_ROW_PACK(4) x[k] = load<4>(residual + start + c);
+            EACH_ROW_PACK(4) x[k] = load<4>((branch ? before : residual) + start + c);
             if (branch) {
                 EACH_ROW_PACK(4) x[k] = x[k] + load<4>(branch + start + c);
                 EACH_ROW_PACK(4) store(residual + start + c, x[k]);

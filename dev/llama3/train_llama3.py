@@ -200,25 +200,27 @@ class Config3(Config):
             Row("lnfw", (C,), **once, mean=1.0),
         ]
 
-    def activation_table(self, B, T, real=np.float32, recompute=False):
-        """What the forward pass leaves behind for the backward pass. With recompute, layers share one tensor for the
-        outputs of norms and for the MLP's hidden channels, which the backward pass computes again."""
-        N, C, H, L, kept = B * T, self.C, self.H, self.L, 1 if recompute else self.L
+    def activation_table(self, B, T, real=np.float32, recompute=0):
+        """What the forward pass leaves behind for the backward pass. With recompute 1, layers share one tensor for the
+        outputs of norms and for the MLP's hidden channels, which the backward pass computes again. With 2, a layer
+        keeps what GPT-2's does."""
+        N, C, H, L = B * T, self.C, self.H, self.L
+        kept, kept_by_1 = L if recompute == 0 else 1, L if recompute < 2 else 1
         return [
             Row("rope", (T, C // self.NH)),  # the cosine and the sine that RoPE turns a pair of channels by
-            Row("residual", (N, C)),  # the residual stream, to which each layer adds twice; always fp32
+            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the stream: see Config.activation_table
             Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
-            Row("ln1_inp", (N, C), real, L),  # what ln1 normalises: a copy of the stream as the layer finds it
+            Row("ln1_inp", (N, C), real, kept_by_1),  # what ln1 normalises: a copy of the stream as the layer finds it
             Row("ln1_rstd", (N,), layers=L),
             Row("ln1", (N, C), real, kept),
-            Row("qkv", (N, self.QKV), real, L),  # queries of NH heads, keys of NKV heads, both after RoPE; their values
+            Row("qkv", (N, self.QKV), real, kept_by_1),  # queries of NH heads and keys of NKV, behind RoPE; values
             Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
             Row("atty", (N, C), real, L),  # attention's output
-            Row("ln2_inp", (N, C), real, L),  # a copy of the stream after attention
+            Row("ln2_inp", (N, C), real, kept_by_1),  # a copy of the stream after attention
             Row("ln2_rstd", (N,), layers=L),
             Row("ln2", (N, C), real, kept),
             Row("fch", (N, 2 * H), real, kept),  # up and gate, H channels each
-            Row("fch_swiglu", (N, H), real, kept),  # up * silu(gate)
+            Row("fch_swiglu", (N, H), real, kept),  # up * silu(gate); becomes its own gradient
             Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
             Row("lnf_rstd", (N,)),
             Row("lnf", (N, C), real),
@@ -232,7 +234,6 @@ class Config3(Config):
         return [
             Row("dresidual", (N, C), real),  # of the residual stream, all the way down
             Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
-            Row("dswiglu", (N, self.H), real),
             Row("dqkv", (N, self.QKV), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
             Row("partials", (PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward
@@ -266,20 +267,24 @@ class Llama3(GPT2):
         """The encoding of texts that samples go on from."""
         return encoding() if self.config.EOT == BEGIN_ID else gpt2_encoding()
 
-    def layer_forward(self, l):
-        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds."""
+    def layer_forward(self, l, again=False):
+        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds.
+        Again: see GPT2.layer_forward."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
-        before = branch if l else None  # what the MLP of layer l - 1 computed; this layer's first norm adds it
-        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, before, p.ln1w, feeds=p.qkvw.T)  # x += before -> (N,C)
+        x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
+        before = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + before
+        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, x, stream, before, p.ln1w, feeds=p.qkvw.T)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
-        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # -> (N,C); here tokens see each other
+        if not again:
+            self.attention("attention_forward", a.atty, a.lse, a.qkv)  # -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, feeds=p.fcw.T)  # x += branch -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, feeds=p.fcw.T)  # -> (N,C)
         self.hidden_forward(p, a)
-        matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
+        if not again:
+            matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
 
     def hidden_forward(self, p, a):
         """The MLP's hidden channels, up * silu(gate)."""
@@ -292,14 +297,17 @@ class Llama3(GPT2):
         p, g, a = self.layers[l]
         d, matmul, launch, accumulate = self.back, self.device.matmul, self.device.launch, self.accumulate
         dx, dinp, (N, C), H = d.dresidual, d.dinp, a.ln1.shape, self.config.H
-        if self.recompute:
+        if self.recompute == 2:
+            self.layer_forward(l, again=True)
+        elif self.recompute:
             launch("rmsnorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_rstd, p.ln1w, N, C)
             launch("rmsnorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_rstd, p.ln2w, N, C)
             self.hidden_forward(p, a)
 
         matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=accumulate)  # (C,N) @ (N,H) -> (C,H)
-        matmul(d.dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
-        launch("swiglu_backward", N * H, a.fch, d.dswiglu, a.fch, N, H, feeds=p.fcw)  # -> (N,2H): its own gradient
+        dswiglu = a.fch_swiglu  # from here on
+        matmul(dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
+        launch("swiglu_backward", N * H, a.fch, dswiglu, a.fch, N, H, feeds=p.fcw)  # -> (N,2H): its own gradient
         matmul(g.fcw, a.fch.T, a.ln2, accumulate=accumulate)  # (2H,N) @ (N,C) -> (2H,C)
         matmul(dinp, a.fch, p.fcw)  # dln2: (N,2H) @ (2H,C) -> (N,C)
         self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd, p.attprojw)  # dx += (N,C)
@@ -314,9 +322,9 @@ class Llama3(GPT2):
         feeds = self.layers[l - 1][0].fcprojw if l else None
         self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd, feeds)  # dx += (N,C)
 
-    def norm_forward(self, out, rstd, copy, branch, weight, feeds=None):
-        """x = x + branch, unless that is None; copy = x; out = rmsnorm(x)."""
-        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, self.acts.residual, branch, weight,
+    def norm_forward(self, out, rstd, copy, x, before, branch, weight, feeds=None):
+        """x = before + branch, unless branch is None: then x is there; copy = x; out = rmsnorm(x)."""
+        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, before, branch, weight,
                            self.config.eps, len(out), feeds=feeds)
 
     def norm_backward(self, dweight, inp, weight, rstd, feeds):
@@ -337,9 +345,9 @@ class Llama3(GPT2):
 
     def embedding_forward(self):
         """Where the stream begins: x = wte[token]. RoPE's table is made anew, for this T: that takes microseconds."""
-        c, (_, T), (N, C), a = self.config, self.shape, self.acts.residual.shape, self.acts
+        c, (_, T), a, x = self.config, self.shape, self.acts, self.acts.residual[0]
         self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # -> (T,HS)
-        self.device.launch("encoder_forward", N * C, a.residual, self.batch.tokens, self.params.wte, None, N, T, C)
+        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, self.params.wte, None, len(x), T, c.C)
 
     def embedding_backward(self):
         (B, T), C, b = self.shape, self.config.C, self.batch
@@ -347,8 +355,8 @@ class Llama3(GPT2):
                            b.run_length, C)
 
     def last_norm_forward(self):
-        a = self.acts
-        self.norm_forward(a.lnf, a.lnf_rstd, a.lnf_inp, a.branch, self.params.lnfw)
+        a, x = self.acts, self.acts.residual[-1]
+        self.norm_forward(a.lnf, a.lnf_rstd, a.lnf_inp, x, x, a.branch, self.params.lnfw)
 
     def last_norm_backward(self):
         a = self.acts

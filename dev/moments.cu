@@ -1,0 +1,51 @@
+/*
+AdamW with its moments in bf16, which take half of the memory. It is compiled behind kernels.cu for --moments bf16.
+
+A bf16 has 8 bits of mantissa. With beta2 = 0.999 a step changes the second moment by a thousandth of itself or less,
+which is below half of its last bit: rounded to nearest, it would stay as it is for ever. So it is rounded up or down at
+random, up with the probability of the share of the way that it is up (Gupta et al. 2015, section 3.1), and the mean of
+many steps is right. What a step does to a parameter is computed from the moments before they are rounded.
+
+The random numbers are those of SplitMix64 (Steele, Lea and Flood 2014, in the form of Vigna's splitmix64.c). It mixes a
+counter, so each number can be had without those before it. The counter is made of the seed, the step, and which of all
+parameters of the model it is for. So the bits are the same again, on a GPU, on a CPU, and on any number of ranks.
+*/
+
+struct bf16_moment { unsigned short bits; };  // the upper half of an fp32
+__device__ __forceinline__ float to_float(bf16_moment x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ __forceinline__ void from_float(bf16_moment& to, float x) { to.bits = __float_as_uint(x) >> 16; }
+
+// x plus a share of the last bit of its upper half: that many of 65,536 parts. Cut off, it is x rounded at random.
+__device__ __forceinline__ float plus_noise(float x, unsigned parts) {
+    return __uint_as_float(__float_as_uint(x) + parts);
+}
+
+// Number i of the random numbers of a seed, 64 bits.
+__device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
+    size_t x = seed + (i + 1) * 0x9e3779b97f4a7c15;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+    x = (x ^ x >> 27) * 0x94d049bb133111eb;
+    return x ^ x >> 31;
+}
+
+// adamw, with moments in bf16. With --zero a tensor here has pieces of the model's tensors, as long as each other. So
+// number j of tensor i is number first[i] + j / piece[i] * stride[i] + j % piece[i] of all parameters, which are fewer
+// than 2^40. places (3, tensors) has first, piece and stride. Items: n numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void adamw_bf16(
+    real* params, float* master, const float* __restrict__ grads, bf16_moment* __restrict__ m,
+    bf16_moment* __restrict__ v, const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors,
+    size_t n, const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict,
+    const size_t* __restrict__ places) {
+    auto round = [&](Pack<W>& m1, Pack<W>& m2, size_t i, int tensor, const AdamW& a) {
+        size_t first = places[tensor], piece = places[tensors + tensor], stride = places[2 * tensors + tensor];
+        size_t j = i - starts[tensor], in_piece = j % piece, number = first + j / piece * stride + in_piece;
+        for (int k = 0; k < W; k++, number++, in_piece++) {
+            if (in_piece == piece) in_piece = 0, number += stride - piece;
+            size_t bits = random_number((size_t)a.seed, ((size_t)a.step << 40) + number);
+            m1[k] = plus_noise(m1[k], bits & 0xffff);
+            m2[k] = plus_noise(m2[k], bits >> 16 & 0xffff);
+        }
+    };
+    adamw_step(params, master, grads, m, v, starts, decayed, tensors, n, settings, verdict, round);
+}
