@@ -176,14 +176,16 @@ def products(device_name):
         eight = [cut_off(np.float32(scale) * values, False).view(FORMATS[False][0]).astype(np.float64) / float(scale)
                  for values, scale in ((x, scale_x), (w, scale_w))]
         yield f"{out}", place.get(getattr(a, out)), eight[0] @ eight[1].T + to_float(place.get(getattr(p, bias))), 3e-3
+    largest = lambda array: abs(to_float(place.get(array))).max()
+    inputs = largest(a.ln2), largest(a.fch_gelu)
     model.backward_pass()
+    gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)  # of layer 0; fch_gelu is dfch by now
     place.end_step()
-    after, d = place.get(e.scale), model.back
-    for weight, kind, tensor in (("fcw", V.INPUT, a.ln2), ("fcprojw", V.INPUT, a.fch_gelu),
-                                 ("qkvw", V.GRADIENT, d.dqkv)):
-        i = order.index(weight) * model.config.L + (0 if kind == V.GRADIENT else 1)
-        top = FORMATS[kind == V.GRADIENT][1] / 2
-        found, wish = after[kind * n + i], top / abs(to_float(place.get(tensor))).max()
+    after = place.get(e.scale)
+    for weight, kind, l, size in (("fcw", V.INPUT, 1, inputs[0]), ("fcprojw", V.INPUT, 1, inputs[1]),
+                                  ("qkvw", V.GRADIENT, 0, gradients_[0]), ("fcw", V.GRADIENT, 0, gradients_[1])):
+        i, top = order.index(weight) * model.config.L + l, FORMATS[kind == V.GRADIENT][1] / 2
+        found, wish = after[kind * n + i], top / size
         check(f"the next scale at {weight}", abs(found / wish - 1) < 1e-6, f"{found} {wish}")
     validated = steps_of(model, 1), place.get(e.scale)
     check("a scale changes in a step", not np.array_equal(validated[1], after))
