@@ -831,21 +831,22 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
     }
 }
 
-// Stores the rows of a result (16 M, HP) as rows from `row` on of a head, each times its factor(m, half).
-template <class F>
-__device__ __forceinline__ void store_rows(real* head, size_t stride, int row, int T, const float (&x)[M][HP / 8][4],
-                                           F factor) {
+// Stores the rows of a result (16 M, HP) as rows from `row` on of a head, which begins at out[start], each times its
+// factor(m, half).
+template <class Twin, class F>
+__device__ __forceinline__ void store_rows(Twin& twin, real* out, size_t start, size_t stride, int row, int T,
+                                           const float (&x)[M][HP / 8][4], F factor) {
     EACH_ROW {
         int t = row + row_of(m, 2 * half);
         if (t >= T) continue;
 #pragma unroll
         for (int n = 0; n < HP / 8; n++) {
             int c = column_of(n, 0);
-            real* to = head + t * stride + c;
+            size_t i = start + t * stride + c;
             Pack<2> two = {factor(m, half) * x[m][n][2 * half], factor(m, half) * x[m][n][2 * half + 1]};
-            if (HS % 2 == 0 && c < HS) store(to, two);
+            if (HS % 2 == 0 && c < HS) store(out + i, two), twin.store(i, two);
             for (int j = 0; j < 2; j++)
-                if (HS % 2 == 1 && c + j < HS) from_float(to[j], two[j]);
+                if (HS % 2 == 1 && c + j < HS) from_float(out[i + j], two[j]), twin.store(i + j, Pack<1>{two[j]});
         }
     }
 }
@@ -857,7 +858,7 @@ __device__ __forceinline__ void store_rows(real* head, size_t stride, int row, i
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
-    int NH, int NKV) {
+    int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
     Part part = part_of_block<false>(T, NH, NKV);
@@ -910,7 +911,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
         if (column_of(0, 0) == 0 && t < T) lse[part.lse + t] = scale2 * maximum[m][half] + log2f(total[m][half]);
     }
-    store_rows(out + part.out, NH * HS, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
+    Twin<false> twin(out8, scale8, largest8);
+    store_rows(twin, out, part.out, NH * HS, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
+    twin.end();
 }
 
 // In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. dscores
@@ -936,7 +939,7 @@ BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
     const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T,
-    int NH, int NKV) {
+    int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Part part = part_of_block<false>(T, NH, NKV);
@@ -990,7 +993,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         multiply<TILE>(dq, dscores, keys(stage));
         products_arrive<0>(dq);
     }
-    store_rows(dqkv + part.queries, stride, row, T, dq, [&](int, int) { return scale; });
+    Twin<true> twin(out8, scale8, largest8);
+    store_rows(twin, dqkv, part.queries, stride, row, T, dq, [&](int, int) { return scale; });
+    twin.end();
 }
 
 // This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, for
@@ -1000,7 +1005,7 @@ BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
-    int NH, int NKV) {
+    int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
@@ -1045,8 +1050,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<0>(dv);
         products_arrive<0>(dk);
     }
-    store_rows(dqkv + part.keys, stride, row, T, dk, [&](int, int) { return scale; });
-    store_rows(dqkv + part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
+    Twin<true> twin(out8, scale8, largest8);
+    store_rows(twin, dqkv, part.keys, stride, row, T, dk, [&](int, int) { return scale; });
+    store_rows(twin, dqkv, part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
+    twin.end();
 }
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----

@@ -698,7 +698,8 @@ class GPT2:
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, before, p.ln1w, p.ln1b, p.qkvw.T)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         if not again:
-            self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
+            # Here tokens see each other.
+            self.attention("attention_forward", a.atty, a.lse, a.qkv, feeds=p.attprojw.T)  # (N,3C) -> (N,C)
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, p.ln2b, p.fcw.T)
@@ -731,8 +732,8 @@ class GPT2:
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse)  # (N,C) -> (N,C), dq
-        self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta)  # (N,C) -> (N,2C), dk and dv
+        self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse, feeds=p.qkvw)  # -> dq (N,C)
+        self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta, feeds=p.qkvw)  # -> dk, dv (N,2C)
         self.bias_backward(g.qkvb, d.dqkv)  # (N,3C) -> (3C)
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
@@ -762,11 +763,12 @@ class GPT2:
         if shares > 1:
             device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
 
-    def attention(self, kernel, *arrays):
+    def attention(self, kernel, *arrays, feeds=None):
         """Launch one of attention's three kernels."""
         (B, T), NH, NKV = self.shape, self.config.NH, self.config.NKV
         blocks, threads, shared = attention_launch(self.device, kernel, B, T, NH, NKV)
-        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, NKV, threads=threads, shared=shared)
+        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, NKV, threads=threads, shared=shared,
+                           feeds=feeds)
 
     def embedding_forward(self):
         """Where the stream begins: x = wte[token] + wpe[position]."""

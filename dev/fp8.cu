@@ -30,15 +30,18 @@ template <bool gradient>
 template <int n>
 __device__ __forceinline__ void Twin<gradient>::store(size_t i, Pack<n> x) {
     if (!out8) return;
-    struct alignas(n) { unsigned short two[n / 2]; } twins;
+    struct alignas(n) { unsigned char x[n]; } twins;
     for (int j = 0; j < n; j++) {
         real rounded;
         from_float(rounded, x[j]);
         x[j] = to_float(rounded);
         largest = fmaxf(largest, fabsf(x[j]));
     }
-    for (int j = 0; j < n; j += 2)
-        twins.two[j / 2] = two_fp8<gradient && E5M2_GRADIENTS>(scale * x[j], scale * x[j + 1]);
+    for (int j = 0; j < n; j += 2) {
+        unsigned short two = two_fp8<gradient && E5M2_GRADIENTS>(scale * x[j], j + 1 < n ? scale * x[j + 1] : 0.0f);
+        twins.x[j] = two;
+        if (j + 1 < n) twins.x[j + 1] = two >> 8;
+    }
     *reinterpret_cast<decltype(twins)*>(out8 + i) = twins;
 }
 
