@@ -851,6 +851,31 @@ __device__ __forceinline__ void store_rows(Twin& twin, real* out, size_t start, 
     }
 }
 
+// The sum of a block's rows of a result, each times a factor, is the block's part of the gradient of a bias. sums
+// (B, blocks of rows, NH+2NKV, HS), unless it is null, gets those of a head that begins at dqkv[start]. of_warp is
+// shared memory for a row of each warp, which nobody needs any more when all threads are here.
+__device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t stride, float* of_warp, int row, int T,
+                                         const float (&x)[M][HP / 8][4], float factor) {
+    if (!sums) return;
+    int warp = threadIdx.x / 32, place = (row - (warp * 16 * M)) / ROWS, blocks = (T + ROWS - 1) / ROWS;
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < HP / 8; n++)
+        for (int j = 0; j < 2; j++) {
+            float sum = 0.0f;
+            EACH_ROW if (row + row_of(m, 2 * half) < T) sum += x[m][n][2 * half + j];
+            for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+            if (row_of(0, 0) == 0) of_warp[warp * HP + column_of(n, j)] = factor * sum;
+        }
+    __syncthreads();
+    float* to = sums + (start / (T * stride) * blocks + place) * stride + start % stride;
+    for (int c = threadIdx.x; c < HS; c += THREADS) {
+        float sum = 0.0f;
+        for (int w = 0; w < THREADS / 32; w++) sum += of_warp[w * HP + c];
+        to[c] = sum;
+    }
+}
+
 // Algorithm 1. For softmax it also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), and from
 // that the backward pass computes the weights again. Exponentials are to base 2, as in hardware. A row's maximum, its
 // total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled down
@@ -937,8 +962,8 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 // weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
-    real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
-    const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T,
+    real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const real* __restrict__ dout,
+    const real* __restrict__ out, const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T,
     int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
@@ -995,6 +1020,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     }
     Twin<true> twin(out8, scale8, largest8);
     store_rows(twin, dqkv, part.queries, stride, row, T, dq, [&](int, int) { return scale; });
+    sum_rows(sums, part.queries, stride, reinterpret_cast<float*>(tiles), row, T, dq, scale);
     twin.end();
 }
 
@@ -1003,7 +1029,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 // weights are keys. Items: blocks of ROWS keys of a key head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
-    real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
+    real* __restrict__ dqkv, float* sums, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
     int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
@@ -1053,6 +1079,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     Twin<true> twin(out8, scale8, largest8);
     store_rows(twin, dqkv, part.keys, stride, row, T, dk, [&](int, int) { return scale; });
     store_rows(twin, dqkv, part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
+    sum_rows(sums, part.keys, stride, reinterpret_cast<float*>(tiles), row, T, dk, scale);
+    sum_rows(sums, part.keys + NKV * HS, stride, reinterpret_cast<float*>(tiles), row, T, dv, 1.0f);
     twin.end();
 }
 

@@ -123,8 +123,9 @@ def rounding():
 
 KERNELS = ("encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward", "layernorm_again",
            "layernorm_backward", "matmul_backward_bias", "attention_forward", "relu_attention_forward",
-           "attention_backward", "gqa_forward", "gqa_backward", "gelu_forward", "gelu_backward", "crossentropy_forward",
-           "classifier_fused", "global_norm", "add_loss", "judge", "adamw", "adamw_bf16")
+           "attention_backward", "attention_backward_bias", "gqa_forward", "gqa_backward", "gelu_forward",
+           "gelu_backward", "crossentropy_forward", "classifier_fused", "global_norm", "add_loss", "judge", "adamw",
+           "adamw_bf16")
 # C and NH; the fixtures' first
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 launched = set()  # the names of the kernels that tests have launched

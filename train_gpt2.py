@@ -217,6 +217,7 @@ class Config:
             Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
+            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # of dqkv's rows, of which a block of attention has 64 or more
             Row("partials", (3, PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward, bias_backward
         ]
 
@@ -732,9 +733,11 @@ class GPT2:
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention("attention_backward_q", d.dqkv, d.delta, dinp, a.atty, a.qkv, a.lse, feeds=p.qkvw)  # -> dq (N,C)
-        self.attention("attention_backward_kv", d.dqkv, dinp, a.qkv, a.lse, d.delta, feeds=p.qkvw)  # -> dk, dv (N,2C)
-        self.bias_backward(g.qkvb, d.dqkv)  # (N,3C) -> (3C)
+        sums, q = d.dqkv_sums, (d.delta, dinp, a.atty, a.qkv, a.lse)
+        self.attention("attention_backward_q", d.dqkv, sums, *q, feeds=p.qkvw)  # (N,C) -> dq (N,C)
+        self.attention("attention_backward_kv", d.dqkv, sums, dinp, a.qkv, a.lse, d.delta, feeds=p.qkvw)  # -> dk, dv
+        rows = self.shape[0] * -(-self.shape[1] // self.device.attention_sizes.rows)
+        self.device.launch("add_partials", g.qkvb.size, g.qkvb, None, None, sums, rows, g.qkvb.size)
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
         p_before, g_before, _ = self.layers[l - 1]  # of layer l - 1, whose result this norm added

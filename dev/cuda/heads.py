@@ -135,9 +135,9 @@ def trainers_forward(device, a):
     launch_trainers(device, a, "attention_forward", a.out, a.lse, a.qkv)
 
 
-def trainers_backward(device, a):
-    launch_trainers(device, a, "attention_backward_q", a.dqkv, a.delta, a.dout, a.out, a.qkv, a.lse)
-    launch_trainers(device, a, "attention_backward_kv", a.dqkv, a.dout, a.qkv, a.lse, a.delta)
+def trainers_backward(device, a, sums=None):
+    launch_trainers(device, a, "attention_backward_q", a.dqkv, sums, a.delta, a.dout, a.out, a.qkv, a.lse)
+    launch_trainers(device, a, "attention_backward_kv", a.dqkv, sums, a.dout, a.qkv, a.lse, a.delta)
 
 
 def lse_scratch(a):
