@@ -179,6 +179,11 @@ TABLE = [
          "dv, [&](int, int) { return scale; }"),
         ("index", "attention_backward_q", "sum, 16)", "sum, 8)"),
         ("index", "part_of_block", "blocks - 1 - place", "blocks - place")),
+    *of("attention_backward_bias",
+        ("missing term", "sum_rows", "factor * sum", "sum"),
+        ("mask", "sum_rows", "row + row_of(m, 2 * half) < T", "true"),
+        ("index", "sum_rows", "start / (T * stride) * blocks + place", "start / (T * stride) * blocks"),
+        ("bound", "sum_rows", "distance = 4", "distance = 8")),
     *of("gqa_backward",
         ("index", "part_of_block", "own * NKV / of_sequence", "own % NKV"),
         ("index", "attention_backward_kv", "next = part.first, head++", "next = part.first + TILE, head++"),
@@ -369,7 +374,8 @@ TABLE = [
 # Which kernels of the lab notice that a barrier of these functions, which are not in a file of its own, is missing.
 BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "encoder_backward",
             "layernorm_backward": "layernorm_backward", "add_columns": "matmul_backward_bias",
-            "tiles_arrive": "attention_forward", "attention_backward_q": "attention_backward",
+            "tiles_arrive": "attention_forward", "sum_rows": "attention_backward_bias",
+            "attention_backward_q": "attention_backward",
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "judge", "judge": "judge",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights"}

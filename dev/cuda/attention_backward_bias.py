@@ -3,8 +3,8 @@ from dev.cuda import heads
 from dev.cuda.kernel import ALL, ATTENTION_LIMITS, Kernel, Version
 
 
-def problem(draw, B, T, NH, HS):
-    inputs, truth, terms = heads.backward_problem(draw, B, T, NH, NH, HS)
+def problem(draw, B, T, NH, HS, cold=0):
+    inputs, truth, terms = heads.backward_problem(draw, B, T, NH, NH, HS, cold=cold)
     dqkvb = draw.fp32(3 * NH * HS)
     sum_of = lambda dqkv: dqkv.reshape(B * T, -1).sum(0)
     size = (terms["dqkv"].reshape(B * T, -1) ** 2).sum(0) ** 0.5
@@ -24,7 +24,8 @@ def with_sums(device, a):
 
 KERNEL = Kernel(
     problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, compiled_for="HS", fp32="lse delta sums dqkvb",
-    sums="dqkv dqkvb", trainer_checks=heads.ODD_HEADS, limits=ATTENTION_LIMITS | dict(tf32=1e-3), versions=(
+    sums="dqkv dqkvb", trainer_checks=(*heads.ODD_HEADS, "B=1,T=33,NH=2,HS=64,cold=1"),
+    limits=ATTENTION_LIMITS | dict(tf32=1e-3), versions=(
         Version("sums of a block's rows from its registers: the trainer's", with_sums, threads=(), dtypes=ALL,
                 scratch=scratch, trainer=True),
     ))

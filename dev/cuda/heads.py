@@ -101,11 +101,14 @@ def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
     return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, terms
 
 
-def backward_problem(draw, B, T, NH, NKV, HS, relu=0):
+def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
     """Its gradients, given an out that is not quite right, or dscore would be 0 where T is 1. With relu all scores are
-    exact in each dtype, or one next to 0 would lose its sign."""
+    exact in each dtype, or one next to 0 would lose its sign. With cold, the scores of the last query are all so low
+    that its weights, where it is taken to be there but sees nothing, would be infinite."""
     kind = "relu" if relu else "softmax"
     qkv, dout = draw_heads(draw, B, T, NH, NKV, HS, coarse=bool(relu))
+    if cold:
+        qkv[:, :, NH : NH + NKV], qkv[:, -1, :NH] = draw.real(qkv[:, :, NH : NH + NKV] / 2 - 4), 4
     dout_heads, heads = dout.swapaxes(1, 2), split(qkv, NH, NKV)
     out, lse = by_heads(lambda *x: forward_of(kind, *x), *heads)
     out = draw.real(out + draw.normal(*out.shape) / 20)
