@@ -733,11 +733,7 @@ class GPT2:
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        sums, q = d.dqkv_sums, (d.delta, dinp, a.atty, a.qkv, a.lse)
-        self.attention("attention_backward_q", d.dqkv, sums, *q, feeds=p.qkvw)  # (N,C) -> dq (N,C)
-        self.attention("attention_backward_kv", d.dqkv, sums, dinp, a.qkv, a.lse, d.delta, feeds=p.qkvw)  # -> dk, dv
-        rows = self.shape[0] * -(-self.shape[1] // self.device.attention_sizes.rows)
-        self.device.launch("add_partials", g.qkvb.size, g.qkvb, None, None, sums, rows, g.qkvb.size)
+        self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb, feeds=p.qkvw)  # (N,C) -> dqkv (N,3C), and (3C)
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
         p_before, g_before, _ = self.layers[l - 1]  # of layer l - 1, whose result this norm added
@@ -772,6 +768,16 @@ class GPT2:
         blocks, threads, shared = attention_launch(self.device, kernel, B, T, NH, NKV)
         self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, NKV, threads=threads, shared=shared,
                            feeds=feeds)
+
+    def attention_backward(self, qkv, lse, atty, dbias, feeds=None):
+        """back.dqkv = the gradient of qkv, given back.dinp, that of atty. dbias += the sum of its rows, unless it is
+        None."""
+        (B, T), d, rows = self.shape, self.back, self.device.attention_sizes.rows
+        sums = None if dbias is None else d.dqkv_sums
+        self.attention("attention_backward_q", d.dqkv, sums, d.delta, d.dinp, atty, qkv, lse, feeds=feeds)
+        self.attention("attention_backward_kv", d.dqkv, sums, d.dinp, qkv, lse, d.delta, feeds=feeds)
+        if sums is not None:
+            self.device.launch("add_partials", dbias.size, dbias, None, None, sums, B * -(-T // rows), dbias.size)
 
     def embedding_forward(self):
         """Where the stream begins: x = wte[token] + wpe[position]."""

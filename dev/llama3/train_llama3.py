@@ -315,8 +315,7 @@ class Llama3(GPT2):
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention("attention_backward_q", d.dqkv, None, d.delta, dinp, a.atty, a.qkv, a.lse)  # -> (N,NH*HS), dq
-        self.attention("attention_backward_kv", d.dqkv, None, dinp, a.qkv, a.lse, d.delta)  # -> (N,2NKV*HS), dk and dv
+        self.attention_backward(a.qkv, a.lse, a.atty, None)  # (N,C) -> dqkv (N,(NH+2NKV)HS)
         self.rope("rope_backward", d.dqkv)  # dq and dk, in place
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # -> ((NH+2NKV)HS,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,(NH+2NKV)HS) @ ((NH+2NKV)HS,C) -> (N,C)
