@@ -694,9 +694,9 @@ class GPT2:
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
         x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
-        before = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + before
+        added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
         # feeds says which weight multiplies a result next. FP8 alone asks for that.
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, before, p.ln1w, p.ln1b, p.qkvw.T)
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w, p.ln1b, p.qkvw.T)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         if not again:
             # Here tokens see each other.
@@ -724,7 +724,7 @@ class GPT2:
             launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
 
         matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
-        dfch = a.fch_gelu  # from here on
+        dfch = a.fch_gelu  # which nobody needs any more
         matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch, feeds=p.fcw)  # (N,C) @ (C,4C) -> (N,4C)
         self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
         matmul(g.fcw, dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)

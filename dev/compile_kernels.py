@@ -13,7 +13,7 @@ versions in the kernel lab's files, which are compiled for the last GPU alone, a
 """
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor  # in threads NVRTC compiles one program at a time
 from pathlib import Path
 
 import cupy  # noqa: F401  (finds and loads NVRTC)
@@ -32,12 +32,11 @@ SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Co
 LLAMA, MOMENTS, FP8 = TOP / "dev/llama3/llama3.cu", TOP / "dev/moments.cu", TOP / "dev/fp8.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text(encoding="utf-8")))]
-faults = []
 
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
-    """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a.
-    Notes the faults that it finds."""
+    """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a, and
+    a list of faults."""
     sources = [*c.SOURCES, *beside]
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
@@ -45,10 +44,10 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
         nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *Cuda.OPTIONS, f"-D{dtype.upper()}",
                                        *c.switches()])
     except nvrtc.NVRTCError:
-        sys.exit(f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}")
+        return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}"]
     log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}
-    faults.extend(f"{where}: {line.strip()}" for line in log.splitlines()
-                  if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line))
+    faults = [f"{where}: {line.strip()}" for line in log.splitlines()
+              if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line)]
     for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
         report[name] = int(registers), int(shared or 0)
@@ -57,7 +56,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
         # A kernel that is launched with more threads than its BLOCK says has __launch_bounds__, which ptxas keeps to.
         if int(registers) * kernels[name].threads > REGISTERS:
             faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
-    return report
+    return report, faults
 
 
 def main():
@@ -65,20 +64,25 @@ def main():
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
         (gpu, LARGE_HEADS, [LLAMA, MOMENTS]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
-    for dtype in ("fp32", "tf32", "bf16", "fp8"):
-        some = [gpu for gpu in gpus if dtype != "fp8" or int(re.search(r"\d+", gpu)[0]) >= 89]
-        kinds = [(gpu, SMALL, [FP8] * (dtype == "fp8")) for gpu in some]
+    def kinds(dtype):
+        """(gpu, the rest of compile_for's arguments), those of the table first."""
         if dtype == "fp8":
-            kinds += [(gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some]
-        else:
-            kinds += [*others, (gpus[-1], SMALL, LAB, 2**20),
-                      *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a")]
-        with ThreadPoolExecutor() as pool:
-            jobs = [pool.submit(compile_for, gpu, dtype, *kind) for gpu, *kind in kinds]
-            reports = [job.result() for job in jobs][: len(some)]
-        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in some))
-        for name in read_kernels([*SMALL.SOURCES, FP8] if dtype == "fp8" else SMALL.SOURCES):
-            print(f"{name:26}" + "".join("{:8}{:6}".format(*report[name]) for report in reports))
+            some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
+            return [*((gpu, SMALL, [FP8]) for gpu in some),
+                    *((gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some)]
+        return [*((gpu, SMALL) for gpu in gpus), *others, (gpus[-1], SMALL, LAB, 2**20),
+                *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a")]
+
+    with ProcessPoolExecutor() as pool:
+        jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]
+                for dtype in ("fp32", "tf32", "bf16", "fp8")}
+        found = {dtype: [(gpu, *job.result()) for gpu, job in some] for dtype, some in jobs.items()}
+    for dtype, some in found.items():
+        table = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU the first
+        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus if gpu in table))
+        for name in read_kernels([*SMALL.SOURCES, *[FP8] * (dtype == "fp8")]):
+            print(f"{name:26}" + "".join("{:8}{:6}".format(*table[gpu].get(name, "--")) for gpu in gpus if gpu in table))
+    faults = [fault for some in found.values() for *_, of_job in some for fault in of_job]
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     return 1 if faults else 0

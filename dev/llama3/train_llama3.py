@@ -273,8 +273,8 @@ class Llama3(GPT2):
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
         x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
-        before = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + before
-        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, x, stream, before, p.ln1w, feeds=p.qkvw.T)  # -> (N,C)
+        added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
+        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w, feeds=p.qkvw.T)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
         if not again:
@@ -306,7 +306,7 @@ class Llama3(GPT2):
             self.hidden_forward(p, a)
 
         matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=accumulate)  # (C,N) @ (N,H) -> (C,H)
-        dswiglu = a.fch_swiglu  # from here on
+        dswiglu = a.fch_swiglu  # which nobody needs any more
         matmul(dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
         launch("swiglu_backward", N * H, a.fch, dswiglu, a.fch, N, H, feeds=p.fcw)  # -> (N,2H): its own gradient
         matmul(g.fcw, a.fch.T, a.ln2, accumulate=accumulate)  # (2H,N) @ (N,C) -> (2H,C)
