@@ -64,6 +64,7 @@ def main():
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
         (gpu, LARGE_HEADS, [LLAMA, MOMENTS]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
+
     def kinds(dtype):
         """(gpu, the rest of compile_for's arguments), those of the table first."""
         if dtype == "fp8":
@@ -78,10 +79,11 @@ def main():
                 for dtype in ("fp32", "tf32", "bf16", "fp8")}
         found = {dtype: [(gpu, *job.result()) for gpu, job in some] for dtype, some in jobs.items()}
     for dtype, some in found.items():
-        table = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU the first
-        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in gpus if gpu in table))
+        first = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU
+        table = {gpu: first[gpu] for gpu in gpus if gpu in first}
+        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in table))
         for name in read_kernels([*SMALL.SOURCES, *[FP8] * (dtype == "fp8")]):
-            print(f"{name:26}" + "".join("{:8}{:6}".format(*table[gpu].get(name, "--")) for gpu in gpus if gpu in table))
+            print(f"{name:26}" + "".join("{:8}{:6}".format(*report.get(name, "--")) for report in table.values()))
     faults = [fault for some in found.values() for *_, of_job in some for fault in of_job]
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
