@@ -343,8 +343,9 @@ struct WarpGroup {
         return *result;
     }
 
-    // Gives the lanes of one of the four warps their results, but those of the newest `pending` groups.
-    void arrive(int warp, unsigned pending, const char* shared) {
+    // Gives the lanes of one of the four warps the results in d[lane], which has so many parts, but those of the newest
+    // `pending` groups. The others may be there too, but a compiler may not know that yet.
+    void arrive(int warp, unsigned pending, const char* shared, float (**d)[4], int parts) {
         if (groups < pending) return;
         const size_t all = groups - pending;
         bool right = true;
@@ -352,15 +353,15 @@ struct WarpGroup {
             right &= r.group > all || r.group <= arrived[warp] || !memcmp(r.value, shared + 16 * r.place, 16);
         for (int t = 32 * warp; t < 32 * warp + 32; t++)
             for (auto result = results[t].begin(); result != results[t].end();) {
-                if (result->group > all) {
+                float poison[8][4];
+                memset(poison, 0xff, sizeof poison);
+                if (result->group <= all && (!right || memcmp(result->d, poison, sizeof poison)))  // written meanwhile
+                    memcpy(result->value, poison, sizeof poison);
+                if (result->group > all || result->d < d[t % 32] || result->d >= d[t % 32] + parts) {
                     ++result;
                     continue;
                 }
-                float poison[8][4];
-                memset(poison, 0xff, sizeof poison);
-                if (right && !memcmp(result->d, poison, sizeof poison))  // nobody has written there
-                    memcpy(result->d, result->value, sizeof poison);
-                else memcpy(result->d, poison, sizeof poison);
+                memcpy(result->d, result->value, sizeof poison);
                 result = results[t].erase(result);
             }
         arrived[warp] = max(arrived[warp], all);
@@ -852,10 +853,11 @@ __forceinline__ void products_end(int line = __builtin_LINE()) {
     waited = true;
 }
 
-template <int pending, int parts> void products_arrive(float (&)[1][parts][4], int line = __builtin_LINE()) {
-    Exchange<char>(~0u, 0, "products_arrive", line, [](char*) {
+template <int pending, int parts> void products_arrive(float (&d)[1][parts][4], int line = __builtin_LINE()) {
+    using D = float (*)[4];
+    Exchange<D>(~0u, d[0], "products_arrive", line, [](D* of_lane) {
         const unsigned t = thread_number();
-        block->groups[t / 128].arrive(t / 32 % 4, pending, static_cast<char*>(dynamic_shared));
+        block->groups[t / 128].arrive(t / 32 % 4, pending, static_cast<char*>(dynamic_shared), of_lane, parts);
     });
 }
 
