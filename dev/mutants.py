@@ -362,7 +362,7 @@ UNSEEN = {
     ("last_of", 1): "one block counts itself too early, and another must read what it has not stored yet, at that time",
     ("backward_of_keys", 3): "as in last_of: the next block must begin its turn before the block has stored its sums",
 }
-# The fences are as unseen, for the same reason: on a CPU what is stored is there.
+# __threadfence is as unseen, for the same reason: on a CPU what is stored is there.
 
 BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
