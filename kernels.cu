@@ -541,8 +541,9 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // the end. What bounds attention is that each product waits for the one before. Several blocks on a multiprocessor, or
 // several warp groups of a block, fill each other's gaps, as far as their registers allow.
 
-// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && defined(BF16) && (HS == 64 || HS == 128)
+// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels. A CPU does
+// as Hopper if it is asked to.
+#if (defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(AS_HOPPER)) && defined(BF16) && (HS == 64 || HS == 128)
 #define HOPPER 1
 #else
 #define HOPPER 0
@@ -739,19 +740,21 @@ __device__ __forceinline__ void tiles_fence() {}
 // The same on Hopper, whose tensor cores read tiles from shared memory by themselves while the threads go on. The four
 // warps of a group start one product together, D (64,64) += A (64,16) B (16,64). Each warp holds 16 rows of D, and of A
 // if that comes from registers, as it does for mma. A wider result is several D of 8 parts.
+// wgmma's description of a matrix in a tile. In units of 16 bytes: its place; the leading offset, from 64 channels to
+// the next 64, which no A or B reaches; the stride offset, from 8 rows to the next 8, which is HP. Then the 128-byte
+// swizzle. So it is both for sums over channels, in which A and B have 16 of them, and for sums over 16 rows of B.
+__device__ __forceinline__ unsigned long long describe(unsigned place) {
+    return place | 1ull << 16 | (unsigned long long)HP << 32 | 1ull << 62;
+}
+
+#ifdef __CUDACC__
+__device__ __forceinline__ unsigned place_of(const real* tile) { return (unsigned)__cvta_generic_to_shared(tile) / 16; }
+
 #define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 #define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), FLOATS4(x[4]), FLOATS4(x[5]), \
                     FLOATS4(x[6]), FLOATS4(x[7])
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13," \
               "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-
-// wgmma's description of a matrix in a tile. In units of 16 bytes: its place; the leading offset, from 64 channels to
-// the next 64, which no A or B reaches; the stride offset, from 8 rows to the next 8, which is HP. Then the 128-byte
-// swizzle. So it is both for sums over channels, in which A and B have 16 of them, and for sums over 16 rows of B.
-__device__ __forceinline__ unsigned place_of(const real* tile) { return (unsigned)__cvta_generic_to_shared(tile) / 16; }
-__device__ __forceinline__ unsigned long long describe(unsigned place) {
-    return place | 1ull << 16 | (unsigned long long)HP << 32 | 1ull << 62;
-}
 
 // D = A B, or with `add` D += A B, where A and B' are 16 channels of the rows of two tiles.
 __device__ __forceinline__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
@@ -762,6 +765,10 @@ __device__ __forceinline__ void wgmma(float (*d)[4], unsigned long long a, unsig
 __device__ __forceinline__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;" WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
                  : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+// Has A computed here, and not after products_start.
+__device__ __forceinline__ void compute_now(Pair (&a)[4]) {
+    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
 }
 
 // products_start goes before a group of products, products_end after it. products_arrive waits until at most `pending`
@@ -781,6 +788,9 @@ __device__ __forceinline__ void products_arrive(float (&d)[1][parts][4]) {
 }
 // Lets wgmma read what this thread has written to shared memory.
 __device__ __forceinline__ void tiles_fence() { asm volatile("fence.proxy.async.shared::cta;"); }
+#else
+using namespace hopper;  // dev/cpu/cuda.h
+#endif
 
 template <int columns>
 __device__ __forceinline__ void multiply_transposed(float (&d)[1][columns / 8][4], const real* own, const Part& part,
@@ -801,7 +811,7 @@ __device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const float (
 #pragma unroll
     for (int j = 0; j < columns / 16; j++) {
         a_from_result(a[j], x[0], j);
-        asm volatile("" : "+r"(a[j][0]), "+r"(a[j][1]), "+r"(a[j][2]), "+r"(a[j][3]));  // not after products_start
+        compute_now(a[j]);
     }
     products_start(d);
 #pragma unroll

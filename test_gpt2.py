@@ -16,10 +16,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
@@ -126,6 +128,7 @@ KERNELS = ("encoder_forward", "encoder_backward", "layernorm_forward", "fused_re
            "attention_backward", "attention_backward_bias", "gqa_forward", "gqa_backward", "gelu_forward",
            "gelu_backward", "crossentropy_forward", "classifier_fused", "global_norm", "add_loss", "judge", "adamw",
            "adamw_bf16")
+ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"  # of kernels.cu
 # C and NH; the fixtures' first
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 launched = set()  # the names of the kernels that tests have launched
@@ -167,6 +170,33 @@ def test_kernels(device_name, dtype, only=None, names=KERNELS, models=COMPILED_F
                     check(f"{title} {chosen(choice)}:", verdict.place is None, verdict)
                 except Exception as e:
                     check(f"{title} {chosen(choice)}:", False, f"{type(e).__name__}: {e}")
+
+
+AS_HOPPER = (  # heads of both sizes that Hopper's tensor cores have, whole tiles and parts of one
+    ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"), ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
+    ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"), ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
+    ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"), ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
+    ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"), ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"))
+
+
+def test_as_hopper(only=None):
+    """Attention as a Hopper GPU does it, on the CPU, which has wgmma in C++. A missing wait or fence makes NaN."""
+    from dev.cpu.device import Cpu
+    devices = {}
+    for name, text in AS_HOPPER:
+        kernel, sizes = find_kernel(name), parse_sizes(text)
+        if only not in (None, name):
+            continue
+        C, NH = model_of(kernel, sizes)
+        try:
+            if C not in devices:
+                with mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} -DAS_HOPPER"):
+                    devices[C] = Cpu("bf16", Config(C=C, NH=NH), only=ATTENTION)
+            version = next(version for version in kernel.versions if version.trainer)
+            verdict = Bench(kernel, devices[C], sizes).check(version, {})
+            check(f"{name} {text} as on Hopper:", verdict.place is None, verdict)
+        except Exception as e:
+            check(f"{name} {text} as on Hopper:", False, f"{type(e).__name__}: {e}")
 
 
 def check_launched(sources):
@@ -402,6 +432,8 @@ def main():
     for name, dtype in each_device(flags):
         if not flags.state:
             test_kernels(name, dtype, flags.only)
+            if (name, dtype) == ("cpu", "bf16"):
+                test_as_hopper(flags.only)
         if kernels:
             continue
         for plain in each_kind(flags, name, dtype):

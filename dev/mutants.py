@@ -44,16 +44,18 @@ class Mutant(NamedTuple):
     old: str  # found there exactly once
     new: str
     file: str = KERNELS
+    flag: str = ""  # of the compiler
 
 
 def of_lab(kernel, *rows, dtype="fp32"):
     return [Mutant(kind, kernel, dtype, where, old, new, f"dev/cuda/{kernel}.cu") for kind, where, old, new in rows]
 
 
-def of(kernel, *rows, dtype="fp32", file=KERNELS):
-    return [Mutant(kind, kernel, dtype, where, old, new, file) for kind, where, old, new in rows]
+def of(kernel, *rows, dtype="fp32", file=KERNELS, flag=""):
+    return [Mutant(kind, kernel, dtype, where, old, new, file, flag) for kind, where, old, new in rows]
 
 
+AS_HOPPER = "-DAS_HOPPER"
 CUT_OFF = ("rounding", "from_float(real&", "two_bf16(x, 0.0f)", "__float_as_uint(x) >> 16")
 
 TABLE = [
@@ -201,6 +203,23 @@ TABLE = [
         ("rounding", "plus_noise", " + parts", ""), file=MOMENTS),
     *of("adamw_bf16",
         ("missing term", "adamw_step", "round(m1, m2, i, tensor, a);", "")),
+    *of("attention_forward",
+        ("stride", "describe(", "(unsigned long long)HP << 32", "(unsigned long long)(HP / 2) << 32"),
+        ("constant", "describe(", "1ull << 62", "2ull << 62"),
+        ("index", "int at(", "(c % 64 ^ row % 8 * 8)", "c % 64"),
+        ("missing wait", "attention_forward", "products_arrive<0>(scores);", ""),
+        ("missing wait", "attention_forward", "products_arrive<0>(output);", ""),
+        ("missing fence", "tiles_arrive", "tiles_fence();", ""),
+        ("late wait", "tiles_arrive", "copies_arrive<0>();\n    tiles_fence();", "tiles_fence(), copies_arrive<0>();"),
+        ("late fence", "tiles_arrive", "tiles_fence();\n    __syncthreads();", "__syncthreads(), tiles_fence();"),
+        ("index", "multiply_transposed(float (&d)[1]", "part.group - part.first", "0"),
+        dtype="bf16", flag=AS_HOPPER),
+    *of("attention_backward",
+        ("missing wait", "attention_backward_q", "products_arrive<1>(scores);", ""),
+        ("missing wait", "attention_backward_q", "products_arrive<0>(dweights);", ""),
+        ("missing wait", "attention_backward_kv", "products_arrive<EARLY_DV>", "products_arrive<2>"),
+        ("missing wait", "attention_backward_kv", "products_arrive<0>(dk);", ""),
+        dtype="bf16", flag=AS_HOPPER),
     # ---- llama3.cu
     *of("rmsnorm_forward",
         ("constant", "residual_rmsnorm_forward", " + eps", ""),
@@ -390,7 +409,7 @@ UNSEEN = {
     ("last_of", 1): "one block counts itself too early, and another must read what it has not stored yet, at that time",
     ("backward_of_keys", 3): "as in last_of: the next block must begin its turn before the block has stored its sums",
 }
-# The fences are as unseen, for the same reason: on a CPU what is stored is there.
+# __threadfence is as unseen, for the same reason: on a CPU what is stored is there.
 
 BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
@@ -450,6 +469,8 @@ def check_kernel(name, dtype, trainer_only):
     checks = 0
     for text in (*kernel.checks, *(kernel.trainer_checks if trainer_only else ())):
         sizes = parse_sizes(text)
+        if AS_HOPPER in os.environ.get("CXXFLAGS", "") and sizes.get("HS") not in (64, 128):
+            continue  # as everywhere
         device = device_of("cpu", dtype, *model_of(kernel, sizes), (name,))
         bench = Bench(kernel, device, sizes)
         for version in versions:
@@ -482,10 +503,10 @@ class Copy:
             else:
                 shutil.copy(TOP / name, self.top / name)
 
-    def check(self, kernel, dtype, file, kind="", seconds=600):
+    def check(self, kernel, dtype, file, flag="", kind="", seconds=600):
         """None if the kernel passes in the copy; or what is wrong, in a line."""
         environment = {**os.environ, "XDG_CACHE_HOME": str(self.top / "cache"), "OMP_NUM_THREADS": "1",
-                       "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": "-O1"}  # compiled in half of the time
+                       "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": f"-O1 {flag}"}  # compiled in half of the time
         if kind == OUT_OF_BOUNDS:
             library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
@@ -514,14 +535,15 @@ class Copy:
         original = path.read_text(encoding="utf-8")
         path.write_text(mutated(mutant), encoding="utf-8")
         try:
-            return self.check(mutant.kernel, mutant.dtype, mutant.file, mutant.kind)
+            return self.check(mutant.kernel, mutant.dtype, mutant.file, mutant.flag, mutant.kind)
         finally:
             path.write_text(original, encoding="utf-8")
 
 
 def title(mutant):
     change = f"{mutant.old} -> {mutant.new or 'nothing'}"
-    return f"{mutant.kernel:28} {mutant.dtype} {mutant.kind:13} {Path(mutant.file).name}, {mutant.where}: {change}"
+    where = f"{Path(mutant.file).name}{' ' * bool(mutant.flag)}{mutant.flag}, {mutant.where}"
+    return f"{mutant.kernel:28} {mutant.dtype} {mutant.kind:13} {where}: {change}"
 
 
 def main():
@@ -560,8 +582,8 @@ def main():
             finally:
                 copies.append(copy)
 
-        keys = sorted({(mutant.kernel, mutant.dtype, mutant.file, mutant.kind * (mutant.kind == OUT_OF_BOUNDS))
-                       for mutant in mutants})
+        keys = sorted({(mutant.kernel, mutant.dtype, mutant.file, mutant.flag,
+                        mutant.kind * (mutant.kind == OUT_OF_BOUNDS)) for mutant in mutants})
         for key, wrong in zip(keys, pool.map(lambda key: with_copy(lambda copy: copy.check(*key)), keys)):
             if wrong:
                 sys.exit(f"{' '.join(key)} fails as it is, so its mutants say nothing: {wrong}")

@@ -19,6 +19,10 @@
 // each wait. A kernel without races gives the same bits in every order. In every order what must not be read is poison,
 // bytes of 0xff, which are NaN: shared memory until it is written, and the target of a copy until it is waited for.
 //
+// With -DAS_HOPPER, kernels.cu does as on a Hopper GPU, and what it has for that in PTX is here too: products of a warp
+// group, wgmma. Their results are poison until they are waited for. So is what they read, if a copy has brought it and
+// the thread that copied has not fenced it, and what they have computed, if a tile changes before they are waited for.
+//
 // Flags: -fopenmp (else all runs on one core), -fno-math-errno (makes sqrtf an instruction), and -U_FORTIFY_SOURCE
 // (fortified, longjmp refuses to change stacks). With -fsanitize=address,undefined, an index is checked by
 // AddressSanitizer in global memory and in DYNAMIC_SHARED; in a __shared__ array by UBSan where it is indexed by name,
@@ -101,6 +105,16 @@ template <class T> T __ldcs(const T* p) {
     return x;
 }
 template <class T> void __stcs(T* p, T x) { memcpy(p, &x, sizeof x); }
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline int atomicMax(int* p, int value) {
@@ -214,7 +228,8 @@ struct Copy {
 
 struct Copies {
     std::vector<Copy> begun;
-    size_t closed = 0;  // groups
+    size_t closed = 0;            // groups
+    std::vector<void*> unfenced;  // with AS_HOPPER: what has been copied since the last tiles_fence
 
     __attribute__((noinline)) void begin(void* to, const void* from, size_t bytes) {
         Copy copy = {to, from, bytes, closed, {}};
@@ -229,14 +244,144 @@ struct Copies {
         for (; copy != begun.end() && copy->group + pending < closed; ++copy) {
             if (copy->from && memcmp(copy->value, copy->from, copy->bytes)) memset(copy->to, 0xff, copy->bytes);
             else memcpy(copy->to, copy->value, copy->bytes);
+#ifdef AS_HOPPER
+            unfenced.push_back(copy->to);
+#endif
         }
         begun.erase(begun.begin(), copy);
+    }
+};
+
+// Four warps and the products that they have under way. Between products_start and products_end their threads ask for
+// some: that is a group of products. A description is wgmma's, as kernels.cu explains it, and places are counted from
+// the start of the dynamic shared memory, in units of 16 bytes.
+struct WarpGroup {
+    struct Product {
+        float (*d)[4];  // of the thread that asks: what it holds of D (64,64), 8 parts
+        bool right;     // may it be asked for now?
+        bool add, a_in_registers;
+        unsigned long long a, b;  // descriptions
+        unsigned registers[4];    // what the thread holds of A, if it is in registers
+    };
+    struct Result {
+        float (*d)[4];
+        float value[8][4];  // of d, when it arrives
+        size_t group;       // the last that adds to it
+    };
+    struct Reading {
+        unsigned place;
+        size_t group;
+        char value[16];
+    };
+    Meeting meeting;
+    float (*first[128])[4] = {}, (*end[128])[4] = {};  // of each thread: of which D products_start was told
+    std::vector<Product> asked[128];
+    std::vector<Result> results[128];  // not yet in the thread's d
+    std::vector<Reading> readings;     // of groups that some warp has not waited for
+    size_t groups = 0, arrived[4] = {};  // how many have begun, and how many each warp has waited for
+
+    // Where 16 bytes of a described matrix are: 64 bf16 of each of 8 rows are together, in the 128-byte swizzle.
+    static unsigned place_of(unsigned long long description, unsigned row, unsigned piece) {
+        const unsigned start = description & 0x3fff, stride = description >> 32 & 0x3fff;
+        const unsigned place = start + row / 8 * stride + row % 8 * 8 + piece;
+        return place ^ (place / 8 & 7);
+    }
+    // Columns 8 piece..8 piece+7 of a row.
+    void read(float* to, const char* shared, unsigned long long description, unsigned row, unsigned piece) {
+        Reading reading = {place_of(description, row, piece), groups, {}};
+        memcpy(reading.value, shared + 16 * reading.place, 16);
+        unsigned short bits[8];
+        memcpy(bits, reading.value, 16);
+        const bool swizzled = description >> 46 == 1 << 16;  // by 128 bytes, from a multiple of 1,024, and nothing else
+        for (int i = 0; i < 8; i++) to[i] = swizzled ? __uint_as_float(unsigned(bits[i]) << 16) : NAN;
+        readings.push_back(reading);
+    }
+
+    // Computes a group of products, for all threads, and poisons their D until it arrives.
+    void multiply(const char* shared) {
+        groups++;
+        for (size_t i = 0; i < asked[0].size(); i++) {
+            const Product& product = asked[0][i];
+            bool right = true;
+            for (auto& of_thread : asked)
+                right &= i < of_thread.size() && of_thread[i].right && of_thread[i].a == product.a &&
+                         of_thread[i].b == product.b && of_thread[i].add == product.add;
+            float A[64][16], B[64][64], D[64][64] = {};  // B has a row for each column of D, or for each of A
+            for (int row = 0; row < 64; row++)
+                for (int piece = 0; piece < 2 && !product.a_in_registers; piece++) {
+                    read(A[row] + 8 * piece, shared, product.a, row, piece);
+                    read(B[row] + 8 * piece, shared, product.b, row, piece);
+                }
+            for (int row = 0; row < 16 && product.a_in_registers; row++)
+                for (int piece = 0; piece < 8; piece++) read(B[row] + 8 * piece, shared, product.b, row, piece);
+            for (int t = 0; t < 128 && product.a_in_registers; t++)
+                for (int r = 0; r < 4; r++)
+                    for (int j = 0; j < 2; j++)
+                        A[t / 32 * 16 + t % 32 / 4 + r % 2 * 8][t % 4 * 2 + r / 2 * 8 + j] =
+                            __uint_as_float(asked[t][i].registers[r] >> 16 * j << 16);
+            for (int m = 0; m < 64; m++)
+                for (int k = 0; k < 16; k++)
+                    for (int n = 0; n < 64; n++) D[m][n] += A[m][k] * (product.a_in_registers ? B[k][n] : B[n][k]);
+            for (int t = 0; t < 128 && right; t++) {
+                Result& result = result_of(t, asked[t][i]);
+                for (int e = 0; e < 32; e++)
+                    result.value[e / 4][e % 4] +=
+                        D[t / 32 * 16 + t % 32 / 4 + e % 4 / 2 * 8][e / 4 * 8 + t % 4 * 2 + e % 2];
+            }
+        }
+        for (int t = 0; t < 128; t++) {
+            for (Product& product : asked[t]) memset(product.d, 0xff, sizeof Result::value);
+            asked[t].clear();
+            first[t] = end[t] = nullptr;
+        }
+    }
+    // The result that a thread's product adds to or, without add, begins.
+    Result& result_of(int t, const Product& product) {
+        auto& all = results[t];
+        auto result = std::find_if(all.begin(), all.end(), [&](Result& r) { return r.d == product.d; });
+        if (result == all.end()) {
+            result = all.insert(all.end(), Result{product.d, {}, 0});
+            memcpy(result->value, product.d, sizeof result->value);
+        }
+        if (!product.add) memset(result->value, 0, sizeof result->value);
+        result->group = groups;
+        return *result;
+    }
+
+    // Gives the lanes of one of the four warps the results in d[lane], which has so many parts, but those of the newest
+    // `pending` groups. The others may be there too, but a compiler may not know that yet.
+    void arrive(int warp, unsigned pending, const char* shared, float (**d)[4], int parts) {
+        if (groups < pending) return;
+        const size_t all = groups - pending;
+        bool right = true;
+        for (Reading& r : readings)
+            right &= r.group > all || r.group <= arrived[warp] || !memcmp(r.value, shared + 16 * r.place, 16);
+        for (int t = 32 * warp; t < 32 * warp + 32; t++)
+            for (auto result = results[t].begin(); result != results[t].end();) {
+                float poison[8][4];
+                memset(poison, 0xff, sizeof poison);
+                if (result->group <= all && (!right || memcmp(result->d, poison, sizeof poison)))  // written meanwhile
+                    memcpy(result->value, poison, sizeof poison);
+                if (result->group > all || result->d < d[t % 32] || result->d >= d[t % 32] + parts) {
+                    ++result;
+                    continue;
+                }
+                memcpy(result->d, result->value, sizeof poison);
+                result = results[t].erase(result);
+            }
+        arrived[warp] = max(arrived[warp], all);
+        const size_t by_all = *std::min_element(arrived, arrived + 4);
+        readings.erase(readings.begin(), std::find_if(readings.begin(), readings.end(),
+                                                      [&](Reading& r) { return r.group > by_all; }));
     }
 };
 
 // An OS thread and the block that it runs.
 struct Block {
     Warp warps[32];
+    WarpGroup groups[8];
+    bool multiplied = false;             // has a warp group?
+    std::vector<bool> unfenced;          // each 16 bytes of dynamic shared memory: are they copied and not fenced?
     Meeting barrier;
     int order;                           // as for set_order
     unsigned long long random;           // the generator's state
@@ -299,8 +444,9 @@ struct Block {
     bool run_all() {
         next = 0;
         number++;
-        if (copied) for (Copies& c : copies) c.begun.clear();
-        copied = false;
+        if (copied) for (Copies& c : copies) c.begun.clear(), c.unfenced.clear();
+        if (multiplied) for (WarpGroup& g : groups) g = WarpGroup();
+        copied = multiplied = false;
         running = &home;
         if (_setjmp(abandon) == 0) {
             run(args);
@@ -506,7 +652,7 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         b.arrange(0);
         b.idle.clear();
         for (size_t n = b.fibers.size(); n-- > 0;) b.idle.push_back(b.fibers[n].get());  // to use the first ones first
-        dynamic_shared = malloc(shared_bytes);  // 16-byte aligned, and AddressSanitizer knows where it ends
+        if (posix_memalign(&dynamic_shared, 1024, shared_bytes)) abort();  // AddressSanitizer knows where it ends
         // By the handful, since to fetch a block costs as much as to run a small one.
         OPENMP(omp for schedule(dynamic, int(blocks / (32 * workers) + 1)))
         for (size_t i = 0; i < blocks; i++) {
@@ -517,6 +663,7 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
             blockIdx = {unsigned(n % grid[0]), unsigned(n / grid[0] % grid[1]), unsigned(n / grid[0] / grid[1])};
             if (b.order > 0) b.arrange(n);
             memset(dynamic_shared, 0xff, shared_bytes);  // poison
+            b.unfenced.assign(shared_bytes / 16, false);
             if (b.run_all()) continue;
             OPENMP(omp critical)
             if (i < stuck) {
@@ -574,17 +721,6 @@ __forceinline__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()
 }
 
 // ---- the functions that stand for PTX in kernels.cu ----
-
-inline float __uint_as_float(unsigned bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-inline unsigned __float_as_uint(float x) {
-    unsigned bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
 
 inline float power_of_2(float x) { return exp2f(x); }
 
@@ -672,11 +808,87 @@ inline void load_matrices_transposed(unsigned (&x)[4], const void* row, int line
     load_8x8<true>(x, row, line);
 }
 
+// Where an address is in dynamic shared memory, in units of 16 bytes.
+inline size_t place_in_shared(const void* p) {
+    return (static_cast<const char*>(p) - static_cast<char*>(cuda_on_cpu::dynamic_shared)) / 16;
+}
+
 inline void copy_later(void* shared, const void* global, size_t bytes) {
-    cuda_on_cpu::block->copied = true;
-    cuda_on_cpu::block->copies[thread_number()].begin(shared, global, bytes);
+    cuda_on_cpu::Block& b = *cuda_on_cpu::block;
+    b.copied = true;
+    b.copies[thread_number()].begin(shared, global, bytes);
+#ifdef AS_HOPPER
+    if (place_in_shared(shared) < b.unfenced.size()) b.unfenced[place_in_shared(shared)] = true;
+#endif
 }
 inline void copy16(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 16); }
 inline void copy4(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 4); }
 inline void copies_end() { cuda_on_cpu::block->copies[thread_number()].closed++; }
 template <int pending> void copies_arrive() { cuda_on_cpu::block->copies[thread_number()].arrive(pending); }
+
+// A warp group's products: kernels.cu says what each does. It takes these only to do as Hopper.
+namespace hopper {
+
+using namespace cuda_on_cpu;
+
+inline unsigned place_of(const void* tile) { return unsigned(place_in_shared(tile)); }
+inline void compute_now(unsigned (&)[4]) {}
+
+template <int parts> void products_start(float (&d)[1][parts][4]) {
+    const unsigned t = thread_number();
+    WarpGroup& group = block->groups[t / 128];
+    group.first[t % 128] = d[0], group.end[t % 128] = d[0] + parts;
+}
+
+// A thread asks for a product. What is asked before products_start, or of another D, is wrong, and so is one whose
+// operands, of so many rows and pieces of 16 bytes, are not fenced when the first lane of a warp asks.
+inline void ask(WarpGroup::Product product, unsigned rows, unsigned pieces) {
+    Block& b = *block;
+    const unsigned t = thread_number();
+    WarpGroup& group = b.groups[t / 128];
+    product.right = group.first[t % 128] <= product.d && product.d < group.end[t % 128];
+    for (unsigned i = 0; i < rows * pieces && t % 32 == 0; i++)
+        for (unsigned long long matrix : {product.a, product.b})
+            product.right &= !b.unfenced[min(size_t(WarpGroup::place_of(matrix, i / pieces, i % pieces)),
+                                             b.unfenced.size() - 1)];
+    group.asked[t % 128].push_back(product);
+}
+inline void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    ask({d, true, add, false, a, b, {}}, 64, 2);
+}
+inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
+    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}}, 16, 8);
+}
+
+__forceinline__ void products_end(int line = __builtin_LINE()) {
+    Block& b = *block;
+    const unsigned t = thread_number();
+    WarpGroup& group = b.groups[t / 128];
+    b.next = max(b.next, b.place[t] + 1);
+    const bool all = group.meeting.complete("products_end", line, 128);
+    if (all) {
+        b.multiplied = true;
+        group.multiply(static_cast<char*>(dynamic_shared));
+        for (int i = 0; i < 4; i++) b.warps[t / 128 * 4 + i].waiting = 0;
+    }
+    if (!all || b.order != FORWARD) b.wait(t, "products_end", line, all);
+    waited = true;
+}
+
+template <int pending, int parts> void products_arrive(float (&d)[1][parts][4], int line = __builtin_LINE()) {
+    using D = float (*)[4];
+    Exchange<D>(~0u, d[0], "products_arrive", line, [](D* of_lane) {
+        const unsigned t = thread_number();
+        block->groups[t / 128].arrive(t / 32 % 4, pending, static_cast<char*>(dynamic_shared), of_lane, parts);
+    });
+}
+
+inline void tiles_fence() {
+    Block& b = *block;
+    std::vector<void*>& mine = b.copies[thread_number()].unfenced;
+    for (void* shared : mine)
+        if (place_in_shared(shared) < b.unfenced.size()) b.unfenced[place_in_shared(shared)] = false;
+    mine.clear();
+}
+
+}  // namespace hopper

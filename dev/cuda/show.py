@@ -43,9 +43,9 @@ def declared(code):
 
 def is_whole(lines):
     """Whether a piece that begins with these lines ends with them."""
+    if lines[0][0] == "#":
+        return not lines[-1].endswith("\\")  # a last line that is a quotation alone is blank here
     code = "\n".join(lines).rstrip()
-    if code[0] == "#":
-        return code[-1] != "\\"
     return code[-1] in ";}" and sum(map(code.count, "([{")) == sum(map(code.count, ")]}"))
 
 
