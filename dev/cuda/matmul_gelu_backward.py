@@ -3,7 +3,7 @@ from dev.cuda.formulas import dgelu
 from dev.cuda.gelu_forward import gelu_inputs
 from dev.cuda.kernel import ALL, Kernel, Version, in_parts
 from dev.cuda.matmul_forward import LIBRARY_LIMITS
-from dev.cuda.matmul_gelu_forward import SHARED, THREADS, blocks_of, cluster_of
+from dev.cuda.matmul_gelu_forward import SHARED, THREADS, blocks_of
 from dev.cuda.tensor_maps import tensor_maps
 
 
