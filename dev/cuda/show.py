@@ -45,7 +45,7 @@ def is_whole(lines):
     """Whether a piece that begins with these lines ends with them."""
     code = "\n".join(lines).rstrip()
     if code[0] == "#":
-        return code[-1] != "\\"
+        return not lines[-1].rstrip().endswith("\\")  # of what may be a line of nothing but a quote
     return code[-1] in ";}" and sum(map(code.count, "([{")) == sum(map(code.count, ")]}"))
 
 
