@@ -328,7 +328,8 @@ class Bench:
         self.np = device.cupy if device.name == "cuda" else np
         given, truth, terms = problem_of(kernel.problem, tuple(sizes.items()), device.real == BF16)
         arrays = {name: values for name, values in given.items() if isinstance(values, np.ndarray)}
-        self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize)
+        hopper = device.name == "cpu" or device.gpu.compute_capability == "90"  # a CPU does what a Hopper GPU does
+        self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize, hopper=hopper)
         self.shapes = {name: values.shape for name, values in {**truth, **arrays}.items()}
         self.types = {name: self.type_of(name, arrays.get(name)) for name in self.shapes}
         exact = {name: as_stored(truth[name], self.types[name]) for name in kernel.exact.split() if name in truth}

@@ -45,7 +45,7 @@ def rows_of(a):
 
 def by_wgmma(device, a):
     maps = tensor_maps(device, (a.dout, 128), (a.weight, 64))
-    device.launch("matmul_gelu_backward2", blocks_of(device), a.dfch, a.partials, a.fch, maps, a.N, a.C, a.OC,
+    device.launch("matmul_gelu_backward3", blocks_of(device), a.dfch, a.partials, a.fch, maps, a.N, a.C, a.OC,
                   threads=THREADS, shared=SHARED)
     device.launch("add_partials", a.OC, a.dbias, None, None, a.partials, rows_of(a), a.OC)
 
@@ -58,6 +58,6 @@ KERNEL = Kernel(
                 scratch=lambda a: dict(partials=(shares_of(a), a.OC))),
         Version("cuBLASLt's epilogue, then the sums, as the trainer", by_epilogue, threads=(), dtypes=ALL,
                 library="cuBLASLt", scratch=lambda a: dict(partials=(shares_of(a), a.OC))),
-        Version("warps of their own for GELU and the sums", by_wgmma, threads=(), dtypes=("bf16",),
+        Version("warps of their own for GELU and the sums", by_wgmma, threads=(), dtypes=("bf16",), fits=lambda a: a.hopper,
                 scratch=lambda a: dict(partials=(rows_of(a), a.OC))),
     ))

@@ -394,13 +394,13 @@ __device__ __forceinline__ void run(const TensorMap* maps, const real* bias, int
 
 #if HAS_BULK && defined(__CUDACC__)
 #define CLUSTERED __cluster_dims__(matmul_gelu::CLUSTER, 1, 1)
-extern "C" __global__ void CLUSTERED matmul_gelu_forward2(real*, real*, const TensorMap*, const real*, int, int, int);
-extern "C" __global__ void CLUSTERED matmul_gelu_backward2(real*, float*, const real*, const TensorMap*, int, int, int);
+extern "C" __global__ void CLUSTERED matmul_gelu_forward3(real*, real*, const TensorMap*, const real*, int, int, int);
+extern "C" __global__ void CLUSTERED matmul_gelu_backward3(real*, float*, const real*, const TensorMap*, int, int, int);
 #endif
 
 // Here no thread that multiplies computes GELU.
 BLOCK(384, 1)
-extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_forward2(
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_forward3(
     real* __restrict__ fch, real* __restrict__ gelu, const TensorMap* __restrict__ maps,
     const real* __restrict__ bias, int N, int C, int OC) {
 #if HAS_BULK
@@ -411,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_forward2(
 }
 
 BLOCK(384, 1)
-extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_backward2(
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_backward3(
     real* __restrict__ dfch, float* __restrict__ partials, const real* __restrict__ fch,
     const TensorMap* __restrict__ maps, int N, int C, int OC) {
 #if HAS_BULK

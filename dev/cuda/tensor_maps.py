@@ -37,13 +37,15 @@ def tensor_maps(device, *matrices):
     first asked for, on a stream of its own, since the current one may be recording."""
     known = vars(device).setdefault("tensor_maps", {})
     key = tuple((address_of(matrix), matrix.shape, matrix.strides, rows) for matrix, rows in matrices)
-    if key not in known:
+    made = known.get(key)
+    if made is None:
         maps = np.concatenate([encode(device, matrix, rows) for matrix, rows in matrices])
         if device.name == "cuda":
             stream = device.cupy.cuda.Stream(non_blocking=True)
             with stream:
-                known[key] = device.cupy.asarray(maps)
+                made = device.cupy.asarray(maps)
             stream.synchronize()
         else:
-            known[key] = maps
-    return known[key]
+            made = maps
+        known[key] = made
+    return made

@@ -221,7 +221,7 @@ def launched_by(version):
     if not callable(version.run):
         return {version.run}
     names, device, a = set(), Anything(1024), Anything(1024)
-    device.launch = lambda name, *args, **more: names.add(name)
+    device.launch, device.tensor_maps = lambda name, *args, **more: names.add(name), Anything(1024)
     vars(a).update(dict.fromkeys(("B", "T", "NH", "scale", "relu", "out", "lse"), Anything(1024)))  # vars(a) is copied
     version.run(device, a)
     return names
