@@ -230,8 +230,7 @@ __device__ __forceinline__ void multiply(Shared& s, Tiles tiles, int group, int 
     int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     int row = GROUP * group + 16 * warp + lane % 16;  // which this lane stores
     auto release = [&](int stage) {                   // one lane of a warp for each block of the cluster
-        if (CLUSTER == 1 && lane == 0) bulk::arrive(s.empty[stage]);
-        if (CLUSTER > 1 && lane < CLUSTER) bulk::arrive_at(s.empty[stage], lane);
+        if (lane < CLUSTER) bulk::arrive_at(s.empty[stage], lane);
     };
     Turn turn;
     float d[32][4];
@@ -365,7 +364,6 @@ __device__ __forceinline__ void run(const TensorMap* maps, const real* bias, int
     DYNAMIC_SHARED(Shared, shared);
     Shared& s = *shared;
     int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-    int rank = CLUSTER > 1 ? bulk::rank_in_cluster() : 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             bulk::start(s.full[i], 1);
@@ -380,13 +378,12 @@ __device__ __forceinline__ void run(const TensorMap* maps, const real* bias, int
         bulk::map_fence(maps);
         bulk::map_fence(maps + 1);
     }
-    if (CLUSTER > 1) bulk::cluster_barrier();
-    else __syncthreads();
-    Tiles tiles(N, OC, rank);
+    bulk::cluster_barrier();
+    Tiles tiles(N, OC, bulk::rank_in_cluster());
     if (group > 0) multiply<wide>(s, tiles, group - 1, C);
     else if (threadIdx.x >= 32) finish(s, tiles);
     else if (threadIdx.x == 0) fetch<wide>(s, maps, bias, tiles, C, OC);
-    if (CLUSTER > 1) bulk::cluster_barrier();  // a block's shared memory must be there as long as the other uses it
+    bulk::cluster_barrier();  // a block's shared memory must be there as long as the other uses it
 }
 #endif
 

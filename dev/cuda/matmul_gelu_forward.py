@@ -42,7 +42,7 @@ def by_wgmma(device, a):
 
 
 KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=1,T=300,C=160"), sums="fch fch_gelu",
+    problem, "B=8,T=1024,C=768", ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=1,T=300,C=160", "B=1,T=70,C=288"), sums="fch fch_gelu",
     limits=LIBRARY_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC, versions=(
         Version("a product, then GELU", by_two, threads=(), dtypes=ALL),
         Version("cuBLASLt's epilogue, as the trainer", by_epilogue, threads=(), dtypes=ALL, library="cuBLASLt"),
