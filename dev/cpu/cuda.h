@@ -870,8 +870,8 @@ inline void tiles_fence() {
 }  // namespace hopper
 
 // What dev/cuda/matmul_gelu_forward.cu has in PTX: barriers in shared memory, bulk copies, and products of 64 x 256,
-// which it says more about. A block is a cluster of its own here. The target of a copy is poison until a thread waits at
-// the copy's barrier, and a product reads its operands when it is waited for: so what comes too early is seen.
+// which it says more about. A block is a cluster of its own here. The target of a copy is poison until a thread waits
+// at the copy's barrier, and a product reads its operands when it is waited for: so what comes too early is seen.
 namespace bulk {
 
 using namespace cuda_on_cpu;
@@ -1033,8 +1033,8 @@ inline void multiply(const Product& p) {
             const size_t c = 8 * n + 2 * q + j;
             float sum[2] = {};
             for (size_t k = 0; k < 16; k++) {
-                const float x = number(p.wide ? b + c / 64 * field(p.b, 16) + k / 8 * b_stride + k % 8 * 128 + c % 64 * 2
-                                              : b + c / 8 * b_stride + c % 8 * 128 + 2 * k);
+                const size_t wide = c / 64 * field(p.b, 16) + k / 8 * b_stride + k % 8 * 128 + c % 64 * 2;
+                const float x = number(b + (p.wide ? wide : c / 8 * b_stride + c % 8 * 128 + 2 * k));
                 sum[0] += A[0][k] * x, sum[1] += A[1][k] * x;
             }
             for (int half = 0; half < 2; half++) {

@@ -109,8 +109,8 @@ def threads_of(device, name):
 
 class Version(NamedTuple):
     """One way to compute a kernel's outputs. `items` and `shared` are expressions in the names of a problem, as in
-    "N*C". Four names are there besides those: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real;
-    threads; and what is in `more`."""
+    "N*C". Five names are there besides those: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real;
+    hopper, whether the device has a Hopper GPU's instructions; threads; and what is in `more`."""
     what: str  # a line that says what it changes
     run: str | Callable  # a kernel's name, or a function (device, a) that launches several
     items: str = None  # what the kernel's BLOCK shares out; with a comma, how many along x and how many along y

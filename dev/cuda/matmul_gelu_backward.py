@@ -51,13 +51,14 @@ def by_wgmma(device, a):
 
 
 KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=1,T=300,C=160", "B=1,T=70,C=288"), sums="dfch dbias",
+    problem, "B=8,T=1024,C=768",
+    ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=1,T=300,C=160", "B=1,T=70,C=288", "B=1,T=2100,C=32"), sums="dfch dbias",
     fp32="dbias partials", limits=LIBRARY_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC, beside=("matmul_gelu_forward",),
     versions=(
         Version("a product, then GELU, then the sums", by_three, threads=(), dtypes=ALL,
                 scratch=lambda a: dict(partials=(shares_of(a), a.OC))),
         Version("cuBLASLt's epilogue, then the sums, as the trainer", by_epilogue, threads=(), dtypes=ALL,
                 library="cuBLASLt", scratch=lambda a: dict(partials=(shares_of(a), a.OC))),
-        Version("warps of their own for GELU and the sums", by_wgmma, threads=(), dtypes=("bf16",), fits=lambda a: a.hopper,
-                scratch=lambda a: dict(partials=(rows_of(a), a.OC))),
+        Version("warps of their own for GELU and the sums", by_wgmma, threads=(), dtypes=("bf16",),
+                fits=lambda a: a.hopper, scratch=lambda a: dict(partials=(rows_of(a), a.OC))),
     ))

@@ -1,19 +1,17 @@
-// The two products of the MLP that have GELU in them, in bf16. Forward, fch (N,OC) = inp (N,C) weight' (OC,C) +
-// bias (OC), and gelu (N,OC) = gelu(fch). Backward, dfch (N,OC) = dout (N,C) weight (C,OC) * gelu'(fch), and with it the
-// sum of each column of dfch. What they add to a product is for each element two numbers moved and two of the slow
-// special functions: as long as a third of the products take, if nothing hides it.
-
-// A product, and then a kernel that goes over it: what is stored is read again, which is half of the bytes.
-// cuBLASLt does the second kernel's work in the product's epilogue. But the threads that have the results in their
-// registers compute it, and while they do the tensor cores wait for them.
+// The two products of the MLP that have GELU in them. Forward, fch (N,OC) = inp (N,C) weight' (OC,C) + bias (OC), and
+// gelu (N,OC) = gelu(fch). Backward, dfch (N,OC) = dout (N,C) weight (C,OC) * gelu'(fch), and with it the sum of each
+// column of dfch. Version 1 is a product, and then a kernel that reads again what the product has stored. In version 2
+// cuBLASLt computes GELU in the product's epilogue. The threads that have the results in their registers do it, with an
+// exponential and a division for each, and meanwhile the tensor cores have less to do: with B=32 and T=1024 it takes an
+// H200 284 us, and the product alone 204.
 
 #if defined(BF16) && (defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__))
-#define HAS_BULK 1  // bulk copies and wgmma; dev/cpu/cuda.h has both
+#define HAS_BULK 1
 #else
 #define HAS_BULK 0
 #endif
 
-// How the copy engine sees a matrix: cuTensorMapEncodeTiled fills it in on the host.
+// How the copy engine sees a matrix: see tensor_maps.py.
 struct alignas(64) TensorMap { unsigned long long opaque[16]; };
 
 #ifdef __CUDACC__
@@ -98,8 +96,8 @@ __device__ __forceinline__ void store_matrices(real* row, const unsigned (&x)[4]
 }
 
 #define FLOATS_OF_128(d) FLOATS_OF_64(d, 0), FLOATS_OF_64(d, 16)
-// d (64, 256) = A (64, 16) B (16, 256), or with `add` d += A B. Both are described as kernels.cu says. If B is wide, its
-// columns are the fastest index in shared memory, and not the summed one.
+// d (64, 256) = A (64, 16) B (16, 256), or with `add` d += A B. Both are described as kernels.cu says. If B is wide,
+// its columns are the fastest index in shared memory, and not the summed one.
 template <bool wide>
 __device__ __forceinline__ void wgmma(float (&d)[32][4], unsigned long long a, unsigned long long b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %131, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
@@ -142,6 +140,7 @@ __device__ __forceinline__ float derivative(float x) {
 
 constexpr int ROWS = 128, COLUMNS = 256;  // of a tile of the result
 constexpr int STEP = 64, STAGES = 3;      // the summed index goes by steps of 128 bytes; so many are in shared memory
+constexpr int BIASES = STAGES + 1;        // a tile's bias is in use until STAGES steps after its last one have come
 constexpr int GROUP = ROWS / 2;           // rows of a warp group's part of a tile
 constexpr int FINISHERS = 96;             // threads that compute GELU
 #ifdef __CUDACC__
@@ -153,9 +152,9 @@ constexpr int BAND = 16 / CLUSTER;        // so many clusters' tiles, one below 
 
 struct Shared {
     real x[STAGES][ROWS * STEP], w[STAGES][COLUMNS * STEP];
-    real product[ROWS * COLUMNS];  // see piece()
-    real bias[2][COLUMNS];             // of even and of odd tiles
-    float sums[2][3][COLUMNS];         // of each warp's rows, for even and for odd tiles
+    real product[ROWS * COLUMNS];     // see piece()
+    real bias[BIASES][COLUMNS];       // of tiles, by turns
+    float sums[2][3][COLUMNS];        // of each warp's rows, of even and of odd tiles
     bulk::Barrier full[STAGES], empty[STAGES];  // has a stage been filled, and is it no longer needed?
     bulk::Barrier written[2], drained[2];       // has a product been written, and is it no longer needed?
     bulk::Barrier summed;
@@ -208,13 +207,13 @@ __device__ __forceinline__ void fetch(Shared& s, const TensorMap* maps, const re
         else bulk::copy(to, map, column, row, full);
     };
     Turn turn;
-    for (int parity = 0; tiles.next(); parity ^= 1)
+    for (int tile = 0; tiles.next(); tile++)
         for (int c = 0; c < C; c += STEP, turn.next()) {
             bulk::Barrier& full = s.full[turn.stage];
             int bytes = !wide && c == 0 ? min(COLUMNS, OC - tiles.column) * (int)sizeof(real) : 0;
             bulk::wait(s.empty[turn.stage], turn.parity ^ 1);
             bulk::expect(full, sizeof(s.x[0]) + sizeof(s.w[0]) + bytes);
-            if (bytes > 0) bulk::copy_bytes(s.bias[parity], bias + tiles.column, bytes, full);
+            if (bytes > 0) bulk::copy_bytes(s.bias[tile % BIASES], bias + tiles.column, bytes, full);
             bulk::copy(s.x[turn.stage], maps, c, tiles.row, full);
             int first = tiles.rank * SHARE;
             if (!wide) copy_w(s.w[turn.stage] + first * STEP, maps + 1, c, tiles.column + first, full);
@@ -234,7 +233,7 @@ __device__ __forceinline__ void multiply(Shared& s, Tiles tiles, int group, int 
     };
     Turn turn;
     float d[32][4];
-    for (int parity = 0; tiles.next(); parity ^= 1) {
+    for (int tile = 0; tiles.next(); tile++) {
         int before = 0;
         for (int c = 0; c < C; c += STEP, turn.next()) {
             bulk::wait(s.full[turn.stage], turn.parity);
@@ -254,14 +253,14 @@ __device__ __forceinline__ void multiply(Shared& s, Tiles tiles, int group, int 
         bulk::products_arrive<0>();
         bulk::products_done(d);
         release(before);
-        bulk::wait(s.drained[group], parity ^ 1);
+        bulk::wait(s.drained[group], tile % 2 ^ 1);
 #pragma unroll
         for (int n = 0; n < 32; n += 2) {
             unsigned x[4];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 Pack<2> b = {};
-                if (!wide) b = load<2>(s.bias[parity] + 8 * (n + i) + lane % 4 * 2);
+                if (!wide) b = load<2>(s.bias[tile % BIASES] + 8 * (n + i) + lane % 4 * 2);
                 x[2 * i] = two_bf16(d[n + i][0] + b[0], d[n + i][1] + b[1]);
                 x[2 * i + 1] = two_bf16(d[n + i][2] + b[0], d[n + i][3] + b[1]);
             }
@@ -395,7 +394,21 @@ extern "C" __global__ void CLUSTERED matmul_gelu_forward3(real*, real*, const Te
 extern "C" __global__ void CLUSTERED matmul_gelu_backward3(real*, float*, const real*, const TensorMap*, int, int, int);
 #endif
 
-// Here no thread that multiplies computes GELU.
+// Version 3 of both has threads of their own for each kind of work, and so all of it goes on at the same time. On each
+// multiprocessor one block takes tiles of 128 x 256 elements, one after the other, as long as there are any:
+//
+//   a thread   starts copies: the copy engine brings 64 columns of both matrices' rows to one of three stages in shared
+//              memory as soon as it is free. It needs no thread for each 16 bytes, and none waits for it.
+//   8 warps    wait for a stage, have the tensor cores multiply it, and free the stage before it. At a tile's end they
+//              leave the result in shared memory, rounded to bf16 as if it were stored, and begin the next.
+//   3 warps    fetch it from there, compute GELU, and store. They may take as long as the tensor cores for a tile.
+//
+// They hand over by barriers in shared memory, which the copy engine knows too. With a tile of this size a
+// multiprocessor asks L2 for 48 bytes a clock if its tensor cores are to be busy, and would get some 35 when all ask.
+// So two of them are a cluster, whose tiles have the same columns of the result: each fetches half of what both need of
+// the weights, for both. That leaves 32.
+// Backward, dfch is rounded twice: when the product is handed over, and when it is stored. Hopper GPUs run this, and
+// the CPU device, which has their instructions in C++.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_forward3(
     real* __restrict__ fch, real* __restrict__ gelu, const TensorMap* __restrict__ maps,
