@@ -31,7 +31,7 @@ REGISTERS = 65536  # of a multiprocessor, and so the most that one block can hav
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA, MOMENTS, FP8 = TOP / "dev/llama3/llama3.cu", TOP / "dev/moments.cu", TOP / "dev/fp8.cu"
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
-LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text(encoding="utf-8")))]
+LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_LD", path.read_text("utf-8")))]
 
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):

@@ -892,3 +892,189 @@ inline void tiles_fence() {
 }
 
 }  // namespace hopper
+
+// What dev/cuda/matmul_gelu_forward.cu has in PTX: barriers in shared memory, bulk copies, and products of 64 x 256,
+// which it says more about. A block is a cluster of its own here. The target of a copy is poison until a thread waits
+// at the copy's barrier, and a product reads its operands when it is waited for: so what comes too early is seen.
+namespace bulk {
+
+using namespace cuda_on_cpu;
+
+struct Barrier {
+    unsigned short arrivals, missing;  // of a phase, and those of this one that are still to come
+    int bytes : 31;                    // still to come
+    unsigned phase : 1;                // its parity
+};
+
+struct Copy {
+    char* to;
+    const char* from;
+    size_t bytes;
+    const unsigned long long* map;  // of a matrix, or null if bytes are copied as they are: see tensor_maps.py
+    int column, row;
+    Barrier* barrier;
+};
+
+struct Product {
+    float (*d)[4];
+    unsigned long long a, b;
+    bool wide, add;
+    size_t group;
+};
+
+// What the threads of a block have under way.
+struct State {
+    size_t block = 0;  // its number
+    std::vector<std::pair<Barrier*, unsigned>> waiting;  // threads, and at which barrier
+    std::vector<Copy> copies;
+    std::vector<Product> products[1024];
+    size_t groups[1024] = {};
+};
+
+inline State& state() {
+    static thread_local std::unique_ptr<State> state;
+    if (!state) state.reset(new State);
+    if (state->block != block->number) *state = State(), state->block = block->number;
+    return *state;
+}
+
+inline void start(Barrier& b, int arrivals) {
+    b.arrivals = b.missing = (unsigned short)arrivals;
+    b.bytes = 0, b.phase = 0;
+}
+// Has all who wait at a barrier look again.
+inline void wake(Barrier& b) {
+    auto& waiting = state().waiting;
+    for (auto& [barrier, t] : waiting)
+        if (barrier == &b) block->warps[t / 32].waiting &= ~(1u << t % 32);
+    waiting.erase(std::remove_if(waiting.begin(), waiting.end(), [&](auto& w) { return w.first == &b; }),
+                  waiting.end());
+}
+inline void complete(Barrier& b) {
+    if (b.missing || b.bytes) return;
+    b.missing = b.arrivals, b.phase ^= 1;
+    wake(b);
+}
+inline void expect(Barrier& b, int bytes) {
+    b.bytes += bytes, b.missing--;
+    complete(b);
+}
+inline void arrive(Barrier& b) { expect(b, 0); }
+inline void arrive_at(Barrier& b, int) { arrive(b); }
+
+// Where byte i of a tile is, in the 128-byte swizzle: counted from a multiple of 1,024.
+inline size_t swizzled(size_t i) { return i ^ (i / 128 & 7) * 16; }
+inline unsigned place(const void* shared) { return unsigned((const char*)shared - (char*)dynamic_shared); }
+
+inline void deliver(const Copy& c) {
+    if (!c.map) {
+        memcpy(c.to, c.from, c.bytes);
+        return;
+    }
+    const int columns = int(c.map[1]), rows = int(c.map[2]), per_row = int(c.map[4]);
+    for (int row = 0; row < int(c.map[5]); row++)
+        for (int i = 0; i < per_row; i++) {
+            const bool there = c.row + row < rows && c.column + i < columns;
+            const size_t to = swizzled(place(c.to) + 2 * (size_t(row) * per_row + i));
+            const char* from = (const char*)c.map[0] + (c.row + row) * c.map[3] + 2 * (c.column + i);
+            if (there) memcpy((char*)dynamic_shared + to, from, 2);
+            else memset((char*)dynamic_shared + to, 0, 2);
+        }
+}
+inline void begin(const Copy& copy) {
+    memset(copy.to, 0xff, copy.bytes);
+    state().copies.push_back(copy);
+    wake(*copy.barrier);
+}
+inline void copy_bytes(void* shared, const void* global, int bytes, Barrier& b) {
+    begin({(char*)shared, (const char*)global, size_t(bytes), nullptr, 0, 0, &b});
+}
+inline void copy(void* shared, const void* map, int column, int row, Barrier& b) {
+    auto* m = (const unsigned long long*)map;
+    begin({(char*)shared, nullptr, size_t(2 * m[4] * m[5]), m, column, row, &b});
+}
+inline void copy_to_all(void* shared, const void* map, int column, int row, Barrier& b) {
+    copy(shared, map, column, row, b);
+}
+
+__forceinline__ void wait(Barrier& barrier, int parity, int line = __builtin_LINE()) {
+    Block& b = *block;
+    const unsigned t = thread_number();
+    b.next = max(b.next, b.place[t] + 1);
+    while (barrier.phase == unsigned(parity)) {
+        auto& copies = state().copies;
+        const auto arrived = std::stable_partition(copies.begin(), copies.end(),
+                                                   [&](Copy& c) { return c.barrier != &barrier; });
+        const std::vector<Copy> delivered(arrived, copies.end());
+        copies.erase(arrived, copies.end());
+        for (const Copy& c : delivered) deliver(c), barrier.bytes -= int(c.bytes);
+        if (!delivered.empty()) complete(barrier);
+        if (barrier.phase != unsigned(parity)) break;
+        state().waiting.push_back({&barrier, t});
+        b.wait(t, "a wait for a barrier", line);
+    }
+    waited = true;
+}
+
+inline void barriers_fence() {}
+inline void map_fence(const void*) {}
+inline int rank_in_cluster() { return 0; }
+__forceinline__ void cluster_barrier(int line = __builtin_LINE()) { __syncthreads(line); }
+inline float reciprocal(float x) { return 1.0f / x; }
+
+__forceinline__ void store_matrices(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
+    struct Lane { unsigned x[4]; unsigned* row; };
+    cuda_on_cpu::Exchange<Lane>(~0u, {{x[0], x[1], x[2], x[3]}, (unsigned*)row}, "stmatrix", line, [](Lane* lanes) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) lanes[8 * i + lane / 4].row[lane % 4] = lanes[lane].x[i];
+    });
+}
+
+inline void products_start(float (&)[32][4]) {}
+inline void products_done(float (&)[32][4]) {}
+inline void products_end() { state().groups[thread_number()]++; }
+template <bool wide>
+void wgmma(float (&d)[32][4], unsigned long long a, unsigned long long b, bool add) {
+    const unsigned t = thread_number();
+    state().products[t].push_back({d, a, b, wide, add, state().groups[t]});
+}
+// A thread computes what it holds of D: two rows, and of 8 columns two.
+inline void multiply(const Product& p) {
+    const unsigned t = thread_number(), row = t % 128 / 32 * 16 + t % 32 / 4, q = t % 4;
+    auto number = [](size_t at) {
+        unsigned short bits;
+        memcpy(&bits, (const char*)dynamic_shared + swizzled(at), 2);
+        return __uint_as_float(unsigned(bits) << 16);
+    };
+    auto field = [](unsigned long long description, int bit) { return size_t(description >> bit & 0x3fff) * 16; };
+    const size_t a = field(p.a, 0), a_stride = field(p.a, 32), b = field(p.b, 0), b_stride = field(p.b, 32);
+    float A[2][16];
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 16; k++)
+            A[half][k] = number(a + (row / 8 + half) * a_stride + row % 8 * 128 + 2 * k);
+    for (int n = 0; n < 32; n++)
+        for (int j = 0; j < 2; j++) {
+            const size_t c = 8 * n + 2 * q + j;
+            float sum[2] = {};
+            for (size_t k = 0; k < 16; k++) {
+                const size_t wide = c / 64 * field(p.b, 16) + k / 8 * b_stride + k % 8 * 128 + c % 64 * 2;
+                const float x = number(b + (p.wide ? wide : c / 8 * b_stride + c % 8 * 128 + 2 * k));
+                sum[0] += A[0][k] * x, sum[1] += A[1][k] * x;
+            }
+            for (int half = 0; half < 2; half++) {
+                float& d = p.d[n][2 * half + j];
+                d = (p.add ? d : 0.0f) + sum[half];
+            }
+        }
+}
+template <int pending>
+__forceinline__ void products_arrive(int line = __builtin_LINE()) {
+    const unsigned t = thread_number();
+    auto& products = state().products[t];
+    size_t n = 0;
+    for (; n < products.size() && products[n].group + pending < state().groups[t]; n++) multiply(products[n]);
+    products.erase(products.begin(), products.begin() + n);
+    __syncwarp(~0u, line);
+}
+
+}  // namespace bulk

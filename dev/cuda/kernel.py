@@ -109,8 +109,8 @@ def threads_of(device, name):
 
 class Version(NamedTuple):
     """One way to compute a kernel's outputs. `items` and `shared` are expressions in the names of a problem, as in
-    "N*C". Four names are there besides those: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real;
-    threads; and what is in `more`."""
+    "N*C". Five names are there besides those: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real;
+    hopper, whether the device has a Hopper GPU's instructions; threads; and what is in `more`."""
     what: str  # a line that says what it changes
     run: str | Callable  # a kernel's name, or a function (device, a) that launches several
     items: str = None  # what the kernel's BLOCK shares out; with a comma, how many along x and how many along y
@@ -328,7 +328,8 @@ class Bench:
         self.np = device.cupy if device.name == "cuda" else np
         given, truth, terms = problem_of(kernel.problem, tuple(sizes.items()), device.real == BF16)
         arrays = {name: values for name, values in given.items() if isinstance(values, np.ndarray)}
-        self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize)
+        hopper = device.name == "cpu" or device.gpu.compute_capability == "90"  # a CPU does what a Hopper GPU does
+        self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize, hopper=hopper)
         self.shapes = {name: values.shape for name, values in {**truth, **arrays}.items()}
         self.types = {name: self.type_of(name, arrays.get(name)) for name in self.shapes}
         exact = {name: as_stored(truth[name], self.types[name]) for name in kernel.exact.split() if name in truth}
