@@ -519,8 +519,8 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 #endif
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
-// On Hopper four warps are a warp group. Two of them share the tiles of 128 channels, or L2 would not keep up.
-constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
+// On Hopper four warps are a warp group. Two of them share tiles, or L2 would not keep up.
+constexpr int WARP_GROUPS = HOPPER ? 2 : 1;
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
 // registers have room for that in bf16 if heads are short. On Hopper the tensor cores read by themselves.
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;
@@ -531,17 +531,17 @@ constexpr int KEYS = 64;                     // a tile of the forward pass has s
 constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
 constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
 constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
-// A multiprocessor must have registers for so many blocks.
-constexpr int FORWARD_BLOCKS = WARP_GROUPS;
-constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
-constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
-constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
+// As far as registers allow, Hopper's tensor cores have other products to do while a tile's exponentials are computed:
+// forward, with the values of the tile before; backward, the scores of the next.
+constexpr bool BESIDE = HOPPER && HP == 64, BESIDE_Q = HOPPER, BESIDE_KV = BESIDE;
+constexpr bool EARLY_DV = HOPPER && !BESIDE_KV;  // dv's product starts before dscores are computed
+constexpr int FORWARD_STAGES = BESIDE ? 3 : 2, STAGES = HOPPER ? 4 : 2;  // of tiles in shared memory
 
 // What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands, and its bytes of shared
 // memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
-static_assert(4 * TILE >= ROWS, "attention_backward_q keeps out where its tiles will be");
+    ROWS, THREADS, (ROWS + 2 * FORWARD_STAGES * KEYS) * LD * (int)sizeof(real),
+    (2 * ROWS + 2 * STAGES * TILE) * LD * (int)sizeof(real)}; }
 
 // What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
 struct Part {
@@ -683,28 +683,26 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4
     }
 }
 
-// d (16 M, HP) += x (16 M, columns), a result in registers, times the first `columns` rows of a tile.
+// d (16 M, HP) += a (16 M, columns) times the first `columns` rows of a tile.
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4],
+__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const Pair (&a)[columns / 16][M][4],
                                          const real* tile) {
 #pragma unroll
-    for (int j = 0; j < columns / 16; j++) {
-        Pair a[M][4], b[4];
-#pragma unroll
-        for (int m = 0; m < M; m++) a_from_result(a[m], x[m], j);
+    for (int j = 0; j < columns / 16; j++)
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
+            Pair b[4];
             load_b(b, tile, 16 * j, 16 * n);
 #pragma unroll
-            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
+            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[j][m], b);
         }
-    }
 }
 
 // mma.sync is done when it returns, and what a thread reads needs no fence.
 template <int pending, class D>
 __device__ __forceinline__ void products_arrive(D&) {}
 __device__ __forceinline__ void tiles_fence() {}
+__device__ __forceinline__ void compute_now(Pair (&)[4]) {}
 #else
 // The same on Hopper, whose tensor cores read tiles from shared memory by themselves while the threads go on. The four
 // warps of a group start one product together, D (64,64) += A (64,16) B (16,64). Each warp holds 16 rows of D, and of A
@@ -773,23 +771,39 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[1][columns / 8][4
 }
 
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const float (&x)[1][columns / 8][4],
+__device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const Pair (&a)[columns / 16][1][4],
                                          const real* tile) {
     unsigned b = place_of(tile);
-    Pair a[columns / 16][4];
-#pragma unroll
-    for (int j = 0; j < columns / 16; j++) {
-        a_from_result(a[j], x[0], j);
-        compute_now(a[j]);
-    }
     products_start(d);
 #pragma unroll
     for (int j = 0; j < columns / 16; j++)
 #pragma unroll
-        for (int c = 0; c < HP; c += 64) wgmma_from_registers(d[0] + c / 8, a[j], describe(b + at(16 * j, c) / W));
+        for (int c = 0; c < HP; c += 64) wgmma_from_registers(d[0] + c / 8, a[j][0], describe(b + at(16 * j, c) / W));
     products_end();
 }
 #endif
+
+// A result as the A of a next product.
+template <int squares>
+__device__ __forceinline__ void as_a(Pair (&a)[squares][M][4], const float (&x)[M][2 * squares][4]) {
+#pragma unroll
+    for (int j = 0; j < squares; j++)
+#pragma unroll
+        for (int m = 0; m < M; m++) a_from_result(a[j][m], x[m], j), compute_now(a[j][m]);
+}
+template <int columns>
+__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4],
+                                         const real* tile) {
+    Pair a[columns / 16][M][4];
+    as_a(a, x);
+    multiply<columns>(d, a, tile);
+}
+
+// The stage that comes `ahead` after another.
+template <int stages>
+__device__ __forceinline__ int later(int stage, int ahead = 1) {
+    return stage + ahead < stages ? stage + ahead : stage + ahead - stages;
+}
 
 // Waits for all copies of the block. Every thread must call it.
 __device__ __forceinline__ void tiles_arrive() {
@@ -803,7 +817,7 @@ __device__ __forceinline__ void tiles_arrive() {
 // columns begin at `column`. Those not seen, of which only tiles on the diagonal have any, become `value`.
 template <bool rows_are_keys, int parts>
 __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value, const Part& part, int column) {
-    if (column >= part.group + GROUP || column + 8 * parts <= part.group) return;
+    if (rows_are_keys ? column >= part.group + GROUP : column + 8 * parts <= part.group) return;
     EACH_ELEMENT(x) {
         int r = part.first + part.warp + row_of(m, i), c = column + column_of(n, i);
         if (rows_are_keys ? r > c : c > r) x[m][n][i] = value;
@@ -834,11 +848,11 @@ __device__ __forceinline__ void store_rows(real* head, size_t stride, int row, i
 // total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled down
 // (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
     int NH, int NKV) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
-    real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
+    real* tiles = queries + ROWS * LD;  // stages of keys and values (FORWARD_STAGES, 2, KEYS, LD)
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
@@ -851,39 +865,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     load_stage(0, 0);
 
     float output[M][HP / 8][4] = {}, maximum[M][2], total[M][2] = {};  // the paper's O, m and l
-    EACH_ROW maximum[m][half] = LOWEST;
+    float scores[M][KEYS / 8][4], correction[M][2];                    // and S
+    Pair weights[KEYS / 16][M][4];                                     // and P
+    EACH_ROW maximum[m][half] = LOWEST, correction[m][half] = 1.0f;
     float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
-    int end = min(part.first + ROWS, T);
-    for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
-        tiles_arrive();  // this stage is filled, and nobody reads the other any more
-        if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
-        if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
-
-        float scores[M][KEYS / 8][4];  // the paper's S
-        multiply_transposed<KEYS>(scores, queries, part, keys(stage));
-        products_arrive<0>(scores);
+    auto soften = [&](int key) {
         hide_future<false>(scores, LOWEST, part, key);
-        auto& weights = scores;  // the paper's P, computed in place
         if (relu) {
-            EACH_ELEMENT(weights) weights[m][n][i] = relu_of(scale * scores[m][n][i]);
+            EACH_ELEMENT(scores) scores[m][n][i] = relu_of(scale * scores[m][n][i]);
         } else EACH_ROW {
-            float before = maximum[m][half], now = before;
+            float before = maximum[m][half], now = before, sum = 0.0f;
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++)
                 now = fmaxf(now, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
             now = row_max(now);
-            float correction = power_of_2(scale2 * (before - now)), sum = 0.0f;
-            EACH_OF_ROW(weights) {
-                weights[m][n][i] = power_of_2(scale2 * scores[m][n][i] - scale2 * now);
-                sum += weights[m][n][i];
+            if (HOPPER && !__any_sync(FULL_WARP, scale2 * (now - before) > 8.0f)) now = before;
+            correction[m][half] = power_of_2(scale2 * (before - now));
+            EACH_OF_ROW(scores) {
+                scores[m][n][i] = power_of_2(scale2 * scores[m][n][i] - scale2 * now);
+                sum += scores[m][n][i];
             }
             maximum[m][half] = now;
-            total[m][half] = total[m][half] * correction + sum;
-            EACH_OF_ROW(output) output[m][n][i] *= correction;
+            total[m][half] = total[m][half] * correction[m][half] + sum;
         }
-        multiply<KEYS>(output, weights, values(stage));
-        products_arrive<0>(output);
+    };
+    int end = min(part.first + ROWS, T), before = 0;  // the stage of the tile before
+    for (int key = 0, stage = 0; key < end; key += KEYS, stage = later<FORWARD_STAGES>(stage)) {
+        tiles_arrive();  // this stage is filled, and nobody reads the next one any more
+        if (key + KEYS < end) load_stage(later<FORWARD_STAGES>(stage), key + KEYS);
+        if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
+        multiply_transposed<KEYS>(scores, queries, part, keys(stage));
+        if (BESIDE && key > 0) {
+            multiply<KEYS>(output, weights, values(before));
+            products_arrive<1>(scores);
+            soften(key);
+            products_arrive<0>(output);
+        } else {
+            products_arrive<0>(scores);
+            soften(key);
+        }
+        EACH_ROW
+            if (!HOPPER || __any_sync(FULL_WARP, correction[m][half] != 1.0f))
+                EACH_OF_ROW(output) output[m][n][i] *= correction[m][half];
+        as_a(weights, scores);
+        before = stage;
+        if (!BESIDE) multiply<KEYS>(output, weights, values(stage));
+        if (!BESIDE) products_arrive<0>(output);
     }
+    if (BESIDE) multiply<KEYS>(output, weights, values(before));
+    if (BESIDE) products_arrive<0>(output);
     EACH_ROW {
         int t = row + row_of(m, 2 * half);
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
@@ -912,11 +942,11 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 // delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
 // weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
     const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T,
     int NH, int NKV) {
-    DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
+    DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); keys and values (STAGES, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
@@ -928,16 +958,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     };
     load_tile<ROWS>(queries, qkv + part.queries, stride, part.first, T);
     load_tile<ROWS>(douts, dout + part.out, NH * HS, part.first, T);
-    load_tile<ROWS>(tiles, out + part.out, NH * HS, part.first, T);  // out, where the two stages will be
-    tiles_arrive();
+    load_stage(0, 0);
     float row_lse[M][2], row_delta[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        float sum = 0.0f;  // of row `lane % 16`: two lanes add up half of its channels each
-        for (int c = lane / 16 * (HP / 2); c < (lane / 16 + 1) * (HP / 2); c += W) {
-            int i = at(part.warp + 16 * m + lane % 16, c);
-            Pack<W> x = load<W>(tiles + i), y = load<W>(douts + i);
-            for (int j = 0; j < W; j++) sum += x[j] * y[j];
+        constexpr int n = HS % W == 0 ? W : 1;
+        float sum = 0.0f;  // of row `lane % 16`: two lanes take its packs by turns
+        size_t start = part.out + (size_t)min(row + 16 * m + lane % 16, T - 1) * NH * HS;
+#pragma unroll
+        for (int c = lane / 16 * n; c < HS; c += 2 * n) {
+            Pack<n> x = load<n>(out + start + c), y = load<n>(dout + start + c);
+            for (int j = 0; j < n; j++) sum += x[j] * y[j];
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = row + 16 * m + lane;
@@ -948,27 +979,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
             row_lse[m][half] = lse[part.lse + min(row + row_of(m, 2 * half), T - 1)];
         }
     }
-    __syncthreads();
-    load_stage(0, 0);
 
     float dq[M][HP / 8][4] = {};
-    int end = min(part.first + ROWS, T);
-    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
+    float scores[1 + BESIDE_Q][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
+    int end = min(part.first + ROWS, T), key = 0, stage = 0;
+    if (BESIDE_Q) {
+        if (TILE < end) load_stage(1, TILE);
         tiles_arrive();
-        if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
-        if (key >= part.group + GROUP) continue;
-        float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
-        auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
-        multiply_transposed<TILE>(scores, queries, part, keys(stage));
-        multiply_transposed<TILE>(dweights, douts, part, values(stage));
-        products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale, [&](int m, int, int i) { return row_lse[m][i / 2]; });
-        hide_future<false>(weights, 0.0f, part, key);
-        products_arrive<0>(dweights);
-        dscores_from_dweights(dweights, weights, relu, [&](int m, int, int i) { return row_delta[m][i / 2]; });
-        multiply<TILE>(dq, dscores, keys(stage));
-        products_arrive<0>(dq);
+        multiply_transposed<TILE>(scores[0], queries, part, keys(0));
+        products_arrive<0>(scores[0]);
+        products_arrive<0>(dq);  // the compiler may not set its zeros later
     }
+    auto step = [&](auto& weights, auto& next) {  // P and dS are computed in place
+        constexpr int ahead = 1 + BESIDE_Q;
+        tiles_arrive();
+        if (key + ahead * TILE < end) load_stage(later<STAGES>(stage, ahead), key + ahead * TILE);
+        if (BESIDE_Q || key < part.group + GROUP) {
+            if (!BESIDE_Q) multiply_transposed<TILE>(weights, queries, part, keys(stage));
+            multiply_transposed<TILE>(dweights, douts, part, values(stage));
+            if (BESIDE_Q) multiply_transposed<TILE>(next, queries, part, keys(later<STAGES>(stage)));  // perhaps in vain
+            if (!BESIDE_Q) products_arrive<1>(weights);
+            weights_from_scores(weights, relu, scale, [&](int m, int, int i) { return row_lse[m][i / 2]; });
+            hide_future<false>(weights, 0.0f, part, key);
+            products_arrive<BESIDE_Q>(dweights);
+            dscores_from_dweights(dweights, weights, relu, [&](int m, int, int i) { return row_delta[m][i / 2]; });
+            multiply<TILE>(dq, dweights, keys(stage));
+            if (BESIDE_Q) products_arrive<1>(next);
+            else products_arrive<0>(dq);
+        }
+        key += TILE, stage = later<STAGES>(stage);
+    };
+    while (key < end) {
+        step(scores[0], scores[BESIDE_Q]);
+        if (BESIDE_Q && key < end) step(scores[BESIDE_Q], scores[0]);
+    }
+    products_arrive<0>(dq);
     store_rows(dqkv + part.queries, stride, row, T, dq, [&](int, int) { return scale; });
 }
 
@@ -976,12 +1021,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 // dv = weight' dout and dk = dscore' q: all of one query head, then of the next that shares the keys. The rows of its
 // weights are keys. Items: blocks of ROWS keys of a key head.
 BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
     int NH, int NKV) {
-    DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
-    __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
+    DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); queries and dout (STAGES, 2, TILE, LD)
+    __shared__ float of_query[STAGES][2][TILE];  // lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
     Part part = part_of_block<true>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
@@ -999,31 +1044,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     load_stage(0, 0, part.first);
 
     float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
-    int heads = NH / NKV;
-    for (int head = 0, next = part.first, stage = 0; head < heads; stage ^= 1) {
-        int query = next;
-        next += TILE;
-        if (next >= T) next = part.first, head++;
+    float scores[1 + BESIDE_KV][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
+    int tiles_of_head = (T - part.first + TILE - 1) / TILE, left = NH / NKV * tiles_of_head;
+    int head = 0, next_query = part.first, query = part.first, stage = 0;
+    auto load_next = [&](int stage) {
+        next_query += TILE;
+        if (next_query >= T) next_query = part.first, head++;
+        if (head < NH / NKV) load_stage(stage, head, next_query);
+    };
+    if (BESIDE_KV) {
+        load_next(1);
         tiles_arrive();
-        if (head < heads) load_stage(stage ^ 1, head, next);
-        if (query + TILE <= part.group) continue;  // all of these queries come before the group's keys
-        float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
-        auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
-        multiply_transposed<TILE>(scores, keys, part, queries(stage));
-        multiply_transposed<TILE>(dweights, values, part, douts(stage));
-        products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale,
-                            [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
-        hide_future<true>(weights, 0.0f, part, query);
-        if (EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
-        products_arrive<EARLY_DV>(dweights);
-        dscores_from_dweights(dweights, weights, relu,
-                              [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
-        if (!EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
-        multiply<TILE>(dk, dscores, queries(stage));
-        products_arrive<0>(dv);
+        multiply_transposed<TILE>(scores[0], keys, part, queries(0));
+        products_arrive<0>(scores[0]);
         products_arrive<0>(dk);
+        products_arrive<0>(dv);
     }
+    auto step = [&](auto& weights, auto& next) {
+        tiles_arrive();
+        load_next(later<STAGES>(stage, 1 + BESIDE_KV));
+        if (BESIDE_KV || query + TILE > part.group) {  // else all of these queries come before the group's keys
+            if (!BESIDE_KV) multiply_transposed<TILE>(weights, keys, part, queries(stage));
+            multiply_transposed<TILE>(dweights, values, part, douts(stage));
+            if (BESIDE_KV) multiply_transposed<TILE>(next, keys, part, queries(later<STAGES>(stage)));
+            if (!BESIDE_KV) products_arrive<1>(weights);
+            weights_from_scores(weights, relu, scale,
+                                [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
+            hide_future<true>(weights, 0.0f, part, query);
+            if (EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
+            products_arrive<BESIDE_KV || EARLY_DV>(dweights);
+            dscores_from_dweights(dweights, weights, relu,
+                                  [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
+            if (!EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
+            multiply<TILE>(dk, dweights, queries(stage));
+            if (BESIDE_KV) products_arrive<2>(next);
+            else products_arrive<0>(dk), products_arrive<0>(dv);
+        }
+        left--, stage = later<STAGES>(stage), query = query + TILE < T ? query + TILE : part.first;
+    };
+    while (left > 0) {
+        step(scores[0], scores[BESIDE_KV]);
+        if (BESIDE_KV && left > 0) step(scores[BESIDE_KV], scores[0]);
+    }
+    products_arrive<0>(dk);
+    products_arrive<0>(dv);
     store_rows(dqkv + part.keys, stride, row, T, dk, [&](int, int) { return scale; });
     store_rows(dqkv + part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
 }
