@@ -534,14 +534,13 @@ constexpr int SECTION = 64;                  // so many heads are worked on at a
 // As far as registers allow, Hopper's tensor cores have other products to do while a tile's exponentials are computed:
 // forward, with the values of the tile before; backward, the scores of the next.
 constexpr bool BESIDE = HOPPER && HP == 64, BESIDE_Q = HOPPER, BESIDE_KV = BESIDE;
-constexpr bool EARLY_DV = HOPPER && !BESIDE_KV;  // dv's product starts before dscores are computed
-constexpr int FORWARD_STAGES = BESIDE ? 3 : 2, STAGES = HOPPER ? 4 : 2;  // of tiles in shared memory
+constexpr int KEY_STAGES = BESIDE ? 3 : 2, TILE_STAGES = HOPPER ? 4 : 2;  // of tiles in shared memory
 
 // What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands, and its bytes of shared
 // memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 2 * FORWARD_STAGES * KEYS) * LD * (int)sizeof(real),
-    (2 * ROWS + 2 * STAGES * TILE) * LD * (int)sizeof(real)}; }
+    ROWS, THREADS, (ROWS + 2 * KEY_STAGES * KEYS) * LD * (int)sizeof(real),
+    (2 * ROWS + 2 * TILE_STAGES * TILE) * LD * (int)sizeof(real)}; }
 
 // What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
 struct Part {
@@ -800,8 +799,8 @@ __device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (
 }
 
 // The stage that comes `ahead` after another.
-template <int stages>
-__device__ __forceinline__ int later(int stage, int ahead = 1) {
+template <int stages = TILE_STAGES>
+__device__ __forceinline__ int later(int stage, int ahead) {
     return stage + ahead < stages ? stage + ahead : stage + ahead - stages;
 }
 
@@ -852,7 +851,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
     int NH, int NKV) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
-    real* tiles = queries + ROWS * LD;  // stages of keys and values (FORWARD_STAGES, 2, KEYS, LD)
+    real* tiles = queries + ROWS * LD;  // stages of keys and values (KEY_STAGES, 2, KEYS, LD)
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
@@ -890,9 +889,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
         }
     };
     int end = min(part.first + ROWS, T), before = 0;  // the stage of the tile before
-    for (int key = 0, stage = 0; key < end; key += KEYS, stage = later<FORWARD_STAGES>(stage)) {
+    for (int key = 0, stage = 0; key < end; key += KEYS, stage = later<KEY_STAGES>(stage, 1)) {
         tiles_arrive();  // this stage is filled, and nobody reads the next one any more
-        if (key + KEYS < end) load_stage(later<FORWARD_STAGES>(stage), key + KEYS);
+        if (key + KEYS < end) load_stage(later<KEY_STAGES>(stage, 1), key + KEYS);
         if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
         multiply_transposed<KEYS>(scores, queries, part, keys(stage));
         if (BESIDE && key > 0) {
@@ -922,19 +921,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
     store_rows(out + part.out, NH * HS, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
 }
 
-// In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. dscores
-// leave out the factor scale; dq and dk are multiplied by it when they are stored. lse and delta (m, n, i) are those of
-// an element's query.
-template <class F>
-__device__ __forceinline__ void weights_from_scores(float (&x)[M][TILE / 8][4], int relu, float scale, F lse) {
-    if (relu) EACH_ELEMENT(x) x[m][n][i] = relu_of(scale * x[m][n][i]);
-    else EACH_ELEMENT(x) x[m][n][i] = power_of_2(scale * LOG2_E * x[m][n][i] - lse(m, n, i));
-}
-template <class F>
-__device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4],
-                                                      const float (&weights)[M][TILE / 8][4], int relu, F delta) {
-    if (relu) EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] <= 0.0f ? 0.0f : dx[m][n][i];
-    else EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] * (dx[m][n][i] - delta(m, n, i));
+// What both kernels of the backward pass do: a block's own rows meet tiles, columns begin..end-1 of each head in turn.
+// Scores are the product of own[0] and tile[0], dweights that of own[1] and tile[1]. The weights are computed from the
+// scores, and dscores from dweights, each in place. d (16 M, HP) += dscores tile[0], and, if rows are keys,
+// dv += weights tile[1]. dscores leave out the factor scale; d is multiplied by it when it is stored. statistic (stage,
+// which, m, n, i) is lse or delta of an element's query. With BESIDE, the next tile's scores are computed beside.
+template <bool rows_are_keys, bool BESIDE, class Load, class Statistic>
+__device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP / 8][4], real* own, const Part& part,
+                                     int begin, int end, int heads, float scale, int relu, Load load_stage,
+                                     Statistic statistic) {
+    constexpr bool EARLY = rows_are_keys && HOPPER && !BESIDE;  // dv's product starts before dscores are computed
+    float scores[1 + BESIDE][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
+    int left = heads * ((end - begin + TILE - 1) / TILE), head = 0, next_column = begin, column = begin, stage = 0;
+    auto tile = [&](int stage) { return own + (2 * ROWS + 2 * stage * TILE) * LD; };
+    auto load_next = [&](int stage) {
+        next_column += TILE;
+        if (next_column >= end) next_column = begin, head++;
+        if (head < heads) load_stage(stage, head, next_column);
+    };
+    if (BESIDE) {
+        load_next(1);
+        tiles_arrive();
+        multiply_transposed<TILE>(scores[0], own, part, tile(0));
+        products_arrive<0>(scores[0]);
+        products_arrive<0>(d);  // the compiler may not set its zeros later
+        products_arrive<0>(dv);
+    }
+    auto step = [&](auto& weights, auto& next) {
+        tiles_arrive();
+        load_next(later(stage, 1 + BESIDE));
+        bool seen = rows_are_keys ? column + TILE > part.group : column < part.group + GROUP;  // by some row
+        if (BESIDE || seen) {
+            if (!BESIDE) multiply_transposed<TILE>(weights, own, part, tile(stage));
+            multiply_transposed<TILE>(dweights, own + ROWS * LD, part, tile(stage) + TILE * LD);
+            if (BESIDE) multiply_transposed<TILE>(next, own, part, tile(later(stage, 1)));  // after the last, in vain
+            else products_arrive<1>(weights);
+            if (relu) EACH_ELEMENT(weights) weights[m][n][i] = relu_of(scale * weights[m][n][i]);
+            else EACH_ELEMENT(weights)
+                weights[m][n][i] = power_of_2(scale * LOG2_E * weights[m][n][i] - statistic(stage, 0, m, n, i));
+            hide_future<rows_are_keys>(weights, 0.0f, part, column);
+            if (EARLY) multiply<TILE>(dv, weights, tile(stage) + TILE * LD);
+            products_arrive<BESIDE || EARLY>(dweights);
+            if (relu) EACH_ELEMENT(weights) dweights[m][n][i] = weights[m][n][i] <= 0.0f ? 0.0f : dweights[m][n][i];
+            else EACH_ELEMENT(weights)
+                dweights[m][n][i] = weights[m][n][i] * (dweights[m][n][i] - statistic(stage, 1, m, n, i));
+            if (rows_are_keys && !EARLY) multiply<TILE>(dv, weights, tile(stage) + TILE * LD);
+            multiply<TILE>(d, dweights, tile(stage));
+            if (BESIDE) products_arrive<1 + rows_are_keys>(next);
+            else products_arrive<0>(d), products_arrive<0>(dv);
+        }
+        left--, stage = later(stage, 1), column = column + TILE < end ? column + TILE : begin;
+    };
+    while (left > 0) {
+        step(scores[0], scores[BESIDE]);
+        if (BESIDE && left > 0) step(scores[BESIDE], scores[0]);
+    }
+    products_arrive<0>(d);
+    products_arrive<0>(dv);
 }
 
 // Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
@@ -946,20 +989,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
     real* __restrict__ dqkv, float* __restrict__ delta, const real* __restrict__ dout, const real* __restrict__ out,
     const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu, int T,
     int NH, int NKV) {
-    DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); keys and values (STAGES, 2, TILE, LD)
+    DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); keys and values (TILE_STAGES, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
-    auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
-    auto values = [&](int stage) { return keys(stage) + TILE * LD; };
-    auto load_stage = [&](int stage, int key) {
-        load_tile<TILE>(keys(stage), qkv + part.keys, stride, key, T);
-        load_tile<TILE>(values(stage), qkv + part.keys + NKV * HS, stride, key, T);
+    auto load_stage = [&](int stage, int, int key) {
+        real* keys = tiles + 2 * stage * TILE * LD;
+        load_tile<TILE>(keys, qkv + part.keys, stride, key, T);
+        load_tile<TILE>(keys + TILE * LD, qkv + part.keys + NKV * HS, stride, key, T);
     };
     load_tile<ROWS>(queries, qkv + part.queries, stride, part.first, T);
     load_tile<ROWS>(douts, dout + part.out, NH * HS, part.first, T);
-    load_stage(0, 0);
-    float row_lse[M][2], row_delta[M][2];
+    load_stage(0, 0, 0);
+    float of_row[2][M][2];  // lse and delta
 #pragma unroll
     for (int m = 0; m < M; m++) {
         constexpr int n = HS % W == 0 ? W : 1;
@@ -975,45 +1017,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
         if (lane < 16 && t < T) delta[part.lse + t] = sum;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            row_delta[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
-            row_lse[m][half] = lse[part.lse + min(row + row_of(m, 2 * half), T - 1)];
+            of_row[1][m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
+            of_row[0][m][half] = lse[part.lse + min(row + row_of(m, 2 * half), T - 1)];
         }
     }
 
     float dq[M][HP / 8][4] = {};
-    float scores[1 + BESIDE_Q][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
-    int end = min(part.first + ROWS, T), key = 0, stage = 0;
-    if (BESIDE_Q) {
-        if (TILE < end) load_stage(1, TILE);
-        tiles_arrive();
-        multiply_transposed<TILE>(scores[0], queries, part, keys(0));
-        products_arrive<0>(scores[0]);
-        products_arrive<0>(dq);  // the compiler may not set its zeros later
-    }
-    auto step = [&](auto& weights, auto& next) {  // P and dS are computed in place
-        constexpr int ahead = 1 + BESIDE_Q;
-        tiles_arrive();
-        if (key + ahead * TILE < end) load_stage(later<STAGES>(stage, ahead), key + ahead * TILE);
-        if (BESIDE_Q || key < part.group + GROUP) {
-            if (!BESIDE_Q) multiply_transposed<TILE>(weights, queries, part, keys(stage));
-            multiply_transposed<TILE>(dweights, douts, part, values(stage));
-            if (BESIDE_Q) multiply_transposed<TILE>(next, queries, part, keys(later<STAGES>(stage)));  // perhaps in vain
-            if (!BESIDE_Q) products_arrive<1>(weights);
-            weights_from_scores(weights, relu, scale, [&](int m, int, int i) { return row_lse[m][i / 2]; });
-            hide_future<false>(weights, 0.0f, part, key);
-            products_arrive<BESIDE_Q>(dweights);
-            dscores_from_dweights(dweights, weights, relu, [&](int m, int, int i) { return row_delta[m][i / 2]; });
-            multiply<TILE>(dq, dweights, keys(stage));
-            if (BESIDE_Q) products_arrive<1>(next);
-            else products_arrive<0>(dq);
-        }
-        key += TILE, stage = later<STAGES>(stage);
-    };
-    while (key < end) {
-        step(scores[0], scores[BESIDE_Q]);
-        if (BESIDE_Q && key < end) step(scores[BESIDE_Q], scores[0]);
-    }
-    products_arrive<0>(dq);
+    walk<false, BESIDE_Q>(dq, dq, queries, part, 0, min(part.first + ROWS, T), 1, scale, relu, load_stage,
+                          [&](int, int which, int m, int, int i) { return of_row[which][m][i / 2]; });
     store_rows(dqkv + part.queries, stride, row, T, dq, [&](int, int) { return scale; });
 }
 
@@ -1025,16 +1036,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
     int NH, int NKV) {
-    DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); queries and dout (STAGES, 2, TILE, LD)
-    __shared__ float of_query[STAGES][2][TILE];  // lse and delta
+    DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); queries and dout (TILE_STAGES, 2, TILE, LD)
+    __shared__ float of_query[TILE_STAGES][2][TILE];  // lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
     Part part = part_of_block<true>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
-    auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
-    auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
     auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
-        load_tile<TILE>(queries(stage), qkv + part.queries + head * HS, stride, query, T);
-        load_tile<TILE>(douts(stage), dout + part.out + head * HS, NH * HS, query, T);
+        real* queries = tiles + 2 * stage * TILE * LD;
+        load_tile<TILE>(queries, qkv + part.queries + head * HS, stride, query, T);
+        load_tile<TILE>(queries + TILE * LD, dout + part.out + head * HS, NH * HS, query, T);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
         if (which < 2)
             copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);
@@ -1044,50 +1054,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
     load_stage(0, 0, part.first);
 
     float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
-    float scores[1 + BESIDE_KV][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
-    int tiles_of_head = (T - part.first + TILE - 1) / TILE, left = NH / NKV * tiles_of_head;
-    int head = 0, next_query = part.first, query = part.first, stage = 0;
-    auto load_next = [&](int stage) {
-        next_query += TILE;
-        if (next_query >= T) next_query = part.first, head++;
-        if (head < NH / NKV) load_stage(stage, head, next_query);
-    };
-    if (BESIDE_KV) {
-        load_next(1);
-        tiles_arrive();
-        multiply_transposed<TILE>(scores[0], keys, part, queries(0));
-        products_arrive<0>(scores[0]);
-        products_arrive<0>(dk);
-        products_arrive<0>(dv);
-    }
-    auto step = [&](auto& weights, auto& next) {
-        tiles_arrive();
-        load_next(later<STAGES>(stage, 1 + BESIDE_KV));
-        if (BESIDE_KV || query + TILE > part.group) {  // else all of these queries come before the group's keys
-            if (!BESIDE_KV) multiply_transposed<TILE>(weights, keys, part, queries(stage));
-            multiply_transposed<TILE>(dweights, values, part, douts(stage));
-            if (BESIDE_KV) multiply_transposed<TILE>(next, keys, part, queries(later<STAGES>(stage)));
-            if (!BESIDE_KV) products_arrive<1>(weights);
-            weights_from_scores(weights, relu, scale,
-                                [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
-            hide_future<true>(weights, 0.0f, part, query);
-            if (EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
-            products_arrive<BESIDE_KV || EARLY_DV>(dweights);
-            dscores_from_dweights(dweights, weights, relu,
-                                  [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
-            if (!EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
-            multiply<TILE>(dk, dweights, queries(stage));
-            if (BESIDE_KV) products_arrive<2>(next);
-            else products_arrive<0>(dk), products_arrive<0>(dv);
-        }
-        left--, stage = later<STAGES>(stage), query = query + TILE < T ? query + TILE : part.first;
-    };
-    while (left > 0) {
-        step(scores[0], scores[BESIDE_KV]);
-        if (BESIDE_KV && left > 0) step(scores[BESIDE_KV], scores[0]);
-    }
-    products_arrive<0>(dk);
-    products_arrive<0>(dv);
+    walk<true, BESIDE_KV>(dk, dv, keys, part, part.first, T, NH / NKV, scale, relu, load_stage,
+                          [&](int stage, int which, int, int n, int i) {
+                              return of_query[stage][which][column_of(n, i)];
+                          });
     store_rows(dqkv + part.keys, stride, row, T, dk, [&](int, int) { return scale; });
     store_rows(dqkv + part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
 }
