@@ -845,7 +845,8 @@ __device__ __forceinline__ void store_rows(real* head, size_t stride, int row, i
 // Algorithm 1. For softmax it also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), and from
 // that the backward pass computes the weights again. Exponentials are to base 2, as in hardware. A row's maximum, its
 // total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled down
-// (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
+// (Milakov and Gimelshein 2018, algorithm 3). On Hopper it stays until some row's would grow by a factor of 2^8, which
+// neither total nor output minds, so that most tiles need no scaling. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
@@ -908,11 +909,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
                 EACH_OF_ROW(output) output[m][n][i] *= correction[m][half];
         as_a(weights, scores);
         before = stage;
-        if (!BESIDE) multiply<KEYS>(output, weights, values(stage));
-        if (!BESIDE) products_arrive<0>(output);
+        if (!BESIDE) multiply<KEYS>(output, weights, values(stage)), products_arrive<0>(output);
     }
-    if (BESIDE) multiply<KEYS>(output, weights, values(before));
-    if (BESIDE) products_arrive<0>(output);
+    if (BESIDE) multiply<KEYS>(output, weights, values(before)), products_arrive<0>(output);
     EACH_ROW {
         int t = row + row_of(m, 2 * half);
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
@@ -944,8 +943,7 @@ __device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP
         tiles_arrive();
         multiply_transposed<TILE>(scores[0], own, part, tile(0));
         products_arrive<0>(scores[0]);
-        products_arrive<0>(d);  // the compiler may not set its zeros later
-        products_arrive<0>(dv);
+        products_arrive<0>(d), products_arrive<0>(dv);  // the compiler may not set their zeros later
     }
     auto step = [&](auto& weights, auto& next) {
         tiles_arrive();
@@ -976,8 +974,7 @@ __device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP
         step(scores[0], scores[BESIDE]);
         if (BESIDE && left > 0) step(scores[BESIDE], scores[0]);
     }
-    products_arrive<0>(d);
-    products_arrive<0>(dv);
+    products_arrive<0>(d), products_arrive<0>(dv);
 }
 
 // Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
