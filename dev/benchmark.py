@@ -13,6 +13,7 @@ chart of a step's time to dev/step_by_kernel.svg.
 """
 import argparse
 import contextlib
+import functools
 import datetime
 import io
 import json
@@ -37,14 +38,14 @@ sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
 from dev.moments import KERNELS as MOMENTS  # noqa: E402
 from prepro_tinyshakespeare import UserError, replace_file, run, to_bf16, write_tokens  # noqa: E402
-from train_gpt2 import Config, Cuda, DataLoader, FastCuda, has_gpu, read_kernels  # noqa: E402
+from train_gpt2 import Config, Cuda, DataLoader, FastCuda, has_gpu, make_device, read_kernels  # noqa: E402
 
 T = 1024
 STEPS = 30  # of ours, whose median is that of all of them, the first two included
 TORCH_WARM_UP, TORCH_STEPS = 5, 20
 PROFILED = 8  # steps whose launches are timed one by one, of which the first two only warm up
 TIMEOUT = 240  # seconds, for one process
-SOURCES = [*Config.SOURCES, MOMENTS]
+SOURCES = [*Config.SOURCES, MOMENTS, TOP / "dev/fp8.cu"]
 RESULTS, CHART = TOP / "dev/RESULTS.md", "step_by_kernel.svg"
 MARKERS = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
@@ -70,9 +71,11 @@ ROWS = [
     Row("d12", "bf16", 4, ((GRAPHED, "cudnn"), (GRAPHED, "flash"))),
     Row("d12", "bf16", 32, ((PLAIN, "flash"), (PLAIN, "cudnn"))),
     Row("d12", "bf16", 32, (), ("--recompute", "2")),
+    Row("d12", "fp8", 32, ()),
     Row("d12", "bf16", 64, ((PLAIN, "cudnn"), (PLAIN, "flash"))),
     Row("d24", "bf16", 8, ((PLAIN, "cudnn"),)),
     Row("d48", "bf16", 8, ((PLAIN, "cudnn"),)),
+    Row("d48", "fp8", 8, ()),
     Row("d48", "bf16", 32, ((PLAIN, "cudnn"),)),
     Row("d48", "bf16", 32, ((PLAIN, "cudnn"),), ("--recompute", "1")),
 ]
@@ -137,9 +140,9 @@ class Recorder(FastCuda):
             notes.append(((name, items, arguments), before, self.event()))
         self.notes = notes
 
-    def launch(self, name, items, *arguments, threads=None, shared=0):
+    def launch(self, name, items, *arguments, **named):
         with self.noted(name, items if isinstance(items, tuple) else (items, 1), arguments):
-            super().launch(name, items, *arguments, threads=threads, shared=shared)
+            super().launch(name, items, *arguments, **named)
 
     def matmul(self, out, a, b, *arguments, **named):
         with self.noted("matmul", None, (out, a, b)):
@@ -186,7 +189,7 @@ def work_of(what, c, B, words, kernels, T=T):
     a = SimpleNamespace(items=items, words=words, **{p[0]: v for p, v in zip(parameters, arguments)})
     for (parameter, scalar, const), value in zip(parameters, arguments):
         if not scalar and value is not None:
-            key, touched = f"{name}.{parameter}", value.nbytes
+            key, touched = f"{name}.{parameter}", arguments[0].size if parameter == "out8" else value.nbytes
             with contextlib.suppress(AttributeError):  # a row that check_tables has named
                 touched = TOUCHED[key](a) if key in TOUCHED else touched
             total += touched * (2 if key in READ_TOO and not const else 1)
@@ -290,12 +293,19 @@ def ceilings_job(dtypes):
 
     a, b = (np.random.default_rng(i).standard_normal((size, size), dtype=np.float32) for i in range(2))
     for dtype in dtypes:
-        device = FastCuda(dtype, Config())
+        device = make_device("cuda", dtype, Config())
         arrays = [device.empty(size * size * np.dtype(device.real).itemsize).view(device.real).reshape(size, size)
                   for _ in range(3)]
         for array, values in zip(arrays, (a, b)):
             device.put(array, values if device.real == np.float32 else to_bf16(values))
-        rates[dtype] = 2 * size**3 / seconds(device.matmul, arrays[2], arrays[0], arrays[1].T)
+        product = device.matmul
+        if device.fp8:
+            one = cupy.ones(1, np.float32)
+            twins = [device.empty(size * size).reshape(size, size) for _ in range(2)]
+            for array, twin in zip(arrays, twins):
+                device.launch("to_fp8", array.size, array, array.size, 0, twin, one, cupy.zeros(1, np.float32))
+            arrays[:2], product = twins, functools.partial(FastCuda.matmul, device, scales=(one, one))
+        rates[dtype] = 2 * size**3 / seconds(product, arrays[2], arrays[0], arrays[1].T)
     source, target = device.empty(2**30), device.empty(2**30)
     copy = seconds(target.data.copy_from_device_async, source.data, 2**30)
     version = cupy.cuda.runtime.runtimeGetVersion()
@@ -563,7 +573,7 @@ def main():
                        f"matches (default: all): {'; '.join(map(str, ROWS))}")
     flags.add_argument("--no-torch", action="store_true", help="without PyTorch")
     flags.add_argument("-e", "--model", default="d12", help="of the table of kernels (default: d12)")
-    flags.add_argument("--dtype", choices=("fp32", "tf32", "bf16"), default="bf16", help="its dtype (default: bf16)")
+    flags.add_argument("--dtype", choices=("fp32", "tf32", "bf16", "fp8"), default="bf16", help="its dtype (default: bf16)")
     flags.add_argument("-b", "--batch-size", type=int, default=32, help="its B (default: 32)")
     flags.add_argument("--minutes", type=float, default=10, help="run nothing of PyTorch beyond as many "
                        "(default: 10); each row's first mode comes before any second")
