@@ -573,7 +573,8 @@ def main():
                        f"matches (default: all): {'; '.join(map(str, ROWS))}")
     flags.add_argument("--no-torch", action="store_true", help="without PyTorch")
     flags.add_argument("-e", "--model", default="d12", help="of the table of kernels (default: d12)")
-    flags.add_argument("--dtype", choices=("fp32", "tf32", "bf16", "fp8"), default="bf16", help="its dtype (default: bf16)")
+    flags.add_argument("--dtype", choices=("fp32", "tf32", "bf16", "fp8"), default="bf16",
+                       help="its dtype (default: bf16)")
     flags.add_argument("-b", "--batch-size", type=int, default=32, help="its B (default: 32)")
     flags.add_argument("--minutes", type=float, default=10, help="run nothing of PyTorch beyond as many "
                        "(default: 10); each row's first mode comes before any second")
