@@ -152,20 +152,22 @@ __device__ __forceinline__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
 
 constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 
-// With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and out8 (n), which is out times
-// *scale8 in 8 bits, because tensor cores multiply those twice as fast. *largest8 gets the largest magnitude of out. A
-// thread hands a Twin what it has stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, a Twin does
-// nothing: skip it at a first reading.
+// With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and its twin out8 (n), which
+// is out * scale in 8 bits, because tensor cores multiply those twice as fast. A thread hands a TwinWriter what it has
+// stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, it does nothing: skip it at first.
+struct Scale { float scale, inverse, largest, aim; };  // of a tensor; largest is the largest magnitude of this step
+
 template <bool gradient>
-struct Twin {
+struct TwinWriter {
 #ifdef FP8
     unsigned char* out8;
-    float *largest8, scale, largest;
-    __device__ Twin(unsigned char* out8, const float* scale8, float* largest8);
+    Scale* scale8;
+    float scale, largest;
+    __device__ TwinWriter(unsigned char* out8, Scale* scale8);
     template <int n> __device__ void store(size_t i, Pack<n> x);  // stores the twins of out[i..i+n-1]
     __device__ void end();                                        // every lane of a warp must call it
 #else
-    __device__ Twin(unsigned char*, const float*, float*) {}
+    __device__ TwinWriter(unsigned char*, Scale*) {}
     template <int n> __device__ void store(size_t, Pack<n>) {}
     __device__ void end() {}
 #endif
@@ -251,13 +253,12 @@ BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     real* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
     float* residual, const float* before, const real* __restrict__ branch, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N, unsigned char* __restrict__ out8, const float* __restrict__ scale8,
-    float* largest8) {
+    const real* __restrict__ bias, int N, unsigned char* __restrict__ out8, Scale* scale8) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
     size_t start = (size_t)row * C;
-    Twin<false> twin(out8, scale8, largest8);
+    TwinWriter<false> twin(out8, scale8);
     Pack<4> x[lane_packs<4>];
     EACH_PACK(4) x[k] = load<4>((branch ? before : residual) + start + c);
     if (branch) {
@@ -312,11 +313,10 @@ BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
     real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
     const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ mean,
-    const float* __restrict__ rstd, int N, unsigned char* __restrict__ out8, const float* __restrict__ scale8,
-    float* largest8) {
+    const float* __restrict__ rstd, int N, unsigned char* __restrict__ out8, Scale* scale8) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
-    Twin<true> twin(out8, scale8, largest8);  // of dresidual
+    TwinWriter<true> twin(out8, scale8);  // of dresidual
     int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     real* rows = shared + warp * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
@@ -856,9 +856,9 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
 
 // Stores the rows of a result (16 M, HP) as rows from `row` on of a head, which begins at out[start], each times its
 // factor(m, half).
-template <class Twin, class F>
-__device__ __forceinline__ void store_rows(Twin& twin, real* out, size_t start, size_t stride, int row, int T,
-                                           const float (&x)[M][HP / 8][4], F factor) {
+template <bool gradient, class F>
+__device__ __forceinline__ void store_rows(TwinWriter<gradient>& twin, real* out, size_t start, size_t stride, int row,
+                                           int T, const float (&x)[M][HP / 8][4], F factor) {
     EACH_ROW {
         int t = row + row_of(m, 2 * half);
         if (t >= T) continue;
@@ -907,7 +907,7 @@ __device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t strid
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
-    int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+    int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // stages of keys and values (KEY_STAGES, 2, KEYS, LD)
     Part part = part_of_block<false>(T, NH, NKV);
@@ -974,7 +974,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
         if (column_of(0, 0) == 0 && t < T) lse[part.lse + t] = scale2 * maximum[m][half] + log2f(total[m][half]);
     }
-    Twin<false> twin(out8, scale8, largest8);
+    TwinWriter<false> twin(out8, scale8);
     store_rows(twin, out, part.out, NH * HS, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
     twin.end();
 }
@@ -1044,7 +1044,7 @@ BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
     real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const real* __restrict__ dout,
     const real* __restrict__ out, const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu,
-    int T, int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+    int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); keys and values (TILE_STAGES, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Part part = part_of_block<false>(T, NH, NKV);
@@ -1081,7 +1081,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
     float dq[M][HP / 8][4] = {};
     walk<false, BESIDE_Q>(dq, dq, queries, part, 0, min(part.first + ROWS, T), 1, scale, relu, load_stage,
                            [&](int, int which, int m, int, int i) { return of_row[which][m][i / 2]; });
-    Twin<true> twin(out8, scale8, largest8);
+    TwinWriter<true> twin(out8, scale8);
     store_rows(twin, dqkv, part.queries, stride, row, T, dq, [&](int, int) { return scale; });
     sum_rows(sums, part.queries, stride, reinterpret_cast<float*>(tiles), row, T, dq, scale);
     twin.end();
@@ -1094,7 +1094,7 @@ BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
     real* __restrict__ dqkv, float* sums, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
-    int NH, int NKV, unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+    int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); queries and dout (TILE_STAGES, 2, TILE, LD)
     __shared__ float of_query[TILE_STAGES][2][TILE];  // lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
@@ -1117,7 +1117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
                            [&](int stage, int which, int, int n, int i) {
                                return of_query[stage][which][column_of(n, i)];
                            });
-    Twin<true> twin(out8, scale8, largest8);
+    TwinWriter<true> twin(out8, scale8);
     store_rows(twin, dqkv, part.keys, stride, row, T, dk, [&](int, int) { return scale; });
     store_rows(twin, dqkv, part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
     sum_rows(sums, part.keys, stride, reinterpret_cast<float*>(tiles), row, T, dk, scale);
@@ -1145,9 +1145,8 @@ __device__ __forceinline__ float gelu_derivative(float x) {
 // out (N,OC) = gelu(inp). Items: N*OC numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int OC,
-                                        unsigned char* __restrict__ out8, const float* __restrict__ scale8,
-                                        float* largest8) {
-    Twin<false> twin(out8, scale8, largest8);
+                                        unsigned char* __restrict__ out8, Scale* scale8) {
+    TwinWriter<false> twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * OC) {
         Pack<W> x = load<W>(inp + i);
@@ -1161,9 +1160,8 @@ extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __re
 // dinp (N,OC) holds the gradient of the output, and becomes that of the input. Items: N*OC numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC,
-                                         unsigned char* __restrict__ out8, const float* __restrict__ scale8,
-                                         float* largest8) {
-    Twin<true> twin(out8, scale8, largest8);
+                                         unsigned char* __restrict__ out8, Scale* scale8) {
+    TwinWriter<true> twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * OC) {
         Pack<W> x = load<W>(inp + i), d = load<W>(dinp + i);

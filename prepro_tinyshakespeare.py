@@ -401,8 +401,8 @@ class Kernel(NamedTuple):
     def plan(self, items, args, W, threads=None):
         """(grid, block, arguments) of a launch over so many items, or (items along x, along y). Raises UserError unless
         there are as many arguments as parameters."""
-        if self.parameters[-1][0] == "largest8" and len(args) == len(self.parameters) - 3:
-            args = *args, None, None, None  # no twin: see kernels.cu
+        if self.parameters[-1][0] == "scale8" and len(args) == len(self.parameters) - 2:
+            args = *args, None, None  # no twin is asked for: see TwinWriter in kernels.cu
         if len(args) != len(self.parameters):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and is launched with "
                             f"{len(args)} arguments")

@@ -483,9 +483,9 @@ class Cuda:
     def zero(self, array):
         array.data.memset_async(0, array.nbytes)
 
-    def launch(self, name, items, *args, threads=None, shared=0, feeds=None):
+    def launch(self, name, items, *args, threads=None, shared=0):
         """Run a kernel over so many items. The BLOCK(...) over it says how many of them a block covers. Each block has
-        `shared` bytes of dynamic shared memory. feeds: the weight that multiplies the result next; only FP8 asks."""
+        `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
         function, self.launched = self.functions[name], name
@@ -493,7 +493,7 @@ class Cuda:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, feeds=None):
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
         With gelu (I,J), that becomes GELU of out. With dgelu_at (I,J), out is multiplied by GELU's derivative there.
 
@@ -514,14 +514,14 @@ class Cuda:
         lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data, b.data.ptr,
                    types[b.dtype.str[1:]], stride_b, a.data.ptr, types[a.dtype.str[1:]], stride_a, beta.ctypes.data,
                    out.data.ptr, types[out.dtype.str[1:]], out.shape[1], self.compute, lib.CUBLAS_GEMM_DEFAULT)
-        self.gelu_of_product(out, gelu, dgelu_at, feeds)
+        self.gelu_of_product(out, gelu, dgelu_at)
 
-    def gelu_of_product(self, out, gelu, dgelu_at, feeds):
+    def gelu_of_product(self, out, gelu, dgelu_at):
         """What remains to be done where a product has no part in GELU."""
         if gelu is not None:
-            self.launch("gelu_forward", out.size, gelu, out, *out.shape, feeds=feeds)
+            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
         if dgelu_at is not None:
-            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape, feeds=feeds)
+            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
 
     def fetch(self, array):
         """A function that returns the numbers which array has when the work queued so far is done."""
@@ -646,7 +646,7 @@ class GPT2:
         """Set parameters from (name, values) pairs, fp32 or bf16."""
         self.set_tensors(tensors, self.originals, *[self.params] * ("master" in self.arenas))  # without, the same
         if self.device.fp8:
-            self.device.cast_weights(alone=True)
+            self.device.cast_weights(rescale=True)
 
     def set_tensors(self, tensors, fp32, *others):
         """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay. Where a
@@ -695,16 +695,14 @@ class GPT2:
         matmul, branch = self.device.matmul, self.acts.branch
         x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
         added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
-        # feeds says which weight multiplies a result next. FP8 alone asks for that.
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w, p.ln1b, p.qkvw.T)
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w, p.ln1b)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         if not again:
-            # Here tokens see each other.
-            self.attention("attention_forward", a.atty, a.lse, a.qkv, feeds=p.attprojw.T)  # (N,3C) -> (N,C)
+            self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, p.ln2b, p.fcw.T)
-        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu, feeds=p.fcprojw.T)  # (N,C) @ (C,4C) -> (N,4C)
+        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, p.ln2b)  # -> (N,C)
+        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
         if not again:
             matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
@@ -725,33 +723,32 @@ class GPT2:
 
         matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
         dfch = a.fch_gelu  # which nobody needs any more
-        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch, feeds=p.fcw)  # (N,C) @ (C,4C) -> (N,4C)
+        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
         self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
         matmul(g.fcw, dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
         matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd, p.attprojw)  # dx +=
+        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)  # dx += (N,C)
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb, feeds=p.qkvw)  # (N,C) -> dqkv (N,3C), and (3C)
+        self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb)  # (N,C) -> dqkv (N,3C), and (3C)
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
-        p_before, g_before, _ = self.layers[l - 1]  # of layer l - 1, whose result this norm added
-        bias_before, feeds = (g_before.fcprojb, p_before.fcprojw) if l else (None, None)
-        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd, feeds)  # dx += (N,C)
+        bias_before = self.layers[l - 1][1].fcprojb if l else None  # of layer l - 1, whose result this norm added
+        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += (N,C)
 
-    def norm_forward(self, out, mean, rstd, copy, x, before, branch, weight, bias, feeds=None):
+    def norm_forward(self, out, mean, rstd, copy, x, before, branch, weight, bias):
         """x = before + branch, unless branch is None: then x is there; copy = x; out = layernorm(x)."""
         self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, before, branch, weight,
-                           bias, len(out), feeds=feeds)
+                           bias, len(out))
 
-    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd, feeds=None):
+    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
         """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output. dweight and dbias +=
         theirs. dbias_before += the sum over rows of the new dresidual, unless it is None."""
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, threads, shared = layernorm_backward_launch(device, N)
         device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, mean, rstd, N,
-                      threads=threads, shared=shared, feeds=feeds)
+                      threads=threads, shared=shared)
         device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, d.partials, blocks, C)
 
     def bias_backward(self, dbias, dout):
@@ -762,20 +759,19 @@ class GPT2:
         if shares > 1:
             device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
 
-    def attention(self, kernel, *arrays, feeds=None):
+    def attention(self, kernel, *arrays):
         """Launch one of attention's three kernels."""
         (B, T), NH, NKV = self.shape, self.config.NH, self.config.NKV
         blocks, threads, shared = attention_launch(self.device, kernel, B, T, NH, NKV)
-        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, NKV, threads=threads, shared=shared,
-                           feeds=feeds)
+        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, NKV, threads=threads, shared=shared)
 
-    def attention_backward(self, qkv, lse, atty, dbias, feeds=None):
+    def attention_backward(self, qkv, lse, atty, dbias):
         """back.dqkv = the gradient of qkv, given back.dinp, that of atty. dbias += the sum of its rows, unless it is
         None."""
         (B, T), d, rows = self.shape, self.back, self.device.attention_sizes.rows
         sums = None if dbias is None else d.dqkv_sums
-        self.attention("attention_backward_q", d.dqkv, sums, d.delta, d.dinp, atty, qkv, lse, feeds=feeds)
-        self.attention("attention_backward_kv", d.dqkv, sums, d.dinp, qkv, lse, d.delta, feeds=feeds)
+        self.attention("attention_backward_q", d.dqkv, sums, d.delta, d.dinp, atty, qkv, lse)
+        self.attention("attention_backward_kv", d.dqkv, sums, d.dinp, qkv, lse, d.delta)
         if sums is not None:
             self.device.launch("add_partials", dbias.size, dbias, None, None, sums, B * -(-T // rows), dbias.size)
 
@@ -797,7 +793,7 @@ class GPT2:
     def last_norm_backward(self):
         p, g, a = self.params, self.grads, self.acts
         self.device.zero(self.back.dresidual)
-        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd, p.fcprojw[-1])
+        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd)
 
     def head_forward(self, rows):
         """The logits (rows,Vp) of some of the N tokens, a slice of them."""
@@ -1248,7 +1244,7 @@ class FastCuda(Cuda):
                   ctypes.byref(beta), address(out), out_layout, address(out), out_layout, algorithm, workspace,
                   ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, feeds=None, scales=()):
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, scales=()):
         """As Cuda.matmul; with scales, of FP8, out is multiplied by both."""
         epilogue, result, aux = self.NO_EPILOGUE if bias is None else self.ADD_BIAS, out, None
         if self.fused_gelu and gelu is not None:
@@ -1262,7 +1258,7 @@ class FastCuda(Cuda):
             self.plans[key] = plan, self.choose(product, plan, accumulate, result, a, b)
         self.multiply(*self.plans[key], accumulate, result, a, b)
         if aux is None:
-            self.gelu_of_product(out, gelu, dgelu_at, feeds)
+            self.gelu_of_product(out, gelu, dgelu_at)
 
     def choose(self, product, plan, accumulate, out, a, b):
         """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is

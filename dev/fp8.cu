@@ -20,15 +20,14 @@ __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
 }
 #endif
 
-// scale8 and largest8 are the whole tensor's.
 template <bool gradient>
-__device__ __forceinline__ Twin<gradient>::Twin(unsigned char* out8, const float* scale8, float* largest8)
-    : out8(out8), largest8(largest8), scale(out8 ? *scale8 : 0.0f), largest(0.0f) {}
+__device__ __forceinline__ TwinWriter<gradient>::TwinWriter(unsigned char* out8, Scale* scale8)
+    : out8(out8), scale8(scale8), scale(out8 ? scale8->scale : 0.0f), largest(0.0f) {}
 
 // x is rounded to a real first, so that a twin is the same whether it is made of registers, as here, or of out.
 template <bool gradient>
 template <int n>
-__device__ __forceinline__ void Twin<gradient>::store(size_t i, Pack<n> x) {
+__device__ __forceinline__ void TwinWriter<gradient>::store(size_t i, Pack<n> x) {
     if (!out8) return;
     struct alignas(n) { unsigned char x[n]; } twins;
     for (int j = 0; j < n; j++) {
@@ -48,20 +47,20 @@ __device__ __forceinline__ void Twin<gradient>::store(size_t i, Pack<n> x) {
 // Of floats that are not negative, the larger one has the larger bits, so a maximum of ints will do. A warp that has
 // nothing larger than those before it, as nearly all, does not wait for it.
 template <bool gradient>
-__device__ __forceinline__ void Twin<gradient>::end() {
+__device__ __forceinline__ void TwinWriter<gradient>::end() {
     if (!out8) return;
     largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0 && largest > __ldcg(largest8))
-        atomicMax(reinterpret_cast<int*>(largest8), (int)__float_as_uint(largest));
+    if (threadIdx.x % 32 == 0 && largest > __ldcg(&scale8->largest))
+        atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(largest));
 }
 
 // out8 (n) = the twin of inp (n), gradients or not, as if the kernel that wrote inp had stored it. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, int gradient,
-                                  unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+                                  unsigned char* __restrict__ out8, Scale* scale8) {
     size_t i = first_number();
-    Twin<false> twin(out8, scale8, largest8);
-    Twin<true> of_gradient(out8, scale8, largest8);
+    TwinWriter<false> twin(out8, scale8);
+    TwinWriter<true> of_gradient(out8, scale8);
     if (i < n) {
         Pack<W> x = load<W>(inp + i);
         if (gradient) of_gradient.store(i, x);
@@ -71,18 +70,17 @@ extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, int gr
     else twin.end();
 }
 
-// Of a tensor of weights (layers,R,C), each layer with a scale and a largest magnitude of its own, the twins
+// Of a tensor of weights (layers,R,C), each layer with a Scale of its own, the twins
 // out8 (layers,R,C) for the forward pass and transposed (layers,C,R) for the backward pass: products of FP8 want both
 // factors with the summed index as the fastest. R and C are multiples of 16. A block has 64 x 64 weights, which are
 // transposed in shared memory. Items: C columns along x, layers * ceil(R/64) tiles of rows along y.
 BLOCK(256, 64, 1)
 extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsigned char* __restrict__ transposed,
-                                          const real* __restrict__ weights, const float* __restrict__ scale8,
-                                          float* largest8, int R, int C) {
+                                          const real* __restrict__ weights, Scale* scale8, int R, int C) {
     __shared__ __align__(16) unsigned char tile[64][64 + 16];
     int tiles = (R + 63) / 64, layer = blockIdx.y / tiles, first = blockIdx.y % tiles * 64, column = 64 * blockIdx.x;
     size_t start = (size_t)layer * R * C;
-    Twin<false> twin(&tile[0][0], scale8 + layer, largest8 + layer);
+    TwinWriter<false> twin(&tile[0][0], scale8 + layer);
     for (int i = threadIdx.x; i < 64 * 64 / W; i += blockDim.x) {
         int r = i / (64 / W), c = i % (64 / W) * W;
         if (first + r >= R || column + c >= C) continue;
@@ -101,18 +99,20 @@ extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsi
     }
 }
 
-// The scales of the next step: the largest magnitude of this one comes to half of the largest FP8, so that a tensor may
-// grow to twice of that in a step before it is cut off. inverse (n) is 1/scale (n). A tensor of zeros, or one with a number
-// that is not finite, keeps its scale. largest (n) begins anew. The last of the tensors are gradients. Items: n tensors.
+// The scales of the next step: the largest magnitude of this one comes to its aim, half of the largest FP8, so that a
+// tensor may grow to twice that in a step before it is cut off. A tensor of zeros, or one with an infinity, keeps its
+// scale; and so do all in a step that was stopped, for somebody to look at. The largest magnitudes begin anew; with
+// `forget` that is all. Items: n tensors.
 BLOCK(256, threads)
-extern "C" __global__ void set_scales(float* __restrict__ scale, float* __restrict__ inverse, float* __restrict__ largest,
-                                      int n, int first_gradient) {
+extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int forget,
+                                       const Verdict* __restrict__ verdict) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    float top = i >= first_gradient && E5M2_GRADIENTS ? 57344.0f : 448.0f, x = largest[i];
-    if (x > 0.0f && x <= -LOWEST) {
-        scale[i] = fminf(top / 2 / x, 1e30f);
-        inverse[i] = 1.0f / scale[i];
+    Scale s = scales[i];
+    if (!forget && !verdict->stopped && s.largest > 0.0f && s.largest <= -LOWEST) {
+        s.scale = fminf(s.aim / s.largest, 1e30f);
+        s.inverse = 1.0f / s.scale;
     }
-    largest[i] = 0.0f;
+    s.largest = 0.0f;
+    scales[i] = s;
 }

@@ -27,20 +27,18 @@ from train_gpt2 import ALONE, FastCuda, Row, carve, stride_of
 
 SOURCE = Path(__file__).resolve().parent / "fp8.cu"
 WHOLE = 16  # rows and columns of a weight are multiples of this, or its products are in bf16: cuBLASLt wants that
-INPUT, WEIGHT, GRADIENT = range(3)  # kinds of tensors, in the order in which their scales lie
-E5M2_GRADIENTS = True  # or else they are in e4m3
+INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order in which their scales lie
+E4M3, E5M2 = (3, 448), (2, 57344)  # bits of mantissa, and the largest number
+GRADIENTS = E5M2
 
 
-def values_of(mantissa, bias):
-    """The numbers (256) that bytes of a format stand for, with so many bits of mantissa."""
-    bits = np.arange(128)
+def values_of(mantissa, largest):
+    """The numbers (256) that the bytes of a format stand for."""
+    bits, bias = np.arange(128), 2 ** (6 - mantissa) - 1
     exponent, fraction = bits >> mantissa, bits % 2**mantissa / 2**mantissa
     values = np.where(exponent, 2.0 ** (exponent - bias) * (1 + fraction), 2.0 ** (1 - bias) * fraction)
-    values[-1] = np.nan  # of e5m2's, infinity and other NaN are not made here
+    values[values > largest] = np.nan  # e5m2's infinity is not made here
     return np.float32([*values, *-values])
-
-
-VALUES = {False: values_of(3, 7), True: values_of(2, 15)}  # of e4m3, and of e5m2
 
 
 def address(array):
@@ -48,141 +46,160 @@ def address(array):
     return array.data.ptr if hasattr(array.data, "ptr") else array.__array_interface__["data"][0]
 
 
-def shared_weights(c):
+def fp8_rows(c):
     """The rows of the parameter table whose products are in FP8."""
     return [row for row in c.parameter_table() if row.matrix and row.layers and not any(n % WHOLE for n in row.shape)]
 
 
 class Fp8:
-    """What a device does besides, in front of the class of a device."""
-    fp8, weights = True, {}
+    """What a device does besides, in front of the class of a device. It serves one model, the last that was made."""
+    fp8, weights, known, writers, last, ready = True, {}, {}, {}, None, None
 
     def tables(self, c, B, T):
-        rows, twins = shared_weights(c), []
+        rows, twins = fp8_rows(c), []
         for row in rows:
             R, C = row.shape
-            twins += [Row(row.name, (R, C), np.uint8, row.layers), Row(f"{row.name}_transposed", (C, R), np.uint8,
-                                                                      row.layers)]
+            twins += [Row(row.name, (R, C), np.uint8, row.layers),
+                      Row(f"{row.name}_transposed", (C, R), np.uint8, row.layers)]
         widest, tensors = max((max(row.shape) for row in rows), default=0), 3 * sum(row.layers for row in rows)
-        numbers = [Row(name, (tensors,)) for name in ("scale", "inverse", "largest")]
-        return {"fp8": [*numbers, Row("twin", (B * T * widest,), np.uint8), *twins]}
+        return {"fp8": [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]}
 
     def adopt(self, model):
         """Find the weights of a model, whose arena "fp8" is carved here."""
-        self.eight = carve(model.arenas["fp8"], self.tables(model.config, model.B, model.T)["fp8"])
-        self.weights, self.ready, self.calibrated, self.rows, n = {}, None, False, [], 0
-        for row in shared_weights(model.config):
+        views, n = carve(model.arenas["fp8"], self.tables(model.config, model.B, model.T)["fp8"]), 0
+        self.weights, self.whole, self.all_scales, self.twin = {}, [], views.scales, views.twin
+        for row in fp8_rows(model.config):
             whole = getattr(model.params, row.name)
-            self.rows.append((whole, getattr(self.eight, row.name), getattr(self.eight, f"{row.name}_transposed"), n))
+            twins = [getattr(views, row.name + end) for end in ("", "_transposed")]
+            self.whole.append((whole, *twins, n))
             for l in range(row.layers):
-                twin, transposed = (getattr(self.eight, name)[l] for name in (row.name, f"{row.name}_transposed"))
-                self.weights[address(whole[l])] = SimpleNamespace(forward=twin, backward=transposed, number=n + l)
+                self.weights[address(whole[l])] = SimpleNamespace(twins=[twin[l] for twin in twins], number=n + l)
             n += row.layers
         self.count = n  # of the weights; as many are of each kind
-        for array in (self.eight.scale, self.eight.inverse):
-            self.put(array, np.ones(array.shape))
+        self.known, self.writers, self.ready, self.calibrated, self.verdict = {}, {}, None, False, model.adam.verdict
+        self.set_scales(np.ones(3 * n))
 
-    def scales(self, kind, weight):
-        """(scale, its inverse, the largest magnitude) of the tensor of this kind at a weight, one number each."""
-        i = kind * self.count + weight.number
-        return [array[i : i + 1] for array in (self.eight.scale, self.eight.inverse, self.eight.largest)]
+    def set_scales(self, scales):
+        """Set all scales, in the order of kernels.cu's struct."""
+        aims = np.repeat([top / 2 for _, top in (E4M3, GRADIENTS, E4M3)], self.count)
+        self.put(self.all_scales, np.float32([scales, 1 / np.float32(scales), 0 * aims, aims]).T)
 
-    def cast_weights(self, alone=False):
-        """The twins of all weights, which have changed. alone: with scales of their own present sizes."""
-        e, own = self.eight, slice(self.count, 2 * self.count)
-        for again in range(1 + alone):
-            for whole, twin, transposed, n in self.rows:
+    def scale(self, kind, number):
+        """(4,), the scale of the tensor of this kind that belongs to a weight."""
+        return self.all_scales[kind * self.count + number]
+
+    def next_scales(self, scales, forget=False):
+        """Set scales by the largest magnitudes; or only forget those."""
+        self.launch("next_scales", len(scales), scales, len(scales), forget, self.verdict)
+
+    def cast_weights(self, rescale=False):
+        """The twins of all weights, which have changed. rescale: first set their scales by their present sizes."""
+        scales = self.all_scales[WEIGHT * self.count :]
+        for first in (True, False)[not rescale :]:
+            for whole, twin, transposed, n in self.whole:
                 layers, R, C = whole.shape
-                self.launch("weights_to_fp8", (C, layers * -(-R // 64)), twin, transposed, whole,
-                            e.scale[own][n:], e.largest[own][n:], R, C)
-            if alone and not again:
-                self.launch("set_scales", self.count, e.scale[own], e.inverse[own], e.largest[own], self.count,
-                            self.count)
+                self.launch("weights_to_fp8", (C, layers * -(-R // 64)), twin, transposed, whole, scales[n:], R, C)
+            if first:
+                self.next_scales(scales)
 
     def begin_step(self, model, batches):
-        """Before the first micro-batch: what validations have left behind is not the step's."""
-        n, self.ready = self.count, None
-        for kind in (INPUT, GRADIENT):
-            self.zero(self.eight.largest[kind * n : (kind + 1) * n])
+        """Before a step of these micro-batches. What validations have left behind is not the step's."""
+        self.ready = self.last = None
+        self.writers.clear()
+        self.next_scales(self.all_scales[: WEIGHT * self.count], forget=True)
         if not self.calibrated:
             for micro, batch in enumerate(batches):
                 model.set_batch(batch)
                 model.forward_pass()
                 model.backward_pass(micro, model.ranks if micro + 1 == len(batches) else ALONE)
             self.end_step()
-            self.calibrated = True
+            self.calibrated, self.last = True, None
 
     def end_step(self):
         """The scales of the next step, and the twins of the weights as they are now."""
-        e, n = self.eight, self.count
-        self.launch("set_scales", 3 * n, e.scale, e.inverse, e.largest, 3 * n, 2 * n)
+        self.next_scales(self.all_scales)
         self.cast_weights()
 
     def state(self):
         """The scales, for a checkpoint."""
-        return self.get(self.eight.scale).tolist() if self.calibrated else []
+        return self.get(self.all_scales)[:, 0].tolist() if self.calibrated else []
 
     def go_on(self, scales):
         """Go on with the scales of a checkpoint, whose parameters are there already. It has none if it is of another
         dtype; then the first step begins as that of a new run does."""
         self.calibrated = len(scales) == 3 * self.count
-        self.zero(self.eight.largest)
         if self.calibrated:
-            self.put(self.eight.scale, scales)
-            self.put(self.eight.inverse, 1 / np.float32(scales))
-        self.cast_weights(alone=not self.calibrated)
+            self.set_scales(scales)
+        self.cast_weights(rescale=not self.calibrated)
 
-    # ---- Verbs of a device
+    # ---- Verbs of a device. Which kernel writes what a product reads is learned: the first time a product makes the
+    # twin itself, and notes for which launches that was. From then on these make it beside what they write. A launch
+    # is known by its kernel, by what it writes, and by the product before it, which tells layers apart.
 
-    def launch(self, name, items, *args, feeds=None, **more):
-        """As Cuda.launch. If the kernel's first argument is what a product in FP8 reads next, it gets a twin."""
-        weight = feeds is not None and self.weights.get(address(feeds))
-        if weight:
-            scale, _, largest = self.scales(INPUT if stride_of(feeds)[0] else GRADIENT, weight)
-            self.ready = address(args[0])
-            args = *args, self.eight.twin, scale, largest
+    def launch(self, name, items, *args, **more):
+        """As Cuda.launch. If a product in FP8 reads next what the kernel writes, its first argument, it gets a twin."""
+        note, kernel = (name, address(args[0]), self.last), self.kernels.get(name)
+        if kernel and kernel.parameters[-1][0] == "scale8":
+            self.writers.setdefault(note[1], []).append(note)
+            if note in self.known:
+                args, self.ready = (*args, self.twin, self.scale(*self.known[note])), (note[1], self.known[note])
+        else:
+            self.written(args[0])
         super().launch(name, items, *args, **more)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, feeds=None):
+    def zero(self, array):
+        self.written(array)
+        super().zero(array)
+
+    def written(self, array):
+        """What is in an array now has no twin, and no kernel that could have made it."""
+        self.writers.pop(address(array), None)
+        if self.ready and self.ready[0] == address(array):
+            self.ready = None
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
         weight = self.weights.get(address(b))
         if weight:
-            kind = INPUT if stride_of(b)[0] else GRADIENT  # b is w.T or w
-            scale, inverse, largest = self.scales(kind, weight)
-            if self.ready != address(a):
-                self.launch("to_fp8", a.size, a, a.size, kind == GRADIENT, self.eight.twin, scale, largest)
-            self.ready = None
+            backward = not stride_of(b)[0]  # b is w, and not w.T
+            tensor = GRADIENT if backward else INPUT, weight.number
+            writers = self.writers.pop(address(a), [])
+            if self.ready != (address(a), tensor):
+                super().launch("to_fp8", a.size, a, a.size, backward, self.twin, self.scale(*tensor))
+                self.known |= dict.fromkeys(writers, tensor)
+            self.ready, self.last = None, tensor
+        self.written(out)
         if not weight or not self.calibrated:
-            super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at, feeds)
+            super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
             return
-        _, inverse_of_b, _ = self.scales(WEIGHT, weight)
-        twin, other = self.eight.twin[: a.size].reshape(a.shape), (weight.forward, weight.backward)[kind == GRADIENT]
-        self.multiply_twins(out, twin, other.T, (inverse, inverse_of_b), bias, kind)
-        self.gelu_of_product(out, gelu, dgelu_at, feeds)
+        scales = self.scale(*tensor)[1:2], self.scale(WEIGHT, weight.number)[1:2]
+        self.multiply_twins(out, self.twin[: a.size].reshape(a.shape), weight.twins[backward].T, scales, bias, backward)
+        self.gelu_of_product(out, gelu, dgelu_at)
 
 
 class Fp8Cuda(Fp8, FastCuda):
     """FP8 on a GPU, by cuBLASLt."""
-    OPTIONS = (*FastCuda.OPTIONS, f"-DE5M2_GRADIENTS={int(E5M2_GRADIENTS)}")
+    OPTIONS = (*FastCuda.OPTIONS, f"-DE5M2_GRADIENTS={int(GRADIENTS == E5M2)}")
 
     def __init__(self, c, beside, graph):
         super().__init__("fp8", c, (*beside, SOURCE), graph)
 
-    def multiply_twins(self, out, a, b, scales, bias, kind):
-        """out (I,J) = a (I,K) @ b (K,J), twins, times their two scales, plus bias (J)."""
-        a = a.view(np.int8) if kind == GRADIENT and E5M2_GRADIENTS else a  # by which FastCuda knows e5m2
+    def multiply_twins(self, out, a, b, scales, bias, backward):
+        """out (I,J) = a (I,K) @ b (K,J), twins, times the inverses of their scales, plus bias (J)."""
+        a = a.view(np.int8) if backward and GRADIENTS == E5M2 else a  # by which FastCuda knows e5m2
         FastCuda.matmul(self, out, a, b, bias, scales=scales)
 
 
 class Fp8Cpu(Fp8, Cpu):
     """FP8 on a CPU: fp32 products of the same numbers."""
+    VALUES = [values_of(*E4M3), values_of(*GRADIENTS)]
 
     def __init__(self, c, beside):
         super().__init__("fp8", c, (*beside, SOURCE))
 
-    def multiply_twins(self, out, a, b, scales, bias, kind):
+    def multiply_twins(self, out, a, b, scales, bias, backward):
         """As Fp8Cuda.multiply_twins."""
-        a, b = VALUES[kind == GRADIENT and E5M2_GRADIENTS][a], VALUES[False][b]
+        a, b = self.VALUES[backward][a], self.VALUES[False][b]
         Cpu.matmul(self, out, a * scales[0], b * scales[1], bias)
 
 

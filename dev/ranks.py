@@ -225,7 +225,7 @@ class Ranks(Alone):
             if l is None:
                 self.via.sum(model.adam.verdict[1:2])  # the loss
                 if model.device.fp8:
-                    self.via.largest(model.device.eight.largest)  # so that all have the same scales
+                    self.via.largest(model.device.all_scales)  # of each number, so that all have the same scales
         if l is None:
             self.via.join()
 

@@ -60,30 +60,30 @@ def numbers(device_name):
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     every = np.arange(2**16).astype(np.uint16)
     for gradient in (False, True):
-        table = dev.fp8.VALUES[gradient][: 0x7F if not gradient else 0x7C]  # up to the largest number
+        table = dev.fp8.Fp8Cpu.VALUES[gradient][: 0x7F if not gradient else 0x7C]  # up to the largest number
         kind, _ = FORMATS[gradient]
         yield f"values {gradient}", table, np.arange(len(table)).astype(np.uint8).view(kind).astype(np.float32), EXACT
     for gradient, scale, count in itertools.product((False, True), (1.0, 0.37, 300.0, 1e-6, 1e30), (2**16, 8, 1000)):
         some = every if count == 2**16 else np.random.default_rng(count).choice(every, count)
         inp, out8 = on_device(device, some.view(BF16)), on_device(device, np.zeros(count + 64, np.uint8))
-        arrays = on_device(device, np.float32([scale])), on_device(device, np.float32([0.0]))
+        scale8 = on_device(device, np.float32([scale, 1 / scale, 0, 1]))
 
         def work(*args):
-            device.zero(args[-1])
+            device.zero(args[-1][2:3])
             device.launch("to_fp8", args[1], *args)
-            return device.get(args[3]), device.get(args[-1])
+            return device.get(args[3]), device.get(args[-1])[2:3]
 
         x = to_float(some.view(BF16))
         wish = np.r_[cut_off(np.float32(scale) * x, gradient), np.zeros(64, np.uint8)]
-        for order, (found, largest) in in_each_order(device, work, inp, count, gradient, out8, *arrays):
+        for order, (found, largest) in in_each_order(device, work, inp, count, gradient, out8, scale8):
             differ = np.flatnonzero(found != wish)
             check(f"to_fp8 {gradient=} {scale} {count} {order}", not differ.size,
                   f"{differ.size} differ, the first of {x[differ[0]]}: {found[differ[0]]}" if differ.size else "")
             check(f"largest of {count} {order}", largest[0] == np.nanmax(abs(x)), largest[0])
     some = np.float32([3, -7, 2, 1, 0, 0, 0, 0])
-    device.put(arrays[1], [9.0])
-    device.launch("to_fp8", 8, on_device(device, to_bf16(some)), 8, 0, out8, *arrays)
-    check("a larger one stays", device.get(arrays[1])[0] == 9)
+    device.put(scale8, [1, 1, 9, 1])
+    device.launch("to_fp8", 8, on_device(device, to_bf16(some)), 8, 0, out8, scale8)
+    check("a larger one stays", device.get(scale8)[2] == 9)
 
 
 def weights(device_name):
@@ -93,34 +93,39 @@ def weights(device_name):
         rng = np.random.default_rng(R)
         w = to_bf16(np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None]))
         scale, nothing = np.float32(rng.uniform(1, 50, L)), np.zeros(w.size, np.uint8)
-        arrays = [on_device(device, x) for x in (
-            nothing.reshape(L, R, C), nothing.reshape(L, C, R), w, scale, np.zeros(L, np.float32))]
+        scales = np.stack([scale, 1 / scale, 0 * scale, scale], axis=1)
+        arrays = [on_device(device, x) for x in (nothing.reshape(L, R, C), nothing.reshape(L, C, R), w, scales)]
 
-        def work(out, across, w, scale, largest, R, C):
-            for array in (out, across, largest):
+        def work(out, across, w, scales, R, C, fresh):
+            for array in (out, across):
                 device.zero(array)
-            device.launch("weights_to_fp8", (C, len(w) * -(-R // 64)), out, across, w, scale, largest, R, C)
-            return [device.get(x) for x in (out, across, largest)]
+            device.put(scales, fresh)
+            device.launch("weights_to_fp8", (C, len(w) * -(-R // 64)), out, across, w, scales, R, C)
+            return device.get(out), device.get(across), device.get(scales)[:, 2]
 
         wish = cut_off(scale[:, None, None] * to_float(w), False)
-        for order, found in in_each_order(device, work, *arrays, R, C):
+        for order, found in in_each_order(device, work, *arrays, R, C, scales):
             yield f"{L, R, C} {order}", found[0], wish, EXACT
             yield f"{L, R, C} {order} transposed", found[1], wish.transpose(0, 2, 1), EXACT
             yield f"{L, R, C} {order} largest", found[2], abs(to_float(w)).max(axis=(1, 2)), EXACT
 
 
 def next_scales(device_name):
-    """A scale brings the largest magnitude to half of the format's largest number. Zeros, infinity and NaN change
-    nothing, and nothing overflows."""
+    """A scale brings the largest magnitude to its aim. Zeros, infinity and NaN change nothing, and nothing overflows.
+    To forget is to change nothing but the largest magnitudes."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     largest = np.float32([2, 0, np.inf, np.nan, 1e-38, 3e38, 2, 0.5])
-    scale, inverse = np.full(8, 5, np.float32), np.full(8, 0.2, np.float32)
-    arrays = [on_device(device, x) for x in (scale, inverse, largest)]
-    device.launch("set_scales", 8, *arrays, 8, 6)
-    found = [device.get(x) for x in arrays]
-    yield "scales", found[0], np.float32([112, 5, 5, 5, 1e30, np.float32(224) / np.float32(3e38), 14336, 57344]), EXACT
-    yield "inverses", found[1], np.where(found[0] == 5, np.float32(0.2), 1 / found[0]), EXACT
-    check("the largest begin anew", not found[2].any())
+    aims = np.float32([224, 224, 224, 224, 224, 224, 28672, 28672])
+    before = np.stack([np.full(8, 5), np.full(8, 0.2), largest, aims], axis=1).astype(np.float32)
+    for forget, stopped in ((0, 0), (1, 0), (0, 1)):
+        scales, verdict = on_device(device, before), on_device(device, np.float32([0, 0, 0, 0, 1, stopped]))
+        device.launch("next_scales", 8, scales, 8, forget, verdict)
+        found = device.get(scales)
+        wish = np.float32([112, 5, 5, 5, 1e30, np.float32(224) / np.float32(3e38), 14336, 57344])
+        case = f"{forget=} {stopped=}"
+        yield f"{case} scales", found[:, 0], before[:, 0] if forget or stopped else wish, EXACT
+        yield f"{case} inverses", found[:, 1], np.where(found[:, 0] == 5, np.float32(0.2), 1 / found[:, 0]), EXACT
+        check(f"{case}: the largest begin anew", not found[:, 2].any() and np.array_equal(found[:, 3], aims))
 
 
 def steps_of(model, count, micros=1):
@@ -138,23 +143,33 @@ def twins(device_name):
     come out, bit for bit, also with layers that compute norms and GELUs again."""
     for architecture, recompute in ((GPT2, 0), (GPT2, 1), (GPT2, 2), (Llama3, 0), (Llama3, 2)):
         results = []
-        for feeds in (True, False):
+        for learns in (True, False):
             place = make_device(device_name, "fp8", architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)))
-            place.architecture, launch = architecture, place.launch
+            place.architecture = architecture
             model = poisoned_model(place, 2, 24, recompute=recompute, C=64, NH=2)
-            if not feeds:
-                place.launch = lambda *args, feeds=None, launch=launch, **more: launch(*args, **more)
-            with mock.patch.object(place, "launch", wraps=place.launch) as watched:
-                losses = steps_of(model, 3, 2)
-            casts = sum(call.args[0] == "to_fp8" for call in watched.mock_calls)
-            if feeds:  # all of GPT-2's twins are made beside what they are of, but dx's, when a layer is done again
-                wish = 0 if architecture is GPT2 and recompute < 2 else None
-                check(f"{architecture.__name__} {recompute=}: casts", wish in (None, casts), casts)
+            losses = []
+            for _ in range(3):
+                if not learns:
+                    place.known.clear()
+                    place.known = Forgetful()
+                with mock.patch.object(type(place).__mro__[2], "launch", autospec=True,
+                                       side_effect=type(place).__mro__[2].launch) as watched:
+                    losses += steps_of(model, 1, 2)
+                casts = sum(call.args[1] == "to_fp8" for call in watched.mock_calls)
             results.append((losses, place.get(model.master), casts))
         name = f"{architecture.__name__} {recompute=}"
         yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
         yield f"{name}: parameters", results[0][1], results[1][1], EXACT
-        check(f"{name}: fewer casts with twins", results[0][2] < results[1][2])
+        # All of GPT-2's are made beside what they are of, but for dx's and atty's where a layer is done again.
+        wish = 0 if architecture is GPT2 and recompute < 2 else results[1][2] - 1
+        check(f"{name}: casts", results[0][2] <= wish, f"{results[0][2]}, without {results[1][2]}")
+
+
+class Forgetful(dict):
+    """A dict that learns nothing."""
+
+    def __ior__(self, other):
+        return self
 
 
 def products(device_name):
@@ -163,14 +178,14 @@ def products(device_name):
     place.architecture = GPT2
     model = poisoned_model(place, 2, 24, C=64, NH=2)
     steps_of(model, 3)
-    e, n, V = place.eight, place.count, dev.fp8
-    before = place.get(e.scale)
+    n, V = place.count, dev.fp8
+    before = place.get(place.all_scales)[:, 0]
     batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 24), dtype=np.int32))
     model.set_batch(batch)
     place.begin_step(model, [batch])
     model.forward_pass()
     a, p, l = model.layers[1][2], model.layers[1][0], 1
-    order = [row.name for row in dev.fp8.shared_weights(model.config)]
+    order = [row.name for row in dev.fp8.fp8_rows(model.config)]
     for weight, bias, inp, out in (("qkvw", "qkvb", "ln1", "qkv"), ("fcw", "fcb", "ln2", "fch")):
         i = order.index(weight) * model.config.L + l
         x, w = to_float(place.get(getattr(a, inp))), to_float(place.get(getattr(p, weight)))
@@ -181,15 +196,21 @@ def products(device_name):
     largest = lambda array: abs(to_float(place.get(array))).max()
     inputs = largest(a.ln2), largest(a.fch_gelu)
     model.backward_pass()
+    i = order.index("qkvw") * model.config.L  # of layer 0, whose dqkv and dln1 are still there
+    dqkv, w = (to_float(place.get(array)) for array in (model.back.dqkv, model.params.qkvw[0]))
+    scale_d, scale_w = before[V.GRADIENT * n + i], before[V.WEIGHT * n + i]
+    eight = [cut_off(np.float32(scale) * values, gradient).view(FORMATS[gradient][0]).astype(np.float64) / float(scale)
+             for values, scale, gradient in ((dqkv, scale_d, True), (w, scale_w, False))]
+    yield "dln1", place.get(model.back.dinp), eight[0] @ eight[1], 3e-3
     gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)  # of layer 0; fch_gelu is dfch by now
     place.end_step()
-    after = place.get(e.scale)
+    after = place.get(place.all_scales)[:, 0]
     for weight, kind, l, size in (("fcw", V.INPUT, 1, inputs[0]), ("fcprojw", V.INPUT, 1, inputs[1]),
                                   ("qkvw", V.GRADIENT, 0, gradients_[0]), ("fcw", V.GRADIENT, 0, gradients_[1])):
         i, top = order.index(weight) * model.config.L + l, FORMATS[kind == V.GRADIENT][1] / 2
         found, wish = after[kind * n + i], top / size
         check(f"the next scale at {weight}", abs(found / wish - 1) < 1e-6, f"{found} {wish}")
-    validated = steps_of(model, 1), place.get(e.scale)
+    validated = steps_of(model, 1), place.get(place.all_scales)[:, 0]
     check("a scale changes in a step", not np.array_equal(validated[1], after))
 
 
@@ -202,6 +223,9 @@ def scales_alone(device_name):
         model, losses = poisoned_model(place, 2, 24, C=64, NH=2), []
         for _ in range(3):
             if validates:
+                scales = place.get(place.all_scales)
+                scales[: 2 * place.count, 2] = 1e6  # as a validation of larger numbers would leave it
+                place.put(place.all_scales, scales)
                 model.forward(np.full((2, 24), 5, np.int32), np.full((2, 24), 6, np.int32))
             losses += steps_of(model, 1)
         results.append(np.array(losses))

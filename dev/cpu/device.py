@@ -144,7 +144,7 @@ class Cpu:
     def zero(self, array):
         array.fill(0)
 
-    def launch(self, name, items, *args, threads=None, shared=0, feeds=None):
+    def launch(self, name, items, *args, threads=None, shared=0):
         """Run a kernel over its items, each block with `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
@@ -159,7 +159,7 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, feeds=None):
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
@@ -176,14 +176,14 @@ class Cpu:
             product += to_float(bias)
         if product is not out:
             out[...] = to_bf16(product)
-        self.gelu_of_product(out, gelu, dgelu_at, feeds)
+        self.gelu_of_product(out, gelu, dgelu_at)
 
-    def gelu_of_product(self, out, gelu, dgelu_at, feeds=None):
+    def gelu_of_product(self, out, gelu, dgelu_at):
         """As train_gpt2.Cuda.gelu_of_product."""
         if gelu is not None:
-            self.launch("gelu_forward", out.size, gelu, out, *out.shape, feeds=feeds)
+            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
         if dgelu_at is not None:
-            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape, feeds=feeds)
+            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
 
     def fetch(self, array):
         """A function that returns the numbers which array has now."""

@@ -46,9 +46,9 @@ BLOCK(256, threads / 32)
 extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
     real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy, float* residual, const float* before,
     const real* __restrict__ branch, const real* __restrict__ weight, float eps, int N,
-    unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+    unsigned char* __restrict__ out8, Scale* scale8) {
     constexpr int C = CHANNELS;
-    Twin<false> twin(out8, scale8, largest8);
+    TwinWriter<false> twin(out8, scale8);
 #pragma unroll 1
     for (int turn = 0; turn < ROW_WARPS; turn++) {
         int row = (blockIdx.x * ROW_WARPS + turn) * ROWS_AT_ONCE + threadIdx.x / ROW_LANES;
@@ -106,10 +106,10 @@ BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
     real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
     const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ rstd, int N,
-    unsigned char* __restrict__ out8, const float* __restrict__ scale8, float* largest8) {
+    unsigned char* __restrict__ out8, Scale* scale8) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
-    Twin<true> twin(out8, scale8, largest8);  // of dresidual
+    TwinWriter<true> twin(out8, scale8);  // of dresidual
     int own = threadIdx.x / ROW_LANES;  // of the rows at once
     real* rows = shared + own * STAGES * 3 * C;
     auto load_row = [&](int stage, int row) {
@@ -253,9 +253,8 @@ extern "C" __global__ void rope_backward(real* dqkv, const float* __restrict__ t
 // the left exp overflows to infinity and silu becomes 0, its limit. Items: N*H numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void swiglu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int H,
-                                          unsigned char* __restrict__ out8, const float* __restrict__ scale8,
-                                          float* largest8) {
-    Twin<false> twin(out8, scale8, largest8);
+                                          unsigned char* __restrict__ out8, Scale* scale8) {
+    TwinWriter<false> twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * H) {
         const real* up_of = inp + i + (size_t)row_of_number(i, H) * H;
@@ -272,9 +271,8 @@ extern "C" __global__ void swiglu_forward(real* __restrict__ out, const real* __
 // dinp may be inp, since a thread reads all that it needs before it writes. Items: N*H numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void swiglu_backward(real* dinp, const real* __restrict__ dout, const real* inp, int N, int H,
-                                           unsigned char* __restrict__ out8, const float* __restrict__ scale8,
-                                           float* largest8) {
-    Twin<true> twin(out8, scale8, largest8);
+                                           unsigned char* __restrict__ out8, Scale* scale8) {
+    TwinWriter<true> twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * H) {
         size_t at = i + (size_t)row_of_number(i, H) * H;

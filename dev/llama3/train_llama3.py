@@ -274,15 +274,14 @@ class Llama3(GPT2):
         matmul, branch = self.device.matmul, self.acts.branch
         x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
         added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
-        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w, feeds=p.qkvw.T)  # -> (N,C)
+        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
         if not again:
-            # Here tokens see each other.
-            self.attention("attention_forward", a.atty, a.lse, a.qkv, feeds=p.attprojw.T)  # -> (N,C)
+            self.attention("attention_forward", a.atty, a.lse, a.qkv)  # -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, feeds=p.fcw.T)  # -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w)  # -> (N,C)
         self.hidden_forward(p, a)
         if not again:
             matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
@@ -291,7 +290,7 @@ class Llama3(GPT2):
         """The MLP's hidden channels, up * silu(gate)."""
         N, H = a.fch_swiglu.shape
         self.device.matmul(a.fch, a.ln2, p.fcw.T)  # (N,C) @ (C,2H) -> (N,2H)
-        self.device.launch("swiglu_forward", N * H, a.fch_swiglu, a.fch, N, H, feeds=p.fcprojw.T)  # -> (N,H)
+        self.device.launch("swiglu_forward", N * H, a.fch_swiglu, a.fch, N, H)  # -> (N,H)
 
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
@@ -308,10 +307,10 @@ class Llama3(GPT2):
         matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=accumulate)  # (C,N) @ (N,H) -> (C,H)
         dswiglu = a.fch_swiglu  # which nobody needs any more
         matmul(dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
-        launch("swiglu_backward", N * H, a.fch, dswiglu, a.fch, N, H, feeds=p.fcw)  # -> (N,2H): its own gradient
+        launch("swiglu_backward", N * H, a.fch, dswiglu, a.fch, N, H)  # -> (N,2H): fch becomes its own gradient
         matmul(g.fcw, a.fch.T, a.ln2, accumulate=accumulate)  # (2H,N) @ (N,C) -> (2H,C)
         matmul(dinp, a.fch, p.fcw)  # dln2: (N,2H) @ (2H,C) -> (N,C)
-        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd, p.attprojw)  # dx += (N,C)
+        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd)  # dx += (N,C)
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
@@ -319,21 +318,19 @@ class Llama3(GPT2):
         self.rope("rope_backward", d.dqkv)  # dq and dk, in place
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # -> ((NH+2NKV)HS,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,(NH+2NKV)HS) @ ((NH+2NKV)HS,C) -> (N,C)
-        feeds = self.layers[l - 1][0].fcprojw if l else None
-        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd, feeds)  # dx += (N,C)
+        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)  # dx += (N,C)
 
-    def norm_forward(self, out, rstd, copy, x, before, branch, weight, feeds=None):
+    def norm_forward(self, out, rstd, copy, x, before, branch, weight):
         """x = before + branch, unless branch is None: then x is there; copy = x; out = rmsnorm(x)."""
         self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, before, branch, weight,
-                           self.config.eps, len(out), feeds=feeds)
+                           self.config.eps, len(out))
 
-    def norm_backward(self, dweight, inp, weight, rstd, feeds):
+    def norm_backward(self, dweight, inp, weight, rstd):
         """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output; dweight += its own.
         """
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, shared = rmsnorm_backward_launch(device, N)
-        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, rstd, N, shared=shared,
-                      feeds=feeds)
+        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, rstd, N, shared=shared)
         device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
 
     def rope(self, kernel, qkv):
@@ -361,7 +358,7 @@ class Llama3(GPT2):
     def last_norm_backward(self):
         a = self.acts
         self.device.zero(self.back.dresidual)
-        self.norm_backward(self.grads.lnfw, a.lnf_inp, self.params.lnfw, a.lnf_rstd, self.params.fcprojw[-1])
+        self.norm_backward(self.grads.lnfw, a.lnf_inp, self.params.lnfw, a.lnf_rstd)
 
 
 if __name__ == "__main__":
