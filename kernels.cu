@@ -243,7 +243,7 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 
 // x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the layernorm that the
 // next of them begins with:
-//   residual (N,C) = before (N,C), which may be residual itself, + branch (N,C); if that is null, residual is there
+//   residual (N,C) = before (N,C) + branch (N,C), unless branch is null; before may be residual itself
 //   out (N,C) = (residual - mean) * rstd * weight + bias, with mean (N) and rstd (N) = 1/sqrt(variance + 1e-5) of a row
 //   copy (N,C) = residual, as a real, for the backward pass
 // The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. Packs
@@ -541,8 +541,8 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // the end. What bounds attention is that each product waits for the one before. Several blocks on a multiprocessor, or
 // several warp groups of a block, fill each other's gaps, as far as their registers allow.
 
-// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels. A CPU does
-// as Hopper if it is asked to.
+// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels. A CPU
+// does as Hopper if it is asked to.
 #if (defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(AS_HOPPER)) && defined(BF16) && (HS == 64 || HS == 128)
 #define HOPPER 1
 #else
@@ -562,10 +562,10 @@ constexpr int KEYS = 64;                     // a tile of the forward pass has s
 constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
 constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
 constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
-// As far as registers allow, Hopper's tensor cores have other products to do while a tile's exponentials are computed:
-// forward, with the values of the tile before; backward, the scores of the next.
-constexpr bool BESIDE = HOPPER && HP == 64, BESIDE_Q = HOPPER, BESIDE_KV = BESIDE;
-constexpr int KEY_STAGES = BESIDE ? 3 : 2, TILE_STAGES = HOPPER ? 4 : 2;  // of tiles in shared memory
+// As far as registers allow, Hopper's tensor cores overlap a tile's exponentials with other products: forward, with the
+// values of the tile before; backward, the scores of the next.
+constexpr bool OVERLAP = HOPPER && HP == 64, OVERLAP_Q = HOPPER, OVERLAP_KV = OVERLAP;
+constexpr int KEY_STAGES = OVERLAP ? 3 : 2, TILE_STAGES = HOPPER ? 4 : 2;  // of tiles in shared memory
 
 // What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands, and its bytes of shared
 // memory, forward and backward.
@@ -902,8 +902,8 @@ __device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t strid
 // Algorithm 1. For softmax it also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), and from
 // that the backward pass computes the weights again. Exponentials are to base 2, as in hardware. A row's maximum, its
 // total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled down
-// (Milakov and Gimelshein 2018, algorithm 3). On Hopper it stays until some row's would grow by a factor of 2^8, which
-// neither total nor output minds, so that most tiles need no scaling. Items: blocks of ROWS queries of a head.
+// (Milakov and Gimelshein 2018, algorithm 3). On Hopper it stays until a weight would exceed 2^8, which neither total
+// nor output minds, so that most tiles need no scaling. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
@@ -952,7 +952,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
         if (key + KEYS < end) load_stage(later<KEY_STAGES>(stage, 1), key + KEYS);
         if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
         multiply_transposed<KEYS>(scores, queries, part, keys(stage));
-        if (BESIDE && key > 0) {
+        if (OVERLAP && key > 0) {
             multiply<KEYS>(output, weights, values(before));
             products_arrive<1>(scores);
             soften(key);
@@ -966,9 +966,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
                 EACH_OF_ROW(output) output[m][n][i] *= correction[m][half];
         as_a(weights, scores);
         before = stage;
-        if (!BESIDE) multiply<KEYS>(output, weights, values(stage)), products_arrive<0>(output);
+        if (!OVERLAP) multiply<KEYS>(output, weights, values(stage)), products_arrive<0>(output);
     }
-    if (BESIDE) multiply<KEYS>(output, weights, values(before)), products_arrive<0>(output);
+    if (OVERLAP) multiply<KEYS>(output, weights, values(before)), products_arrive<0>(output);
     EACH_ROW {
         int t = row + row_of(m, 2 * half);
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
@@ -983,13 +983,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
 // Scores are the product of own[0] and tile[0], dweights that of own[1] and tile[1]. The weights are computed from the
 // scores, and dscores from dweights, each in place. d (16 M, HP) += dscores tile[0], and, if rows are keys,
 // dv += weights tile[1]. dscores leave out the factor scale; d is multiplied by it when it is stored. statistic (stage,
-// which, m, n, i) is lse or delta of an element's query. With BESIDE, the next tile's scores are computed beside.
-template <bool rows_are_keys, bool BESIDE, class Load, class Statistic>
+// which, m, n, i) is lse or delta of an element's query. With overlap, the next tile's scores are under way meanwhile.
+template <bool rows_are_keys, bool overlap, class Load, class Statistic>
 __device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP / 8][4], real* own, const Part& part,
                                      int begin, int end, int heads, float scale, int relu, Load load_stage,
                                      Statistic statistic) {
-    constexpr bool EARLY = rows_are_keys && HOPPER && !BESIDE;  // dv's product starts before dscores are computed
-    float scores[1 + BESIDE][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
+    constexpr bool EARLY = rows_are_keys && HOPPER && !overlap;  // dv's product starts before dscores are computed
+    float scores[1 + overlap][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
     int left = heads * ((end - begin + TILE - 1) / TILE), head = 0, next_column = begin, column = begin, stage = 0;
     auto tile = [&](int stage) { return own + (2 * ROWS + 2 * stage * TILE) * LD; };
     auto load_next = [&](int stage) {
@@ -997,7 +997,7 @@ __device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP
         if (next_column >= end) next_column = begin, head++;
         if (head < heads) load_stage(stage, head, next_column);
     };
-    if (BESIDE) {
+    if (overlap) {
         load_next(1);
         tiles_arrive();
         multiply_transposed<TILE>(scores[0], own, part, tile(0));
@@ -1006,32 +1006,32 @@ __device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP
     }
     auto step = [&](auto& weights, auto& next) {
         tiles_arrive();
-        load_next(later(stage, 1 + BESIDE));
+        load_next(later(stage, 1 + overlap));
         bool seen = rows_are_keys ? column + TILE > part.group : column < part.group + GROUP;  // by some row
-        if (BESIDE || seen) {
-            if (!BESIDE) multiply_transposed<TILE>(weights, own, part, tile(stage));
+        if (overlap || seen) {
+            if (!overlap) multiply_transposed<TILE>(weights, own, part, tile(stage));
             multiply_transposed<TILE>(dweights, own + ROWS * LD, part, tile(stage) + TILE * LD);
-            if (BESIDE) multiply_transposed<TILE>(next, own, part, tile(later(stage, 1)));  // after the last, in vain
+            if (overlap) multiply_transposed<TILE>(next, own, part, tile(later(stage, 1)));  // after the last, in vain
             else products_arrive<1>(weights);
             if (relu) EACH_ELEMENT(weights) weights[m][n][i] = relu_of(scale * weights[m][n][i]);
             else EACH_ELEMENT(weights)
                 weights[m][n][i] = power_of_2(scale * LOG2_E * weights[m][n][i] - statistic(stage, 0, m, n, i));
             hide_future<rows_are_keys>(weights, 0.0f, part, column);
             if (EARLY) multiply<TILE>(dv, weights, tile(stage) + TILE * LD);
-            products_arrive<BESIDE || EARLY>(dweights);
+            products_arrive<overlap || EARLY>(dweights);
             if (relu) EACH_ELEMENT(weights) dweights[m][n][i] = weights[m][n][i] <= 0.0f ? 0.0f : dweights[m][n][i];
             else EACH_ELEMENT(weights)
                 dweights[m][n][i] = weights[m][n][i] * (dweights[m][n][i] - statistic(stage, 1, m, n, i));
             if (rows_are_keys && !EARLY) multiply<TILE>(dv, weights, tile(stage) + TILE * LD);
             multiply<TILE>(d, dweights, tile(stage));
-            if (BESIDE) products_arrive<1 + rows_are_keys>(next);
+            if (overlap) products_arrive<1 + rows_are_keys>(next);
             else products_arrive<0>(d), products_arrive<0>(dv);
         }
         left--, stage = later(stage, 1), column = column + TILE < end ? column + TILE : begin;
     };
     while (left > 0) {
-        step(scores[0], scores[BESIDE]);
-        if (BESIDE && left > 0) step(scores[BESIDE], scores[0]);
+        step(scores[0], scores[overlap]);
+        if (overlap && left > 0) step(scores[overlap], scores[0]);
     }
     products_arrive<0>(d), products_arrive<0>(dv);
 }
@@ -1079,7 +1079,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
     }
 
     float dq[M][HP / 8][4] = {};
-    walk<false, BESIDE_Q>(dq, dq, queries, part, 0, min(part.first + ROWS, T), 1, scale, relu, load_stage,
+    walk<false, OVERLAP_Q>(dq, dq, queries, part, 0, min(part.first + ROWS, T), 1, scale, relu, load_stage,
                            [&](int, int which, int m, int, int i) { return of_row[which][m][i / 2]; });
     TwinWriter<true> twin(out8, scale8);
     store_rows(twin, dqkv, part.queries, stride, row, T, dq, [&](int, int) { return scale; });
@@ -1113,7 +1113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
     load_stage(0, 0, part.first);
 
     float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
-    walk<true, BESIDE_KV>(dk, dv, keys, part, part.first, T, NH / NKV, scale, relu, load_stage,
+    walk<true, OVERLAP_KV>(dk, dv, keys, part, part.first, T, NH / NKV, scale, relu, load_stage,
                            [&](int stage, int which, int, int n, int i) {
                                return of_query[stage][which][column_of(n, i)];
                            });
@@ -1342,7 +1342,7 @@ extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, c
 // decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection. The
 // step is made to fp32 master parameters. params are the rounded copy that the other kernels read, or, in fp32, the
 // master itself. Without verdict->update nothing changes. Bound by four reads and three writes of the arena, and in
-// bf16 another write of half of it. Moments are fp32; dev/moments.cu has others, and rounds them before they are stored.
+// bf16 another write of half of it. Moments are fp32. dev/moments.cu has others, which are rounded before the store.
 template <class moment, class Round>
 __device__ __forceinline__ void adamw_step(
     real* params, float* master, const float* __restrict__ grads, moment* __restrict__ m, moment* __restrict__ v,

@@ -180,27 +180,27 @@ class Config:
 
     def activation_table(self, B, T, real=np.float32, recompute=0):
         """What the forward pass leaves behind for the backward pass. With recompute 1, layers share one tensor for the
-        outputs of norms and GELUs, which the backward pass computes again. With 2, a layer keeps only the residual
-        stream as it finds it, atty, and what is small. All the rest is shared, the stream that flows on is the last of
-        L + 1, and the same kernels and products compute a layer again, to the same bits."""
+        outputs of norms and GELUs, which the backward pass computes again. With 2, a layer keeps the residual stream as
+        it finds it, atty, and small tensors. Layers share the rest, and the same kernels and products compute it again,
+        to the same bits. The stream itself is then the last of L + 1 tensors."""
         N, C, L = B * T, self.C, self.L
-        kept, kept_by_1 = L if recompute == 0 else 1, L if recompute < 2 else 1
+        normed, inner = L if recompute == 0 else 1, L if recompute < 2 else 1  # layers with such tensors of their own
         return [
-            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the stream, which all add to; always fp32
+            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the residual stream, always fp32
             Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
-            Row("ln1_inp", (N, C), real, kept_by_1),  # what ln1 normalises: a copy of the stream as the layer finds it
+            Row("ln1_inp", (N, C), real, inner),  # what ln1 normalises: a copy of the stream as the layer finds it
             Row("ln1_mean", (N,), layers=L),
             Row("ln1_rstd", (N,), layers=L),
-            Row("ln1", (N, C), real, kept),
-            Row("qkv", (N, 3 * C), real, kept_by_1),  # queries, keys and values, each of NH heads
+            Row("ln1", (N, C), real, normed),
+            Row("qkv", (N, 3 * C), real, inner),  # queries, keys and values, each of NH heads
             Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
             Row("atty", (N, C), real, L),  # attention's output
-            Row("ln2_inp", (N, C), real, kept_by_1),  # a copy of the stream after attention
+            Row("ln2_inp", (N, C), real, inner),  # a copy of the stream after attention
             Row("ln2_mean", (N,), layers=L),
             Row("ln2_rstd", (N,), layers=L),
-            Row("ln2", (N, C), real, kept),
-            Row("fch", (N, 4 * C), real, kept_by_1),  # the MLP's hidden channels, before GELU
-            Row("fch_gelu", (N, 4 * C), real, kept),  # behind GELU; becomes the gradient of fch
+            Row("ln2", (N, C), real, normed),
+            Row("fch", (N, 4 * C), real, inner),  # the MLP's hidden channels, before GELU
+            Row("fch_gelu", (N, 4 * C), real, normed),  # after GELU; becomes the gradient of fch
             Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
             Row("lnf_mean", (N,)),
             Row("lnf_rstd", (N,)),
@@ -434,7 +434,7 @@ class Cuda:
         capability, attributes = int(self.gpu.compute_capability), self.gpu.attributes
         if capability < (89 if dtype == "fp8" else 80):
             raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
-                            "later, with --dtype fp8 8.9 (Ada): train with --dtype bf16, or --device cpu")
+                            "later, with --dtype fp8 8.9 (Ada): choose another dtype, or --device cpu")
         self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
@@ -690,18 +690,20 @@ class GPT2:
 
     def layer_forward(self, l, again=False):
         """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds.
-        Again: once more what layer_backward needs, from the x that the layer has found, and attention's output."""
+        With again, computes once more what layer_backward needs, from the x that it has found and attention's output.
+        """
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
-        x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
+        # x as the layer finds it and as it flows on: one tensor, but with --recompute 2 layers keep what they find.
+        found, stream = a.residual, self.acts.residual[-1]
         added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w, p.ln1b)  # -> (N,C)
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, found, stream, added, p.ln1w, p.ln1b)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         if not again:
             self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w, p.ln2b)  # -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, found, branch, p.ln2w, p.ln2b)  # -> (N,C)
         matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
         if not again:
             matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
@@ -738,7 +740,7 @@ class GPT2:
         self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += (N,C)
 
     def norm_forward(self, out, mean, rstd, copy, x, before, branch, weight, bias):
-        """x = before + branch, unless branch is None: then x is there; copy = x; out = layernorm(x)."""
+        """x = before + branch, unless branch is None, and x is there already. Then copy = x; out = layernorm(x)."""
         self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, before, branch, weight,
                            bias, len(out))
 

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.cpu.device import Cpu
+from dev.replay import address
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import ALONE, FastCuda, Row, carve, stride_of
 
@@ -39,11 +40,6 @@ def values_of(mantissa, largest):
     values = np.where(exponent, 2.0 ** (exponent - bias) * (1 + fraction), 2.0 ** (1 - bias) * fraction)
     values[values > largest] = np.nan  # e5m2's infinity is not made here
     return np.float32([*values, *-values])
-
-
-def address(array):
-    """Where the numbers of an array are, on a device or the host."""
-    return array.data.ptr if hasattr(array.data, "ptr") else array.__array_interface__["data"][0]
 
 
 def fp8_rows(c):
@@ -192,7 +188,7 @@ class Fp8Cuda(Fp8, FastCuda):
 
 class Fp8Cpu(Fp8, Cpu):
     """FP8 on a CPU: fp32 products of the same numbers."""
-    VALUES = [values_of(*E4M3), values_of(*GRADIENTS)]
+    OPTIONS, VALUES = (Fp8Cuda.OPTIONS[-1],), [values_of(*E4M3), values_of(*GRADIENTS)]
 
     def __init__(self, c, beside):
         super().__init__("fp8", c, (*beside, SOURCE))

@@ -217,10 +217,10 @@ TABLE = [
         dtype="bf16", flag=AS_HOPPER),
     *of("attention_backward",
         ("missing wait", "walk", "products_arrive<1>(weights);", ";"),
-        ("missing wait", "walk", "products_arrive<BESIDE || EARLY>(dweights);", ""),
+        ("missing wait", "walk", "products_arrive<overlap || EARLY>(dweights);", ""),
         ("missing wait", "walk", "products_arrive<1 + rows_are_keys>(next);", ";"),
         ("missing wait", "walk", "    }\n    products_arrive<0>(d), products_arrive<0>(dv);", "    }"),
-        ("index", "walk", "load_next(later(stage, 1 + BESIDE));", "load_next(later(stage, 2 * BESIDE));"),
+        ("index", "walk", "load_next(later(stage, 1 + overlap));", "load_next(later(stage, 2 * overlap));"),
         dtype="bf16", flag=AS_HOPPER),
     # ---- llama3.cu
     *of("rmsnorm_forward",

@@ -44,7 +44,7 @@ class Cpu:
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
     ahead = 0  # steps: see train_gpt2.Cuda
     peak_flops = None  # depends on the machine in more ways than can be asked for
-    fp8, tables = False, lambda self, c, B, T: {}  # see dev/fp8.py
+    fp8, tables, OPTIONS = False, lambda self, c, B, T: {}, ()  # see dev/fp8.py
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
@@ -76,8 +76,8 @@ class Cpu:
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
-                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", f"-D{self.dtype.upper()}", *self.compiled_for,
-                 *os.environ.get("CXXFLAGS", "").split()]
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", f"-D{self.dtype.upper()}", *self.OPTIONS,
+                 *self.compiled_for, *os.environ.get("CXXFLAGS", "").split()]
         included = [HEADER, *sources]
         source = f'#include "{HEADER}"\n'
         for path in sources:

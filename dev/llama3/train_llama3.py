@@ -205,22 +205,22 @@ class Config3(Config):
         outputs of norms and for the MLP's hidden channels, which the backward pass computes again. With 2, a layer
         keeps what GPT-2's does."""
         N, C, H, L = B * T, self.C, self.H, self.L
-        kept, kept_by_1 = L if recompute == 0 else 1, L if recompute < 2 else 1
+        normed, inner = L if recompute == 0 else 1, L if recompute < 2 else 1  # layers with such tensors of their own
         return [
             Row("rope", (T, C // self.NH)),  # the cosine and the sine that RoPE turns a pair of channels by
             Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the stream: see Config.activation_table
             Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
-            Row("ln1_inp", (N, C), real, kept_by_1),  # what ln1 normalises: a copy of the stream as the layer finds it
+            Row("ln1_inp", (N, C), real, inner),  # what ln1 normalises: a copy of the stream as the layer finds it
             Row("ln1_rstd", (N,), layers=L),
-            Row("ln1", (N, C), real, kept),
-            Row("qkv", (N, self.QKV), real, kept_by_1),  # queries of NH heads and keys of NKV, behind RoPE; values
+            Row("ln1", (N, C), real, normed),
+            Row("qkv", (N, self.QKV), real, inner),  # queries of NH heads and keys of NKV, behind RoPE; values
             Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
             Row("atty", (N, C), real, L),  # attention's output
-            Row("ln2_inp", (N, C), real, kept_by_1),  # a copy of the stream after attention
+            Row("ln2_inp", (N, C), real, inner),  # a copy of the stream after attention
             Row("ln2_rstd", (N,), layers=L),
-            Row("ln2", (N, C), real, kept),
-            Row("fch", (N, 2 * H), real, kept),  # up and gate, H channels each
-            Row("fch_swiglu", (N, H), real, kept),  # up * silu(gate); becomes its own gradient
+            Row("ln2", (N, C), real, normed),
+            Row("fch", (N, 2 * H), real, normed),  # up and gate, H channels each
+            Row("fch_swiglu", (N, H), real, normed),  # up * silu(gate); becomes its own gradient
             Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
             Row("lnf_rstd", (N,)),
             Row("lnf", (N, C), real),
@@ -272,16 +272,16 @@ class Llama3(GPT2):
         Again: see GPT2.layer_forward."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
-        x, stream = a.residual, self.acts.residual[-1]  # the same, unless layers keep their x
+        found, stream = a.residual, self.acts.residual[-1]
         added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
-        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, x, stream, added, p.ln1w)  # -> (N,C)
+        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, found, stream, added, p.ln1w)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
         if not again:
             self.attention("attention_forward", a.atty, a.lse, a.qkv)  # -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, stream, x, branch, p.ln2w)  # -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, stream, found, branch, p.ln2w)  # -> (N,C)
         self.hidden_forward(p, a)
         if not again:
             matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
@@ -321,7 +321,7 @@ class Llama3(GPT2):
         self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)  # dx += (N,C)
 
     def norm_forward(self, out, rstd, copy, x, before, branch, weight):
-        """x = before + branch, unless branch is None: then x is there; copy = x; out = rmsnorm(x)."""
+        """x = before + branch, unless branch is None, and x is there already. Then copy = x; out = rmsnorm(x)."""
         self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, before, branch, weight,
                            self.config.eps, len(out))
 
