@@ -481,7 +481,7 @@ def killed_ranks(device, folder, kills):
             killed += 1
         text = end(job, None, output)
         assert job.returncode in (0, 1), f"exit status {job.returncode}: {text[-300:]}"
-        if job.returncode == 0:
+        if steps in whole_ones(output, count, 1):  # mpirun may exit with 0 if a rank is killed before MPI knows it
             same(f"after {killed} kills", bytes_of(output, count, steps), expected)
             shutil.rmtree(output)
         whole_ones(output, count, 1)
