@@ -109,7 +109,10 @@ class Mpi:
                             "and start them with mpirun -n 2 --bind-to none python train_gpt2.py") from None
         # By ctypes, which lets other threads run. mpi4py would not, while MPI waits for all ranks, and if one is killed
         # just then, nobody could notice.
-        ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        try:
+            ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        except AttributeError:  # a build of mpi4py that hides MPI's own functions
+            MPI.Init_thread()
         self.MPI, self.ranks = MPI, MPI.COMM_WORLD
         if (self.ranks.rank, self.ranks.size) != (meeting.rank, meeting.count):
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and the launcher rank "

@@ -406,6 +406,16 @@ def lost_ranks(device, folder):
         text = end(job, 1, folder / name)
         ended(name, f"rank {rank} on {host}, process {process}{reason}", text, time.monotonic() - since)
 
+    program = wrapped(folder, late=f"""
+import dev.ranks
+if rank == 1:
+    dev.ranks.{"Mpi" if device == "cpu" else "Nccl"}.__init__ = lambda *_: os.kill(os.getpid(), 9)
+""")
+    since = time.monotonic()
+    text = train(device, 2, folder, folder / "start", *flags, trainer=program, status=1)
+    ended("SIGKILL of rank 1, which others wait for to connect devices",
+          rf"rank 1 on {host}, process \d+, is gone: it was killed, or crashed", text, time.monotonic() - since)
+
     long = folder / "long_train.bin"  # before a step that opens the next file, ranks wait for an hour
     with contextlib.redirect_stdout(None):
         write_tokens(long, words(257, 9999))
