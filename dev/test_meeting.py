@@ -172,7 +172,7 @@ time.sleep(60)
 def hangs(folder):
     """Who does not come, or gives no sign of life, is named and killed, and all the others end."""
     late, silent = "process {pid} has not come to the next step, where others have waited for 1", (
-        "process {pid}, has given no sign of life for [23]")
+        "process {pid}, has given no sign of life for [123]")
     cases = [("late", 2, late), ("late", 0, late), ("stopped", 1, silent), ("stopped", 0, silent),
              ("all", 0, "no rank comes to the next step: rank 0, 1, 2 at its end")]
     jobs = [children(folder / f"{what} {rank}", HANGS, 3, what, str(rank)) for what, rank, _ in cases]

@@ -89,10 +89,12 @@ def end(job, status, output, limit=60):
     try:
         text = "".join(job.communicate(timeout=limit))
     except subprocess.TimeoutExpired:
-        for process in (*ranks_of(output).values(), job.pid):
+        ranks = ranks_of(output)
+        for process in (*ranks.values(), job.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        raise AssertionError(f"no end in {limit} s: {''.join(job.communicate())[-500:]}") from None
+        text = "".join(job.communicate())
+        raise AssertionError(f"no end in {limit} s, of ranks {sorted(ranks)}: {text[-500:]}") from None
     assert status in (None, job.returncode), f"exit status {job.returncode}, not {status}: {text[-700:]}"
     since = time.monotonic()
     while left := ranks_of(output):
@@ -440,6 +442,16 @@ def lost_ranks(device, folder):
         text = end(job, 1, folder / name)
         ended(name, f"rank {rank} on {host}, process {process}{reason}", text, time.monotonic() - since)
 
+    program = wrapped(folder, late=f"""
+import dev.ranks
+if rank == 1:
+    dev.ranks.{"Mpi" if device == "cpu" else "Nccl"}.__init__ = lambda *_: os.kill(os.getpid(), 9)
+""")
+    since = time.monotonic()
+    text = train(device, 2, folder, folder / "start", *flags, trainer=program, status=1)
+    ended("SIGKILL of rank 1, which others wait for to connect devices",
+          rf"rank 1 on {host}, process \d+, is gone: it was killed, or crashed", text, time.monotonic() - since)
+
     long = folder / "long_train.bin"  # before a step that opens the next file, ranks wait for an hour
     with contextlib.redirect_stdout(None):
         write_tokens(long, words(257, 9999))
@@ -516,10 +528,12 @@ def killed_ranks(device, folder, kills):
         text = end(job, None, output)
         assert job.returncode in (0, 1), f"exit status {job.returncode}: {text[-300:]}"
         if job.returncode == 0:
+            assert steps in whole_ones(output, count, 1), f"no last checkpoint, and exit status 0: {text[-700:]}"
             same(f"after {killed} kills", bytes_of(output, count, steps), expected)
             shutil.rmtree(output)
         whole_ones(output, count, 1)
-    train(device, count, folder, output, *SMALL, *flags, "-y", 1)
+    text = train(device, count, folder, output, *SMALL, *flags, "-y", 1)
+    assert steps in whole_ones(output, count, 1), f"no last checkpoint, and exit status 0: {text[-700:]}"
     same(f"after {killed} kills", bytes_of(output, count, steps), expected)
     check("after kills: the newest two are left", whole_ones(output, count, 1) == [steps - 1, steps])
     left = sorted(path.name for path in output.iterdir() if not re.search("_000000(29|30)|main.log", path.name))
