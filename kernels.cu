@@ -162,7 +162,7 @@ struct TwinWriter {
 #ifdef FP8
     unsigned char* out8;
     Scale* scale8;
-    float scale, largest;
+    float scale, before, largest;
     __device__ TwinWriter(unsigned char* out8, Scale* scale8);
     template <int n> __device__ void store(size_t i, Pack<n> x);  // stores the twins of out[i..i+n-1]
     __device__ void end();                                        // every lane of a warp must call it
@@ -1008,7 +1008,7 @@ __device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP
         tiles_arrive();
         load_next(later(stage, 1 + overlap));
         bool seen = rows_are_keys ? column + TILE > part.group : column < part.group + GROUP;  // by some row
-        if (overlap || seen) {
+        if ((overlap && rows_are_keys) || seen) {  // a tile unseen by keys is their first: it starts the next
             if (!overlap) multiply_transposed<TILE>(weights, own, part, tile(stage));
             multiply_transposed<TILE>(dweights, own + ROWS * LD, part, tile(stage) + TILE * LD);
             if (overlap) multiply_transposed<TILE>(next, own, part, tile(later(stage, 1)));  // after the last, in vain
@@ -1342,12 +1342,12 @@ extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, c
 // decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection. The
 // step is made to fp32 master parameters. params are the rounded copy that the other kernels read, or, in fp32, the
 // master itself. Without verdict->update nothing changes. Bound by four reads and three writes of the arena, and in
-// bf16 another write of half of it. Moments are fp32. dev/moments.cu has others, which are rounded before the store.
-template <class moment, class Round>
+// bf16 another write of half of it. Moments are fp32, and nothing is added to them; dev/moments.cu has others.
+template <class moment, class AddNoise>
 __device__ __forceinline__ void adamw_step(
     real* params, float* master, const float* __restrict__ grads, moment* __restrict__ m, moment* __restrict__ v,
     const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors, size_t n,
-    const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict, Round round) {
+    const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict, AddNoise add_noise) {
     size_t i = first_number();
     if (i >= n) return;
     Pack<W> g = load<W>(grads + i), p = load<W>(master + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
@@ -1367,7 +1367,7 @@ __device__ __forceinline__ void adamw_step(
     if (!verdict->update) return;  // asked so late, it delays no load
     store(master + i, p);
     if (sizeof(real) < sizeof(float)) store(params + i, p);
-    round(m1, m2, i, tensor, a);
+    add_noise(m1, m2, i, tensor, a);
     store(m + i, m1);
     store(v + i, m2);
 }

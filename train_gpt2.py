@@ -411,7 +411,9 @@ class Cuda:
     name, memory, launched, OPTIONS = "cuda", "device memory", "the start", ("-std=c++17",)
     TYPES = {"f4": 0, "u2": 14, "u1": 28, "i1": 29}  # cuBLAS's CUDA_R_32F, _16BF, _8F_E4M3 and _8F_E5M2
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
-    fp8, tables = False, lambda self, c, B, T: {}  # see dev/fp8.py
+    # What FP8 does besides: see dev/fp8.py.
+    fp8, tables, state = False, lambda self, c, B, T: {}, lambda self: []
+    adopt = begin_step = end_step = cast_weights = go_on = lambda self, *args, **more: None
     ahead = 0  # steps whose results may be outstanding when the next one is queued: see train()
     SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
     # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32, bf16 and fp8: NVIDIA's architecture white papers.
@@ -639,14 +641,12 @@ class GPT2:
         self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
         self.step = 0  # steps done
         self.micros = 1  # micro-batches of the step that is queued, of all ranks, over which its loss is the mean
-        if device.fp8:
-            device.adopt(self)
+        device.adopt(self)
 
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16."""
         self.set_tensors(tensors, self.originals, *[self.params] * ("master" in self.arenas))  # without, the same
-        if self.device.fp8:
-            self.device.cast_weights(rescale=True)
+        self.device.cast_weights(rescale=True)
 
     def set_tensors(self, tensors, fp32, *others):
         """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay. Where a
@@ -898,8 +898,7 @@ class GPT2:
         device.launch(kernel, n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict, *places)
         self.ranks.gather(self)
-        if device.fp8:
-            device.end_step()
+        device.end_step()
 
     def train_step(self, *batches, **adamw):
         """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
@@ -907,8 +906,7 @@ class GPT2:
         gradients; one that adds; the last, which updates too."""
         self.micros = len(batches) * self.ranks.count
         self.set_adamw(**adamw)
-        if self.device.fp8:
-            self.device.begin_step(self, batches)
+        self.device.begin_step(self, batches)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
 

@@ -43,5 +43,5 @@ def estimate(c, device, flags, ranks):
     seconds = flags.total_batch / ranks.count * flops / rate
     print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, {flags.total_batch / seconds:,.0f} "
           f"tok/s, take about {duration(flags.steps * seconds)}, by the speed of a matrix product"
-          + ", without what sums over ranks take" * (ranks.count > 1))
+          + " in bf16" * device.fp8 + ", without what sums over ranks take" * (ranks.count > 1))
     return 0

@@ -22,7 +22,8 @@ __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
 
 template <bool gradient>
 __device__ __forceinline__ TwinWriter<gradient>::TwinWriter(unsigned char* out8, Scale* scale8)
-    : out8(out8), scale8(scale8), scale(out8 ? scale8->scale : 0.0f), largest(0.0f) {}
+    : out8(out8), scale8(scale8), scale(out8 ? scale8->scale : 0.0f), before(out8 ? __ldcg(&scale8->largest) : 0.0f),
+      largest(0.0f) {}
 
 // x is rounded to a real first, so that a twin is the same whether it is made of registers, as here, or of out.
 template <bool gradient>
@@ -45,12 +46,12 @@ __device__ __forceinline__ void TwinWriter<gradient>::store(size_t i, Pack<n> x)
 }
 
 // Of floats that are not negative, the larger one has the larger bits, so a maximum of ints will do. A warp that has
-// nothing larger than those before it, as nearly all, does not wait for it.
+// nothing larger than what was there when it began, as nearly all, does nothing.
 template <bool gradient>
 __device__ __forceinline__ void TwinWriter<gradient>::end() {
     if (!out8) return;
     largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0 && largest > __ldcg(&scale8->largest))
+    if (threadIdx.x % 32 == 0 && largest > before)
         atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(largest));
 }
 

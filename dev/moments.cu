@@ -1,10 +1,10 @@
 /*
 AdamW with its moments in bf16, which take half of the memory. It is compiled behind kernels.cu for --moments bf16.
 
-A bf16 has 8 bits of mantissa. With beta2 = 0.999 a step changes the second moment by a thousandth of itself or less,
-which is below half of its last bit: rounded to nearest, it would stay as it is for ever. So it is rounded up or down at
-random, up with the probability of the share of the way that it is up (Gupta et al. 2015, section 3.1), and the mean of
-many steps is right. What a step does to a parameter is computed from the moments before they are rounded.
+A bf16 has 8 bits of mantissa. With beta2 = 0.999 a step lowers the second moment by a thousandth of itself at most,
+which is below half of its last bit: rounded to nearest, it would never fall. So it is rounded up or down at random, up
+with the probability of the share of the way that it is up (Gupta et al. 2015, section 3.1), and the mean of many steps
+is right. What a step does to a parameter is computed from the moments before they are rounded.
 
 The random numbers are those of SplitMix64 (Steele, Lea and Flood 2014, in the form of Vigna's splitmix64.c). It mixes a
 counter, so each number can be had without those before it. The counter is made of the seed, the step, and which of all
@@ -37,7 +37,7 @@ extern "C" __global__ void adamw_bf16(
     bf16_moment* __restrict__ v, const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors,
     size_t n, const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict,
     const size_t* __restrict__ places) {
-    auto round = [&](Pack<W>& m1, Pack<W>& m2, size_t i, int tensor, const AdamW& a) {
+    auto add_noise = [&](Pack<W>& m1, Pack<W>& m2, size_t i, int tensor, const AdamW& a) {
         size_t first = places[tensor], piece = places[tensors + tensor], stride = places[2 * tensors + tensor];
         size_t j = i - starts[tensor], in_piece = j % piece, number = first + j / piece * stride + in_piece;
         for (int k = 0; k < W; k++, number++, in_piece++) {
@@ -47,5 +47,5 @@ extern "C" __global__ void adamw_bf16(
             m2[k] = plus_noise(m2[k], bits >> 16 & 0xffff);
         }
     };
-    adamw_step(params, master, grads, m, v, starts, decayed, tensors, n, settings, verdict, round);
+    adamw_step(params, master, grads, m, v, starts, decayed, tensors, n, settings, verdict, add_noise);
 }

@@ -181,7 +181,7 @@ def explain(model, verdict, batches, flags, folder):
         path = folder.path / f"replay_{step:08d}.npz"
         notes = dict(model=folder.file(0, step).name, step=step, places=batches.places, attention=flags.attention,
                      dtype=flags.dtype, recompute=flags.recompute, moments=flags.moments,
-                     scales=model.device.state() if model.device.fp8 else [])
+                     scales=model.device.state())
         file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
         views = [carve(data, table) for data, _ in batches.packed]
         np.savez(file, notes=json.dumps(notes), tokens=np.stack([batch.tokens for batch in views]),
@@ -209,8 +209,7 @@ def replay(path, architecture, flags, place):
                          moments=flags.moments or notes.get("moments", "fp32"))  # as the run, to take no more memory
     model = architecture(c, device, *tokens.shape[1:], notes["attention"], notes["recompute"])
     model.set_parameters(read_parameters(checkpoint, c))
-    if device.fp8:
-        device.go_on(notes.get("scales", []))
+    device.go_on(notes.get("scales", []))
     text, _ = describe(model, [pack_batch(*pair) for pair in zip(tokens, targets)], notes["places"], True)
     print(f"step {notes['step'] + 1}: {text}")
     return 0

@@ -409,8 +409,7 @@ class RunFolder:
             say(f"WARNING: there is no {self.file(2, self.step)}: flags and data of that run are not known, and "
                 "windows of outliers are empty")
         load_state(lambda rank: self.file(1, self.step, rank), model, data)
-        if device.fp8:
-            device.go_on(run["scales"] if run else [])
+        device.go_on(run["scales"] if run else [])
         if model.step != self.step:
             raise UserError(f"{state}: of step {model.step}; expected {self.step}, as its name says")
         say(f"resumed      | after step {self.step}, from {state} (-y)")
@@ -478,7 +477,7 @@ class RunFolder:
         if whole:
             files[self.file(1, step, rank)] = state_parts(model, position)
         notes = dict(step=step, flags=vars(self.flags), data=self.data, windows=device.get(model.adam.windows).tolist(),
-                     seen=device.get(model.adam.seen).tolist(), scales=device.state() if device.fp8 else [],
+                     seen=device.get(model.adam.seen).tolist(), scales=device.state(),
                      products=dict(of=getattr(device, "cache", None), algorithms=dict(getattr(device, "choices", {}))))
 
         def finish(failure):

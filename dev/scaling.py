@@ -114,6 +114,7 @@ class Paper:
 
     matmul = lambda self, out, a, b, *arguments, **more: self.launch("matmul", 1, out, a, b)
     tables = lambda self, c, B, T: {}
+    adopt = begin_step = end_step = lambda self, *arguments: None
     zero = lambda self, array: self.launch("memset", 1, array)
 
     @contextlib.contextmanager

@@ -44,7 +44,8 @@ class Cpu:
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
     ahead = 0  # steps: see train_gpt2.Cuda
     peak_flops = None  # depends on the machine in more ways than can be asked for
-    fp8, tables, OPTIONS = False, lambda self, c, B, T: {}, ()  # see dev/fp8.py
+    OPTIONS, fp8, tables, state = (), False, lambda self, c, B, T: {}, lambda self: []  # see Cuda
+    adopt = begin_step = end_step = cast_weights = go_on = lambda self, *args, **more: None
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
