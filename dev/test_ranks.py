@@ -527,13 +527,11 @@ def killed_ranks(device, folder, kills):
             killed += 1
         text = end(job, None, output)
         assert job.returncode in (0, 1), f"exit status {job.returncode}: {text[-300:]}"
-        if job.returncode == 0:
-            assert steps in whole_ones(output, count, 1), f"no last checkpoint, and exit status 0: {text[-700:]}"
+        # mpirun says 0, too, if MPI's own start has failed in a rank, because the other was killed just then.
+        if steps in whole_ones(output, count, 1):
             same(f"after {killed} kills", bytes_of(output, count, steps), expected)
             shutil.rmtree(output)
-        whole_ones(output, count, 1)
-    text = train(device, count, folder, output, *SMALL, *flags, "-y", 1)
-    assert steps in whole_ones(output, count, 1), f"no last checkpoint, and exit status 0: {text[-700:]}"
+    train(device, count, folder, output, *SMALL, *flags, "-y", 1)
     same(f"after {killed} kills", bytes_of(output, count, steps), expected)
     check("after kills: the newest two are left", whole_ones(output, count, 1) == [steps - 1, steps])
     left = sorted(path.name for path in output.iterdir() if not re.search("_000000(29|30)|main.log", path.name))
