@@ -203,7 +203,7 @@ TABLE = [
         ("index", "adamw_bf16", "bits >> 16 & 0xffff", "bits & 0xffff"),
         ("rounding", "plus_noise", " + parts", ""), file=MOMENTS),
     *of("adamw_bf16",
-        ("missing term", "adamw_step", "round(m1, m2, i, tensor, a);", "")),
+        ("missing term", "adamw_step", "add_noise(m1, m2, i, tensor, a);", "")),
     *of("attention_forward",
         ("stride", "describe(", "(unsigned long long)HP << 32", "(unsigned long long)(HP / 2) << 32"),
         ("constant", "describe(", "1ull << 62", "2ull << 62"),
