@@ -550,8 +550,8 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 #endif
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
-// On Hopper four warps are a warp group. Two of them share tiles, or L2 would not keep up.
-constexpr int WARP_GROUPS = HOPPER ? 2 : 1;
+// On Hopper four warps are a warp group. Two of them share the tiles of 128 channels, or L2 would not keep up.
+constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
 // registers have room for that in bf16 if heads are short. On Hopper the tensor cores read by themselves.
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;
@@ -562,16 +562,17 @@ constexpr int KEYS = 64;                     // a tile of the forward pass has s
 constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
 constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
 constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
-// As far as registers allow, Hopper's tensor cores overlap a tile's exponentials with other products: forward, with the
-// values of the tile before; backward, the scores of the next.
-constexpr bool OVERLAP = HOPPER && HP == 64, OVERLAP_Q = HOPPER, OVERLAP_KV = OVERLAP;
-constexpr int KEY_STAGES = OVERLAP ? 3 : 2, TILE_STAGES = HOPPER ? 4 : 2;  // of tiles in shared memory
+// A multiprocessor must have registers for so many blocks.
+constexpr int FORWARD_BLOCKS = WARP_GROUPS;
+constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
+constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
+constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
 
 // What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands, and its bytes of shared
 // memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 2 * KEY_STAGES * KEYS) * LD * (int)sizeof(real),
-    (2 * ROWS + 2 * TILE_STAGES * TILE) * LD * (int)sizeof(real)}; }
+    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
+static_assert(4 * TILE >= ROWS, "attention_backward_q keeps out where its tiles will be");
 
 // What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
 struct Part {
@@ -713,30 +714,33 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4
     }
 }
 
-// d (16 M, HP) += a (16 M, columns) times the first `columns` rows of a tile.
+// d (16 M, HP) += x (16 M, columns), a result in registers, times the first `columns` rows of a tile.
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const Pair (&a)[columns / 16][M][4],
+__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4],
                                          const real* tile) {
 #pragma unroll
-    for (int j = 0; j < columns / 16; j++)
+    for (int j = 0; j < columns / 16; j++) {
+        Pair a[M][4], b[4];
+#pragma unroll
+        for (int m = 0; m < M; m++) a_from_result(a[m], x[m], j);
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
-            Pair b[4];
             load_b(b, tile, 16 * j, 16 * n);
 #pragma unroll
-            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[j][m], b);
+            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
         }
+    }
 }
 
 // mma.sync is done when it returns, and what a thread reads needs no fence.
 template <int pending, class D>
 __device__ __forceinline__ void products_arrive(D&) {}
 __device__ __forceinline__ void tiles_fence() {}
-__device__ __forceinline__ void compute_now(Pair (&)[4]) {}
 #else
 // The same on Hopper, whose tensor cores read tiles from shared memory by themselves while the threads go on. The four
 // warps of a group start one product together, D (64,64) += A (64,16) B (16,64). Each warp holds 16 rows of D, and of A
 // if that comes from registers, as it does for mma. A wider result is several D of 8 parts.
+
 // wgmma's description of a matrix in a tile. In units of 16 bytes: its place; the leading offset, from 64 channels to
 // the next 64, which no A or B reaches; the stride offset, from 8 rows to the next 8, which is HP. Then the 128-byte
 // swizzle. So it is both for sums over channels, in which A and B have 16 of them, and for sums over 16 rows of B.
@@ -801,39 +805,23 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[1][columns / 8][4
 }
 
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const Pair (&a)[columns / 16][1][4],
+__device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const float (&x)[1][columns / 8][4],
                                          const real* tile) {
     unsigned b = place_of(tile);
+    Pair a[columns / 16][4];
+#pragma unroll
+    for (int j = 0; j < columns / 16; j++) {
+        a_from_result(a[j], x[0], j);
+        compute_now(a[j]);
+    }
     products_start(d);
 #pragma unroll
     for (int j = 0; j < columns / 16; j++)
 #pragma unroll
-        for (int c = 0; c < HP; c += 64) wgmma_from_registers(d[0] + c / 8, a[j][0], describe(b + at(16 * j, c) / W));
+        for (int c = 0; c < HP; c += 64) wgmma_from_registers(d[0] + c / 8, a[j], describe(b + at(16 * j, c) / W));
     products_end();
 }
 #endif
-
-// A result as the A of a next product.
-template <int squares>
-__device__ __forceinline__ void as_a(Pair (&a)[squares][M][4], const float (&x)[M][2 * squares][4]) {
-#pragma unroll
-    for (int j = 0; j < squares; j++)
-#pragma unroll
-        for (int m = 0; m < M; m++) a_from_result(a[j][m], x[m], j), compute_now(a[j][m]);
-}
-template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4],
-                                         const real* tile) {
-    Pair a[columns / 16][M][4];
-    as_a(a, x);
-    multiply<columns>(d, a, tile);
-}
-
-// The stage that comes `ahead` after another.
-template <int stages = TILE_STAGES>
-__device__ __forceinline__ int later(int stage, int ahead) {
-    return stage + ahead < stages ? stage + ahead : stage + ahead - stages;
-}
 
 // Waits for all copies of the block. Every thread must call it.
 __device__ __forceinline__ void tiles_arrive() {
@@ -847,7 +835,7 @@ __device__ __forceinline__ void tiles_arrive() {
 // columns begin at `column`. Those not seen, of which only tiles on the diagonal have any, become `value`.
 template <bool rows_are_keys, int parts>
 __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value, const Part& part, int column) {
-    if (rows_are_keys ? column >= part.group + GROUP : column + 8 * parts <= part.group) return;
+    if (column >= part.group + GROUP || column + 8 * parts <= part.group) return;
     EACH_ELEMENT(x) {
         int r = part.first + part.warp + row_of(m, i), c = column + column_of(n, i);
         if (rows_are_keys ? r > c : c > r) x[m][n][i] = value;
@@ -902,14 +890,13 @@ __device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t strid
 // Algorithm 1. For softmax it also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), and from
 // that the backward pass computes the weights again. Exponentials are to base 2, as in hardware. A row's maximum, its
 // total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled down
-// (Milakov and Gimelshein 2018, algorithm 3). On Hopper it stays until a weight would exceed 2^8, which neither total
-// nor output minds, so that most tiles need no scaling. Items: blocks of ROWS queries of a head.
+// (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_forward(
+extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
     int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
-    real* tiles = queries + ROWS * LD;  // stages of keys and values (KEY_STAGES, 2, KEYS, LD)
+    real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
@@ -922,53 +909,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
     load_stage(0, 0);
 
     float output[M][HP / 8][4] = {}, maximum[M][2], total[M][2] = {};  // the paper's O, m and l
-    float scores[M][KEYS / 8][4], correction[M][2];                    // and S
-    Pair weights[KEYS / 16][M][4];                                     // and P
-    EACH_ROW maximum[m][half] = LOWEST, correction[m][half] = 1.0f;
+    EACH_ROW maximum[m][half] = LOWEST;
     float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
-    auto soften = [&](int key) {
+    int end = min(part.first + ROWS, T);
+    for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
+        tiles_arrive();  // this stage is filled, and nobody reads the other any more
+        if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
+        if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
+
+        float scores[M][KEYS / 8][4];  // the paper's S
+        multiply_transposed<KEYS>(scores, queries, part, keys(stage));
+        products_arrive<0>(scores);
         hide_future<false>(scores, LOWEST, part, key);
+        auto& weights = scores;  // the paper's P, computed in place
         if (relu) {
-            EACH_ELEMENT(scores) scores[m][n][i] = relu_of(scale * scores[m][n][i]);
+            EACH_ELEMENT(weights) weights[m][n][i] = relu_of(scale * scores[m][n][i]);
         } else EACH_ROW {
-            float before = maximum[m][half], now = before, sum = 0.0f;
+            float before = maximum[m][half], now = before;
 #pragma unroll
             for (int n = 0; n < KEYS / 8; n++)
                 now = fmaxf(now, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
             now = row_max(now);
-            if (HOPPER && !__any_sync(FULL_WARP, scale2 * (now - before) > 8.0f)) now = before;
-            correction[m][half] = power_of_2(scale2 * (before - now));
-            EACH_OF_ROW(scores) {
-                scores[m][n][i] = power_of_2(scale2 * scores[m][n][i] - scale2 * now);
-                sum += scores[m][n][i];
+            float correction = power_of_2(scale2 * (before - now)), sum = 0.0f;
+            EACH_OF_ROW(weights) {
+                weights[m][n][i] = power_of_2(scale2 * scores[m][n][i] - scale2 * now);
+                sum += weights[m][n][i];
             }
             maximum[m][half] = now;
-            total[m][half] = total[m][half] * correction[m][half] + sum;
+            total[m][half] = total[m][half] * correction + sum;
+            EACH_OF_ROW(output) output[m][n][i] *= correction;
         }
-    };
-    int end = min(part.first + ROWS, T), before = 0;  // the stage of the tile before
-    for (int key = 0, stage = 0; key < end; key += KEYS, stage = later<KEY_STAGES>(stage, 1)) {
-        tiles_arrive();  // this stage is filled, and nobody reads the next one any more
-        if (key + KEYS < end) load_stage(later<KEY_STAGES>(stage, 1), key + KEYS);
-        if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
-        multiply_transposed<KEYS>(scores, queries, part, keys(stage));
-        if (OVERLAP && key > 0) {
-            multiply<KEYS>(output, weights, values(before));
-            products_arrive<1>(scores);
-            soften(key);
-            products_arrive<0>(output);
-        } else {
-            products_arrive<0>(scores);
-            soften(key);
-        }
-        EACH_ROW
-            if (!HOPPER || __any_sync(FULL_WARP, correction[m][half] != 1.0f))
-                EACH_OF_ROW(output) output[m][n][i] *= correction[m][half];
-        as_a(weights, scores);
-        before = stage;
-        if (!OVERLAP) multiply<KEYS>(output, weights, values(stage)), products_arrive<0>(output);
+        multiply<KEYS>(output, weights, values(stage));
+        products_arrive<0>(output);
     }
-    if (OVERLAP) multiply<KEYS>(output, weights, values(before)), products_arrive<0>(output);
     EACH_ROW {
         int t = row + row_of(m, 2 * half);
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
@@ -979,61 +952,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, WARP_GROUPS) attention_for
     twin.end();
 }
 
-// What both kernels of the backward pass do: a block's own rows meet tiles, columns begin..end-1 of each head in turn.
-// Scores are the product of own[0] and tile[0], dweights that of own[1] and tile[1]. The weights are computed from the
-// scores, and dscores from dweights, each in place. d (16 M, HP) += dscores tile[0], and, if rows are keys,
-// dv += weights tile[1]. dscores leave out the factor scale; d is multiplied by it when it is stored. statistic (stage,
-// which, m, n, i) is lse or delta of an element's query. With overlap, the next tile's scores are under way meanwhile.
-template <bool rows_are_keys, bool overlap, class Load, class Statistic>
-__device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP / 8][4], real* own, const Part& part,
-                                     int begin, int end, int heads, float scale, int relu, Load load_stage,
-                                     Statistic statistic) {
-    constexpr bool EARLY = rows_are_keys && HOPPER && !overlap;  // dv's product starts before dscores are computed
-    float scores[1 + overlap][M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
-    int left = heads * ((end - begin + TILE - 1) / TILE), head = 0, next_column = begin, column = begin, stage = 0;
-    auto tile = [&](int stage) { return own + (2 * ROWS + 2 * stage * TILE) * LD; };
-    auto load_next = [&](int stage) {
-        next_column += TILE;
-        if (next_column >= end) next_column = begin, head++;
-        if (head < heads) load_stage(stage, head, next_column);
-    };
-    if (overlap) {
-        load_next(1);
-        tiles_arrive();
-        multiply_transposed<TILE>(scores[0], own, part, tile(0));
-        products_arrive<0>(scores[0]);
-        products_arrive<0>(d), products_arrive<0>(dv);  // the compiler may not set their zeros later
-    }
-    auto step = [&](auto& weights, auto& next) {
-        tiles_arrive();
-        load_next(later(stage, 1 + overlap));
-        bool seen = rows_are_keys ? column + TILE > part.group : column < part.group + GROUP;  // by some row
-        if ((overlap && rows_are_keys) || seen) {  // a tile unseen by keys is their first: it starts the next
-            if (!overlap) multiply_transposed<TILE>(weights, own, part, tile(stage));
-            multiply_transposed<TILE>(dweights, own + ROWS * LD, part, tile(stage) + TILE * LD);
-            if (overlap) multiply_transposed<TILE>(next, own, part, tile(later(stage, 1)));  // after the last, in vain
-            else products_arrive<1>(weights);
-            if (relu) EACH_ELEMENT(weights) weights[m][n][i] = relu_of(scale * weights[m][n][i]);
-            else EACH_ELEMENT(weights)
-                weights[m][n][i] = power_of_2(scale * LOG2_E * weights[m][n][i] - statistic(stage, 0, m, n, i));
-            hide_future<rows_are_keys>(weights, 0.0f, part, column);
-            if (EARLY) multiply<TILE>(dv, weights, tile(stage) + TILE * LD);
-            products_arrive<overlap || EARLY>(dweights);
-            if (relu) EACH_ELEMENT(weights) dweights[m][n][i] = weights[m][n][i] <= 0.0f ? 0.0f : dweights[m][n][i];
-            else EACH_ELEMENT(weights)
-                dweights[m][n][i] = weights[m][n][i] * (dweights[m][n][i] - statistic(stage, 1, m, n, i));
-            if (rows_are_keys && !EARLY) multiply<TILE>(dv, weights, tile(stage) + TILE * LD);
-            multiply<TILE>(d, dweights, tile(stage));
-            if (overlap) products_arrive<1 + rows_are_keys>(next);
-            else products_arrive<0>(d), products_arrive<0>(dv);
-        }
-        left--, stage = later(stage, 1), column = column + TILE < end ? column + TILE : begin;
-    };
-    while (left > 0) {
-        step(scores[0], scores[overlap]);
-        if (overlap && left > 0) step(scores[overlap], scores[0]);
-    }
-    products_arrive<0>(d), products_arrive<0>(dv);
+// In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. dscores
+// leave out the factor scale; dq and dk are multiplied by it when they are stored. lse and delta (m, n, i) are those of
+// an element's query.
+template <class F>
+__device__ __forceinline__ void weights_from_scores(float (&x)[M][TILE / 8][4], int relu, float scale, F lse) {
+    if (relu) EACH_ELEMENT(x) x[m][n][i] = relu_of(scale * x[m][n][i]);
+    else EACH_ELEMENT(x) x[m][n][i] = power_of_2(scale * LOG2_E * x[m][n][i] - lse(m, n, i));
+}
+template <class F>
+__device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4],
+                                                      const float (&weights)[M][TILE / 8][4], int relu, F delta) {
+    if (relu) EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] <= 0.0f ? 0.0f : dx[m][n][i];
+    else EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] * (dx[m][n][i] - delta(m, n, i));
 }
 
 // Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
@@ -1041,46 +972,63 @@ __device__ __forceinline__ void walk(float (&d)[M][HP / 8][4], float (&dv)[M][HP
 // delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
 // weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const real* __restrict__ dout,
     const real* __restrict__ out, const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu,
     int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
-    DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); keys and values (TILE_STAGES, 2, TILE, LD)
+    DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
-    auto load_stage = [&](int stage, int, int key) {
-        real* keys = tiles + 2 * stage * TILE * LD;
-        load_tile<TILE>(keys, qkv + part.keys, stride, key, T);
-        load_tile<TILE>(keys + TILE * LD, qkv + part.keys + NKV * HS, stride, key, T);
+    auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
+    auto values = [&](int stage) { return keys(stage) + TILE * LD; };
+    auto load_stage = [&](int stage, int key) {
+        load_tile<TILE>(keys(stage), qkv + part.keys, stride, key, T);
+        load_tile<TILE>(values(stage), qkv + part.keys + NKV * HS, stride, key, T);
     };
     load_tile<ROWS>(queries, qkv + part.queries, stride, part.first, T);
     load_tile<ROWS>(douts, dout + part.out, NH * HS, part.first, T);
-    load_stage(0, 0, 0);
-    float of_row[2][M][2];  // lse and delta
+    load_tile<ROWS>(tiles, out + part.out, NH * HS, part.first, T);  // out, where the two stages will be
+    tiles_arrive();
+    float row_lse[M][2], row_delta[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        constexpr int n = HS % W == 0 ? W : 1;
-        float sum = 0.0f;  // of row `lane % 16`: two lanes take its packs by turns
-        size_t start = part.out + (size_t)min(row + 16 * m + lane % 16, T - 1) * NH * HS;
-#pragma unroll
-        for (int c = lane / 16 * n; c < HS; c += 2 * n) {
-            Pack<n> x = load<n>(out + start + c), y = load<n>(dout + start + c);
-            for (int j = 0; j < n; j++) sum += x[j] * y[j];
+        float sum = 0.0f;  // of row `lane % 16`: two lanes add up half of its channels each
+        for (int c = lane / 16 * (HP / 2); c < (lane / 16 + 1) * (HP / 2); c += W) {
+            int i = at(part.warp + 16 * m + lane % 16, c);
+            Pack<W> x = load<W>(tiles + i), y = load<W>(douts + i);
+            for (int j = 0; j < W; j++) sum += x[j] * y[j];
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = row + 16 * m + lane;
         if (lane < 16 && t < T) delta[part.lse + t] = sum;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            of_row[1][m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
-            of_row[0][m][half] = lse[part.lse + min(row + row_of(m, 2 * half), T - 1)];
+            row_delta[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
+            row_lse[m][half] = lse[part.lse + min(row + row_of(m, 2 * half), T - 1)];
         }
     }
+    __syncthreads();
+    load_stage(0, 0);
 
     float dq[M][HP / 8][4] = {};
-    walk<false, OVERLAP_Q>(dq, dq, queries, part, 0, min(part.first + ROWS, T), 1, scale, relu, load_stage,
-                           [&](int, int which, int m, int, int i) { return of_row[which][m][i / 2]; });
+    int end = min(part.first + ROWS, T);
+    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
+        tiles_arrive();
+        if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
+        if (key >= part.group + GROUP) continue;
+        float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
+        auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
+        multiply_transposed<TILE>(scores, queries, part, keys(stage));
+        multiply_transposed<TILE>(dweights, douts, part, values(stage));
+        products_arrive<1>(scores);
+        weights_from_scores(scores, relu, scale, [&](int m, int, int i) { return row_lse[m][i / 2]; });
+        hide_future<false>(weights, 0.0f, part, key);
+        products_arrive<0>(dweights);
+        dscores_from_dweights(dweights, weights, relu, [&](int m, int, int i) { return row_delta[m][i / 2]; });
+        multiply<TILE>(dq, dscores, keys(stage));
+        products_arrive<0>(dq);
+    }
     TwinWriter<true> twin(out8, scale8);
     store_rows(twin, dqkv, part.queries, stride, row, T, dq, [&](int, int) { return scale; });
     sum_rows(sums, part.queries, stride, reinterpret_cast<float*>(tiles), row, T, dq, scale);
@@ -1091,19 +1039,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_q(
 // dv = weight' dout and dk = dscore' q: all of one query head, then of the next that shares the keys. The rows of its
 // weights are keys. Items: blocks of ROWS keys of a key head.
 BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     real* __restrict__ dqkv, float* sums, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
     int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
-    DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); queries and dout (TILE_STAGES, 2, TILE, LD)
-    __shared__ float of_query[TILE_STAGES][2][TILE];  // lse and delta
+    DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
+    __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
     Part part = part_of_block<true>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
+    auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
+    auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
     auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
-        real* queries = tiles + 2 * stage * TILE * LD;
-        load_tile<TILE>(queries, qkv + part.queries + head * HS, stride, query, T);
-        load_tile<TILE>(queries + TILE * LD, dout + part.out + head * HS, NH * HS, query, T);
+        load_tile<TILE>(queries(stage), qkv + part.queries + head * HS, stride, query, T);
+        load_tile<TILE>(douts(stage), dout + part.out + head * HS, NH * HS, query, T);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
         if (which < 2)
             copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);
@@ -1113,10 +1062,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_backward_kv(
     load_stage(0, 0, part.first);
 
     float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
-    walk<true, OVERLAP_KV>(dk, dv, keys, part, part.first, T, NH / NKV, scale, relu, load_stage,
-                           [&](int stage, int which, int, int n, int i) {
-                               return of_query[stage][which][column_of(n, i)];
-                           });
+    int heads = NH / NKV;
+    for (int head = 0, next = part.first, stage = 0; head < heads; stage ^= 1) {
+        int query = next;
+        next += TILE;
+        if (next >= T) next = part.first, head++;
+        tiles_arrive();
+        if (head < heads) load_stage(stage ^ 1, head, next);
+        if (query + TILE <= part.group) continue;  // all of these queries come before the group's keys
+        float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
+        auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
+        multiply_transposed<TILE>(scores, keys, part, queries(stage));
+        multiply_transposed<TILE>(dweights, values, part, douts(stage));
+        products_arrive<1>(scores);
+        weights_from_scores(scores, relu, scale,
+                            [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
+        hide_future<true>(weights, 0.0f, part, query);
+        if (EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
+        products_arrive<EARLY_DV>(dweights);
+        dscores_from_dweights(dweights, weights, relu,
+                              [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
+        if (!EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
+        multiply<TILE>(dk, dscores, queries(stage));
+        products_arrive<0>(dv);
+        products_arrive<0>(dk);
+    }
     TwinWriter<true> twin(out8, scale8);
     store_rows(twin, dqkv, part.keys, stride, row, T, dk, [&](int, int) { return scale; });
     store_rows(twin, dqkv, part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });

@@ -716,12 +716,6 @@ template <class T> __forceinline__ T __shfl_xor_sync(unsigned mask, T value, int
     cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_xor_sync", line);
     return warp.of(warp.lane ^ bits);
 }
-__forceinline__ bool __any_sync(unsigned mask, bool value, int line = __builtin_LINE()) {
-    cuda_on_cpu::Exchange<bool> warp(mask, value, "__any_sync", line);
-    bool any = false;
-    for (unsigned i = 0; i < warp.size; i++) any |= warp.of(i);
-    return any;
-}
 __forceinline__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
     cuda_on_cpu::Exchange<char>(mask, 0, "__syncwarp", line);
 }
