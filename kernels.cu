@@ -155,7 +155,7 @@ constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 // With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and its twin out8 (n), which
 // is out * scale in 8 bits, because tensor cores multiply those twice as fast. A thread hands a TwinWriter what it has
 // stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, it does nothing: skip it at first.
-struct Scale { float scale, inverse, largest, aim; };  // of a tensor; largest is the largest magnitude of this step
+struct Scale { float inverse, scale, largest, aim; };  // of a tensor; largest is the largest magnitude of this step
 
 template <bool gradient>
 struct TwinWriter {

@@ -304,7 +304,7 @@ def ceilings_job(dtypes):
             twins = [device.empty(size * size).reshape(size, size) for _ in range(2)]
             for array, twin in zip(arrays, twins):
                 device.launch("to_fp8", array.size, array, array.size, 0, twin, scale8)
-            arrays[:2], product = twins, functools.partial(FastCuda.matmul, device, scales=(scale8[1:2], scale8[1:2]))
+            arrays[:2], product = twins, functools.partial(FastCuda.matmul, device, scales=(scale8[:1], scale8[:1]))
         rates[dtype] = 2 * size**3 / seconds(product, arrays[2], arrays[0], arrays[1].T)
     source, target = device.empty(2**30), device.empty(2**30)
     copy = seconds(target.data.copy_from_device_async, source.data, 2**30)

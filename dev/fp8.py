@@ -78,7 +78,7 @@ class Fp8:
     def set_scales(self, scales):
         """Set all scales, in the order of kernels.cu's struct."""
         aims = np.repeat([top / 2 for _, top in (E4M3, GRADIENTS, E4M3)], self.count)
-        self.put(self.all_scales, np.float32([scales, 1 / np.float32(scales), 0 * aims, aims]).T)
+        self.put(self.all_scales, np.float32([1 / np.float32(scales), scales, 0 * aims, aims]).T)
 
     def scale(self, kind, number):
         """(4,), the scale of the tensor of this kind that belongs to a weight."""
@@ -118,7 +118,7 @@ class Fp8:
 
     def state(self):
         """The scales, for a checkpoint."""
-        return self.get(self.all_scales)[:, 0].tolist() if self.calibrated else []
+        return self.get(self.all_scales)[:, 1].tolist() if self.calibrated else []
 
     def go_on(self, scales):
         """Go on with the scales of a checkpoint, whose parameters are there already. It has none if it is of another
@@ -168,7 +168,7 @@ class Fp8:
         if not weight or not self.calibrated:
             super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
             return
-        scales = self.scale(*tensor)[1:2], self.scale(WEIGHT, weight.number)[1:2]
+        scales = self.scale(*tensor)[:1], self.scale(WEIGHT, weight.number)[:1]
         self.multiply_twins(out, self.twin[: a.size].reshape(a.shape), weight.twins[backward].T, scales, bias, backward)
         self.gelu_of_product(out, gelu, dgelu_at)
 
