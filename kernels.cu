@@ -563,24 +563,25 @@ constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has 
 constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
 constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
 // A multiprocessor must have registers for so many blocks.
-constexpr int FORWARD_BLOCKS = WARP_GROUPS;
+constexpr int FORWARD_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 5 : WARP_GROUPS;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
 constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
 
-// What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands, and its bytes of shared
-// memory, forward and backward.
+// What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands; its bytes of shared
+// memory, forward and backward; and whether it is to make TensorMaps.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
-static_assert(4 * TILE >= ROWS, "attention_backward_q keeps out where its tiles will be");
+    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real),
+    HOPPER}; }
 
 // What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
 struct Part {
     int first;             // the block's first row, counted from the head's first
     int warp;              // its warp's first row, counted from the block's first: a row of the block's own tile
     int group;             // the first row of its warp's group, counted from the head's first
-    size_t queries, keys;  // where the query head, or the first that shares the keys, and the key head begin in qkv
-    size_t out, lse;       // where the same query head begins in out and dout, in lse and delta
+    int b, h, kv;          // its sequence, its query head, or the first that shares the keys, and its key head
+    size_t queries, keys;  // where the query head and the key head begin in qkv
+    size_t out, lse;       // where the query head begins in out and dout, in lse and delta
 };
 
 // GPUs start blocks in the order of their numbers, on which only speed depends: by section, then the longest first.
@@ -595,7 +596,7 @@ __device__ __forceinline__ Part part_of_block(int T, int NH, int NKV) {
     int group = ROWS == GROUP ? 0 : warp / GROUP * GROUP;
     if (HOPPER && ROWS > GROUP) group = __shfl_sync(FULL_WARP, group, 0);  // so the compiler knows that lanes agree
     size_t b = head / of_sequence, row = b * T, start = row * (NH + 2 * NKV);
-    return {first, warp, first + group,
+    return {first, warp, first + group, (int)b, h, kv,
             (start + h) * HS, (start + NH + kv) * HS, (row * NH + h) * HS, (b * NH + h) * T};
 }
 
@@ -628,28 +629,112 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // Where a number of a tile lies. The same columns of 8 neighbouring rows must be in different banks. Padding does that,
-// or, for Hopper's tensor cores, a permutation of 8 pieces of 16 bytes, which they know as a 128-byte swizzle. There 64
-// channels of 8 rows are 1,024 bytes, row by row. The next 64 channels of these rows follow, if there are any.
+// or, for Hopper's tensor cores, a permutation of 8 pieces of 16 bytes, which they know as a 128-byte swizzle. There a
+// tile consists of boxes of 64 rows and 64 channels, row by row. The next 64 channels, if there are any, follow a box.
 __device__ __forceinline__ int at(int row, int c) {
-    return HOPPER ? (row / 8 * (HP / 64) + c / 64) * 512 + row % 8 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
+    return HOPPER ? (row / 64 * (HP / 64) + c / 64) * 4096 + row % 64 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
 }
 
-// Start to copy rows first..first+rows-1 of a head into a tile. The head's rows are `stride` numbers apart. The tile
-// has zeros beyond T and HS.
+// What Hopper's copy engine has to know of an array (B,T,heads,HS): cuTensorMapEncodeTiled makes it, on the host.
+struct TensorMap { unsigned char bytes[128]; };
+
+// What a tile is copied from: one head's channels of a sequence of such an array, of which a map may be there.
+struct Head {
+    const real* first;  // those of token 0
+    int stride, T;      // numbers from a token to the next, and tokens
+    const TensorMap* map;
+    int b, channel;     // the sequence, and the head's first channel
+};
+__device__ __forceinline__ Head head_of(const real* array, const TensorMap* map, int T, int heads, int b, int h) {
+    return {array + ((size_t)b * T * heads + h) * HS, heads * HS, T, map, b, h * HS};
+}
+
+// A block has Arrivals, which all of its threads make together. load_tile starts to copy rows first..first+rows-1 of a
+// head into a tile, which has zeros beyond T and HS. tiles_arrive waits for all tiles, and every thread must call it.
+#if !HOPPER
+struct Arrivals {
+    __device__ void wait() {}
+};
+
 template <int rows>
-__device__ __forceinline__ void load_tile(real* tile, const real* head, size_t stride, int first, int T) {
+__device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals&) {
     constexpr int n = HS % W == 0 ? W : 1, per_row = HP / n;
 #pragma unroll
     for (int start = 0; start < rows * per_row; start += THREADS) {
         int i = start + threadIdx.x, row = i / per_row, c = i % per_row * n;
         if (rows * per_row % THREADS > 0 && i >= rows * per_row) break;
-        bool there = first + row < T && c < HS;
+        bool there = first + row < head.T && c < HS;
         real* to = tile + at(row, c);
-        const real* from = there ? head + (first + row) * stride + c : head;
+        const real* from = there ? head.first + (size_t)(first + row) * head.stride + c : head.first;
         if (n == W) copy16(to, from, there);
         else if (there) *to = *from;
         else from_float(*to, 0.0f);
     }
+}
+#else
+// On Hopper one thread asks the copy engine for boxes, and the others have nothing to do with it: no addresses, which
+// would take a fifth of attention's time and registers that another block needs. A barrier in shared memory counts the
+// bytes. Its phase ends when they are all there and thread 0 has said that there are no more. Phases have parities.
+#ifdef __CUDACC__
+using Barrier = unsigned long long;
+__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void barrier_start(Barrier& barrier) {  // lets the copy engine see it, too
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;"
+                 ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(Barrier& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(Barrier& barrier, int parity) {
+    asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}"
+                 ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
+}
+// Starts to copy 8,192 bytes: of sequence b, tokens t..t+63 and 64 channels. Those that do not exist are zeros.
+__device__ __forceinline__ void copy_box(real* box, const TensorMap* map, int channel, int t, int b, Barrier& barrier) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8192;"
+                 ::"r"(shared_address(&barrier)) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(box)), "l"(map), "r"(channel), "r"(t), "r"(b), "r"(shared_address(&barrier))
+                 : "memory");
+}
+#else
+using namespace hopper;  // dev/cpu/cuda.h
+#endif
+
+struct Arrivals {
+    Barrier* barrier;
+    int parity = 0;
+
+    __device__ Arrivals() {
+        __shared__ Barrier shared;
+        barrier = &shared;
+        if (threadIdx.x == 0) barrier_start(shared);
+        __syncthreads();
+    }
+    __device__ void wait() {
+        if (threadIdx.x == 0) barrier_arrive(*barrier);
+        barrier_wait(*barrier, parity);
+        parity ^= 1;
+    }
+};
+
+template <int rows>
+__device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals& arrivals) {
+    if (threadIdx.x > 0) return;
+#pragma unroll
+    for (int row = 0; row < rows; row += 64)
+#pragma unroll
+        for (int c = 0; c < HP; c += 64)
+            copy_box(tile + at(row, c), head.map, head.channel + c, first + row, head.b, *arrivals.barrier);
+}
+#endif
+
+__device__ __forceinline__ void tiles_arrive(Arrivals& arrivals) {
+    copies_end();
+    copies_arrive<0>();
+    arrivals.wait();
+    __syncthreads();
 }
 
 // Loads a square of a tile, rows r..r+15 and channels c..c+15, for mma: as an A, or, as_b, as two B side by side whose
@@ -732,24 +817,23 @@ __device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (
     }
 }
 
-// mma.sync is done when it returns, and what a thread reads needs no fence.
+// mma.sync is done when it returns.
 template <int pending, class D>
 __device__ __forceinline__ void products_arrive(D&) {}
-__device__ __forceinline__ void tiles_fence() {}
 #else
 // The same on Hopper, whose tensor cores read tiles from shared memory by themselves while the threads go on. The four
 // warps of a group start one product together, D (64,64) += A (64,16) B (16,64). Each warp holds 16 rows of D, and of A
 // if that comes from registers, as it does for mma. A wider result is several D of 8 parts.
 
 // wgmma's description of a matrix in a tile. In units of 16 bytes: its place; the leading offset, from 64 channels to
-// the next 64, which no A or B reaches; the stride offset, from 8 rows to the next 8, which is HP. Then the 128-byte
-// swizzle. So it is both for sums over channels, in which A and B have 16 of them, and for sums over 16 rows of B.
+// the next 64, which no A or B reaches; the stride offset, from 8 rows to the next 8. Then the 128-byte swizzle. So it
+// is both for sums over channels, in which A and B have 16 of them, and for sums over 16 rows of B.
 __device__ __forceinline__ unsigned long long describe(unsigned place) {
-    return place | 1ull << 16 | (unsigned long long)HP << 32 | 1ull << 62;
+    return place | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
 #ifdef __CUDACC__
-__device__ __forceinline__ unsigned place_of(const real* tile) { return (unsigned)__cvta_generic_to_shared(tile) / 16; }
+__device__ __forceinline__ unsigned place_of(const real* tile) { return shared_address(tile) / 16; }
 
 #define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 #define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), FLOATS4(x[4]), FLOATS4(x[5]), \
@@ -787,10 +871,6 @@ __device__ __forceinline__ void products_arrive(float (&d)[1][parts][4]) {
 #pragma unroll
     for (int n = 8; n < parts; n += 8) asm volatile("" : FLOATS32((d[0] + n)));
 }
-// Lets wgmma read what this thread has written to shared memory.
-__device__ __forceinline__ void tiles_fence() { asm volatile("fence.proxy.async.shared::cta;"); }
-#else
-using namespace hopper;  // dev/cpu/cuda.h
 #endif
 
 template <int columns>
@@ -822,14 +902,6 @@ __device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const float (
     products_end();
 }
 #endif
-
-// Waits for all copies of the block. Every thread must call it.
-__device__ __forceinline__ void tiles_arrive() {
-    copies_end();
-    copies_arrive<0>();
-    tiles_fence();
-    __syncthreads();
-}
 
 // The causal mask: a query does not see the keys after it. x has scores or weights, of a warp's rows and a tile whose
 // columns begin at `column`. Those not seen, of which only tiles on the diagonal have any, become `value`.
@@ -893,19 +965,21 @@ __device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t strid
 // (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
-    real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, float scale, int relu, int T,
-    int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
+    real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, const TensorMap* __restrict__ maps,
+    float scale, int relu, int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
+    Arrivals arrivals;
     Part part = part_of_block<false>(T, NH, NKV);
-    int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
+    int row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
     auto values = [&](int stage) { return keys(stage) + KEYS * LD; };
+    auto head = [&](int h) { return head_of(qkv, maps, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
-        load_tile<KEYS>(keys(stage), qkv + part.keys, stride, key, T);
-        load_tile<KEYS>(values(stage), qkv + part.keys + NKV * HS, stride, key, T);
+        load_tile<KEYS>(keys(stage), head(NH + part.kv), key, arrivals);
+        load_tile<KEYS>(values(stage), head(NH + NKV + part.kv), key, arrivals);
     };
-    load_tile<ROWS>(queries, qkv + part.queries, stride, part.first, T);
+    load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
     load_stage(0, 0);
 
     float output[M][HP / 8][4] = {}, maximum[M][2], total[M][2] = {};  // the paper's O, m and l
@@ -913,7 +987,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
     int end = min(part.first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
-        tiles_arrive();  // this stage is filled, and nobody reads the other any more
+        tiles_arrive(arrivals);  // this stage is filled, and nobody reads the other any more
         if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
         if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
 
@@ -973,31 +1047,35 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 // weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
-    real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const real* __restrict__ dout,
-    const real* __restrict__ out, const real* __restrict__ qkv, const float* __restrict__ lse, float scale, int relu,
-    int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
+    real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,
+    const real* __restrict__ qkv, const real* __restrict__ dout, const real* __restrict__ out,
+    const TensorMap* __restrict__ maps, float scale, int relu, int T, int NH, int NKV,
+    unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
+    Arrivals arrivals;
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
     auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto values = [&](int stage) { return keys(stage) + TILE * LD; };
+    auto head = [&](int h) { return head_of(qkv, maps, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
-        load_tile<TILE>(keys(stage), qkv + part.keys, stride, key, T);
-        load_tile<TILE>(values(stage), qkv + part.keys + NKV * HS, stride, key, T);
+        load_tile<TILE>(keys(stage), head(NH + part.kv), key, arrivals);
+        load_tile<TILE>(values(stage), head(NH + NKV + part.kv), key, arrivals);
     };
-    load_tile<ROWS>(queries, qkv + part.queries, stride, part.first, T);
-    load_tile<ROWS>(douts, dout + part.out, NH * HS, part.first, T);
-    load_tile<ROWS>(tiles, out + part.out, NH * HS, part.first, T);  // out, where the two stages will be
-    tiles_arrive();
+    load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
+    load_tile<ROWS>(douts, head_of(dout, maps + 1, T, NH, part.b, part.h), part.first, arrivals);
+    load_stage(0, 0);
     float row_lse[M][2], row_delta[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        float sum = 0.0f;  // of row `lane % 16`: two lanes add up half of its channels each
-        for (int c = lane / 16 * (HP / 2); c < (lane / 16 + 1) * (HP / 2); c += W) {
-            int i = at(part.warp + 16 * m + lane % 16, c);
-            Pack<W> x = load<W>(tiles + i), y = load<W>(douts + i);
-            for (int j = 0; j < W; j++) sum += x[j] * y[j];
+        constexpr int n = HS % W == 0 ? W : 1;
+        float sum = 0.0f;  // of row `lane % 16`: two lanes take its packs by turns
+        size_t start = part.out + (size_t)min(row + 16 * m + lane % 16, T - 1) * NH * HS;
+#pragma unroll
+        for (int c = lane / 16 * n; c < HS; c += 2 * n) {
+            Pack<n> x = load<n>(out + start + c), y = load<n>(dout + start + c);
+            for (int j = 0; j < n; j++) sum += x[j] * y[j];
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = row + 16 * m + lane;
@@ -1008,13 +1086,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
             row_lse[m][half] = lse[part.lse + min(row + row_of(m, 2 * half), T - 1)];
         }
     }
-    __syncthreads();
-    load_stage(0, 0);
 
     float dq[M][HP / 8][4] = {};
     int end = min(part.first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
-        tiles_arrive();
+        tiles_arrive(arrivals);
         if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
         if (key >= part.group + GROUP) continue;
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
@@ -1040,25 +1116,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 // weights are keys. Items: blocks of ROWS keys of a key head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
-    real* __restrict__ dqkv, float* sums, const real* __restrict__ dout, const real* __restrict__ qkv,
-    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int relu, int T,
-    int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
+    real* __restrict__ dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
+    const real* __restrict__ qkv, const real* __restrict__ dout, const TensorMap* __restrict__ maps, float scale,
+    int relu, int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
+    Arrivals arrivals;
     Part part = part_of_block<true>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
+    auto head_of_qkv = [&](int h) { return head_of(qkv, maps, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
-        load_tile<TILE>(queries(stage), qkv + part.queries + head * HS, stride, query, T);
-        load_tile<TILE>(douts(stage), dout + part.out + head * HS, NH * HS, query, T);
+        load_tile<TILE>(queries(stage), head_of_qkv(part.h + head), query, arrivals);
+        load_tile<TILE>(douts(stage), head_of(dout, maps + 1, T, NH, part.b, part.h + head), query, arrivals);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
         if (which < 2)
             copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);
     };
-    load_tile<ROWS>(keys, qkv + part.keys, stride, part.first, T);
-    load_tile<ROWS>(values, qkv + part.keys + NKV * HS, stride, part.first, T);
+    load_tile<ROWS>(keys, head_of_qkv(NH + part.kv), part.first, arrivals);
+    load_tile<ROWS>(values, head_of_qkv(NH + NKV + part.kv), part.first, arrivals);
     load_stage(0, 0, part.first);
 
     float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
@@ -1067,7 +1145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         int query = next;
         next += TILE;
         if (next >= T) next = part.first, head++;
-        tiles_arrive();
+        tiles_arrive(arrivals);
         if (head < heads) load_stage(stage ^ 1, head, next);
         if (query + TILE <= part.group) continue;  // all of these queries come before the group's keys
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP

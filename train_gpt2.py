@@ -437,7 +437,7 @@ class Cuda:
         if capability < (89 if dtype == "fp8" else 80):
             raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
                             "later, with --dtype fp8 8.9 (Ada): choose another dtype, or --device cpu")
-        self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
+        self.real, self.maps = BF16 if self.dtype in ("bf16", "fp8") else np.float32, {}
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
         self.multiprocessors = attributes["MultiProcessorCount"]
@@ -494,6 +494,27 @@ class Cuda:
         if shared > 2**15 and shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
+
+    def tensor_maps(self, B, T, *arrays):
+        """What Hopper's copy engine has to know of arrays (B,T,channels) in bf16, of which it copies boxes of 64 tokens
+        and 64 channels: (len(arrays),128), made when first asked for. None, unless kernels.cu wants it."""
+        key = B, T, *((array.data.ptr, array.size) for array in arrays)
+        if self.attention_sizes.maps and key not in self.maps:
+            made = np.zeros((len(arrays) + 1, 128), np.uint8)
+            made = made.ravel()[-made.ctypes.data % 128 :][: 128 * len(arrays)].reshape(-1, 128)  # which is aligned
+            numbers = lambda kind, *values: (kind * len(values))(*values)
+            for one, array in zip(made, arrays):
+                width = array.size // (B * T)
+                status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+                    ctypes.c_void_p(one.ctypes.data), 9, 3, address(array),  # bf16, in three dimensions
+                    numbers(ctypes.c_uint64, width, T, B), numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
+                    numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
+                    0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time from memory, zeros beyond
+                if status:
+                    raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, {width} channels")
+            self.maps[key] = self.empty(made.size).reshape(made.shape)
+            self.put(self.maps[key], made)
+        return self.maps.get(key)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
@@ -700,7 +721,7 @@ class GPT2:
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, found, stream, added, p.ln1w, p.ln1b)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         if not again:
-            self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C); here tokens see each other
+            self.attention("attention_forward", a.atty, a.lse, read=(a.qkv,))  # (N,3C) -> (N,C): tokens see each other
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, found, branch, p.ln2w, p.ln2b)  # -> (N,C)
@@ -761,19 +782,20 @@ class GPT2:
         if shares > 1:
             device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
 
-    def attention(self, kernel, *arrays):
-        """Launch one of attention's three kernels."""
-        (B, T), NH, NKV = self.shape, self.config.NH, self.config.NKV
-        blocks, threads, shared = attention_launch(self.device, kernel, B, T, NH, NKV)
-        self.device.launch(kernel, blocks, *arrays, self.scale, self.relu, T, NH, NKV, threads=threads, shared=shared)
+    def attention(self, kernel, *arrays, read):
+        """Launch one of attention's three kernels, which copies tiles of the arrays `read`."""
+        (B, T), NH, NKV, device = self.shape, self.config.NH, self.config.NKV, self.device
+        blocks, threads, shared = attention_launch(device, kernel, B, T, NH, NKV)
+        device.launch(kernel, blocks, *arrays, *read, device.tensor_maps(B, T, *read), self.scale, self.relu, T, NH, NKV,
+                      threads=threads, shared=shared)
 
     def attention_backward(self, qkv, lse, atty, dbias):
         """back.dqkv = the gradient of qkv, given back.dinp, that of atty. dbias += the sum of its rows, unless it is
         None."""
         (B, T), d, rows = self.shape, self.back, self.device.attention_sizes.rows
         sums = None if dbias is None else d.dqkv_sums
-        self.attention("attention_backward_q", d.dqkv, sums, d.delta, d.dinp, atty, qkv, lse)
-        self.attention("attention_backward_kv", d.dqkv, sums, d.dinp, qkv, lse, d.delta)
+        self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, read=(qkv, d.dinp, atty))
+        self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, read=(qkv, d.dinp))
         if sums is not None:
             self.device.launch("add_partials", dbias.size, dbias, None, None, sums, B * -(-T // rows), dbias.size)
 

@@ -92,7 +92,7 @@ class Paper:
     ("send", phase, [(kind, bytes), ...]) of the collectives of one launch, ("wait", phase, None) for all of them."""
     name, memory, real, W, fp8 = "cuda", "paper", BF16, 8, False
     multiprocessors, max_shared = 132, 226 * 1024
-    attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0)
+    attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0, maps=0)
     layernorm_sizes = SimpleNamespace(threads=384, shared_of_warp=1)
     put = lambda self, array, values: None
     free_bytes = lambda self: math.inf
@@ -113,7 +113,7 @@ class Paper:
         self.tape.append(("run", self.phase, LAUNCH + amount / RATES.get(name, RATES[unit])))
 
     matmul = lambda self, out, a, b, *arguments, **more: self.launch("matmul", 1, out, a, b)
-    tables = lambda self, c, B, T: {}
+    tables, tensor_maps = lambda self, c, B, T: {}, lambda self, B, T, *arrays: None
     adopt = begin_step = end_step = lambda self, *arguments: None
     zero = lambda self, array: self.launch("memset", 1, array)
 

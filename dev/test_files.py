@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
 from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
+from dev.cuda.heads import launch_trainers  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from dev.nvtx import annotate, put_ranges  # noqa: E402
@@ -34,7 +35,7 @@ from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
                        LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
                        read_debug_state, run, stored, summary, words, write_checkpoint)
-from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables, attention_launch,  # noqa: E402
+from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
                         memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate)
 
@@ -243,22 +244,22 @@ def attention_of_nan(device, T, HS):
         device.put(on_device, stored(values, dtype))
         return on_device
 
+    def launch(kernel, relu, *arrays, read):
+        a = SimpleNamespace(B=B, T=T, NH=NH, NKV=NH, scale=HS**-0.5, relu=relu)
+        launch_trainers(device, a, kernel, *arrays, read=read)
+
     def outputs(given):
         """out, dq, dk and dv (4,B,T,NH,HS), in fp32."""
         given, douts, out, dqkv = array(given), array(dout), array(np.nan * dout), array(np.nan * qkv)
         lse, delta = (array(np.full((B, NH, T), np.nan), np.float32) for _ in range(2))
-        for name, *arrays in (("attention_forward", out, lse, given),
-                              ("attention_backward_q", dqkv, None, delta, douts, out, given, lse),
-                              ("attention_backward_kv", dqkv, None, douts, given, lse, delta)):
-            blocks, threads, shared = attention_launch(device, name, B, T, NH, NH)
-            device.launch(name, blocks, *arrays, HS**-0.5, 0, T, NH, NH, threads=threads, shared=shared)
+        launch("attention_forward", 0, out, lse, read=(given,))
+        launch("attention_backward_q", 0, dqkv, None, delta, lse, read=(given, douts, out))
+        launch("attention_backward_kv", 0, dqkv, None, delta, lse, read=(given, douts))
         return to_float(np.stack([device.get(out), *device.get(dqkv).transpose(2, 0, 1, 3, 4)]))
 
     def relu_output(given):
         given, out, lse = array(given), array(np.nan * dout), array(np.full((B, NH, T), np.nan), np.float32)
-        blocks, threads, shared = attention_launch(device, "attention_forward", B, T, NH, NH)
-        device.launch("attention_forward", blocks, out, lse, given, HS**-0.5, 1, T, NH, NH, threads=threads,
-                      shared=shared)
+        launch("attention_forward", 1, out, lse, read=(given,))
         return to_float(device.get(out))
 
     clean, itself, before, after, every = outputs(qkv), slice(p, p + 1), slice(p + 1), slice(p, T), slice(T)
@@ -566,7 +567,7 @@ def limits(device_name, folder):
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 1}; }
 BLOCK(32, threads)
 extern "C" __global__ void fill(float* out, float value, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -604,7 +605,7 @@ def kernel_files(device_name, folder):
 
 ORDER_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 1}; }
 template <int a, int b> struct Numbers { float x[a * b]; };
 BLOCK(128, threads)
 extern "C" __global__ void turns(int* turn, int* count) {

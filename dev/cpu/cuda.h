@@ -229,7 +229,6 @@ struct Copy {
 struct Copies {
     std::vector<Copy> begun;
     size_t closed = 0;            // groups
-    std::vector<void*> unfenced;  // with AS_HOPPER: what has been copied since the last tiles_fence
 
     __attribute__((noinline)) void begin(void* to, const void* from, size_t bytes) {
         Copy copy = {to, from, bytes, closed, {}};
@@ -244,9 +243,6 @@ struct Copies {
         for (; copy != begun.end() && copy->group + pending < closed; ++copy) {
             if (copy->from && memcmp(copy->value, copy->from, copy->bytes)) memset(copy->to, 0xff, copy->bytes);
             else memcpy(copy->to, copy->value, copy->bytes);
-#ifdef AS_HOPPER
-            unfenced.push_back(copy->to);
-#endif
         }
         begun.erase(begun.begin(), copy);
     }
@@ -381,7 +377,6 @@ struct Block {
     Warp warps[32];
     WarpGroup groups[8];
     bool multiplied = false;             // has a warp group?
-    std::vector<bool> unfenced;          // each 16 bytes of dynamic shared memory: are they copied and not fenced?
     Meeting barrier;
     int order;                           // as for set_order
     unsigned long long random;           // the generator's state
@@ -444,7 +439,7 @@ struct Block {
     bool run_all() {
         next = 0;
         number++;
-        if (copied) for (Copies& c : copies) c.begun.clear(), c.unfenced.clear();
+        if (copied) for (Copies& c : copies) c.begun.clear();
         if (multiplied) for (WarpGroup& g : groups) g = WarpGroup();
         copied = multiplied = false;
         running = &home;
@@ -663,7 +658,6 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
             blockIdx = {unsigned(n % grid[0]), unsigned(n / grid[0] % grid[1]), unsigned(n / grid[0] / grid[1])};
             if (b.order > 0) b.arrange(n);
             memset(dynamic_shared, 0xff, shared_bytes);  // poison
-            b.unfenced.assign(shared_bytes / 16, false);
             if (b.run_all()) continue;
             OPENMP(omp critical)
             if (i < stuck) {
@@ -817,9 +811,6 @@ inline void copy_later(void* shared, const void* global, size_t bytes) {
     cuda_on_cpu::Block& b = *cuda_on_cpu::block;
     b.copied = true;
     b.copies[thread_number()].begin(shared, global, bytes);
-#ifdef AS_HOPPER
-    if (place_in_shared(shared) < b.unfenced.size()) b.unfenced[place_in_shared(shared)] = true;
-#endif
 }
 inline void copy16(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 16); }
 inline void copy4(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 4); }
@@ -840,24 +831,18 @@ template <int parts> void products_start(float (&d)[1][parts][4]) {
     group.first[t % 128] = d[0], group.end[t % 128] = d[0] + parts;
 }
 
-// A thread asks for a product. What is asked before products_start, or of another D, is wrong, and so is one whose
-// operands, of so many rows and pieces of 16 bytes, are not fenced when the first lane of a warp asks.
-inline void ask(WarpGroup::Product product, unsigned rows, unsigned pieces) {
-    Block& b = *block;
+// A thread asks for a product. What is asked before products_start, or of another D, is wrong.
+inline void ask(WarpGroup::Product product) {
     const unsigned t = thread_number();
-    WarpGroup& group = b.groups[t / 128];
+    WarpGroup& group = block->groups[t / 128];
     product.right = group.first[t % 128] <= product.d && product.d < group.end[t % 128];
-    for (unsigned i = 0; i < rows * pieces && t % 32 == 0; i++)
-        for (unsigned long long matrix : {product.a, product.b})
-            product.right &= !b.unfenced[min(size_t(WarpGroup::place_of(matrix, i / pieces, i % pieces)),
-                                             b.unfenced.size() - 1)];
     group.asked[t % 128].push_back(product);
 }
 inline void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, true, add, false, a, b, {}}, 64, 2);
+    ask({d, true, add, false, a, b, {}});
 }
 inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
-    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}}, 16, 8);
+    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}});
 }
 
 __forceinline__ void products_end(int line = __builtin_LINE()) {
@@ -883,14 +868,6 @@ template <int pending, int parts> void products_arrive(float (&d)[1][parts][4], 
     });
 }
 
-inline void tiles_fence() {
-    Block& b = *block;
-    std::vector<void*>& mine = b.copies[thread_number()].unfenced;
-    for (void* shared : mine)
-        if (place_in_shared(shared) < b.unfenced.size()) b.unfenced[place_in_shared(shared)] = false;
-    mine.clear();
-}
-
 }  // namespace hopper
 
 // What dev/cuda/matmul_gelu_forward.cu has in PTX: barriers in shared memory, bulk copies, and products of 64 x 256,
@@ -908,11 +885,12 @@ struct Barrier {
 
 struct Copy {
     char* to;
-    const char* from;
+    const char* from;  // a matrix, or bytes that are copied as they are
     size_t bytes;
-    const unsigned long long* map;  // of a matrix, or null if bytes are copied as they are: see tensor_maps.py
-    int column, row;
     Barrier* barrier;
+    int columns = 0, rows = 0;  // of the matrix, if it is one
+    size_t stride = 0;          // bytes from row to row
+    int column = 0, row = 0, width = 0;  // where the box begins, and its columns
 };
 
 struct Product {
@@ -967,19 +945,13 @@ inline size_t swizzled(size_t i) { return i ^ (i / 128 & 7) * 16; }
 inline unsigned place(const void* shared) { return unsigned((const char*)shared - (char*)dynamic_shared); }
 
 inline void deliver(const Copy& c) {
-    if (!c.map) {
-        memcpy(c.to, c.from, c.bytes);
-        return;
+    if (!c.columns) memcpy(c.to, c.from, c.bytes);
+    else for (int i = 0; i < int(c.bytes / 2); i++) {
+        const int row = c.row + i / c.width, column = c.column + i % c.width;
+        char* to = (char*)dynamic_shared + swizzled(place(c.to) + 2 * i);
+        if (row < c.rows && column < c.columns) memcpy(to, c.from + row * c.stride + 2 * column, 2);
+        else memset(to, 0, 2);
     }
-    const int columns = int(c.map[1]), rows = int(c.map[2]), per_row = int(c.map[4]);
-    for (int row = 0; row < int(c.map[5]); row++)
-        for (int i = 0; i < per_row; i++) {
-            const bool there = c.row + row < rows && c.column + i < columns;
-            const size_t to = swizzled(place(c.to) + 2 * (size_t(row) * per_row + i));
-            const char* from = (const char*)c.map[0] + (c.row + row) * c.map[3] + 2 * (c.column + i);
-            if (there) memcpy((char*)dynamic_shared + to, from, 2);
-            else memset((char*)dynamic_shared + to, 0, 2);
-        }
 }
 inline void begin(const Copy& copy) {
     memset(copy.to, 0xff, copy.bytes);
@@ -987,11 +959,12 @@ inline void begin(const Copy& copy) {
     wake(*copy.barrier);
 }
 inline void copy_bytes(void* shared, const void* global, int bytes, Barrier& b) {
-    begin({(char*)shared, (const char*)global, size_t(bytes), nullptr, 0, 0, &b});
+    begin({(char*)shared, (const char*)global, size_t(bytes), &b});
 }
 inline void copy(void* shared, const void* map, int column, int row, Barrier& b) {
-    auto* m = (const unsigned long long*)map;
-    begin({(char*)shared, nullptr, size_t(2 * m[4] * m[5]), m, column, row, &b});
+    auto* m = (const unsigned long long*)map;  // see tensor_maps.py
+    begin({(char*)shared, (const char*)m[0], size_t(2 * m[4] * m[5]), &b, int(m[1]), int(m[2]), size_t(m[3]), column,
+           row, int(m[4])});
 }
 inline void copy_to_all(void* shared, const void* map, int column, int row, Barrier& b) {
     copy(shared, map, column, row, b);
@@ -1078,3 +1051,21 @@ __forceinline__ void products_arrive(int line = __builtin_LINE()) {
 }
 
 }  // namespace bulk
+
+// And what kernels.cu has of them: a barrier at which one thread arrives, and boxes of 64 x 64.
+namespace hopper {
+
+using bulk::Barrier;
+
+inline void barrier_start(Barrier& b) { bulk::start(b, 1); }
+inline void barrier_arrive(Barrier& b) { bulk::arrive(b); }
+__forceinline__ void barrier_wait(Barrier& b, int parity, int line = __builtin_LINE()) { bulk::wait(b, parity, line); }
+inline void copy_box(void* box, const void* map, int channel, int t, int b, Barrier& barrier) {
+    auto* m = (const unsigned long long*)map;  // see Cpu.tensor_maps in device.py
+    const size_t stride = 2 * m[1];
+    barrier.bytes += 8192;
+    bulk::begin({(char*)box, (const char*)m[0] + b * m[2] * stride, 8192, &barrier, int(m[1]), int(m[2]), stride,
+                 channel, t, 64});
+}
+
+}  // namespace hopper

@@ -160,6 +160,13 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
+    def tensor_maps(self, B, T, *arrays):
+        """As train_gpt2.Cuda.tensor_maps; what cuda.h reads is simpler."""
+        maps = np.zeros((len(arrays), 16), np.uint64)
+        for one, array in zip(maps, arrays):
+            one[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
+        return maps if self.attention_sizes.maps else None
+
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
         if self.dtype == "tf32":

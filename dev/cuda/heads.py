@@ -128,19 +128,20 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
     return inputs, dict(dqkv=join(dq, dk, dv)), dict(dqkv=join(*terms))
 
 
-def launch_trainers(device, a, kernel, *arrays):
+def launch_trainers(device, a, kernel, *arrays, read):
     """Launch a kernel of kernels.cu as the trainer does."""
     blocks, threads, shared = attention_launch(device, kernel, a.B, a.T, a.NH, a.NKV)
-    device.launch(kernel, blocks, *arrays, a.scale, a.relu, a.T, a.NH, a.NKV, threads=threads, shared=shared)
+    device.launch(kernel, blocks, *arrays, *read, device.tensor_maps(a.B, a.T, *read), a.scale, a.relu, a.T, a.NH,
+                  a.NKV, threads=threads, shared=shared)
 
 
 def trainers_forward(device, a):
-    launch_trainers(device, a, "attention_forward", a.out, a.lse, a.qkv)
+    launch_trainers(device, a, "attention_forward", a.out, a.lse, read=(a.qkv,))
 
 
 def trainers_backward(device, a, sums=None):
-    launch_trainers(device, a, "attention_backward_q", a.dqkv, sums, a.delta, a.dout, a.out, a.qkv, a.lse)
-    launch_trainers(device, a, "attention_backward_kv", a.dqkv, sums, a.dout, a.qkv, a.lse, a.delta)
+    launch_trainers(device, a, "attention_backward_q", a.dqkv, sums, a.delta, a.lse, read=(a.qkv, a.dout, a.out))
+    launch_trainers(device, a, "attention_backward_kv", a.dqkv, sums, a.delta, a.lse, read=(a.qkv, a.dout))
 
 
 def lse_scratch(a):
