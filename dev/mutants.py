@@ -31,7 +31,6 @@ from prepro_tinyshakespeare import UserError, run, without_comments  # noqa: E40
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
 MOMENTS, FP8 = "dev/moments.cu", "dev/fp8.cu"
-GELU = "dev/cuda/matmul_gelu_forward.cu"  # and backward
 
 
 OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does not use: AddressSanitizer has to see it
@@ -374,22 +373,14 @@ TABLE = [
             ("missing wait", "multiply", "bulk::wait(s.drained[group], tile % 2 ^ 1);", ""),
             ("missing wait", "multiply", "bulk::products_arrive<0>();", ""),
             ("missing wait", "multiply", "bulk::products_arrive<1>();", ""),
-            ("missing wait", "finish_forward", "bulk::wait(s.written[now.group()], now.parity);", ""),
+            ("missing wait", "finish", "bulk::wait(s.written[now.group()], now.parity);", ""),
             ("bound", "run(", "bulk::start(s.empty[i], 8 * CLUSTER);", "bulk::start(s.empty[i], 7);"),
             ("bound", "run(", "bulk::start(s.written[i], 128);", "bulk::start(s.written[i], 96);"),
             ("stride", "describe", "64ull << 32", "32ull << 32"),
             ("missing term", "multiply", "d[n + i][2] + b[0]", "d[n + i][2]"),
             ("bound", "", "BIASES = STAGES + 1", "BIASES = 2"),
             ("constant", "", "CUBIC = 0.044715f", "CUBIC = 0.02f"),
-            ("mask", "finish_forward", "i < rows", "i <= rows"), dtype="bf16"),
-    *of("matmul_gelu_backward",
-        ("missing wait", "finish_backward", "bulk::wait(s.summed, now.parity);", ""),
-        ("missing term", "finish_backward", "sum = sum + d;", "sum = d;"),
-        ("index", "finish_backward", "load_ahead(rows_ahead, start_ahead, i);\n            Pack<W> d",
-         "load_ahead(rows, start, i);\n            Pack<W> d"),
-        ("stride", "describe", "STEP * 8", "STEP * 4"),
-        ("stride", "multiply", "wide ? 128 : 2", "wide ? 64 : 2"),
-        ("constant", "derivative", "3.0f * 0.044715f", "0.044715f"), dtype="bf16", file=GELU),
+            ("mask", "finish", "i < rows", "i <= rows"), dtype="bf16"),
     *of_lab("relu_attention_forward",
             ("missing term", "relu_attention_forward1", "fmaxf(0.0f, scale * score)", "scale * score"),
             ("bound", "relu_attention_forward2", "t + 1 - key", "t - key")),
@@ -432,8 +423,7 @@ UNSEEN = {
     ("matmul_forward6", 2): "only Hopper has it",
     ("matmul_forward6", 3): "only Hopper has it",
     ("block_reduce", 2): "each of its kinds has an array of its own, with a barrier between two calls of a kind",
-    ("finish_forward", 1): "a lane must read so late that the next tile's product is there",
-    ("finish_backward", 1): "as in finish_forward",
+    ("finish", 1): "a lane must read so late that the next tile's product is there",
     ("judge", 1): "a lane that reads late finds the same decision, and writes nothing",
     ("last_of", 1): "one block counts itself too early, and another must read what it has not stored yet, at that time",
     ("backward_of_keys", 3): "as in last_of: the next block must begin its turn before the block has stored its sums",

@@ -896,7 +896,7 @@ struct Copy {
 struct Product {
     float (*d)[4];
     unsigned long long a, b;
-    bool wide, add;
+    bool add;
     size_t group;
 };
 
@@ -1006,10 +1006,9 @@ __forceinline__ void store_matrices(void* row, const unsigned (&x)[4], int line 
 inline void products_start(float (&)[32][4]) {}
 inline void products_done(float (&)[32][4]) {}
 inline void products_end() { state().groups[thread_number()]++; }
-template <bool wide>
-void wgmma(float (&d)[32][4], unsigned long long a, unsigned long long b, bool add) {
+inline void wgmma(float (&d)[32][4], unsigned long long a, unsigned long long b, bool add) {
     const unsigned t = thread_number();
-    state().products[t].push_back({d, a, b, wide, add, state().groups[t]});
+    state().products[t].push_back({d, a, b, add, state().groups[t]});
 }
 // A thread computes what it holds of D: two rows, and of 8 columns two.
 inline void multiply(const Product& p) {
@@ -1030,8 +1029,7 @@ inline void multiply(const Product& p) {
             const size_t c = 8 * n + 2 * q + j;
             float sum[2] = {};
             for (size_t k = 0; k < 16; k++) {
-                const size_t wide = c / 64 * field(p.b, 16) + k / 8 * b_stride + k % 8 * 128 + c % 64 * 2;
-                const float x = number(b + (p.wide ? wide : c / 8 * b_stride + c % 8 * 128 + 2 * k));
+                const float x = number(b + c / 8 * b_stride + c % 8 * 128 + 2 * k);
                 sum[0] += A[0][k] * x, sum[1] += A[1][k] * x;
             }
             for (int half = 0; half < 2; half++) {

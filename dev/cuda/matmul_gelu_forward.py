@@ -5,7 +5,7 @@ from dev.cuda.matmul_forward import LIBRARY_LIMITS
 from dev.cuda.tensor_maps import tensor_maps
 
 THREADS = 384
-SHARED = 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2 + 4 * 256 * 2 + 2 * 3 * 256 * 4 + 128  # bytes: Shared in the .cu
+SHARED = 3 * (128 + 256) * 64 * 2 + 128 * 256 * 2 + 4 * 256 * 2 + 128  # bytes: Shared in the .cu
 
 
 def problem(draw, B, T, C):
@@ -37,7 +37,7 @@ def blocks_of(device):
 
 def by_wgmma(device, a):
     maps = tensor_maps(device, (a.inp, 128), (a.weight, 256 // cluster_of(device)))
-    device.launch("matmul_gelu_forward3", blocks_of(device), a.fch, a.fch_gelu, maps, a.bias, a.N, a.C, a.OC,
+    device.launch("matmul_gelu_forward3", blocks_of(device), a.fch, a.fch_gelu, a.bias, maps, a.N, a.C, a.OC,
                   threads=THREADS, shared=SHARED)
 
 
@@ -47,5 +47,6 @@ KERNEL = Kernel(
     limits=LIBRARY_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC, versions=(
         Version("a product, then GELU", by_two, threads=(), dtypes=ALL),
         Version("cuBLASLt's epilogue, as the trainer", by_epilogue, threads=(), dtypes=ALL, library="cuBLASLt"),
-        Version("warps of their own for GELU", by_wgmma, threads=(), dtypes=("bf16",), fits=lambda a: a.hopper),
+        Version("warps of their own for GELU", by_wgmma, threads=(), dtypes=("bf16",), fits=lambda a: a.hopper,
+                held_back={"bf16": "the stores of both results do not overlap with the products"}),
     ))

@@ -15,8 +15,8 @@ def encode(device, matrix, rows):
     address, (height, width), (stride, _) = address_of(matrix), matrix.shape, matrix.strides
     if device.name == "cpu":  # what dev/cpu/cuda.h reads
         return np.array([address, width, height, stride, COLUMNS, rows, *[0] * 10], np.uint64).view(np.uint8)
-    memory = np.zeros(BYTES + 63, np.uint8)
-    start = -memory.ctypes.data % 64  # it has to be aligned
+    memory = np.zeros(2 * BYTES - 1, np.uint8)
+    start = -memory.ctypes.data % BYTES  # it has to be aligned
     sizes, strides = (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(stride)
     box, steps = (ctypes.c_uint32 * 2)(COLUMNS, rows), (ctypes.c_uint32 * 2)(1, 1)
     status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
