@@ -649,12 +649,12 @@ __device__ __forceinline__ Head head_of(const real* array, const TensorMap* map,
     return {array + ((size_t)b * T * heads + h) * HS, heads * HS, T, map, b, h * HS};
 }
 
-// A block has Arrivals, which all of its threads make together. load_tile starts to copy rows first..first+rows-1 of a
-// head into a tile, which has zeros beyond T and HS. tiles_arrive waits for all tiles, and every thread must call it.
+// load_tile starts to copy rows first..first+rows-1 of a head into a tile, which has zeros beyond T and HS.
+// tiles_arrive waits for all tiles. Arrivals are what a block knows of those on their way. Every thread must call each.
 #if !HOPPER
-struct Arrivals {
-    __device__ void wait() {}
-};
+struct Arrivals {};
+__device__ __forceinline__ Arrivals arrivals_start() { return {}; }
+__device__ __forceinline__ void boxes_arrive(Arrivals&) {}
 
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals&) {
@@ -704,20 +704,19 @@ using namespace hopper;  // dev/cpu/cuda.h
 
 struct Arrivals {
     Barrier* barrier;
-    int parity = 0;
-
-    __device__ Arrivals() {
-        __shared__ Barrier shared;
-        barrier = &shared;
-        if (threadIdx.x == 0) barrier_start(shared);
-        __syncthreads();
-    }
-    __device__ void wait() {
-        if (threadIdx.x == 0) barrier_arrive(*barrier);
-        barrier_wait(*barrier, parity);
-        parity ^= 1;
-    }
+    int parity;
 };
+__device__ __forceinline__ Arrivals arrivals_start() {
+    __shared__ Barrier barrier;
+    if (threadIdx.x == 0) barrier_start(barrier);
+    __syncthreads();
+    return {&barrier, 0};
+}
+__device__ __forceinline__ void boxes_arrive(Arrivals& arrivals) {
+    if (threadIdx.x == 0) barrier_arrive(*arrivals.barrier);
+    barrier_wait(*arrivals.barrier, arrivals.parity);
+    arrivals.parity ^= 1;
+}
 
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals& arrivals) {
@@ -733,7 +732,7 @@ __device__ __forceinline__ void load_tile(real* tile, const Head& head, int firs
 __device__ __forceinline__ void tiles_arrive(Arrivals& arrivals) {
     copies_end();
     copies_arrive<0>();
-    arrivals.wait();
+    boxes_arrive(arrivals);
     __syncthreads();
 }
 
@@ -914,23 +913,28 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
     }
 }
 
-// Stores the rows of a result (16 M, HP) as rows from `row` on of a head, which begins at out[start], each times its
-// factor(m, half).
+// Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
+// out[start]. They pass through the warp's rows of the block's own tile, which nobody needs any more when all threads
+// are here, so that lanes have 16 bytes of whole rows to store.
 template <bool gradient, class F>
-__device__ __forceinline__ void store_rows(TwinWriter<gradient>& twin, real* out, size_t start, size_t stride, int row,
-                                           int T, const float (&x)[M][HP / 8][4], F factor) {
-    EACH_ROW {
-        int t = row + row_of(m, 2 * half);
-        if (t >= T) continue;
+__device__ __forceinline__ void store_rows(TwinWriter<gradient>& twin, real* out, size_t start, size_t stride, int T,
+                                           const Part& part, real* own, const float (&x)[M][HP / 8][4], F factor) {
+    constexpr int width = HS % W == 0 ? W : 1, per_row = HP / width;
+    __syncthreads();
+    EACH_ROW
 #pragma unroll
         for (int n = 0; n < HP / 8; n++) {
-            int c = column_of(n, 0);
-            size_t i = start + t * stride + c;
             Pack<2> two = {factor(m, half) * x[m][n][2 * half], factor(m, half) * x[m][n][2 * half + 1]};
-            if (HS % 2 == 0 && c < HS) store(out + i, two), twin.store(i, two);
-            for (int j = 0; j < 2; j++)
-                if (HS % 2 == 1 && c + j < HS) from_float(out[i + j], two[j]), twin.store(i + j, Pack<1>{two[j]});
+            store(own + at(part.warp + row_of(m, 2 * half), column_of(n, 0)), two);
         }
+    __syncwarp();
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < 16 * M * per_row; i += 32) {
+        int row = part.warp + i / per_row, t = part.first + row, c = i % per_row * width;
+        if (t >= T || c >= HS) continue;
+        Pack<width> pack = load<width>(own + at(row, c));
+        store(out + start + t * stride + c, pack);
+        twin.store(start + t * stride + c, pack);
     }
 }
 
@@ -969,7 +973,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     float scale, int relu, int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
-    Arrivals arrivals;
+    Arrivals arrivals = arrivals_start();
     Part part = part_of_block<false>(T, NH, NKV);
     int row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
@@ -1022,7 +1026,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         if (column_of(0, 0) == 0 && t < T) lse[part.lse + t] = scale2 * maximum[m][half] + log2f(total[m][half]);
     }
     TwinWriter<false> twin(out8, scale8);
-    store_rows(twin, out, part.out, NH * HS, row, T, output, [&](int m, int half) { return 1.0f / total[m][half]; });
+    store_rows(twin, out, part.out, NH * HS, T, part, queries, output,
+               [&](int m, int half) { return 1.0f / total[m][half]; });
     twin.end();
 }
 
@@ -1053,7 +1058,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
-    Arrivals arrivals;
+    Arrivals arrivals = arrivals_start();
     Part part = part_of_block<false>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
     auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
@@ -1106,7 +1111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         products_arrive<0>(dq);
     }
     TwinWriter<true> twin(out8, scale8);
-    store_rows(twin, dqkv, part.queries, stride, row, T, dq, [&](int, int) { return scale; });
+    store_rows(twin, dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; });
     sum_rows(sums, part.queries, stride, reinterpret_cast<float*>(tiles), row, T, dq, scale);
     twin.end();
 }
@@ -1122,7 +1127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
-    Arrivals arrivals;
+    Arrivals arrivals = arrivals_start();
     Part part = part_of_block<true>(T, NH, NKV);
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
@@ -1166,8 +1171,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<0>(dk);
     }
     TwinWriter<true> twin(out8, scale8);
-    store_rows(twin, dqkv, part.keys, stride, row, T, dk, [&](int, int) { return scale; });
-    store_rows(twin, dqkv, part.keys + NKV * HS, stride, row, T, dv, [&](int, int) { return 1.0f; });
+    store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; });
+    store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; });
     sum_rows(sums, part.keys, stride, reinterpret_cast<float*>(tiles), row, T, dk, scale);
     sum_rows(sums, part.keys + NKV * HS, stride, reinterpret_cast<float*>(tiles), row, T, dv, 1.0f);
     twin.end();

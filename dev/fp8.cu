@@ -46,12 +46,13 @@ __device__ __forceinline__ void TwinWriter<gradient>::store(size_t i, Pack<n> x)
 }
 
 // Of floats that are not negative, the larger one has the larger bits, so a maximum of ints will do. A warp that has
-// nothing larger than what was there when it began, as nearly all, does nothing.
+// nothing larger than what was there when it began, as nearly all, does nothing. The others, which are many when a
+// kernel begins, look again, since thousands that write to one place wait for each other.
 template <bool gradient>
 __device__ __forceinline__ void TwinWriter<gradient>::end() {
     if (!out8) return;
     largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0 && largest > before)
+    if (threadIdx.x % 32 == 0 && largest > before && largest > __ldcg(&scale8->largest))
         atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(largest));
 }
 
