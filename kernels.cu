@@ -938,24 +938,22 @@ __device__ __forceinline__ void store_rows(TwinWriter<gradient>& twin, real* out
     }
 }
 
-// The sum of a block's rows of a result, each times a factor, is the block's part of the gradient of a bias. sums
-// (B, blocks of rows, NH+2NKV, HS), unless it is null, gets those of a head that begins at dqkv[start]. of_warp is
-// shared memory for a row of each warp, which nobody needs any more when all threads are here.
-__device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t stride, float* of_warp, int row, int T,
-                                         const float (&x)[M][HP / 8][4], float factor) {
+// The sums of the rows that store_rows has left in the block's own tile are the block's part of the gradient of a bias.
+// sums (B, blocks of rows, NH+2NKV, HS), unless it is null, gets those of a head that begins at dqkv[start]. of_warp is
+// shared memory for a row of each warp.
+__device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t stride, int T, const Part& part,
+                                         const real* own, float* of_warp) {
     if (!sums) return;
-    int warp = threadIdx.x / 32, place = (row - (warp * 16 * M)) / ROWS, blocks = (T + ROWS - 1) / ROWS;
-    __syncthreads();
+    int warp = threadIdx.x / 32, rows = T - part.first - part.warp, blocks = (T + ROWS - 1) / ROWS;
+    for (int c = threadIdx.x % 32 * 2; c < HP; c += 64) {
+        Pack<2> sum = {};
 #pragma unroll
-    for (int n = 0; n < HP / 8; n++)
-        for (int j = 0; j < 2; j++) {
-            float sum = 0.0f;
-            EACH_ROW if (row + row_of(m, 2 * half) < T) sum += x[m][n][2 * half + j];
-            for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
-            if (row_of(0, 0) == 0) of_warp[warp * HP + column_of(n, j)] = factor * sum;
-        }
+        for (int r = 0; r < 16 * M; r++)
+            if (r < rows) sum = sum + load<2>(own + at(part.warp + r, c));
+        store(of_warp + warp * HP + c, sum);
+    }
     __syncthreads();
-    float* to = sums + (start / (T * stride) * blocks + place) * stride + start % stride;
+    float* to = sums + (start / (T * stride) * blocks + part.first / ROWS) * stride + start % stride;
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         float sum = 0.0f;
         for (int w = 0; w < THREADS / 32; w++) sum += of_warp[w * HP + c];
@@ -1071,16 +1069,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
     load_tile<ROWS>(douts, head_of(dout, maps + 1, T, NH, part.b, part.h), part.first, arrivals);
     load_stage(0, 0);
+    // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
+    constexpr int width = HS % W == 0 ? W : 1, packs = (HS + 2 * width - 1) / (2 * width);
+    Pack<width> of_out[M][packs];
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int k = 0; k < packs; k++) {
+            int t = min(row + 16 * m + lane % 16, T - 1), c = (2 * k + lane / 16) * width;
+            of_out[m][k] = {};
+            if (c < HS) of_out[m][k] = load<width>(out + part.out + (size_t)t * NH * HS + c);
+        }
+    tiles_arrive(arrivals);
     float row_lse[M][2], row_delta[M][2];
 #pragma unroll
     for (int m = 0; m < M; m++) {
-        constexpr int n = HS % W == 0 ? W : 1;
-        float sum = 0.0f;  // of row `lane % 16`: two lanes take its packs by turns
-        size_t start = part.out + (size_t)min(row + 16 * m + lane % 16, T - 1) * NH * HS;
+        float sum = 0.0f;
 #pragma unroll
-        for (int c = lane / 16 * n; c < HS; c += 2 * n) {
-            Pack<n> x = load<n>(out + start + c), y = load<n>(dout + start + c);
-            for (int j = 0; j < n; j++) sum += x[j] * y[j];
+        for (int k = 0; k < packs; k++) {
+            int c = min((2 * k + lane / 16) * width, HS - 1);
+            Pack<width> y = load<width>(douts + at(part.warp + 16 * m + lane % 16, c));
+            for (int j = 0; j < width; j++) sum += of_out[m][k][j] * y[j];
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = row + 16 * m + lane;
@@ -1112,7 +1121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     }
     TwinWriter<true> twin(out8, scale8);
     store_rows(twin, dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; });
-    sum_rows(sums, part.queries, stride, reinterpret_cast<float*>(tiles), row, T, dq, scale);
+    sum_rows(sums, part.queries, stride, T, part, queries, reinterpret_cast<float*>(tiles));
     twin.end();
 }
 
@@ -1129,7 +1138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
     Arrivals arrivals = arrivals_start();
     Part part = part_of_block<true>(T, NH, NKV);
-    int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp;
+    int stride = (NH + 2 * NKV) * HS;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
     auto head_of_qkv = [&](int h) { return head_of(qkv, maps, T, NH + 2 * NKV, part.b, h); };
@@ -1173,8 +1182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     TwinWriter<true> twin(out8, scale8);
     store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; });
     store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; });
-    sum_rows(sums, part.keys, stride, reinterpret_cast<float*>(tiles), row, T, dk, scale);
-    sum_rows(sums, part.keys + NKV * HS, stride, reinterpret_cast<float*>(tiles), row, T, dv, 1.0f);
+    sum_rows(sums, part.keys, stride, T, part, keys, reinterpret_cast<float*>(tiles));
+    sum_rows(sums, part.keys + NKV * HS, stride, T, part, values, reinterpret_cast<float*>(tiles + TILE * LD));
     twin.end();
 }
 

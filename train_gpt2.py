@@ -1245,11 +1245,11 @@ class FastCuda(Cuda):
         """A product of these arrays, as cuBLASLt wants it: (description, layout of b, of a, of out)."""
         (transpose_b, _), (transpose_a, _), _ = strides = [stride_of(x) for x in (b, a, out)]
         # Attributes 3, 4: are b and a transposed? 7: the epilogue. 8: bias. 11, 12: GELU's input, and its rows' stride.
-        # 17, 18: what FP8's b and a are multiplied by.
+        # 17, 18: what FP8's b and a are multiplied by. 25: its sums may be of fewer bits, see dev/fp8.py.
         description = self.create("MatmulDesc", self.compute, self.TYPES["f4"], attributes=(
             (3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)), (7, ctypes.c_int(epilogue)),
             (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1])),
-            *((17 + i, address(scale)) for i, scale in enumerate(reversed(scales)))))
+            (25, ctypes.c_int8(len(scales) > 0)), *((17 + i, address(scale)) for i, scale in enumerate(reversed(scales)))))
         layouts = []
         for x, (transposed, stride) in zip((b, a, out), strides):
             m, n = x.shape if transposed else x.shape[::-1]
