@@ -786,8 +786,9 @@ class GPT2:
         """Launch one of attention's three kernels, which copies tiles of the arrays `read`."""
         (B, T), NH, NKV, device = self.shape, self.config.NH, self.config.NKV, self.device
         blocks, threads, shared = attention_launch(device, kernel, B, T, NH, NKV)
-        device.launch(kernel, blocks, *arrays, *read, device.tensor_maps(B, T, *read), self.scale, self.relu, T, NH, NKV,
-                      threads=threads, shared=shared)
+        maps = device.tensor_maps(B, T, *read)
+        device.launch(kernel, blocks, *arrays, *read, maps, self.scale, self.relu, T, NH, NKV, threads=threads,
+                      shared=shared)
 
     def attention_backward(self, qkv, lse, atty, dbias):
         """back.dqkv = the gradient of qkv, given back.dinp, that of atty. dbias += the sum of its rows, unless it is
@@ -1249,7 +1250,8 @@ class FastCuda(Cuda):
         description = self.create("MatmulDesc", self.compute, self.TYPES["f4"], attributes=(
             (3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)), (7, ctypes.c_int(epilogue)),
             (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1])),
-            (25, ctypes.c_int8(len(scales) > 0)), *((17 + i, address(scale)) for i, scale in enumerate(reversed(scales)))))
+            (25, ctypes.c_int8(len(scales) > 0)),
+            *((17 + i, address(scale)) for i, scale in enumerate(reversed(scales)))))
         layouts = []
         for x, (transposed, stride) in zip((b, a, out), strides):
             m, n = x.shape if transposed else x.shape[::-1]

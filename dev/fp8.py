@@ -14,6 +14,10 @@ leave the largest magnitude ("delayed scaling": Peng et al. 2023, section 2), an
 grow. The first step of a run is gone through once in bf16 for the first scales, without an update. Scales change at a
 step's end, and go into checkpoints.
 
+Hopper's tensor cores add up products of FP8 in about 14 bits (DeepSeek-AI 2024, "DeepSeek-V3", section 3.3.2), unless
+they are told to move sums to fp32 again and again. They are not: it would take 4% of a step, and rounding to 8 bits
+takes away more than it brings (see dev/RESULTS.md). Sums on a CPU are of fp32.
+
 The trainer imports this for --dtype fp8 alone.
 """
 from pathlib import Path
