@@ -155,9 +155,8 @@ constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 // With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and its twin out8 (n), which
 // is out * scale in 8 bits, because tensor cores multiply those twice as fast. A thread hands a TwinWriter what it has
 // stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, it does nothing: skip it at first.
-struct Scale { float inverse, scale, largest, aim; };  // of a tensor; largest is the largest magnitude of this step
+struct alignas(16) Scale { float inverse, scale, largest; };  // of a tensor; largest: its magnitude, in this step
 
-template <bool gradient>
 struct TwinWriter {
 #ifdef FP8
     unsigned char* out8;
@@ -258,7 +257,7 @@ extern "C" __global__ void residual_layernorm_forward(
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
     size_t start = (size_t)row * C;
-    TwinWriter<false> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     Pack<4> x[lane_packs<4>];
     EACH_PACK(4) x[k] = load<4>((branch ? before : residual) + start + c);
     if (branch) {
@@ -316,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
     const float* __restrict__ rstd, int N, unsigned char* __restrict__ out8, Scale* scale8) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
-    TwinWriter<true> twin(out8, scale8);  // of dresidual
+    TwinWriter twin(out8, scale8);  // of dresidual
     int warps = blockDim.x / 32, warp = threadIdx.x / 32;
     real* rows = shared + warp * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
@@ -916,8 +915,8 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
 // Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
 // out[start]. They pass through the warp's rows of the block's own tile, which nobody needs any more when all threads
 // are here, so that lanes have 16 bytes of whole rows to store.
-template <bool gradient, class F>
-__device__ __forceinline__ void store_rows(TwinWriter<gradient>& twin, real* out, size_t start, size_t stride, int T,
+template <class F>
+__device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t start, size_t stride, int T,
                                            const Part& part, real* own, const float (&x)[M][HP / 8][4], F factor) {
     constexpr int width = HS % W == 0 ? W : 1, per_row = HP / width;
     __syncthreads();
@@ -1023,7 +1022,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
         if (column_of(0, 0) == 0 && t < T) lse[part.lse + t] = scale2 * maximum[m][half] + log2f(total[m][half]);
     }
-    TwinWriter<false> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     store_rows(twin, out, part.out, NH * HS, T, part, queries, output,
                [&](int m, int half) { return 1.0f / total[m][half]; });
     twin.end();
@@ -1119,7 +1118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         multiply<TILE>(dq, dscores, keys(stage));
         products_arrive<0>(dq);
     }
-    TwinWriter<true> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     store_rows(twin, dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; });
     sum_rows(sums, part.queries, stride, T, part, queries, reinterpret_cast<float*>(tiles));
     twin.end();
@@ -1179,7 +1178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<0>(dv);
         products_arrive<0>(dk);
     }
-    TwinWriter<true> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; });
     store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; });
     sum_rows(sums, part.keys, stride, T, part, keys, reinterpret_cast<float*>(tiles));
@@ -1208,7 +1207,7 @@ __device__ __forceinline__ float gelu_derivative(float x) {
 BLOCK(256, W * threads)
 extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int OC,
                                         unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter<false> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * OC) {
         Pack<W> x = load<W>(inp + i);
@@ -1223,7 +1222,7 @@ extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __re
 BLOCK(256, W * threads)
 extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC,
                                          unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter<true> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * OC) {
         Pack<W> x = load<W>(inp + i), d = load<W>(dinp + i);

@@ -409,7 +409,7 @@ class Cuda:
     "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
     kernels are compiled for; beside: more CUDA files to compile behind kernels.cu. Raises UserError."""
     name, memory, launched, OPTIONS = "cuda", "device memory", "the start", ("-std=c++17",)
-    TYPES = {"f4": 0, "u2": 14, "u1": 28, "i1": 29}  # cuBLAS's CUDA_R_32F, _16BF, _8F_E4M3 and _8F_E5M2
+    TYPES = {"f4": 0, "u2": 14, "u1": 28}  # cuBLAS's CUDA_R_32F, _16BF and _8F_E4M3
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
     # What FP8 does besides: see dev/fp8.py.
     fp8, tables, state = False, lambda self, c, B, T: {}, lambda self: []

@@ -4,31 +4,23 @@ not write, and of the weights; and the scales of the next step. This is compiled
 each is used, and why.
 */
 
-#ifndef E5M2_GRADIENTS
-#define E5M2_GRADIENTS 1
-#endif
-
 #ifdef __CUDACC__
-// Two fp32, rounded to nearest with ties to even, as two FP8, e5m2 or e4m3. What is too large becomes the largest that
-// there is, and NaN stays. `low` becomes the lower half.
-template <bool e5m2>
+// Two fp32, rounded to nearest with ties to even, as two e4m3. What is too large becomes 448, the largest that there is,
+// and NaN stays. `low` becomes the lower half.
 __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
     unsigned short bits;
-    if (e5m2) asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
-    else asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
     return bits;
 }
 #endif
 
-template <bool gradient>
-__device__ __forceinline__ TwinWriter<gradient>::TwinWriter(unsigned char* out8, Scale* scale8)
+__device__ __forceinline__ TwinWriter::TwinWriter(unsigned char* out8, Scale* scale8)
     : out8(out8), scale8(scale8), scale(out8 ? scale8->scale : 0.0f), before(out8 ? __ldcg(&scale8->largest) : 0.0f),
       largest(0.0f) {}
 
 // x is rounded to a real first, so that a twin is the same whether it is made of registers, as here, or of out.
-template <bool gradient>
 template <int n>
-__device__ __forceinline__ void TwinWriter<gradient>::store(size_t i, Pack<n> x) {
+__device__ __forceinline__ void TwinWriter::store(size_t i, Pack<n> x) {
     if (!out8) return;
     struct alignas(n) { unsigned char x[n]; } twins;
     for (int j = 0; j < n; j++) {
@@ -38,7 +30,7 @@ __device__ __forceinline__ void TwinWriter<gradient>::store(size_t i, Pack<n> x)
         largest = fmaxf(largest, fabsf(x[j]));
     }
     for (int j = 0; j < n; j += 2) {
-        unsigned short two = two_fp8<gradient && E5M2_GRADIENTS>(scale * x[j], j + 1 < n ? scale * x[j + 1] : 0.0f);
+        unsigned short two = two_fp8(scale * x[j], j + 1 < n ? scale * x[j + 1] : 0.0f);
         twins.x[j] = two;
         if (j + 1 < n) twins.x[j + 1] = two >> 8;
     }
@@ -48,28 +40,21 @@ __device__ __forceinline__ void TwinWriter<gradient>::store(size_t i, Pack<n> x)
 // Of floats that are not negative, the larger one has the larger bits, so a maximum of ints will do. A warp that has
 // nothing larger than what was there when it began, as nearly all, does nothing. The others, which are many when a
 // kernel begins, look again, since thousands that write to one place wait for each other.
-template <bool gradient>
-__device__ __forceinline__ void TwinWriter<gradient>::end() {
+__device__ __forceinline__ void TwinWriter::end() {
     if (!out8) return;
     largest = warp_max(largest);
     if (threadIdx.x % 32 == 0 && largest > before && largest > __ldcg(&scale8->largest))
         atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(largest));
 }
 
-// out8 (n) = the twin of inp (n), gradients or not, as if the kernel that wrote inp had stored it. Items: n numbers.
+// out8 (n) = the twin of inp (n), as if the kernel that wrote inp had stored it. Items: n numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, int gradient,
-                                  unsigned char* __restrict__ out8, Scale* scale8) {
+extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, unsigned char* __restrict__ out8,
+                                  Scale* scale8) {
     size_t i = first_number();
-    TwinWriter<false> twin(out8, scale8);
-    TwinWriter<true> of_gradient(out8, scale8);
-    if (i < n) {
-        Pack<W> x = load<W>(inp + i);
-        if (gradient) of_gradient.store(i, x);
-        else twin.store(i, x);
-    }
-    if (gradient) of_gradient.end();
-    else twin.end();
+    TwinWriter twin(out8, scale8);
+    if (i < n) twin.store(i, load<W>(inp + i));
+    twin.end();
 }
 
 // Of a tensor of weights (layers,R,C), each layer with a Scale of its own, the twins
@@ -82,7 +67,7 @@ extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsi
     __shared__ __align__(16) unsigned char tile[64][64 + 16];
     int tiles = (R + 63) / 64, layer = blockIdx.y / tiles, first = blockIdx.y % tiles * 64, column = 64 * blockIdx.x;
     size_t start = (size_t)layer * R * C;
-    TwinWriter<false> twin(&tile[0][0], scale8 + layer);
+    TwinWriter twin(&tile[0][0], scale8 + layer);
     for (int i = threadIdx.x; i < 64 * 64 / W; i += blockDim.x) {
         int r = i / (64 / W), c = i % (64 / W) * W;
         if (first + r >= R || column + c >= C) continue;
@@ -101,8 +86,8 @@ extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsi
     }
 }
 
-// The scales of the next step: the largest magnitude of this one comes to its aim, half of the largest FP8, so that a
-// tensor may grow to twice that in a step before it is cut off. A tensor of zeros, or one with an infinity, keeps its
+// The scales of the next step: the largest magnitude of this one comes to half of the largest FP8, so that a tensor may
+// grow to twice that in a step before it is cut off. A tensor of zeros, or one with an infinity, keeps its
 // scale; and so do all in a step that was stopped, for somebody to look at. The largest magnitudes begin anew; with
 // `forget` that is all. Items: n tensors.
 BLOCK(256, threads)
@@ -112,7 +97,7 @@ extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int fo
     if (i >= n) return;
     Scale s = scales[i];
     if (!forget && !verdict->stopped && s.largest > 0.0f && s.largest <= -LOWEST) {
-        s.scale = fminf(s.aim / s.largest, 1e30f);
+        s.scale = fminf(448.0f / 2 / s.largest, 1e30f);
         s.inverse = 1.0f / s.scale;
     }
     s.largest = 0.0f;

@@ -4,17 +4,19 @@ All else is as in bf16: the gradients of the weights, the head, attention, norms
 backward pass keeps. A twin is a copy in 8 bits, times a scale, that lives from where a tensor is written to the product
 that reads it:
 
-    forward     out = inp @ w.T     twins of inp and w in e4m3
-    backward    dinp = dout @ w     those of dout in e5m2 and of the transposed w in e4m3
+    forward     out = inp @ w.T     twins of inp and w
+    backward    dinp = dout @ w     twins of dout and of the transposed w
 
-e4m3 has 4 bits of exponent and 3 of mantissa, e5m2 has 5 and 2 (Micikevicius et al. 2022, section 3). A scale brings
+All are e4m3, with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients that paper
+has e5m2, for its range; but with a scale for each tensor the bit of mantissa is worth more (see dev/RESULTS.md), as
+DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with scales for smaller parts. A scale brings
 the largest magnitude of a tensor to half of the largest number of its format. It is known only when all of the tensor
 is written, and then its twin would cost another pass. So the scale comes from the step before, of which all kernels
 leave the largest magnitude ("delayed scaling": Peng et al. 2023, section 2), and in the factor of two a tensor may
 grow. The first step of a run is gone through once in bf16 for the first scales, without an update. Scales change at a
 step's end, and go into checkpoints.
 
-Hopper's tensor cores add up products of FP8 in about 14 bits (DeepSeek-AI 2024, "DeepSeek-V3", section 3.3.2), unless
+Hopper's tensor cores add up products of FP8 in about 14 bits (the same, section 3.5.2), unless
 they are told to move sums to fp32 again and again. They are not: it would take 4% of a step, and rounding to 8 bits
 takes away more than it brings (see dev/RESULTS.md). Sums on a CPU are of fp32.
 
@@ -33,16 +35,13 @@ from train_gpt2 import ALONE, FastCuda, Row, carve, stride_of
 SOURCE = Path(__file__).resolve().parent / "fp8.cu"
 WHOLE = 16  # rows and columns of a weight are multiples of this, or its products are in bf16: cuBLASLt wants that
 INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order in which their scales lie
-E4M3, E5M2 = (3, 448), (2, 57344)  # bits of mantissa, and the largest number
-GRADIENTS = E5M2
 
 
-def values_of(mantissa, largest):
-    """The numbers (256) that the bytes of a format stand for."""
-    bits, bias = np.arange(128), 2 ** (6 - mantissa) - 1
-    exponent, fraction = bits >> mantissa, bits % 2**mantissa / 2**mantissa
-    values = np.where(exponent, 2.0 ** (exponent - bias) * (1 + fraction), 2.0 ** (1 - bias) * fraction)
-    values[values > largest] = np.nan  # e5m2's infinity is not made here
+def e4m3_values():
+    """The numbers (256) that the bytes stand for."""
+    exponent, fraction = np.divmod(np.arange(128), 8)
+    values = np.where(exponent, 2.0 ** (exponent - 7) * (1 + fraction / 8), 2.0**-6 * fraction / 8)
+    values[-1] = np.nan
     return np.float32([*values, *-values])
 
 
@@ -80,9 +79,9 @@ class Fp8:
         self.set_scales(np.ones(3 * n))
 
     def set_scales(self, scales):
-        """Set all scales, in the order of kernels.cu's struct."""
-        aims = np.repeat([top / 2 for _, top in (E4M3, GRADIENTS, E4M3)], self.count)
-        self.put(self.all_scales, np.float32([1 / np.float32(scales), scales, 0 * aims, aims]).T)
+        """Set all scales, in the order of kernels.cu's struct, which is 16 bytes: cuBLASLt wants that of inverses."""
+        nought = np.zeros(len(scales))
+        self.put(self.all_scales, np.float32([1 / np.float32(scales), scales, nought, nought]).T)
 
     def scale(self, kind, number):
         """(4,), the scale of the tensor of this kind that belongs to a weight."""
@@ -165,7 +164,7 @@ class Fp8:
             tensor = GRADIENT if backward else INPUT, weight.number
             writers = self.writers.pop(address(a), [])
             if self.ready != (address(a), tensor):
-                super().launch("to_fp8", a.size, a, a.size, backward, self.twin, self.scale(*tensor))
+                super().launch("to_fp8", a.size, a, a.size, self.twin, self.scale(*tensor))
                 self.known |= dict.fromkeys(writers, tensor)
             self.ready, self.last = None, tensor
         self.written(out)
@@ -173,34 +172,31 @@ class Fp8:
             super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
             return
         scales = self.scale(*tensor)[:1], self.scale(WEIGHT, weight.number)[:1]
-        self.multiply_twins(out, self.twin[: a.size].reshape(a.shape), weight.twins[backward].T, scales, bias, backward)
+        self.multiply_twins(out, self.twin[: a.size].reshape(a.shape), weight.twins[backward].T, scales, bias)
         self.gelu_of_product(out, gelu, dgelu_at)
 
 
 class Fp8Cuda(Fp8, FastCuda):
     """FP8 on a GPU, by cuBLASLt."""
-    OPTIONS = (*FastCuda.OPTIONS, f"-DE5M2_GRADIENTS={int(GRADIENTS == E5M2)}")
 
     def __init__(self, c, beside, graph):
         super().__init__("fp8", c, (*beside, SOURCE), graph)
 
-    def multiply_twins(self, out, a, b, scales, bias, backward):
+    def multiply_twins(self, out, a, b, scales, bias):
         """out (I,J) = a (I,K) @ b (K,J), twins, times the inverses of their scales, plus bias (J)."""
-        a = a.view(np.int8) if backward and GRADIENTS == E5M2 else a  # by which FastCuda knows e5m2
         FastCuda.matmul(self, out, a, b, bias, scales=scales)
 
 
 class Fp8Cpu(Fp8, Cpu):
     """FP8 on a CPU: fp32 products of the same numbers."""
-    OPTIONS, VALUES = (Fp8Cuda.OPTIONS[-1],), [values_of(*E4M3), values_of(*GRADIENTS)]
+    VALUES = e4m3_values()
 
     def __init__(self, c, beside):
         super().__init__("fp8", c, (*beside, SOURCE))
 
-    def multiply_twins(self, out, a, b, scales, bias, backward):
+    def multiply_twins(self, out, a, b, scales, bias):
         """As Fp8Cuda.multiply_twins."""
-        a, b = self.VALUES[backward][a], self.VALUES[False][b]
-        Cpu.matmul(self, out, a * scales[0], b * scales[1], bias)
+        Cpu.matmul(self, out, self.VALUES[a] * scales[0], self.VALUES[b] * scales[1], bias)
 
 
 def fp8_device(name, c, plain, graph, beside):

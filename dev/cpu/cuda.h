@@ -726,12 +726,11 @@ inline unsigned two_bf16(float low, float high) {
     return round(low) | round(high) << 16;
 }
 
-// To nearest, ties to even. Both formats have so many bits of mantissa, an exponent whose smallest is that of subnormal
-// numbers, and a largest number, which what is larger becomes.
-template <bool e5m2>
-unsigned short two_fp8(float low, float high) {
-    static constexpr int mantissa = e5m2 ? 2 : 3, smallest = e5m2 ? -14 : -6;
-    static constexpr float largest = e5m2 ? 57344.0f : 448.0f;
+// To nearest, ties to even. e4m3 has so many bits of mantissa, an exponent whose smallest is that of subnormal numbers,
+// and a largest number, which what is larger becomes.
+inline unsigned short two_fp8(float low, float high) {
+    static constexpr int mantissa = 3, smallest = -6;
+    static constexpr float largest = 448.0f;
     auto round = [](float x) {
         const unsigned sign = __float_as_uint(x) >> 31 << 7;
         if (x != x) return 0x7fu;

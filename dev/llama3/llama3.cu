@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
     const real* __restrict__ branch, const real* __restrict__ weight, float eps, int N,
     unsigned char* __restrict__ out8, Scale* scale8) {
     constexpr int C = CHANNELS;
-    TwinWriter<false> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
 #pragma unroll 1
     for (int turn = 0; turn < ROW_WARPS; turn++) {
         int row = (blockIdx.x * ROW_WARPS + turn) * ROWS_AT_ONCE + threadIdx.x / ROW_LANES;
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
     unsigned char* __restrict__ out8, Scale* scale8) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
-    TwinWriter<true> twin(out8, scale8);  // of dresidual
+    TwinWriter twin(out8, scale8);  // of dresidual
     int own = threadIdx.x / ROW_LANES;  // of the rows at once
     real* rows = shared + own * STAGES * 3 * C;
     auto load_row = [&](int stage, int row) {
@@ -254,7 +254,7 @@ extern "C" __global__ void rope_backward(real* dqkv, const float* __restrict__ t
 BLOCK(256, W * threads)
 extern "C" __global__ void swiglu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int H,
                                           unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter<false> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * H) {
         const real* up_of = inp + i + (size_t)row_of_number(i, H) * H;
@@ -272,7 +272,7 @@ extern "C" __global__ void swiglu_forward(real* __restrict__ out, const real* __
 BLOCK(256, W * threads)
 extern "C" __global__ void swiglu_backward(real* dinp, const real* __restrict__ dout, const real* inp, int N, int H,
                                            unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter<true> twin(out8, scale8);
+    TwinWriter twin(out8, scale8);
     size_t i = first_number();
     if (i < (size_t)N * H) {
         size_t at = i + (size_t)row_of_number(i, H) * H;
