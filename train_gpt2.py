@@ -404,6 +404,11 @@ def pack_batch(tokens, targets=0):
 # ---- The device, plain: a few verbs, in which all that follows is written. dev/cpu/device.py has them for a CPU.
 
 
+def address(array):
+    """A CuPy array's address, or a null pointer for None, as ctypes wants it."""
+    return ctypes.c_void_p(None if array is None else array.data.ptr)
+
+
 class Cuda:
     """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it. dtype:
     "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
@@ -1335,11 +1340,6 @@ class FastCuda(Cuda):
         array.get(stream=stream, out=host, blocking=False)
         copied = stream.record()
         return lambda: (copied.synchronize(), host)[1]  # waits, then has the numbers
-
-
-def address(array):
-    """A CuPy array's address, or a null pointer for None, as ctypes wants it."""
-    return ctypes.c_void_p(None if array is None else array.data.ptr)
 
 
 if __name__ == "__main__":
