@@ -25,7 +25,7 @@ once; and what a block needs twice waits in registers or in shared memory, or in
 // a kernel says what its items are. W is the count of numbers of type real in 16 bytes.
 #define BLOCK(threads, ...)
 
-#ifdef FP8  // all is as in bf16, but for what linear layers multiply: see Twin
+#ifdef FP8  // all is as in bf16, but for what linear layers multiply: see TwinWriter
 #define BF16
 #endif
 
@@ -634,18 +634,19 @@ __device__ __forceinline__ int at(int row, int c) {
     return HOPPER ? (row / 64 * (HP / 64) + c / 64) * 4096 + row % 64 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
 }
 
-// What Hopper's copy engine has to know of an array (B,T,heads,HS): cuTensorMapEncodeTiled makes it, on the host.
-struct TensorMap { unsigned char bytes[128]; };
+// What Hopper's copy engine has to know of an array (B,T,heads,HS): cuTensorMapEncodeTiled makes it, on the host. It is
+// an argument by value, because what lies in device memory would have to be fenced.
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
 
-// What a tile is copied from: one head's channels of a sequence of such an array, of which a map may be there.
+// What a tile is copied from: one head's channels of a sequence of such an array.
 struct Head {
     const real* first;  // those of token 0
     int stride, T;      // numbers from a token to the next, and tokens
     const TensorMap* map;
     int b, channel;     // the sequence, and the head's first channel
 };
-__device__ __forceinline__ Head head_of(const real* array, const TensorMap* map, int T, int heads, int b, int h) {
-    return {array + ((size_t)b * T * heads + h) * HS, heads * HS, T, map, b, h * HS};
+__device__ __forceinline__ Head head_of(const real* array, const TensorMap& map, int T, int heads, int b, int h) {
+    return {array + ((size_t)b * T * heads + h) * HS, heads * HS, T, &map, b, h * HS};
 }
 
 // load_tile starts to copy rows first..first+rows-1 of a head into a tile, which has zeros beyond T and HS.
@@ -719,12 +720,12 @@ __device__ __forceinline__ void boxes_arrive(Arrivals& arrivals) {
 
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals& arrivals) {
-    if (threadIdx.x > 0) return;
 #pragma unroll
     for (int row = 0; row < rows; row += 64)
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
-            copy_box(tile + at(row, c), head.map, head.channel + c, first + row, head.b, *arrivals.barrier);
+            if (threadIdx.x == 0)
+                copy_box(tile + at(row, c), head.map, head.channel + c, first + row, head.b, *arrivals.barrier);
 }
 #endif
 
@@ -966,8 +967,9 @@ __device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t strid
 // (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
-    real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv, const TensorMap* __restrict__ maps,
-    float scale, int relu, int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
+    real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv,
+    const __grid_constant__ TensorMap qkv_map, float scale, int relu, int T, int NH, int NKV,
+    unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
     Arrivals arrivals = arrivals_start();
@@ -975,7 +977,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     int row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
     auto values = [&](int stage) { return keys(stage) + KEYS * LD; };
-    auto head = [&](int h) { return head_of(qkv, maps, T, NH + 2 * NKV, part.b, h); };
+    auto head = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
         load_tile<KEYS>(keys(stage), head(NH + part.kv), key, arrivals);
         load_tile<KEYS>(values(stage), head(NH + NKV + part.kv), key, arrivals);
@@ -1050,9 +1052,9 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,
-    const real* __restrict__ qkv, const real* __restrict__ dout, const real* __restrict__ out,
-    const TensorMap* __restrict__ maps, float scale, int relu, int T, int NH, int NKV,
-    unsigned char* __restrict__ out8, Scale* scale8) {
+    const real* __restrict__ out, const real* __restrict__ qkv, const real* __restrict__ dout,
+    const __grid_constant__ TensorMap qkv_map, const __grid_constant__ TensorMap dout_map, float scale, int relu, int T,
+    int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Arrivals arrivals = arrivals_start();
@@ -1060,13 +1062,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
     auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto values = [&](int stage) { return keys(stage) + TILE * LD; };
-    auto head = [&](int h) { return head_of(qkv, maps, T, NH + 2 * NKV, part.b, h); };
+    auto head = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
         load_tile<TILE>(keys(stage), head(NH + part.kv), key, arrivals);
         load_tile<TILE>(values(stage), head(NH + NKV + part.kv), key, arrivals);
     };
     load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
-    load_tile<ROWS>(douts, head_of(dout, maps + 1, T, NH, part.b, part.h), part.first, arrivals);
+    load_tile<ROWS>(douts, head_of(dout, dout_map, T, NH, part.b, part.h), part.first, arrivals);
     load_stage(0, 0);
     // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
     constexpr int width = HS % W == 0 ? W : 1, packs = (HS + 2 * width - 1) / (2 * width);
@@ -1086,7 +1088,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         float sum = 0.0f;
 #pragma unroll
         for (int k = 0; k < packs; k++) {
-            int c = min((2 * k + lane / 16) * width, HS - 1);
+            int c = (2 * k + lane / 16) * width;  // beyond HS a tile has zeros
             Pack<width> y = load<width>(douts + at(part.warp + 16 * m + lane % 16, c));
             for (int j = 0; j < width; j++) sum += of_out[m][k][j] * y[j];
         }
@@ -1103,7 +1105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     float dq[M][HP / 8][4] = {};
     int end = min(part.first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
-        tiles_arrive(arrivals);
+        tiles_arrive(arrivals);  // the first has arrived above
         if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
         if (key >= part.group + GROUP) continue;
         float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
@@ -1130,8 +1132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     real* __restrict__ dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
-    const real* __restrict__ qkv, const real* __restrict__ dout, const TensorMap* __restrict__ maps, float scale,
-    int relu, int T, int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
+    const real* __restrict__ qkv, const real* __restrict__ dout, const __grid_constant__ TensorMap qkv_map,
+    const __grid_constant__ TensorMap dout_map, float scale, int relu, int T, int NH, int NKV,
+    unsigned char* __restrict__ out8, Scale* scale8) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
@@ -1140,10 +1143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     int stride = (NH + 2 * NKV) * HS;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
-    auto head_of_qkv = [&](int h) { return head_of(qkv, maps, T, NH + 2 * NKV, part.b, h); };
+    auto head_of_qkv = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
         load_tile<TILE>(queries(stage), head_of_qkv(part.h + head), query, arrivals);
-        load_tile<TILE>(douts(stage), head_of(dout, maps + 1, T, NH, part.b, part.h + head), query, arrivals);
+        load_tile<TILE>(douts(stage), head_of(dout, dout_map, T, NH, part.b, part.h + head), query, arrivals);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
         if (which < 2)
             copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);

@@ -414,7 +414,14 @@ class Kernel(NamedTuple):
         return grid, (threads,), tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters))
 
 
-SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
+SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64, "TensorMap": np.asarray}  # which is 128 bytes
+
+
+def aligned_bytes(size):
+    """Zeros whose address is a multiple of 128, as TensorMaps want it."""
+    memory = np.zeros(size + 127, np.uint8)
+    start = -memory.ctypes.data % 128
+    return memory[start : start + size]
 
 
 def without_comments(text):

@@ -37,8 +37,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind, UserError,
-                                    check_needs, check_size, count_tokens, data_paths, decode, duration, files_of,
-                                    gpt2_encoding, has_gpu, launched, make_header, parse_flags, progress, read_cache,
+                                    aligned_bytes, check_needs, check_size, count_tokens, data_paths, decode, duration,
+                                    files_of, gpt2_encoding, has_gpu, launched, make_header, parse_flags, progress, read_cache,
                                     read_header, read_kernels, read_tokens, run, say, set_defaults, stop_signals,
                                     to_bf16, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
@@ -500,26 +500,22 @@ class Cuda:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
-    def tensor_maps(self, B, T, *arrays):
-        """What Hopper's copy engine has to know of arrays (B,T,channels) in bf16, of which it copies boxes of 64 tokens
-        and 64 channels: (len(arrays),128), made when first asked for. None, unless kernels.cu wants it."""
-        key = B, T, *((array.data.ptr, array.size) for array in arrays)
-        if self.attention_sizes.maps and key not in self.maps:
-            made = np.zeros((len(arrays) + 1, 128), np.uint8)
-            made = made.ravel()[-made.ctypes.data % 128 :][: 128 * len(arrays)].reshape(-1, 128)  # which is aligned
-            numbers = lambda kind, *values: (kind * len(values))(*values)
-            for one, array in zip(made, arrays):
-                width = array.size // (B * T)
-                status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-                    ctypes.c_void_p(one.ctypes.data), 9, 3, address(array),  # bf16, in three dimensions
-                    numbers(ctypes.c_uint64, width, T, B), numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
-                    numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
-                    0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time from memory, zeros beyond
-                if status:
-                    raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, {width} channels")
-            self.maps[key] = self.empty(made.size).reshape(made.shape)
-            self.put(self.maps[key], made)
-        return self.maps.get(key)
+    def tensor_map(self, B, T, array):
+        """What Hopper's copy engine has to know of an array (B,T,channels) in bf16, of which it copies boxes of 64
+        tokens and 64 channels: 128 bytes, a kernel's argument. Zeros if kernels.cu has no use for it. Raises
+        UserError."""
+        key = B, T, array.data.ptr, array.size
+        if key not in self.maps:
+            self.maps[key] = made = aligned_bytes(128)
+            width, numbers = array.size // (B * T), lambda kind, *values: (kind * len(values))(*values)
+            status = self.attention_sizes.maps and ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+                ctypes.c_void_p(made.ctypes.data), 9, 3, address(array),  # bf16, in three dimensions
+                numbers(ctypes.c_uint64, width, T, B), numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
+                numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
+                0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time from memory, zeros beyond
+            if status:
+                raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, {width} channels")
+        return self.maps[key]
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
@@ -726,7 +722,7 @@ class GPT2:
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, found, stream, added, p.ln1w, p.ln1b)  # -> (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         if not again:
-            self.attention("attention_forward", a.atty, a.lse, read=(a.qkv,))  # (N,3C) -> (N,C): tokens see each other
+            self.attention("attention_forward", a.atty, a.lse, tiled=(a.qkv,))  # (N,3C) -> (N,C): tokens see each other
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, found, branch, p.ln2w, p.ln2b)  # -> (N,C)
@@ -787,12 +783,12 @@ class GPT2:
         if shares > 1:
             device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
 
-    def attention(self, kernel, *arrays, read):
-        """Launch one of attention's three kernels, which copies tiles of the arrays `read`."""
+    def attention(self, kernel, *arrays, tiled):
+        """Launch one of attention's three kernels. It copies tiles of the arrays `tiled`, (N,channels)."""
         (B, T), NH, NKV, device = self.shape, self.config.NH, self.config.NKV, self.device
         blocks, threads, shared = attention_launch(device, kernel, B, T, NH, NKV)
-        maps = device.tensor_maps(B, T, *read)
-        device.launch(kernel, blocks, *arrays, *read, maps, self.scale, self.relu, T, NH, NKV, threads=threads,
+        maps = [device.tensor_map(B, T, array) for array in tiled]
+        device.launch(kernel, blocks, *arrays, *tiled, *maps, self.scale, self.relu, T, NH, NKV, threads=threads,
                       shared=shared)
 
     def attention_backward(self, qkv, lse, atty, dbias):
@@ -800,8 +796,8 @@ class GPT2:
         None."""
         (B, T), d, rows = self.shape, self.back, self.device.attention_sizes.rows
         sums = None if dbias is None else d.dqkv_sums
-        self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, read=(qkv, d.dinp, atty))
-        self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, read=(qkv, d.dinp))
+        self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, atty, tiled=(qkv, d.dinp))
+        self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, tiled=(qkv, d.dinp))
         if sums is not None:
             self.device.launch("add_partials", dbias.size, dbias, None, None, sums, B * -(-T // rows), dbias.size)
 

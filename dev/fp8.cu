@@ -1,12 +1,12 @@
 /*
-FP8, for --dtype fp8: how a Twin is stored, which the kernels of kernels.cu declare and use; the twins of what those do
+FP8, for --dtype fp8: what a TwinWriter does, which kernels.cu declares and its kernels use; the twins of what those do
 not write, and of the weights; and the scales of the next step. This is compiled behind kernels.cu. dev/fp8.py says when
 each is used, and why.
 */
 
 #ifdef __CUDACC__
-// Two fp32, rounded to nearest with ties to even, as two e4m3. What is too large becomes 448, the largest that there is,
-// and NaN stays. `low` becomes the lower half.
+// Two fp32, rounded to nearest with ties to even, as two e4m3. What is too large, also an infinity, becomes 448, the
+// largest that there is, and NaN stays. `low` becomes the lower half.
 __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
     unsigned short bits;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));

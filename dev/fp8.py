@@ -9,16 +9,16 @@ that reads it:
 
 All are e4m3, with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients that paper
 has e5m2, for its range; but with a scale for each tensor the bit of mantissa is worth more (see dev/RESULTS.md), as
-DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with scales for smaller parts. A scale brings
-the largest magnitude of a tensor to half of the largest number of its format. It is known only when all of the tensor
-is written, and then its twin would cost another pass. So the scale comes from the step before, of which all kernels
-leave the largest magnitude ("delayed scaling": Peng et al. 2023, section 2), and in the factor of two a tensor may
-grow. The first step of a run is gone through once in bf16 for the first scales, without an update. Scales change at a
-step's end, and go into checkpoints.
+DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with scales for smaller parts. A scale brings the largest
+magnitude of a tensor to half of 448, the largest number. It is known only when all of the tensor is written, and then
+its twin would cost another pass. So the scale comes from the step before, of which all kernels leave the largest
+magnitude ("delayed scaling": Peng et al. 2023, section 2), and in the factor of two a tensor may grow. The first step
+of a run is gone through once in bf16 for the first scales, without an update. Scales change at a step's end, and go
+into checkpoints.
 
-Hopper's tensor cores add up products of FP8 in about 14 bits (the same, section 3.5.2), unless
-they are told to move sums to fp32 again and again. They are not: it would take 4% of a step, and rounding to 8 bits
-takes away more than it brings (see dev/RESULTS.md). Sums on a CPU are of fp32.
+Hopper's tensor cores add up products of FP8 in about 14 bits (DeepSeek-AI, the same section), unless they are told to
+move sums to fp32 again and again. They are not: it would take 4% of a step, and rounding to 8 bits takes away more than
+it brings (see dev/RESULTS.md). Sums on a CPU are of fp32.
 
 The trainer imports this for --dtype fp8 alone.
 """

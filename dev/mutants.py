@@ -222,7 +222,7 @@ TABLE = [
         ("missing wait", "attention_backward_kv", "products_arrive<EARLY_DV>", "products_arrive<2>"),
         ("missing wait", "attention_backward_kv", "products_arrive<0>(dk);", ""),
         ("missing wait", "tiles_arrive", "copies_arrive<0>();", ""),
-        ("index", "attention_backward_kv", "maps + 1", "maps"),
+        ("index", "attention_backward_kv", "dout_map, T, NH", "qkv_map, T, NH"),
         dtype="bf16", flag=AS_HOPPER),
     # ---- llama3.cu
     *of("rmsnorm_forward",

@@ -113,7 +113,7 @@ class Paper:
         self.tape.append(("run", self.phase, LAUNCH + amount / RATES.get(name, RATES[unit])))
 
     matmul = lambda self, out, a, b, *arguments, **more: self.launch("matmul", 1, out, a, b)
-    tables, tensor_maps = lambda self, c, B, T: {}, lambda self, B, T, *arrays: None
+    tables, tensor_map = lambda self, c, B, T: {}, lambda self, B, T, array: None
     adopt = begin_step = end_step = lambda self, *arguments: None
     zero = lambda self, array: self.launch("memset", 1, array)
 

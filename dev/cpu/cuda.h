@@ -20,8 +20,8 @@
 // bytes of 0xff, which are NaN: shared memory until it is written, and the target of a copy until it is waited for.
 //
 // With -DAS_HOPPER, kernels.cu does as on a Hopper GPU, and what it has for that in PTX is here too: products of a warp
-// group, wgmma. Their results are poison until they are waited for. So is what they read, if a copy has brought it and
-// the thread that copied has not fenced it, and what they have computed, if a tile changes before they are waited for.
+// group, wgmma, and boxes that a copy engine brings to a barrier. Results and boxes are poison until they are waited
+// for, and so is what products have computed, if a tile changes before they are waited for.
 //
 // Flags: -fopenmp (else all runs on one core), -fno-math-errno (makes sqrtf an instruction), and -U_FORTIFY_SOURCE
 // (fortified, longjmp refuses to change stacks). With -fsanitize=address,undefined, an index is checked by
@@ -76,6 +76,7 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #define __constant__ __attribute__((visibility("default")))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #ifdef __SANITIZE_ADDRESS__
 #define __global__
@@ -119,7 +120,8 @@ inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 inline int atomicMax(int* p, int value) {
     int before = __atomic_load_n(p, __ATOMIC_RELAXED);
-    while (before < value && !__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    while (before < value)
+        if (__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
     return before;
 }
 inline float atomicAdd(float* p, float value) {

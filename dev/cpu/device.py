@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import (BF16, SIZES, UserError, available_memory, cache_folder, read_kernels, to_bf16,
+from prepro_tinyshakespeare import (BF16, SIZES, UserError, aligned_bytes, available_memory, cache_folder, read_kernels, to_bf16,
                                     to_float)
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
@@ -153,19 +153,18 @@ class Cpu:
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
         values = [ctypes.c_void_p(None if arg is None else arg.__array_interface__["data"][0]) if kind is None
-                  else np.ctypeslib.as_ctypes_type(kind)(arg) for arg, (_, kind, _) in zip(args, kernel.parameters)]
+                  else np.ctypeslib.as_ctypes(np.asarray(arg)) for arg, (_, kind, _) in zip(args, kernel.parameters)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def tensor_maps(self, B, T, *arrays):
-        """As train_gpt2.Cuda.tensor_maps; what cuda.h reads is simpler."""
-        maps = np.zeros((len(arrays), 16), np.uint64)
-        for one, array in zip(maps, arrays):
-            one[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
-        return maps if self.attention_sizes.maps else None
+    def tensor_map(self, B, T, array):
+        """As train_gpt2.Cuda.tensor_map; what cuda.h reads is simpler."""
+        made = aligned_bytes(128)
+        made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
+        return made
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""

@@ -128,20 +128,21 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
     return inputs, dict(dqkv=join(dq, dk, dv)), dict(dqkv=join(*terms))
 
 
-def launch_trainers(device, a, kernel, *arrays, read):
+def launch_trainers(device, a, kernel, *arrays, tiled):
     """Launch a kernel of kernels.cu as the trainer does."""
     blocks, threads, shared = attention_launch(device, kernel, a.B, a.T, a.NH, a.NKV)
-    device.launch(kernel, blocks, *arrays, *read, device.tensor_maps(a.B, a.T, *read), a.scale, a.relu, a.T, a.NH,
-                  a.NKV, threads=threads, shared=shared)
+    maps = [device.tensor_map(a.B, a.T, array) for array in tiled]
+    device.launch(kernel, blocks, *arrays, *tiled, *maps, a.scale, a.relu, a.T, a.NH, a.NKV, threads=threads,
+                  shared=shared)
 
 
 def trainers_forward(device, a):
-    launch_trainers(device, a, "attention_forward", a.out, a.lse, read=(a.qkv,))
+    launch_trainers(device, a, "attention_forward", a.out, a.lse, tiled=(a.qkv,))
 
 
 def trainers_backward(device, a, sums=None):
-    launch_trainers(device, a, "attention_backward_q", a.dqkv, sums, a.delta, a.lse, read=(a.qkv, a.dout, a.out))
-    launch_trainers(device, a, "attention_backward_kv", a.dqkv, sums, a.delta, a.lse, read=(a.qkv, a.dout))
+    launch_trainers(device, a, "attention_backward_q", a.dqkv, sums, a.delta, a.lse, a.out, tiled=(a.qkv, a.dout))
+    launch_trainers(device, a, "attention_backward_kv", a.dqkv, sums, a.delta, a.lse, tiled=(a.qkv, a.dout))
 
 
 def lse_scratch(a):

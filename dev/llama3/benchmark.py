@@ -140,7 +140,7 @@ def ours_attention(c):
         device.put(array, to_bf16(values) if device.real == BF16 else values)
 
     events = device.cupy.cuda.get_current_stream().record, device.cupy.cuda.get_elapsed_time
-    forward = partial(model.attention, "attention_forward", a.atty, a.lse, read=(a.qkv,))
+    forward = partial(model.attention, "attention_forward", a.atty, a.lse, tiled=(a.qkv,))
     backward = partial(model.attention_backward, a.qkv, a.lse, a.atty, None)
     return time_kernels(forward, *events), time_kernels(backward, *events)
 

@@ -278,7 +278,7 @@ class Llama3(GPT2):
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
         if not again:
-            self.attention("attention_forward", a.atty, a.lse, read=(a.qkv,))  # -> (N,C); here tokens see each other
+            self.attention("attention_forward", a.atty, a.lse, tiled=(a.qkv,))  # -> (N,C); here tokens see each other
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, stream, found, branch, p.ln2w)  # -> (N,C)
