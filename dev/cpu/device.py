@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import (BF16, SIZES, UserError, aligned_bytes, available_memory, cache_folder, read_kernels, to_bf16,
-                                    to_float)
+from prepro_tinyshakespeare import (BF16, SIZES, UserError, aligned_bytes, available_memory, cache_folder, read_kernels,
+                                    to_bf16, to_float)
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 
