@@ -580,7 +580,7 @@ def wrong_number(verdict, never):
 def facts_of(bench, verdict, code):
     """What is known about a wrong result: see CAUSES."""
     a, name = bench.sets[0], verdict.name
-    array, truth = getattr(a, name), bench.truth[name]
+    array, truth = bench.result(a, name), bench.truth[name]
     found, cared = np.float64(to_float(array)), truth != ANY
     scale = np.sqrt(np.mean(np.where(cared & np.isfinite(truth), truth, 0) ** 2)) or 1
     loose = 2**-6 if array.itemsize == 2 else 1e-3
