@@ -14,14 +14,14 @@ STAY = np.uint32([0x3C808000, 0xBC818000, 0xBCFF8001, 0x3CFF7FFF, 0, 0x80000000,
 
 
 def halves(x):
-    """The nearest bfloat16, of two that are as near the one away from zero, of fp32 numbers in float64; and how many
-    steps of fp32 are between them, whose bits count its numbers in their order."""
+    """The bits of the nearest bfloat16, of two that are as near the one away from zero, of fp32 numbers in float64; and
+    how many steps of fp32 are between them, whose bits count its numbers in their order."""
     _, exponent = np.frexp(x)
     last = np.ldexp(1.0, np.maximum(exponent, -125) - 8)  # of a bfloat16's bits; below 2**-126 all have the same
     upper = np.copysign(np.floor(abs(x / last) + 0.5) * last, x)
     with np.errstate(over="ignore"):  # to infinity
         bits, of_upper = (np.float32(values).view(np.uint32).astype(np.int64) for values in (x, upper))
-    return of_upper >> 16, bits - of_upper
+    return (of_upper >> 16).astype(BF16), (bits - of_upper).astype(LOW)
 
 
 def problem(draw, n, tensors=16, clip=1, step=3, update=1, seed=0, moment=f32):
@@ -58,10 +58,10 @@ def problem(draw, n, tensors=16, clip=1, step=3, update=1, seed=0, moment=f32):
     if draw.in_bf16:
         upper, low = in_parts(halves, master)
         upper[-1], low[-1] = 0x8000, -1  # the NaN's
-        inputs |= dict(params=upper.astype(BF16), low=low.astype(LOW))
+        inputs |= dict(params=upper, low=low)
         truth["master"] = truth["params"]
         # With another last bit of the sum, all of low may be another.
-        truth |= dict(low=np.full(n, ANY)) if update else dict(params=f32(to_float(inputs["params"])), low=low + 0.0)
+        truth |= dict(low=np.full(n, ANY)) if update else dict(params=f32(to_float(upper)), low=low.astype(np.float64))
     terms = np.nan_to_num(abs(master))
     return inputs, truth, dict(master=terms, params=terms, m=abs(m))
 
