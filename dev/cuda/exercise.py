@@ -56,7 +56,7 @@ HELPERS = {
     "shared": "__shared__ float x[256];  is memory that the threads of a block share. __syncthreads(); waits for all.",
     "dynamic": "DYNAMIC_SHARED(float, x);  is more such memory, as many bytes as are said here: {shared}",
     "atomicAdd": "atomicAdd(p, x)       adds the float x to *p, also if other threads do so at the same time.",
-    "master": "load_master<1>(params, low, i)  number i, a Pack<1>: x[0] is a float. store_master(params, low, i, x) stores x.",
+    "master": "x = load_master<1>(params, low, i)  has number i in x[0]; store_master(params, low, i, x) stores it.",
     "math": "expf(x), logf(x), sqrtf(x), tanhf(x), fmaxf(x, y)  are the functions of C for float.",
 }
 NUMBERS, ROWS, BLOCKS = "to_float from_float", "warp_sum warp_max", "block_sum block_max shared"
