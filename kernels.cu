@@ -1402,19 +1402,42 @@ extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, c
     if (threadIdx.x == 0) *verdict = v, *seen = count + !v.stopped;
 }
 
+// AdamW's numbers are fp32. In bf16 params are their upper halves, rounded, which the other kernels read, and low has
+// the lower halves: their bits are (param << 16) + low. That is exact because params are rounded to nearest with ties
+// away from zero. With ties to even, a lower half of 0x8000 would not say if the upper one was rounded up or down.
+struct low_half { short bits; };
+__device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }  // bits to add
+__device__ __forceinline__ void from_float(low_half& to, float x) { to.bits = __float_as_uint(x); }
+
+template <int n>
+__device__ __forceinline__ Pack<n> load_master(const real* params, const low_half* low, size_t i) {
+    Pack<n> x = load<n>(params + i), rest = sizeof(real) == 2 ? load<n>(low + i) : Pack<n>{};
+    for (int j = 0; j < n; j++) x[j] = __uint_as_float(__float_as_uint(x[j]) + __float_as_uint(rest[j]));
+    return x;
+}
+
+template <int n>
+__device__ __forceinline__ void store_master(real* params, low_half* low, size_t i, Pack<n> x) {
+    if (sizeof(real) == 2) {
+        store(low + i, x);
+        for (int j = 0; j < n; j++)  // a NaN, whose bits could overflow, stays one
+            if (x[j] == x[j]) x[j] = __uint_as_float((__float_as_uint(x[j]) + 0x8000) & 0xffff0000);
+    }
+    store(params + i, x);
+}
+
 // A step of all n parameters. Tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas, and
-// decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection. The
-// step is made to fp32 master parameters. params are the rounded copy that the other kernels read, or, in fp32, the
-// master itself. Without verdict->update nothing changes. Bound by four reads and three writes of the arena, and in
-// bf16 another write of half of it. Moments are fp32, and nothing is added to them; dev/moments.cu has others.
+// decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection.
+// Without verdict->update nothing changes. Bound by four reads and three writes of n fp32 numbers, also in bf16.
+// Moments are fp32, and nothing is added to them; dev/moments.cu has others.
 template <class moment, class AddNoise>
 __device__ __forceinline__ void adamw_step(
-    real* params, float* master, const float* __restrict__ grads, moment* __restrict__ m, moment* __restrict__ v,
-    const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors, size_t n,
-    const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict, AddNoise add_noise) {
+    real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads, moment* __restrict__ m,
+    moment* __restrict__ v, const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors,
+    size_t n, const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict, AddNoise add_noise) {
     size_t i = first_number();
     if (i >= n) return;
-    Pack<W> g = load<W>(grads + i), p = load<W>(master + i), m1 = load<W>(m + i), m2 = load<W>(v + i);
+    Pack<W> g = load<W>(grads + i), p = load_master<W>(params, low, i), m1 = load<W>(m + i), m2 = load<W>(v + i);
     AdamW a = *settings;
     int tensor = 0;
     for (int half = 16; half > 0; half /= 2)
@@ -1429,8 +1452,7 @@ __device__ __forceinline__ void adamw_step(
         p[j] -= a.learning_rate * (change + decay * p[j]);
     }
     if (!verdict->update) return;  // asked so late, it delays no load
-    store(master + i, p);
-    if (sizeof(real) < sizeof(float)) store(params + i, p);
+    store_master(params, low, i, p);
     add_noise(m1, m2, i, tensor, a);
     store(m + i, m1);
     store(v + i, m2);
@@ -1439,9 +1461,9 @@ __device__ __forceinline__ void adamw_step(
 // Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(
-    real* params, float* master, const float* __restrict__ grads, float* __restrict__ m, float* __restrict__ v,
-    const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors, size_t n,
+    real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads, float* __restrict__ m,
+    float* __restrict__ v, const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors, size_t n,
     const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict) {
     auto none = [](Pack<W>&, Pack<W>&, size_t, int, const AdamW&) {};
-    adamw_step(params, master, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
+    adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
 }

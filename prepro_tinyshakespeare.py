@@ -279,6 +279,7 @@ def stop_signals():
 
 HEADER_BYTES = 1024
 BF16 = np.uint16  # NumPy has no bfloat16, so an array holds its bits: the upper half of an fp32's
+LOW = np.int16  # the lower half of an fp32's bits, signed: see kept_as
 
 
 def to_bf16(x):
@@ -287,9 +288,21 @@ def to_bf16(x):
     return np.where(np.isnan(x), 0x7FFF, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def to_float(x):
-    """An array as fp32, from bfloat16's bits or from fp32 as it is."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
+def kept_as(x, dtype):
+    """What an array of this type keeps of fp32 numbers: fp32 all; BF16 the upper half, rounded; LOW the lower half, so
+    that their bits are (upper << 16) + lower. Ties are rounded away from zero, because that has an inverse: with ties
+    to even, a lower half of 0x8000 would not say whether the upper one was rounded up or down."""
+    bits = x.view(np.uint32)
+    if dtype == BF16:
+        return np.where(x == x, (bits + 0x8000) >> 16, 0x7FFF).astype(BF16)
+    return bits.astype(LOW) if dtype == LOW else x
+
+
+def to_float(x, *low):
+    """An array as fp32, from bfloat16's bits, with their lower halves if there are any, or from fp32 as it is."""
+    if x.dtype != BF16:
+        return x
+    return sum((part.astype(np.uint32) for part in low), x.astype(np.uint32) << 16).view(np.float32)
 
 
 def replace_file(path, chunks):

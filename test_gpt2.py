@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 
+from dev.cuda.adamw import halves
 from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, heads,
                                layernorm, transposed)
 from dev.cuda.kernel import words as chosen
@@ -32,8 +33,8 @@ from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_ke
                              stored)
 from dev.moments import KERNELS as MOMENTS
 from dev.run_folder import checkpoint_parts
-from prepro_tinyshakespeare import (BF16, HEADER_BYTES, FileKind, UserError, check_size, check_tokens, read_header,
-                                    replace_file, to_bf16, to_float)
+from prepro_tinyshakespeare import (BF16, HEADER_BYTES, LOW, FileKind, UserError, check_size, check_tokens, kept_as,
+                                    read_header, replace_file, to_bf16, to_float)
 from train_gpt2 import (GPT2, HERE, Config, Row, carve, has_gpu, make_device, pack_batch, read_kernels,
                         read_parameters)
 
@@ -119,6 +120,22 @@ def rounding():
     half_way = np.float32(1 + np.arange(512) / 256)
     x = f32(np.r_[10 ** rng.uniform(-30, 30, 10**5) * normal(10**5), half_way, np.nextafter(half_way, 0), -half_way, 0])
     yield "of an fp32", to_float(to_bf16(x)), bf16(x), EXACT
+
+
+LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # half a bit of the upper half, and what is around it
+
+
+def two_halves():
+    """The halves of an fp32 are all that it is: every upper half, with lower ones at which rounding changes."""
+    bits = (np.arange(2**16, dtype=np.uint32)[:, None] << 16 | LOWER).reshape(-1)
+    x = bits.view(np.float32)
+    nan, finite = np.isnan(x), np.isfinite(x)
+    upper, low = (kept_as(x, kind) for kind in (BF16, LOW))
+    together = to_float(upper, low)
+    yield "together", together.view(np.uint32)[~nan], bits[~nan], EXACT
+    check("halves: of a NaN", np.isnan(to_float(upper)[nan]).all() and np.isnan(together[nan]).all())
+    for name, found, wish in zip(("upper", "lower"), (upper, low), halves(x[finite].astype(np.float64))):
+        yield name, found[finite], wish, EXACT
 
 
 # ---- Each kernel against its formula: the problems are in dev/cuda/, and here the trainer's versions are checked
@@ -227,7 +244,7 @@ def poisoned_model(device, B, T, kind="softmax", recompute=0, **sizes):
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     model = device.architecture(c, device, B, T, kind, recompute)
     poison(model, "activations", "backward", "gradients")
-    values = np.random.default_rng(1).normal(0, 0.2, model.master.size).astype(np.float32)
+    values = np.random.default_rng(1).normal(0, 0.2, model.adamw_grads.size).astype(np.float32)
     model.set_parameters(vars(carve(values.view(np.uint8), c.parameter_table())).items())
     return model
 
@@ -429,6 +446,7 @@ def main():
         from dev.test_files import test_files, test_steps
         run("gradient of", finite_differences)
         run("rounding", rounding)
+        run("halves", two_halves)
     for name, dtype in each_device(flags):
         if not flags.state:
             test_kernels(name, dtype, flags.only)

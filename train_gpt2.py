@@ -36,11 +36,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, SIZES, FileKind, UserError,
-                                    aligned_bytes, check_needs, check_size, count_tokens, data_paths, decode, duration,
-                                    files_of, gpt2_encoding, has_gpu, launched, make_header, parse_flags, progress, read_cache,
-                                    read_header, read_kernels, read_tokens, run, say, set_defaults, stop_signals,
-                                    to_bf16, to_float, write_cache)
+from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, LOW, SIZES, FileKind,
+                                    UserError, aligned_bytes, check_needs, check_size, count_tokens, data_paths, decode,
+                                    duration, files_of, gpt2_encoding, has_gpu, kept_as, launched, make_header,
+                                    parse_flags, progress, read_cache, read_header, read_kernels, read_tokens, run, say,
+                                    set_defaults, stop_signals, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
@@ -262,7 +262,7 @@ ALONE = Alone()
 
 def arena_tables(c, device, B, T, recompute=0, ranks=ALONE):
     """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
-    bf16, AdamW works on fp32 master parameters, and the model on a rounded copy of them."""
+    bf16, AdamW works on fp32 numbers all the same: their upper halves are the parameters, their lower ones low bits."""
     parameters, real = c.parameter_table(), device.real
     ours = ranks.share(parameters) if ranks.zero else parameters  # what AdamW updates here
     moments = [row._replace(dtype=device.moment) for row in ours]
@@ -271,7 +271,8 @@ def arena_tables(c, device, B, T, recompute=0, ranks=ALONE):
               Row("starts", (len(ours) + 1,), np.uint64),  # where each tensor starts, counted in numbers
               Row("decayed", (len(ours),), np.int32),  # 1 where weight decay applies, else 0
               Row("places", (3, len(ours)), np.uint64)]  # see dev/moments.cu
-    return {"parameters": c.parameter_table(real), **({"master": ours} if real == BF16 or ranks.zero else {}),
+    low = [row._replace(dtype=LOW) for row in ours]
+    return {"parameters": c.parameter_table(real), **({"low bits": low} if real == BF16 else {}),
             "gradients": parameters, "adam m": moments, "adam v": moments, "update": update,
             "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
             "backward": c.backward_table(B, T, real), **ranks.tables(c, real), **device.tables(c, B, T)}
@@ -644,9 +645,10 @@ class GPT2:
         self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
         self.params = carve(self.arenas["parameters"], tables["parameters"])
         self.grads = carve(self.arenas["gradients"], tables["gradients"])
-        master, ours = (those["master" if "master" in tables else "parameters"] for those in (self.arenas, tables))
-        self.master, self.originals = master.view(np.float32), carve(master, ours)
-        self.adamw_params = self.arenas.get("param share", self.arenas["parameters"])  # in bf16, what AdamW rounds to
+        own = "param share" if ranks.zero else "parameters"  # what AdamW updates here
+        halves = [name for name in (own, "low bits") if name in tables]  # in fp32 the first is all
+        self.halves = [self.arenas[name].view(tables[name][0].dtype) for name in halves]
+        self.originals = [carve(self.arenas[name], tables[name]) for name in halves]
         self.adamw_grads = self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32)
         self.staged = self.grads if ranks.zero else None  # what whole tensors are read into, to keep a share of them
         self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
@@ -654,8 +656,8 @@ class GPT2:
         for name in tables.keys() - {"activations", "backward"}:
             device.zero(self.arenas[name])
         self.adam = carve(self.arenas["update"], tables["update"])
-        device.put(self.adam.starts, [start // 4 for start in layout(ours)])
-        device.put(self.adam.decayed, [row.decay for row in ours])
+        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in tables[own])]))
+        device.put(self.adam.decayed, [row.decay for row in tables[own]])
         if device.moment == BF16:
             from dev.moments import places
             device.put(self.adam.places, places(config, ranks))
@@ -667,19 +669,25 @@ class GPT2:
 
     def set_parameters(self, tensors):
         """Set parameters from (name, values) pairs, fp32 or bf16."""
-        self.set_tensors(tensors, self.originals, *[self.params] * ("master" in self.arenas))  # without, the same
+        self.set_tensors(tensors, self.originals)
         self.device.cast_weights(rescale=True)
 
-    def set_tensors(self, tensors, fp32, *others):
-        """Set tensors of these sets from (name, values) pairs. Other names are skipped, and missing words stay. Where a
-        rank has a share of fp32, whole tensors are put into the gradients' memory, and the share is kept of them."""
+    def master(self):
+        """The fp32 numbers that AdamW updates here, on the host."""
+        return to_float(*map(self.device.get, self.halves))
+
+    def set_tensors(self, tensors, sets):
+        """Set tensors of these sets, which keep halves or all of them, from (name, values) pairs. Other names are
+        skipped, and missing words stay. Where a rank has a share, whole tensors are put into the gradients' memory, and
+        the share is kept of them; of parameters, it needs all others too."""
+        whole = [self.staged, *[self.params] * (sets is self.originals)] if self.staged else sets
         for name, values in tensors:
-            for views in (self.staged or fp32, *others):
+            for views in whole:
                 for to, part in zip(matrices(getattr(views, name)), matrices(values)) if hasattr(views, name) else ():
                     part = to_float(part)
-                    self.device.put(to.reshape(-1)[: part.size], to_bf16(part) if to.dtype == BF16 else part)
+                    self.device.put(to.reshape(-1)[: part.size], kept_as(part, to.dtype))
         if self.staged:
-            self.ranks.keep(self, fp32)
+            self.ranks.keep(self, sets)
 
     def set_batch(self, batch):
         """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may be smaller."""
@@ -913,13 +921,14 @@ class GPT2:
 
     def update_pass(self):
         """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
-        n, adam, arenas, device, gradients = self.master.size, self.adam, self.arenas, self.device, self.adamw_grads
+        adam, arenas, device, gradients = self.adam, self.arenas, self.device, self.adamw_grads
+        n, (params, low) = gradients.size, (*self.halves, None)[:2]
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
         self.ranks.norm(self)
         device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
         self.step += 1
         kernel, *places = ("adamw_bf16", adam.places) if device.moment == BF16 else ("adamw",)
-        device.launch(kernel, n, self.adamw_params, self.master, gradients, arenas["adam m"], arenas["adam v"],
+        device.launch(kernel, n, params, low, gradients, arenas["adam m"], arenas["adam v"],
                       adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict, *places)
         self.ranks.gather(self)
         device.end_step()

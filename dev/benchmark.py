@@ -94,8 +94,8 @@ FASTER = [
 # A kernel's bytes are those of its arrays, once: read if the parameter is const, else written. But these are read too:
 READ_TOO = {
     "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "layernorm_backward.dresidual", "add_partials.out1",
-    "add_partials.out2", "add_partials.out3", "gelu_backward.dinp", "fused_classifier.logits", "adamw.master",
-    "adamw.m", "adamw.v", "adamw_bf16.master", "adamw_bf16.m", "adamw_bf16.v",
+    "add_partials.out2", "add_partials.out3", "gelu_backward.dinp", "fused_classifier.logits", "adamw.params",
+    "adamw.low", "adamw.m", "adamw.v", "adamw_bf16.params", "adamw_bf16.low", "adamw_bf16.m", "adamw_bf16.v",
 }
 # Of these only a part is touched, as many bytes; a has the kernel's arguments by name, its items, (along x, along
 # y), and words, the distinct tokens of a batch.
@@ -105,8 +105,6 @@ TOUCHED = {
     "layernorm_backward.partials": lambda a: a.items[0] * a.partials[:, 0].nbytes,
     "matmul_backward_bias.dbias": lambda a: a.items[1] * a.OC * a.dbias.itemsize,
     "add_partials.partials": lambda a: a.items[1] * a.N * a.OC * a.partials.itemsize,
-    **dict.fromkeys(("adamw.params", "adamw_bf16.params"),  # in fp32 they are master
-                    lambda a: a.params.nbytes if a.params.nbytes < a.master.nbytes else 0),
 }
 # These are bound by FLOPs: how many products of a (T,T) and a (T,HS) matrix, half of it masked, a launch does for each
 # head of the whole batch.

@@ -33,10 +33,10 @@ __device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
 // than 2^40. places (3, tensors) has first, piece and stride. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw_bf16(
-    real* params, float* master, const float* __restrict__ grads, bf16_moment* __restrict__ m,
-    bf16_moment* __restrict__ v, const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors,
-    size_t n, const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict,
-    const size_t* __restrict__ places) {
+    real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
+    bf16_moment* __restrict__ m, bf16_moment* __restrict__ v, const size_t* __restrict__ starts,
+    const int* __restrict__ decayed, int tensors, size_t n, const AdamW* __restrict__ settings,
+    const Verdict* __restrict__ verdict, const size_t* __restrict__ places) {
     auto add_noise = [&](Pack<W>& m1, Pack<W>& m2, size_t i, int tensor, const AdamW& a) {
         size_t first = places[tensor], piece = places[tensors + tensor], stride = places[2 * tensors + tensor];
         size_t j = i - starts[tensor], in_piece = j % piece, number = first + j / piece * stride + in_piece;
@@ -47,5 +47,5 @@ extern "C" __global__ void adamw_bf16(
             m2[k] = plus_noise(m2[k], bits >> 16 & 0xffff);
         }
     };
-    adamw_step(params, master, grads, m, v, starts, decayed, tensors, n, settings, verdict, add_noise);
+    adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, add_noise);
 }

@@ -23,7 +23,7 @@ import warnings
 
 import numpy as np
 
-from prepro_tinyshakespeare import BF16, UserError, say
+from prepro_tinyshakespeare import UserError, kept_as, say
 from train_gpt2 import Alone, Row, carve
 
 PIECE, TENSOR = 8, 32  # numbers: 16 bytes in bf16, which kernels load together; 64 bytes, where tensors of arenas start
@@ -186,9 +186,9 @@ class Ranks(Alone):
         """What ranks allocate besides: the sums of a share's gradients, and its parameters as they are sent."""
         if not self.zero:
             return {}
-        rounded = {"param share": self.share(c.parameter_table(real))} if real == BF16 else {}
         norms = Row("norms", (-(-self.count // 4) * 4,))  # of the shares' gradients, in whole packs of global_norm
-        return {"grad share": self.share(c.parameter_table()), **rounded, "share norms": [norms]}
+        return {"grad share": self.share(c.parameter_table()), "param share": self.share(c.parameter_table(real)),
+                "share norms": [norms]}
 
     def cuts(self, c, whole, share=None):
         """(row, layer, all its pieces, the own one, its tail, that of rank 0) of each matrix of views of whole tensors,
@@ -200,12 +200,12 @@ class Ranks(Alone):
                 yield (row, l, matrix[: self.count * piece], None if own is None else own[l * piece : (l + 1) * piece],
                        matrix[self.count * piece :], None if rest is None else rest[l * tail : (l + 1) * tail])
 
-    def keep(self, model, share):
-        """Copy the own share of what has been staged, whole, in the memory of the gradients."""
-        for _, _, pieces, own, tail, rest in self.cuts(model.config, model.staged, share):
+    def keep(self, model, shares):
+        """Copy the own share of what has been staged, whole, in the memory of the gradients, to all that keep it."""
+        for _, _, pieces, own, tail, rest in (cut for s in shares for cut in self.cuts(model.config, model.staged, s)):
             for to, part in ((own, None if own is None else pieces[self.rank * own.size :][: own.size]), (rest, tail)):
-                if to is not None:  # of fp32, or the upper halves of that
-                    to[...] = part if to.dtype == np.float32 else (part.view(np.uint32) + 0x8000) >> 16
+                if to is not None:
+                    to[...] = kept_as(part, to.dtype)
 
     # ---- A step
 
@@ -215,7 +215,7 @@ class Ranks(Alone):
         views = {name: carve(model.arenas[name], table) for name, table in self.tables(c, model.device.real).items()}
         if self.zero:
             self.norms = views["share norms"].norms
-            self.gathered = [*self.cuts(c, model.params, views.get("param share", model.originals))]
+            self.gathered = [*self.cuts(c, model.params, views["param share"])]
         for row, l, *arrays in self.cuts(c, model.grads, views.get("grad share")):
             part = l if row.layers else None if row.name in EMBEDDINGS else c.L - 1
             self.parts.setdefault(part, []).append(arrays)

@@ -84,11 +84,11 @@ def state_parts(model, position):
     header[10] = model.step
     header.view("<u8")[[10, 11, 15, 16]] = SEED, SEED, position.place, position.next
     yield header
-    for views in (model.m, model.v, model.originals):
+    for sets in ([model.m], [model.v], model.originals):
         table = state_table(c, ranks.count, ranks.rank) if ranks.zero else None
-        for part in of_share(table, views) if table else in_file_order(c, views, np.float32):
-            for start in range(0, part.size, 2**22):  # moments may be bf16: a device has little memory for them as fp32
-                yield to_float(part[start : start + 2**22])
+        for halves in zip(*(of_share(table, s) if table else in_file_order(c, s, np.float32) for s in sets)):
+            for start in range(0, halves[0].size, 2**20):  # a device has little memory for what becomes fp32 there
+                yield to_float(*(half[start : start + 2**20] for half in halves))
     if position.shuffle:
         P, n, (_, key, used, *_) = len(position.files), len(position.order), position.rng  # used: of 624 numbers
         yield np.array([(P, position.files, n, position.order, 0, max(1, 625 - used), used, key, (0, 0x9908B0DF))],
@@ -158,13 +158,11 @@ def load_state(path_of, model, data):
     as_before = len(states) == ranks.count
     load_position(states[min(ranks.rank, len(states) - 1)], data, as_before, ranks.rank < len(states))
     known = {row.name for row in c.parameter_table()}
-    for i, views in enumerate([model.m, model.v, model.originals][: states[0].sets]):
-        tensors, also = whole_tensors(states, i, c), []
-        if views is model.originals:
-            also = [model.params]
-        else:
+    for i, sets in enumerate([[model.m], [model.v], model.originals][: states[0].sets]):
+        tensors = whole_tensors(states, i, c)
+        if sets is not model.originals:
             tensors = ((name, values) for name, values in tensors if name in known)
-        model.set_tensors(tensors, views, *also)
+        model.set_tensors(tensors, sets)
     model.step = states[0].step
     if not as_before:
         say(f"WARNING: the run had {len(states)} ranks until step {model.step}, and has {ranks.count} from now on: the "

@@ -25,17 +25,18 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
+from dev.cuda.adamw import halves  # noqa: E402
 from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
 from dev.cuda.heads import launch_trainers  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from dev.nvtx import annotate, put_ranges  # noqa: E402
-from prepro_tinyshakespeare import (BF16, TOKEN_FILE, TOKENIZER, UserError, read_header,  # noqa: E402
-                                    read_tokenizer, to_float, write_tokens)
+from prepro_tinyshakespeare import (BF16, LOW, TOKEN_FILE, TOKENIZER, UserError, kept_as,  # noqa: E402
+                                    read_header, read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES, KERNEL_LIMIT,  # noqa: E402
-                       LIMITS, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
+                       LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, poison, poisoned_model,
                        read_debug_state, run, stored, summary, words, write_checkpoint)
-from train_gpt2 import (GPT2, Config, DataLoader, Verdict, arena_tables,  # noqa: E402
+from train_gpt2 import (ADAMW, GPT2, Config, DataLoader, Verdict, arena_tables,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
                         memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate)
 
@@ -75,7 +76,7 @@ def accumulated_steps(device):
     """A step of several micro-batches has the mean of their losses and of their gradients, which AdamW's first moment
     shows; on a fast GPU, be it run, recorded or replayed."""
     model, alone, losses = poisoned_model(device, 2, 20), [], []
-    batches, parameters = words(257, 3, 2, 2, 20), device.get(model.master)
+    batches, parameters = words(257, 3, 2, 2, 20), model.master()
     for batch in batches:
         alone.append(np.concatenate([array.ravel() for array in gradients(model, batch).values()], dtype=np.float64))
         losses.append(model.report()().loss)
@@ -89,7 +90,7 @@ def accumulated_steps(device):
         yield f"norm of {count}", norm, np.linalg.norm(mean), limit
         yield f"m of {count}", device.get(model.arenas["adam m"].view(np.float32)), mean, limit
     yield "steps", model.step, 5, EXACT
-    yield "the parameters stay", device.get(model.master), parameters, EXACT
+    yield "the parameters stay", model.master(), parameters, EXACT
 
 
 def repeated_steps(device):
@@ -160,7 +161,7 @@ def computed_again(device):
             found.append(gradients(model, *batches) | {"loss": np.float32(model.report()().loss)})
             for _ in range(3):  # on a fast GPU: run, recorded, replayed
                 model.train_step(*[pack_batch(*batch) for batch in batches[:2]], learning_rate=1e-2)
-            found[-1] |= {f"master, {kind}": device.get(model.master), "verdict": device.get(model.adam.verdict)}
+            found[-1] |= {f"master, {kind}": model.master(), "verdict": device.get(model.adam.verdict)}
             memory.append(model.arenas["activations"].nbytes)
         check(f"{device.dtype} computed again: less memory", memory[1] < memory[0], f"{memory[1]} < {memory[0]}")
         for name, array in found[1].items():
@@ -178,7 +179,7 @@ def moments_in_bf16(device):
                 model.train_step(batch, learning_rate=5e-3, seed=seed)
                 losses.append(model.report()().loss)
         runs[moment, seed, again] = np.array(losses), device.get(model.arenas["parameters"])
-        size, wish = model.arenas["adam v"].nbytes, model.master.size * np.dtype(moment).itemsize
+        size, wish = model.arenas["adam v"].nbytes, model.adamw_grads.size * np.dtype(moment).itemsize
         yield "bytes of a moment", size, wish, EXACT
     for i, what in enumerate(("losses", "parameters")):
         yield f"{what} with fp32 moments and another seed", runs[np.float32, 1, 0][i], runs[np.float32, 0, 0][i], EXACT
@@ -194,13 +195,42 @@ def mean_moments(device):
     gradient, steps = np.float32(0.01), 1500
     with mock.patch.object(device, "moment", BF16):
         model = poisoned_model(device, 2, 20)
-        device.put(model.arenas["gradients"].view(np.float32), np.full(model.master.size, gradient))
+        device.put(model.arenas["gradients"].view(np.float32), np.full(model.adamw_grads.size, gradient))
         for _ in range(steps):
             model.set_adamw(learning_rate=0.0)
             model.update_pass()
     for name, wish, limit in (("m", gradient, 1e-4), ("v", gradient**2 * (1 - 0.999**steps), 1e-3)):
         found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))
         yield f"the mean of {name}", np.mean(found, dtype=np.float64), wish, limit
+
+
+def bits_of_updates(device):
+    """What AdamW makes of fp32 numbers in halves has the bits of what it makes of whole ones. With a rate of 0 no bit
+    of a number changes, whatever its halves are, and what is not a finite number becomes, or stays, NaN."""
+    every = np.arange(2**16).repeat(LOWER.size).astype(BF16), np.resize(LOWER, 2**16 * LOWER.size).astype(LOW)
+    normal = np.float32(np.random.default_rng(1).standard_normal((4, every[0].size)))
+    grads, m, v = normal[1], normal[2], normal[3] ** 2
+
+    def updated(device, rate, *numbers):
+        model, results = SimpleNamespace(device=device, step=2, adam=SimpleNamespace()), []
+        for array in (*numbers, grads * (rate > 0), m * (rate > 0), v, np.uint64([0, grads.size]), np.int32([0]),
+                      np.zeros(len(ADAMW), np.float32), np.float32(Verdict(1, 0, 0, 0, 1, 0))):
+            results.append(device.empty(array.nbytes).view(array.dtype))
+            device.put(results[-1], array)
+        *arrays, starts, decayed, model.adam.settings, verdict = results
+        GPT2.set_adamw(model, learning_rate=rate)
+        given = arrays if len(numbers) == 2 else (arrays[0], None, *arrays[1:])
+        device.launch("adamw", grads.size, *given, starts, decayed, 1, grads.size, model.adam.settings, verdict)
+        return [*map(device.get, arrays[: len(numbers)])]
+
+    upper, low = updated(device, 0.0, *every)
+    before, after, finite = to_float(*every), to_float(upper, low), np.isfinite(to_float(*every))
+    yield "at a rate of 0", after[finite].view(np.uint32), before[finite].view(np.uint32), EXACT
+    check("bf16 updates: not finite", np.isnan(to_float(upper)[~finite]).all() and np.isnan(after[~finite]).all())
+    [whole] = updated(device_of(device.name, "fp32", 64, 2), 1e-2, normal[0])
+    halved = updated(device, 1e-2, *(kept_as(normal[0], kind) for kind in (BF16, LOW)))
+    yield "of halves", to_float(*halved), whole, EXACT
+    yield "of halves, rounded", halved[0], halves(whole.astype(np.float64))[0], EXACT
 
 
 def smaller_batches(device):
@@ -285,7 +315,8 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
     for name, test in (("micro-batches:", micro_batches), ("steps:", accumulated_steps), ("again:", repeated_steps),
                        ("clipped:", clipped_gradients), ("other ways:", other_ways),
                        ("computed again:", computed_again), ("moments:", moments_in_bf16),
-                       *[("mean moments:", mean_moments)] * (dtype == "bf16" and architecture is GPT2),
+                       *[("mean moments:", mean_moments), ("updates", bits_of_updates)] * (
+                           dtype == "bf16" and architecture is GPT2),
                        ("smaller batches:", smaller_batches), ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
     heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # of 32, 64, 128
@@ -386,9 +417,10 @@ def good_files(device_name, folder):
         for other in models:
             other.set_parameters(read_parameters(path, SMALL))
             write_checkpoint(copy, other)
-            master, again = other.device.get(other.master), np.fromfile(copy, other.device.real, offset=1024)
-            check(f"checkpoint: written in {dtype}, read and written in {other.device.dtype}", np.array_equal(
-                master, to_float(numbers)) and np.array_equal(again, stored(master, other.device.real)))
+            master, again = other.master(), np.fromfile(copy, other.device.real, offset=1024)
+            wish = halves(master.astype(np.float64))[0] if other.device.real == BF16 else master
+            check(f"checkpoint: written in {dtype}, read and written in {other.device.dtype}",
+                  np.array_equal(master, to_float(numbers)) and np.array_equal(again, wish))
     check("checkpoint: what was read, written again", path.read_bytes() == copy.read_bytes())
     models[1].set_parameters(draw_parameters(SMALL, 43))
     room, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -831,7 +863,7 @@ def profiler_ranges(device_name, folder):
         with mock.patch.object(device, "kernels", {}):
             check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
         check("ranges: closed behind an error", not nvtx.open, nvtx.open)
-    yield "parameters with ranges", device.get(model.master), device.get(plain.master), EXACT
+    yield "parameters with ranges", model.master(), plain.master(), EXACT
     if device_name == "cpu":
         check_refusal("ranges", "--nvtx 1: .*expected --device cuda", annotate, model)
 

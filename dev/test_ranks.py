@@ -30,6 +30,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+from dev.cuda.adamw import halves  # noqa: E402
 from dev.eval.test_hellaswag import file_of, random_examples  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
 from dev.ranks import Ranks  # noqa: E402
@@ -183,7 +184,7 @@ def places_of_shares(device, folder):
                 whole = model.arenas["gradients"].view(np.float32)
                 place.put(whole, np.arange(whole.size))
                 model.ranks.keep(model, model.originals)
-                kept, starts = place.get(model.master), place.get(model.adam.starts).tolist()
+                kept, starts = model.master(), place.get(model.adam.starts).tolist()
                 for start, end, first, piece, stride in zip(starts, starts[1:], *place.get(model.adam.places).tolist()):
                     j = np.arange(end - start)
                     number = first + j // piece * stride + j % piece
@@ -194,15 +195,27 @@ def places_of_shares(device, folder):
 
 
 def rounded_moments(device, folder):
-    """Moments in bf16 are rounded to the same bits with -z 1 as without, where the same gradients are summed."""
+    """Moments in bf16, and parameters, are rounded to the same bits with -z 1 as without, where the same gradients are
+    summed. In bf16 the parameters are the upper halves of the states', also of those that go on, and with tails."""
     if 2 not in counts_of(device):
         return
-    flags = *SMALL, "--dtype", "fp32", "--moments", "bf16", "--clip", 0, "-x", 7, "-n", 7
-    for zero in (0, 1):
-        train(device, 2, folder, folder / f"moments {zero}", *flags, "-z", zero)
-    sets = [merged(folder / f"moments {zero}", 7, 2, zero)[0] for zero in (0, 1)]
-    for what, without_zero, with_zero in zip(("m", "v", "parameters"), *sets):
-        yield f"{what} with ZeRO or without", with_zero, without_zero, EXACT
+    for dtype in ("fp32", "bf16"):
+        flags = *SMALL, "--dtype", dtype, "--moments", "bf16", "--clip", 0, "-x", 12, "-n", 7
+        runs = [folder / f"{dtype} {zero}" for zero in (0, 1)]
+        for zero in (0, 1):
+            train(device, 2, folder, runs[zero], *flags, "-z", zero)
+        sets = [merged(runs[zero], 12, 2, zero)[0] for zero in (0, 1)]
+        for what, without_zero, with_zero in zip(("m", "v", "parameters"), *sets):
+            yield f"{dtype}: {what} with ZeRO or without", with_zero, without_zero, EXACT
+    again = without(runs[1], folder / "again", 12)
+    train(device, 2, folder, again, *flags, "-z", 1, "-y", 1)
+    same("bf16 with ZeRO, resumed", bytes_of(again, 2, 12), bytes_of(runs[1], 2, 12))
+    for count in counts_of(device):
+        on = without(runs[1], folder / f"on {count}", 12)
+        train(device, count, folder, on, *flags, "-z", 1, "-y", 1)
+        model = np.fromfile(on / "model_00000012.bin", "<u2", offset=1024)
+        wish = halves(merged(on, 12, count, 1)[0][2].astype(np.float64))[0]
+        yield f"bf16: parameters of {count} ranks", model, wish, EXACT
 
 
 # ---- State files, read by hand (sections a and i of llm.c's formats), and loaders, recounted (section f)

@@ -29,6 +29,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+from dev.cuda.adamw import halves  # noqa: E402
 from dev.replay import largest_gradients, repeat  # noqa: E402
 from dev.run_folder import RunFolder  # noqa: E402
 from dev.test_files import run_prepared  # noqa: E402
@@ -181,6 +182,14 @@ def resumed_runs(device, folder):
     m, v, master = np.frombuffer(data[at : at + 12 * N], "<u4").reshape(3, N)
     check("bf16 moments: exact in fp32", not ((m | v) & 0xFFFF).any() and (m != 0).mean() > 0.5 < (v != 0).mean())
     check("bf16 moments: parameters are not rounded", (master & 0xFFFF).any())
+    again, model = without(folder / "bf16", folder / "bf16, rounded otherwise", 12), "model_00000007.bin"
+    _, data, at = parse_state(again / "state_00000007_00000.bin")
+    master, written = np.frombuffer(data, "<f4", N, at + 8 * N), np.fromfile(again / model, "<u2", offset=1024)
+    yield "bf16: a checkpoint's parameters, of its state's", written, halves(master.astype(np.float64))[0], EXACT
+    written = (master.view(np.uint32) >> 16).astype(np.uint16)  # as other programs may
+    (again / model).write_bytes((again / model).read_bytes()[:1024] + written.tobytes())
+    train(device, folder, again, "--dtype", "bf16", "-n", 7, "-y", 1)
+    same(bytes_of(again, 12), bytes_of(folder / "bf16", 12), "bf16, rounded otherwise")
     again = without(folder / "bf16 moments", folder / "fp32 moments", 12)
     text = train(device, folder, again, "--dtype", "fp32", "--moments", "fp32", "-n", 7, "-y", 1)
     check("moments of another type: a warning", "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)

@@ -1,5 +1,5 @@
-// A step of AdamW (Loshchilov and Hutter 2017, algorithm 2) for n fp32 numbers, master. In bf16 params is a rounded
-// copy of them. Tensor i starts at starts[i], and has weight decay if decayed[i]. The gradients are clipped by the norm
+// A step of AdamW (Loshchilov and Hutter 2017, algorithm 2) for n fp32 numbers, params; in bf16 params are their upper
+// halves, and low has the lower ones: see kernels.cu. Tensor i starts at starts[i], and has weight decay if decayed[i]. The gradients are clipped by the norm
 // of all. AdamW's settings are in device memory: rate = 1 - beta, and correction = 1 / (1 - beta^step).
 
 namespace adamw_ {
@@ -29,12 +29,14 @@ extern "C" __global__ void adamw1_clip(float* __restrict__ clipped, const float*
 }
 
 BLOCK(256, threads)
-extern "C" __global__ void adamw1_decay(float* __restrict__ master, const size_t* __restrict__ starts,
-                                        const int* __restrict__ decayed, int tensors, size_t n,
-                                        const AdamW* __restrict__ settings) {
+extern "C" __global__ void adamw1_decay(real* __restrict__ params, low_half* __restrict__ low,
+                                        const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors,
+                                        size_t n, const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n && decayed[adamw_::tensor_of(starts, tensors, i)])
-        master[i] -= settings->learning_rate * settings->weight_decay * master[i];
+    if (i >= n || !decayed[adamw_::tensor_of(starts, tensors, i)]) return;
+    Pack<1> p = load_master<1>(params, low, i);
+    p[0] -= settings->learning_rate * settings->weight_decay * p[0];
+    store_master(params, low, i, p);
 }
 
 BLOCK(256, threads)
@@ -52,32 +54,34 @@ extern "C" __global__ void adamw1_v(float* __restrict__ v, const float* __restri
 }
 
 BLOCK(256, threads)
-extern "C" __global__ void adamw1_step(real* params, float* master, const float* __restrict__ m,
-                                       const float* __restrict__ v, size_t n, const AdamW* __restrict__ settings) {
+extern "C" __global__ void adamw1_step(real* __restrict__ params, low_half* __restrict__ low,
+                                       const float* __restrict__ m, const float* __restrict__ v, size_t n,
+                                       const AdamW* __restrict__ settings) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     AdamW a = *settings;
-    master[i] -= a.learning_rate * m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
-    if (sizeof(real) < sizeof(float)) from_float(params[i], master[i]);
+    Pack<1> p = load_master<1>(params, low, i);
+    p[0] -= a.learning_rate * m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
+    store_master(params, low, i, p);
 }
 
 // All of it in one kernel, a thread a number: each array is read and written once.
 BLOCK(128, threads)
-extern "C" __global__ void adamw2(real* params, float* master, const float* __restrict__ grads, float* __restrict__ m,
-                                  float* __restrict__ v, const size_t* __restrict__ starts,
-                                  const int* __restrict__ decayed, int tensors, size_t n,
-                                  const AdamW* __restrict__ settings, const float* __restrict__ norm) {
+extern "C" __global__ void adamw2(real* __restrict__ params, low_half* __restrict__ low,
+                                  const float* __restrict__ grads, float* __restrict__ m, float* __restrict__ v,
+                                  const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors,
+                                  size_t n, const AdamW* __restrict__ settings, const float* __restrict__ norm) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     AdamW a = *settings;
     int tensor = adamw_::tensor_of(starts, tensors, i);
-    float g = adamw_::clip_factor(a, norm[0]) * grads[i], p = master[i];
+    float g = adamw_::clip_factor(a, norm[0]) * grads[i];
+    Pack<1> p = load_master<1>(params, low, i);
     m[i] += a.rate1 * (g - m[i]);
     v[i] += a.rate2 * (g * g - v[i]);
     float change = m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
-    p -= a.learning_rate * (change + (decayed[tensor] ? a.weight_decay : 0.0f) * p);
-    master[i] = p;
-    if (sizeof(real) < sizeof(float)) from_float(params[i], p);
+    p[0] -= a.learning_rate * (change + (decayed[tensor] ? a.weight_decay : 0.0f) * p[0]);
+    store_master(params, low, i, p);
 }
 
 // adamw in kernels.cu: 16 bytes a lane, one bisection for W numbers, and no step at all with a gradient that is not

@@ -56,7 +56,7 @@ KERNEL = Kernel(
                              "n=300032,tensors=32,clip=4,seed=16777215"),
     trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0,piece=24", "n=9600,tensors=14,step=70000",
                     "n=1024,tensors=32,step=1,piece=1"),
-    args="params master grads m v starts decayed tensors n settings verdict places",
-    fp32="master grads settings verdict", exact="m v", sums="master params", versions=(
+    args="params low grads m v starts decayed tensors n settings verdict places",
+    fp32="grads settings verdict", exact="m v", sums="master params", made_of=adamw.KERNEL.made_of, versions=(
         Version("a hash of the number's place rounds it: the trainer's", "adamw_bf16", "n", trainer=True),
     ))

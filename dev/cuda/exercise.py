@@ -56,6 +56,7 @@ HELPERS = {
     "shared": "__shared__ float x[256];  is memory that the threads of a block share. __syncthreads(); waits for all.",
     "dynamic": "DYNAMIC_SHARED(float, x);  is more such memory, as many bytes as are said here: {shared}",
     "atomicAdd": "atomicAdd(p, x)       adds the float x to *p, also if other threads do so at the same time.",
+    "master": "x = load_master<1>(params, low, i)  has number i in x[0]; store_master(params, low, i, x) stores it.",
     "math": "expf(x), logf(x), sqrtf(x), tanhf(x), fmaxf(x, y)  are the functions of C for float.",
 }
 NUMBERS, ROWS, BLOCKS = "to_float from_float", "warp_sum warp_max", "block_sum block_max shared"
@@ -133,7 +134,7 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("adamw", "adamw2", "an update of many arrays in one pass", "a number",
              ("settings is a struct in device memory: AdamW a = *settings, then a.learning_rate, a.rate1, and so on.",
               "Look at kernels.cu for what its fields mean. A tensor i has weight decay if decayed[i]."),
-             NUMBERS + " math"),
+             "master math"),
     Exercise("matmul_backward_bias", "matmul_backward_bias1", "a sum over a column, whose numbers lie far apart",
              "a column", ("A thread takes a column, and adds up all N rows of it in a float.",
                           "dbias is added to (+=), since micro-batches add up.")),
@@ -291,14 +292,14 @@ def argument_lines(exercise, kernel):
             rows.append((label, "a number", "" if type(given.get(name)) is int else f"{given.get(name):.6g}"))
             continue
         arrays = [{**table[0], **table[1], **table[2]}.get(name) for table in tables]
-        kind = next(kind for kind in ("real", "float", "int", "size_t", "AdamW") if kind in parameter)
+        kind = next(kind for kind in ("real", "float", "int", "size_t", "AdamW", "low_half") if kind in parameter)
         how = ("read, and changed" if name in truth and name in given else "to be zero at first, and added to"
                if exercise.zeroed == name else "written" if name in truth else
                "memory of your own" if name in scratch else "read")
         if exercise.zeroed == name:
             how = "written; it is zero at first"
         if any(array is None for array in arrays):
-            rows.append((label, kind, f"{how}; it is null in fp32"))
+            rows.append((label, kind, "null in fp32"))
         else:
             shape = symbols(given, [{k: v for k, v in table[0].items() if type(v) is int} for table in tables],
                             [array.shape for array in arrays])
@@ -580,7 +581,7 @@ def wrong_number(verdict, never):
 def facts_of(bench, verdict, code):
     """What is known about a wrong result: see CAUSES."""
     a, name = bench.sets[0], verdict.name
-    array, truth = getattr(a, name), bench.truth[name]
+    array, truth = bench.result(a, name), bench.truth[name]
     found, cared = np.float64(to_float(array)), truth != ANY
     scale = np.sqrt(np.mean(np.where(cared & np.isfinite(truth), truth, 0) ** 2)) or 1
     loose = 2**-6 if array.itemsize == 2 else 1e-3

@@ -170,6 +170,7 @@ class Kernel(NamedTuple):
     fp32: str = ""  # the arrays that are fp32 in every dtype; the others are real, as kernels.cu calls it
     exact: str = ""  # the outputs that must have the truth's bits, once it is rounded
     sums: str = ""  # the outputs that are sums of terms which may cancel: see compare
+    made_of: dict = {}  # {output: a -> what a's other outputs make of it}, if no kernel writes it
     trainer_checks: tuple = ()  # more sizes, for the trainer's version alone
     compiled_for: str = ""  # "C" or "HS", if kernels.cu is compiled for that size of it
     beside: tuple = ()  # other kernels of the lab whose .cu must be compiled too
@@ -330,12 +331,13 @@ class Bench:
         arrays = {name: values for name, values in given.items() if isinstance(values, np.ndarray)}
         hopper = device.name == "cpu" or device.gpu.compute_capability == "90"  # a CPU does what a Hopper GPU does
         self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize, hopper=hopper)
-        self.shapes = {name: values.shape for name, values in {**truth, **arrays}.items()}
+        self.written = {name: x for name, x in truth.items() if name not in kernel.made_of}
+        self.shapes = {name: values.shape for name, values in {**self.written, **arrays}.items()}
         self.types = {name: self.type_of(name, arrays.get(name)) for name in self.shapes}
         exact = {name: as_stored(truth[name], self.types[name]) for name in kernel.exact.split() if name in truth}
         self.truth, self.terms = ({name: self.np.asarray(values) for name, values in table.items()}
                                   for table in ({**truth, **exact}, terms))
-        self.traffic = sum(self.types[name].itemsize * values.size for table in (arrays, truth)
+        self.traffic = sum(self.types[name].itemsize * values.size for table in (arrays, self.written)
                            for name, values in table.items())  # each input is read once, and each output written once
         self.inputs = {}  # on the device, for the sets to be filled from
         for name, values in arrays.items():
@@ -346,7 +348,7 @@ class Bench:
         for i in range(sets(nbytes)):
             a = SimpleNamespace(**vars(self.given))
             for name, shape in self.shapes.items():
-                guarded = i == 0 and name in truth
+                guarded = i == 0 and name in self.written
                 array, memory = self.allocate(shape, self.types[name], GUARD if guarded else 0)
                 setattr(a, name, array)
                 if guarded:
@@ -381,6 +383,10 @@ class Bench:
 
     def fits(self, version):
         return self.device.dtype in version.dtypes and (not version.fits or version.fits(self.given))
+
+    def result(self, a, name):
+        """What a set has come to."""
+        return self.kernel.made_of[name](a) if name in self.kernel.made_of else getattr(a, name)
 
     def launches(self, version, choice):
         """A function for each set that launches a version with one choice of what can be chosen. Its scratch memory,
@@ -424,13 +430,13 @@ class Bench:
                  **dict.fromkeys(self.kernel.exact.split(), "exact")}
         limit = {**dict.fromkeys(DTYPES, KERNEL_LIMIT), **self.kernel.limits, **version.limits}[self.device.dtype]
         own = {name: limits[self.device.dtype] for name, limits in self.kernel.limits_of.items()}
-        comparisons = [compare(self.np, name, getattr(a, name), truth, own.get(name, limit), kinds.get(name),
+        comparisons = [compare(self.np, name, self.result(a, name), truth, own.get(name, limit), kinds.get(name),
                                self.terms.get(name)) for name, truth in self.truth.items()]
         return max(comparisons, key=lambda c: (c.place is not None, c.error / (c.limit or 1)))
 
     def compare_orders(self, a, first, order):
         """Raises AssertionError unless each output has the same bits as in the first order."""
-        for name in self.truth:
+        for name in self.written:
             array, bits = getattr(a, name), f"u{self.types[name].itemsize}"
             wish = first.setdefault(name, array.copy())
             for place in self.np.argwhere(array.view(bits) != wish.view(bits))[:1].tolist():

@@ -29,7 +29,7 @@ TOP = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(TOP))
 from dev.benchmark import run_job  # noqa: E402
 from dev.llama3.train_llama3 import Config3, Llama3  # noqa: E402
-from prepro_tinyshakespeare import BF16, UserError, has_gpu, run, to_bf16  # noqa: E402
+from prepro_tinyshakespeare import BF16, UserError, has_gpu, kept_as, run, to_bf16  # noqa: E402
 from train_gpt2 import draw_parameters, make_device, memory_of, pack_batch  # noqa: E402
 
 PLACE, WARM_UP, STEPS, TIMEOUT, GIB = "cuda", 5, 20, 200, 2**30  # TIMEOUT: seconds, for one process
@@ -99,10 +99,10 @@ def fill(model):
     device, drawn = model.device, np.random.default_rng(42).standard_normal(2**22 - 3, dtype=np.float32)
     for row in model.config.parameter_table():
         values = drawn * np.float32(row.std) + np.float32(row.mean)
-        for views in model.originals, model.params:
+        for views in model.originals:
             flat = getattr(views, row.name).reshape(-1)
             block = device.empty(values.size * flat.itemsize).view(flat.dtype)
-            device.put(block, to_bf16(values) if flat.dtype == BF16 else values)
+            device.put(block, kept_as(values, flat.dtype))
             for start in range(0, flat.size, block.size):
                 part = flat[start : start + block.size]
                 part[...] = block[: part.size]

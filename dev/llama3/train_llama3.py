@@ -255,7 +255,8 @@ class Llama3(GPT2):
     def __init__(self, config, *args, **keywords):
         super().__init__(config, *args, **keywords)
         H, head = config.H, "wte" if config.tied else "lm_head"
-        for views in (self.params, self.staged or self.originals):  # by the names of a file's tensors
+        whole = [self.staged] if self.staged else self.originals
+        for views in (self.params, *whole):  # by the names of a file's tensors
             views.lm_head, views.upw, views.gatew = getattr(views, head), views.fcw[:, :H], views.fcw[:, H:]
         self.head, self.dhead = self.params.lm_head, getattr(self.grads, head)
 
