@@ -1,6 +1,7 @@
 // A step of AdamW (Loshchilov and Hutter 2017, algorithm 2) for n fp32 numbers, params; in bf16 params are their upper
-// halves, and low has the lower ones: see kernels.cu. Tensor i starts at starts[i], and has weight decay if decayed[i]. The gradients are clipped by the norm
-// of all. AdamW's settings are in device memory: rate = 1 - beta, and correction = 1 / (1 - beta^step).
+// halves, and low has the lower ones: see kernels.cu. Tensor i starts at starts[i], and has weight decay if decayed[i].
+// The gradients are clipped by the norm of all. AdamW's settings are in device memory: rate = 1 - beta, and
+// correction = 1 / (1 - beta^step).
 
 namespace adamw_ {
 

@@ -10,9 +10,6 @@
 #define HAS_BULK 0
 #endif
 
-// How the copy engine sees a matrix: see tensor_maps.py.
-struct alignas(128) TensorMap { unsigned long long opaque[16]; };
-
 #ifdef __CUDACC__
 namespace bulk {
 #if HAS_BULK
