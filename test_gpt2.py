@@ -41,8 +41,8 @@ from train_gpt2 import (GPT2, HERE, Config, Row, carve, has_gpu, make_device, pa
 # Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
 # errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the
 # gradient of the residual stream. So where a dump says by how much autocast errs on a tensor, 1.6 times as much is the
-# limit, of which one parameter that is rounded otherwise may change a twentieth, but no less than two or three roundings
-# in a row cost.
+# limit, of which one parameter that is rounded otherwise may change a twentieth, but no less than two or three
+# roundings in a row cost.
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}
 AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
 EXACT = 0  # the same bits
