@@ -516,7 +516,7 @@ class Cuda:
                 0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time from memory, zeros beyond
             if status:
                 raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, {width} channels")
-        return self.maps[key]
+        return self.maps[key].view("V128")  # one number, for CuPy, that goes by value
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
