@@ -242,7 +242,7 @@ constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
 
 // x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the layernorm that the
 // next of them begins with:
-//   residual (N,C) = before (N,C) + branch (N,C), unless branch is null; before may be residual itself
+//   residual (N,C) = before (N,C) + branch (N,C), unless branch is null, and residual is there; before may be residual
 //   out (N,C) = (residual - mean) * rstd * weight + bias, with mean (N) and rstd (N) = 1/sqrt(variance + 1e-5) of a row
 //   copy (N,C) = residual, as a real, for the backward pass
 // The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. Packs
@@ -562,7 +562,7 @@ constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has 
 constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
 constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
 // A multiprocessor must have registers for so many blocks.
-constexpr int FORWARD_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 5 : WARP_GROUPS;
+constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARP_GROUPS == 1 ? 5 : 2;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
 constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
@@ -730,7 +730,7 @@ __device__ __forceinline__ void load_tile(real* tile, const Head& head, int firs
 #endif
 
 __device__ __forceinline__ void tiles_arrive(Arrivals& arrivals) {
-    copies_end();
+    copies_end();  // on Hopper there are such copies only in attention_backward_kv, of lse and delta
     copies_arrive<0>();
     boxes_arrive(arrivals);
     __syncthreads();
@@ -1048,7 +1048,7 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 // Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
 // This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
 // delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
-// weight * dweight, which softmax's gradient needs. Items: blocks of ROWS queries of a head.
+// weight * dweight, which softmax's gradient needs. For sums, see sum_rows. Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,
@@ -1402,9 +1402,10 @@ extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, c
     if (threadIdx.x == 0) *verdict = v, *seen = count + !v.stopped;
 }
 
-// AdamW's numbers are fp32. In bf16 params are their upper halves, rounded, which the other kernels read, and low has
-// the lower halves: their bits are (param << 16) + low. That is exact because params are rounded to nearest with ties
-// away from zero. With ties to even, a lower half of 0x8000 would not say if the upper one was rounded up or down.
+// AdamW's numbers, the master, are fp32. In fp32 they are params, and low is null. In bf16 params are their upper
+// halves, rounded, which the other kernels read, and low has the lower halves, signed, as the upper ones may be rounded
+// up: the master's bits are (param << 16) + low. That is exact because params are rounded to nearest with ties away
+// from zero. With ties to even, a lower half of 0x8000 would not say if the upper one was rounded up or down.
 struct low_half { short bits; };
 __device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }  // bits to add
 __device__ __forceinline__ void from_float(low_half& to, float x) { to.bits = __float_as_uint(x); }
@@ -1428,8 +1429,7 @@ __device__ __forceinline__ void store_master(real* params, low_half* low, size_t
 
 // A step of all n parameters. Tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas, and
 // decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection.
-// Without verdict->update nothing changes. Bound by four reads and three writes of n fp32 numbers, also in bf16.
-// Moments are fp32, and nothing is added to them; dev/moments.cu has others.
+// Without verdict->update nothing changes. add_noise(m1, m2, i, tensor, a) may change moments before they are stored.
 template <class moment, class AddNoise>
 __device__ __forceinline__ void adamw_step(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads, moment* __restrict__ m,
@@ -1458,6 +1458,7 @@ __device__ __forceinline__ void adamw_step(
     store(v + i, m2);
 }
 
+// With moments in fp32; dev/moments.cu has others. Bound by four reads and three writes of n fp32 numbers, in bf16 too.
 // Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(

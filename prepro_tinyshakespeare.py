@@ -413,7 +413,7 @@ class Kernel(NamedTuple):
 
     def plan(self, items, args, W, threads=None):
         """(grid, block, arguments) of a launch over so many items, or (items along x, along y). Raises UserError unless
-        there are as many arguments as parameters."""
+        there are as many arguments as parameters, of which the last two may be left out if they are of a twin."""
         if self.parameters[-1][0] == "scale8" and len(args) == len(self.parameters) - 2:
             args = *args, None, None  # no twin is asked for: see TwinWriter in kernels.cu
         if len(args) != len(self.parameters):
@@ -427,11 +427,12 @@ class Kernel(NamedTuple):
         return grid, (threads,), tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters))
 
 
-SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64, "TensorMap": np.asarray}  # which is 128 bytes
+SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64,
+           "TensorMap": np.asarray}  # what a device makes is one already, 128 bytes
 
 
 def aligned_bytes(size):
-    """Zeros whose address is a multiple of 128, as TensorMaps want it."""
+    """Zeros whose address is a multiple of 128. A TensorMap wants one of 64."""
     memory = np.zeros(size + 127, np.uint8)
     start = -memory.ctypes.data % 128
     return memory[start : start + size]

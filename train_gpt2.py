@@ -440,10 +440,12 @@ class Cuda:
         self.Fault = cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cublas.CUBLASError
         self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if dtype == "tf32" else cublas.CUBLAS_COMPUTE_32F
         capability, attributes = int(self.gpu.compute_capability), self.gpu.attributes
-        if capability < (89 if dtype == "fp8" else 80):
-            raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need 8.0 (Ampere) or "
-                            "later, with --dtype fp8 8.9 (Ada): choose another dtype, or --device cpu")
-        self.real, self.maps = BF16 if self.dtype in ("bf16", "fp8") else np.float32, {}
+        least, name, remedy = (89, "Ada", "--dtype bf16") if dtype == "fp8" else (80, "Ampere", "--device cpu")
+        if capability < least:
+            raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need {least / 10} "
+                            f"({name}) or later: train with {remedy}")
+        self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
+        self.maps = {}  # {array: its tensor map}
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
         self.multiprocessors = attributes["MultiProcessorCount"]
@@ -648,7 +650,7 @@ class GPT2:
         own = "param share" if ranks.zero else "parameters"  # what AdamW updates here
         halves = [name for name in (own, "low bits") if name in tables]  # in fp32 the first is all
         self.halves = [self.arenas[name].view(tables[name][0].dtype) for name in halves]
-        self.originals = [carve(self.arenas[name], tables[name]) for name in halves]
+        self.originals = [carve(self.arenas[name], tables[name]) for name in halves]  # the same, by tensors
         self.adamw_grads = self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32)
         self.staged = self.grads if ranks.zero else None  # what whole tensors are read into, to keep a share of them
         self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
@@ -678,9 +680,9 @@ class GPT2:
 
     def set_tensors(self, tensors, sets):
         """Set tensors of these sets, which keep halves or all of them, from (name, values) pairs. Other names are
-        skipped, and missing words stay. Where a rank has a share, whole tensors are put into the gradients' memory, and
-        the share is kept of them; of parameters, it needs all others too."""
-        whole = [self.staged, *[self.params] * (sets is self.originals)] if self.staged else sets
+        skipped, and missing words stay. A rank that has shares puts whole tensors into the gradients' memory, and keeps
+        its share of them. Of parameters it updates a share, but multiplies with all."""
+        whole = sets if not self.staged else [self.staged, self.params] if sets is self.originals else [self.staged]
         for name, values in tensors:
             for views in whole:
                 for to, part in zip(matrices(getattr(views, name)), matrices(values)) if hasattr(views, name) else ():

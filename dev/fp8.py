@@ -51,8 +51,14 @@ def fp8_rows(c):
 
 
 class Fp8:
-    """What a device does besides, in front of the class of a device. It serves one model, the last that was made."""
-    fp8, weights, known, writers, last, ready = True, {}, {}, {}, None, None
+    """What a device does besides: a mixin, in front of the class of a device. It serves one model, the last that was
+    made. One buffer has the twin of what the next product reads; those of weights have memory of their own."""
+    fp8 = True
+    weights = {}  # {address of a weight: its twins, and its number}
+    known = {}  # {launch: the tensor whose twin its kernel makes}
+    writers = {}  # {address: the launches that have written there last}
+    last = None  # the tensor that the product before has read
+    ready = None  # (address, tensor) of what the buffer has the twin of
 
     def tables(self, c, B, T):
         rows, twins = fp8_rows(c), []
@@ -94,11 +100,11 @@ class Fp8:
     def cast_weights(self, rescale=False):
         """The twins of all weights, which have changed. rescale: first set their scales by their present sizes."""
         scales = self.all_scales[WEIGHT * self.count :]
-        for first in (True, False)[not rescale :]:
+        for measure in (True, False) if rescale else (False,):
             for whole, twin, transposed, n in self.whole:
                 layers, R, C = whole.shape
                 self.launch("weights_to_fp8", (C, layers * -(-R // 64)), twin, transposed, whole, scales[n:], R, C)
-            if first:
+            if measure:
                 self.next_scales(scales)
 
     def begin_step(self, model, batches):

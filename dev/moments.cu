@@ -1,17 +1,17 @@
 /*
 AdamW with its moments in bf16, which take half of the memory. It is compiled behind kernels.cu for --moments bf16.
 
-A bf16 has 8 bits of mantissa. With beta2 = 0.999 a step lowers the second moment by a thousandth of itself at most,
-which is below half of its last bit: rounded to nearest, it would never fall. So it is rounded up or down at random, up
-with the probability of the share of the way that it is up (Gupta et al. 2015, section 3.1), and the mean of many steps
-is right. What a step does to a parameter is computed from the moments before they are rounded.
+A bf16 has 7 bits of mantissa, and half of its last bit is a 512th to a 256th of a number. With beta2 = 0.999 a step
+lowers the second moment by a thousandth of itself at most: rounded to nearest, it would never fall. So it is rounded up
+or down at random, up with the probability of the share of the way that it is up (Gupta et al. 2015, section 3.1), and
+the mean of many steps is right. What a step does to a parameter is computed from the moments before they are rounded.
 
 The random numbers are those of SplitMix64 (Steele, Lea and Flood 2014, in the form of Vigna's splitmix64.c). It mixes a
 counter, so each number can be had without those before it. The counter is made of the seed, the step, and which of all
 parameters of the model it is for. So the bits are the same again, on a GPU, on a CPU, and on any number of ranks.
 */
 
-struct bf16_moment { unsigned short bits; };  // the upper half of an fp32
+struct bf16_moment { unsigned short bits; };  // the upper half of an fp32, cut off, as noise was added to it before
 __device__ __forceinline__ float to_float(bf16_moment x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ __forceinline__ void from_float(bf16_moment& to, float x) { to.bits = __float_as_uint(x) >> 16; }
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
     return x ^ x >> 31;
 }
 
-// adamw, with moments in bf16. With --zero a tensor here has pieces of the model's tensors, as long as each other. So
+// adamw, with moments in bf16. With --zero a tensor here is a rank's pieces of one, a piece of each of its layers. So
 // number j of tensor i is number first[i] + j / piece[i] * stride[i] + j % piece[i] of all parameters, which are fewer
 // than 2^40. places (3, tensors) has first, piece and stride. Items: n numbers.
 BLOCK(256, W * threads)
