@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 
+from dev.cpu.device import Cpu
 from dev.cuda.adamw import halves
 from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, heads,
                                layernorm, transposed)
@@ -77,9 +78,11 @@ def run(name, test, *args):
 
 
 @functools.cache
-def device_of(name, dtype, C, NH, plain=True, architecture=GPT2):
-    """A device, compiled once for an architecture. A CPU has only one kind, for which plain means nothing."""
-    device = make_device(name, dtype, architecture.Config(C=C, NH=NH), plain, beside=[MOMENTS])
+def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
+    """A device, compiled once for an architecture. A CPU has only one kind, for which plain means nothing; only: the
+    kernels that it has, or all."""
+    c = architecture.Config(C=C, NH=NH)
+    device = Cpu(dtype, c, [MOMENTS], only) if only else make_device(name, dtype, c, plain, beside=[MOMENTS])
     device.architecture = architecture
     return device
 
@@ -199,7 +202,6 @@ AS_HOPPER = (  # heads of both sizes that Hopper's tensor cores have, whole tile
 
 def test_as_hopper(only=None):
     """Attention as a Hopper GPU does it, on the CPU, which has wgmma in C++. A missing wait or fence makes NaN."""
-    from dev.cpu.device import Cpu
     devices = {}
     for name, text in AS_HOPPER:
         kernel, sizes = find_kernel(name), parse_sizes(text)

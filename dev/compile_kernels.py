@@ -72,7 +72,7 @@ def main():
             return [*((gpu, SMALL, [FP8]) for gpu in some),
                     *((gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some)]
         return [*((gpu, SMALL) for gpu in gpus), *others, (gpus[-1], SMALL, LAB, 2**20),
-                *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus if gpu == "sm_90a")]
+                *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus[:-1] if gpu == "sm_90a")]  # the last has all
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]

@@ -17,6 +17,7 @@ from prepro_tinyshakespeare import (BF16, SIZES, UserError, aligned_bytes, avail
                                     to_bf16, to_float)
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
+GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")  # of a kernel of this name
 
 
 def with_poison(text):
@@ -82,9 +83,8 @@ class Cpu:
         included = [HEADER, *sources]
         source = f'#include "{HEADER}"\n'
         for path in sources:
-            text = with_poison(path.read_text(encoding="utf-8"))
-            if not self.kernels.keys() & read_kernels([path]).keys():
-                text = text.replace("__global__", "inline")  # which is not compiled until it is called
+            text = with_poison(path.read_text(encoding="utf-8"))  # what is inline is not compiled until it is called
+            text = GLOBAL.sub(lambda found: found[0] if found[1] in self.kernels else "inline", text)
             source += f'#line 1 "{path}"\n{text}\n'
         source += "".join(f"CPU_KERNEL({name})\n" for name in self.kernels)
         # -### prints what the driver would run, and so what -march=native means on this processor.
