@@ -438,7 +438,8 @@ class RunFolder:
             if before != now and name in MUST_AGREE and not (others and name in ("batch_size", "total_batch")):
                 flag = MUST_AGREE[name]
                 raise UserError(f"{notes}: of a run with {flag} {before}, and now it is {now}: expected the same")
-            if before != now and name not in MAY_DIFFER:
+            rounds = name == "seed" and self.flags.moments == "bf16"
+            if before != now and (rounds or name not in MAY_DIFFER):
                 flag = f"--{name.replace('_', '-')}"
                 say(f"WARNING: {flag} was {before} until step {self.step}, and is {now} from now on")
 

@@ -194,6 +194,9 @@ def resumed_runs(device, folder):
     text = train(device, folder, again, "--dtype", "fp32", "--moments", "fp32", "-n", 7, "-y", 1)
     check("moments of another type: a warning", "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)
     check("moments of another type: other bits", bytes_of(again, 12) != bytes_of(folder / "bf16 moments", 12))
+    again = without(folder / "bf16 moments", folder / "another seed", 12)
+    text = train(device, folder, again, "--dtype", "fp32", "--moments", "bf16", "--seed", 5, "-n", 7, "-y", 1)
+    check("moments rounded by another seed: a warning", "WARNING: --seed was 42 until step 7, and is 5 from" in text)
 
     flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"  # after 11 it is in file 1, after 22 in file 2
     train(device, folder, folder / "files", *flags)
