@@ -1407,7 +1407,7 @@ extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, c
 // up: the master's bits are (param << 16) + low. That is exact because params are rounded to nearest with ties away
 // from zero. With ties to even, a lower half of 0x8000 would not say if the upper one was rounded up or down.
 struct low_half { short bits; };
-__device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }  // bits to add
+__device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }  // for load_master
 __device__ __forceinline__ void from_float(low_half& to, float x) { to.bits = __float_as_uint(x); }
 
 template <int n>
