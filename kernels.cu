@@ -1,7 +1,8 @@
 /*
-Every hand-written kernel of a GPT-2 training step, in the order in which a step meets them, each forward next to its
-backward. train_gpt2.py compiles this file with NVRTC for a GPU, or with a C++ compiler and dev/cpu/cuda.h for a CPU. It
-reads the kernels' names, arguments and grids from this text. A BLAS library multiplies the linear layers' matrices.
+The hand-written kernels of a GPT-2 training step, in the order in which a step meets them, each forward next to its
+backward; dev/fp8.cu and dev/moments.cu have those of two flags besides. train_gpt2.py compiles this file with NVRTC for
+a GPU, or with a C++ compiler and dev/cpu/cuda.h for a CPU. It reads the kernels' names, arguments and grids from this
+text. A BLAS library multiplies the linear layers' matrices.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp; NH heads of
 HS = C/NH channels. Arrays are C-contiguous: the last index named is the fastest. Parameters, activations and their

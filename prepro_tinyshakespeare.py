@@ -298,11 +298,12 @@ def kept_as(x, dtype):
     return bits.astype(LOW) if dtype == LOW else x
 
 
-def to_float(x, *low):
-    """An array as fp32, from bfloat16's bits, with their lower halves if there are any, or from fp32 as it is."""
+def to_float(x, low=None):
+    """An array as fp32, from bfloat16's bits, with their lower halves if they are given, or from fp32 as it is."""
     if x.dtype != BF16:
         return x
-    return sum((part.astype(np.uint32) for part in low), x.astype(np.uint32) << 16).view(np.float32)
+    bits = x.astype(np.uint32) << 16
+    return (bits if low is None else bits + low.astype(np.uint32)).view(np.float32)
 
 
 def replace_file(path, chunks):

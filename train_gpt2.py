@@ -585,11 +585,14 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=(), moments="fp3
 # ---- The model
 
 
-def attention_launch(device, kernel, B, T, NH, NKV):
-    """(blocks, threads, bytes of shared memory): a block has some rows of a query head, or a key head."""
+def launch_attention(device, kernel, arrays, tiled, B, T, NH, NKV, scale, relu):
+    """Launch one of attention's three kernels, in which a block has some rows of a query head, or a key head. It copies
+    tiles of the arrays `tiled`, (N,channels)."""
     sizes, heads = device.attention_sizes, NKV if kernel == "attention_backward_kv" else NH
     shared = sizes.shared_forward if kernel == "attention_forward" else sizes.shared_backward
-    return -(-T // sizes.rows) * B * heads, sizes.threads, shared
+    maps = [device.tensor_map(B, T, array) for array in tiled]
+    device.launch(kernel, -(-T // sizes.rows) * B * heads, *arrays, *tiled, *maps, scale, relu, T, NH, NKV,
+                  threads=sizes.threads, shared=shared)
 
 
 def layernorm_backward_launch(device, N):
@@ -794,12 +797,9 @@ class GPT2:
             device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
 
     def attention(self, kernel, *arrays, tiled):
-        """Launch one of attention's three kernels. It copies tiles of the arrays `tiled`, (N,channels)."""
-        (B, T), NH, NKV, device = self.shape, self.config.NH, self.config.NKV, self.device
-        blocks, threads, shared = attention_launch(device, kernel, B, T, NH, NKV)
-        maps = [device.tensor_map(B, T, array) for array in tiled]
-        device.launch(kernel, blocks, *arrays, *tiled, *maps, self.scale, self.relu, T, NH, NKV, threads=threads,
-                      shared=shared)
+        """launch_attention for this batch."""
+        c = self.config
+        launch_attention(self.device, kernel, arrays, tiled, *self.shape, c.NH, c.NKV, self.scale, self.relu)
 
     def attention_backward(self, qkv, lse, atty, dbias):
         """back.dqkv = the gradient of qkv, given back.dinp, that of atty. dbias += the sum of its rows, unless it is
@@ -924,7 +924,8 @@ class GPT2:
     def update_pass(self):
         """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
         adam, arenas, device, gradients = self.adam, self.arenas, self.device, self.adamw_grads
-        n, (params, low) = gradients.size, (*self.halves, None)[:2]
+        n, params = gradients.size, self.halves[0]
+        low = self.halves[1] if len(self.halves) > 1 else None
         device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
         self.ranks.norm(self)
         device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)

@@ -8,6 +8,7 @@ in another way, a file with what was written, and a refusal with what it must sa
 """
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import math
 import re
@@ -970,6 +971,37 @@ def without_the_cpu_folder(device_name, folder):
     check("train_gpt2.py: without dev/cpu", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
 
 
+def tensor_maps_of_a_gpu(device_name, folder):
+    """What cuTensorMapEncodeTiled is asked, by its documentation, and that what it makes goes to a kernel by value: for
+    CuPy that is an array of one number. It is made once."""
+    asked = []
+
+    class Driver:
+        def cuTensorMapEncodeTiled(self, at, *arguments):
+            asked.append([*(x.value if hasattr(x, "value") else list(x) if hasattr(x, "__len__") else x
+                            for x in arguments)])
+            ctypes.memset(at, 7, 128)
+            asked[-1].append(at.value % 64)
+            return status
+
+    B, T, channels, status = 3, 5, 192, 0
+    array = SimpleNamespace(data=SimpleNamespace(ptr=4096), size=B * T * channels)
+    for maps in (0, 1):
+        device = SimpleNamespace(maps={}, attention_sizes=SimpleNamespace(maps=maps))
+        with mock.patch("ctypes.CDLL", return_value=Driver()):
+            made = [train_gpt2.Cuda.tensor_map(device, B, T, array) for _ in range(2)]
+        yield f"{maps}: one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
+        yield f"{maps}: the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
+        yield f"{maps}: its bytes", made[0].view(np.uint8), 7 * maps, EXACT
+    # bf16, 3 dimensions, address; sizes; strides in bytes; a box of 64 x 64; every element; swizzle 3 of 128 bytes
+    wish = [9, 3, 4096, [channels, T, B], [2 * channels, 2 * channels * T], [64, 64, 1], [1, 1, 1], 0, 3, 2, 0, 0]
+    check("asked once, for a box of 64 tokens and channels", asked == [wish], asked)
+    device.maps, status = {}, 1
+    with mock.patch("ctypes.CDLL", return_value=Driver()):
+        check_refusal("GPU", "cuTensorMapEncodeTiled failed with status 1: B=3, T=5, 192 channels",
+                      train_gpt2.Cuda.tensor_map, device, B, T, array)
+
+
 def faults_of_a_gpu(device_name, folder):
     """A fault of the GPU names the kernel."""
     device = device_of(device_name, "fp32", 64, 2)
@@ -999,7 +1031,7 @@ def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
     for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, random_numbers, outliers,
                  token_order, limits, kernel_files, orders, races, steps_of_a_graph, profiler_ranges, models_too_large,
-                 command_line, without_the_cpu_folder, faults_of_a_gpu):
+                 command_line, without_the_cpu_folder, tensor_maps_of_a_gpu, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 

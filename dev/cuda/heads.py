@@ -4,7 +4,7 @@ import numpy as np
 from dev.cuda.formulas import attention, attention_weights, dattention, transposed
 from dev.cuda.kernel import f32, in_parts
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import attention_launch
+from train_gpt2 import launch_attention
 
 # What every version is checked at: a single token, tiles that are not full, and tiles of several kinds.
 HEADS = ("B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64")
@@ -130,10 +130,7 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
 
 def launch_trainers(device, a, kernel, *arrays, tiled):
     """Launch a kernel of kernels.cu as the trainer does."""
-    blocks, threads, shared = attention_launch(device, kernel, a.B, a.T, a.NH, a.NKV)
-    maps = [device.tensor_map(a.B, a.T, array) for array in tiled]
-    device.launch(kernel, blocks, *arrays, *tiled, *maps, a.scale, a.relu, a.T, a.NH, a.NKV, threads=threads,
-                  shared=shared)
+    launch_attention(device, kernel, arrays, tiled, a.B, a.T, a.NH, a.NKV, a.scale, a.relu)
 
 
 def trainers_forward(device, a):
