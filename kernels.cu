@@ -233,13 +233,15 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const 
 
 // ---- residual stream and layernorm (Ba, Kiros and Hinton 2016, section 3) ----
 
-// A warp has a row, so shuffles can sum it without a barrier. What registers keep of a row is shared out like this:
-// lane i of the warp holds packs i, i + 32, ... of n columns each. EACH_PACK goes over them: pack k begins at column c.
-template <int n>
-constexpr int lane_packs = (CHANNELS + 32 * n - 1) / (32 * n);
-#define EACH_PACK(n)                                                                                           \
-    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % 32); k < lane_packs<n>; k++, c += 32 * n) \
-        if (CHANNELS % (32 * n) == 0 || c < CHANNELS)
+// What registers keep of a row is shared out like this: of its threads, thread i holds packs i, i + threads, ... of n
+// columns each. EACH_PACK goes over them: pack k begins at column c. A row has a warp, so shuffles can sum it without a
+// barrier.
+template <int n, int threads>
+constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
+#define EACH_PACK(n, threads)                                                          \
+    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % threads);                 \
+                           k < packs_of<n, threads>; k++, c += n * threads)            \
+        if (CHANNELS % (n * threads) == 0 || c < CHANNELS)
 
 // x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the layernorm that the
 // next of them begins with:
@@ -259,22 +261,22 @@ extern "C" __global__ void residual_layernorm_forward(
     if (row >= N) return;
     size_t start = (size_t)row * C;
     TwinWriter twin(out8, scale8);
-    Pack<4> x[lane_packs<4>];
-    EACH_PACK(4) x[k] = load<4>((branch ? before : residual) + start + c);
+    Pack<4> x[packs_of<4, 32>];
+    EACH_PACK(4, 32) x[k] = load<4>((branch ? before : residual) + start + c);
     if (branch) {
-        EACH_PACK(4) x[k] = x[k] + load<4>(branch + start + c);
-        EACH_PACK(4) store(residual + start + c, x[k]);
+        EACH_PACK(4, 32) x[k] = x[k] + load<4>(branch + start + c);
+        EACH_PACK(4, 32) store(residual + start + c, x[k]);
     }
     float sum = 0.0f;
-    EACH_PACK(4) {
+    EACH_PACK(4, 32) {
         store(copy + start + c, x[k]);
         for (int i = 0; i < 4; i++) sum += x[k][i];
     }
     float m = warp_sum(sum) / C;
     sum = 0.0f;
-    EACH_PACK(4) for (int i = 0; i < 4; i++) sum += (x[k][i] - m) * (x[k][i] - m);
+    EACH_PACK(4, 32) for (int i = 0; i < 4; i++) sum += (x[k][i] - m) * (x[k][i] - m);
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
-    EACH_PACK(4) {
+    EACH_PACK(4, 32) {
         Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
         for (int i = 0; i < 4; i++) x[k][i] = (x[k][i] - m) * s * w[i] + b[i];
         store(out + start + c, x[k]);
@@ -304,11 +306,13 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 //   partials (3, gridDim.x, C) = of each block's rows the sums of dout * norm, of dout, and of the new dresidual
 // add_partials makes of these the gradients of weight, of bias, and of the bias of the linear layer whose output was
-// added to the stream. A warp keeps the sums of its rows in registers. Copies bring its next row into shared memory
-// (warps, 2 stages, 3, C) while it works on one, so some tens of KB are always under way to each multiprocessor. One
-// block on each is enough for that. Items: blocks. The host chooses their number and their threads, so 256 is not used:
-// see layernorm_sizes.
-constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : 256;
+// added to the stream. A thread keeps the sums of its columns in registers. Those of long rows would not fit into the
+// registers of a warp, so these rows have four. Copies bring the next row into shared memory (rows of a block, 2
+// stages, 3, C) while this one is worked on, so some tens of KB are always under way to each multiprocessor. One block
+// on each is enough for that. Items: blocks. The host chooses their number and their threads, so 256 is not used: see
+// layernorm_sizes.
+constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
+constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
     real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
@@ -317,26 +321,27 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
     TwinWriter twin(out8, scale8);  // of dresidual
-    int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    real* rows = shared + warp * 2 * 3 * C;
+    int rows = blockDim.x / ROW_THREADS, place = threadIdx.x / ROW_THREADS;  // which of them is the thread's
+    real* stages = shared + place * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
-        real* to = rows + stage * 3 * C;
+        real* to = stages + stage * 3 * C;
         size_t start = (size_t)row * C;
-        EACH_PACK(W) {  // a lane copies what it will read itself, so no barrier is needed
+        EACH_PACK(W, ROW_THREADS) {  // a thread copies what it will read itself, so no barrier is needed
             copy16(to + c, inp + start + c, true);
             copy16(to + C + c, dout + start + c, true);
             copy16(to + 2 * C + c, dresidual + start + c, true);
         }
         copies_end();
     };
-    int step = gridDim.x * warps, row = blockIdx.x * warps + warp;
+    int step = gridDim.x * rows, row = blockIdx.x * rows + place;
     float next_mean = 0.0f, next_rstd = 0.0f;
     if (row < N) {
         load_row(0, row);
         next_mean = mean[row], next_rstd = rstd[row];
     }
-    Pack<W> sums[3][lane_packs<W>] = {};
-    for (int stage = 0; row < N; row += step, stage ^= 1) {
+    Pack<W> sums[3][packs_of<W, ROW_THREADS>] = {};
+    for (int stage = 0; row - place < N; row += step, stage ^= 1) {  // as long as any thread of the block has a row
+        bool has_row = row < N;
         float s = next_rstd, minus_ms = -next_mean * s;  // norm = inp * s + minus_ms
         if (row + step < N) {
             load_row(stage ^ 1, row + step);
@@ -345,46 +350,59 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         } else {
             copies_arrive<0>();
         }
-        const real *x = rows + stage * 3 * C, *dy = x + C, *dx = dy + C;
-        float sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f;
-        EACH_PACK(W) {
-            Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
-            for (int i = 0; i < W; i++) {
-                float dnorm = d[i] * w[i];
-                sum_dnorm += dnorm;
-                sum_dnorm_norm += dnorm * (v[i] * s + minus_ms);
+        const real *x = stages + stage * 3 * C, *dy = x + C, *dx = dy + C;
+        Pack<2> total = {};  // of dnorm, and of dnorm * norm
+        if (has_row) {
+            EACH_PACK(W, ROW_THREADS) {
+                Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
+                for (int i = 0; i < W; i++) {
+                    float dnorm = d[i] * w[i];
+                    total[0] += dnorm;
+                    total[1] += dnorm * (v[i] * s + minus_ms);
+                }
             }
         }
-        float average_dnorm = warp_sum(sum_dnorm) / C, average_dnorm_norm = warp_sum(sum_dnorm_norm) / C;
-        EACH_PACK(W) {
-            Pack<W> v = load<W>(x + c), d = load<W>(dy + c), g = load<W>(dx + c), w = load<W>(weight + c);
-            for (int i = 0; i < W; i++) {
-                float norm = v[i] * s + minus_ms;
-                g[i] += s * (d[i] * w[i] - average_dnorm - norm * average_dnorm_norm);
-                sums[0][k][i] += d[i] * norm;
-                sums[1][k][i] += d[i];
-                sums[2][k][i] += g[i];
+        total = {warp_sum(total[0]), warp_sum(total[1])};
+        if (ROW_THREADS > 32) {
+            __shared__ Pack<2> of_warp[2][LAYERNORM_THREADS / 32];  // the other stage may still be read
+            if (threadIdx.x % 32 == 0) of_warp[stage][threadIdx.x / 32] = total;
+            __syncthreads();
+            total = {};
+            for (int w = 0; w < ROW_THREADS / 32; w++) total = total + of_warp[stage][place * ROW_THREADS / 32 + w];
+        }
+        float average_dnorm = total[0] / C, average_dnorm_norm = total[1] / C;
+        if (has_row) {
+            EACH_PACK(W, ROW_THREADS) {
+                Pack<W> v = load<W>(x + c), d = load<W>(dy + c), g = load<W>(dx + c), w = load<W>(weight + c);
+                for (int i = 0; i < W; i++) {
+                    float norm = v[i] * s + minus_ms;
+                    g[i] += s * (d[i] * w[i] - average_dnorm - norm * average_dnorm_norm);
+                    sums[0][k][i] += d[i] * norm;
+                    sums[1][k][i] += d[i];
+                    sums[2][k][i] += g[i];
+                }
+                store(dresidual + (size_t)row * C + c, g);
+                twin.store((size_t)row * C + c, g);
             }
-            store(dresidual + (size_t)row * C + c, g);
-            twin.store((size_t)row * C + c, g);
         }
     }
     twin.end();
-    float* of_warp = reinterpret_cast<float*>(shared);  // (warps, C), where the rows were
+    float* of_place = reinterpret_cast<float*>(shared);  // (rows of a block, C), where the rows were
 #pragma unroll
     for (int which = 0; which < 3; which++) {
         __syncthreads();
-        EACH_PACK(W) store(of_warp + warp * C + c, sums[which][k]);
+        EACH_PACK(W, ROW_THREADS) store(of_place + place * C + c, sums[which][k]);
         __syncthreads();
         for (int column = threadIdx.x; column < C; column += blockDim.x) {
             float sum = 0.0f;
-            for (int w = 0; w < warps; w++) sum += of_warp[w * C + column];
+            for (int i = 0; i < rows; i++) sum += of_place[i * C + column];
             partials[((size_t)which * gridDim.x + blockIdx.x) * C + column] = sum;
         }
     }
 }
-// What the host has to know: the threads of a block, and the bytes of shared memory of each of its warps.
-extern "C" { __constant__ int layernorm_sizes[] = {LAYERNORM_THREADS, 2 * 3 * CHANNELS * (int)sizeof(real)}; }
+// What the host has to know: the threads of a block, those of a row, and a row's bytes of shared memory.
+extern "C" { __constant__ int layernorm_sizes[] = {
+    LAYERNORM_THREADS, ROW_THREADS, 2 * 3 * CHANNELS * (int)sizeof(real)}; }
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 

@@ -470,9 +470,9 @@ def read_kernels(sources):
 
 
 # What kernels.cu, once it is compiled, says of itself in constant arrays: the rows and threads of attention's blocks,
-# and their bytes of shared memory; the most threads of layernorm_backward's blocks, and a warp's bytes of that there.
+# and their bytes of shared memory; the most threads of layernorm_backward's blocks, those of a row, and a row's bytes.
 SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward", "maps"),
-         "layernorm_sizes": ("threads", "shared_of_warp")}
+         "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
 
 def available_memory():

@@ -596,10 +596,11 @@ def launch_attention(device, kernel, arrays, tiled, B, T, NH, NKV, scale, relu):
 
 
 def layernorm_backward_launch(device, N):
-    """(blocks, threads, bytes of shared memory): a block on each multiprocessor, with as many warps as fit there."""
+    """(blocks, threads, bytes of shared memory): a block on each multiprocessor, with as many rows as fit there."""
     sizes = device.layernorm_sizes
-    warps = min(sizes.threads // 32, device.max_shared // sizes.shared_of_warp)
-    return min(device.multiprocessors, -(-N // warps), PARTIAL_ROWS), 32 * warps, warps * sizes.shared_of_warp
+    rows = min(sizes.threads // sizes.row_threads, device.max_shared // sizes.shared_of_row)
+    blocks = min(device.multiprocessors, -(-N // rows), PARTIAL_ROWS)
+    return blocks, rows * sizes.row_threads, rows * sizes.shared_of_row
 
 
 def classifier_launch(device, N, Vp, with_gradient):
@@ -633,7 +634,7 @@ class GPT2:
             raise UserError(f"the device's kernels are compiled for {' '.join(device.compiled_for)}: expected a device "
                             f"for {' '.join(config.switches())}")
         shared = max(device.attention_sizes.shared_forward, device.attention_sizes.shared_backward,
-                     device.layernorm_sizes.shared_of_warp)
+                     device.layernorm_sizes.shared_of_row)
         if shared > device.max_shared:
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of shared memory, "
                             f"and this device has {device.max_shared:,}: choose a smaller C, smaller heads, or bf16")

@@ -93,7 +93,7 @@ class Paper:
     name, memory, real, W, fp8 = "cuda", "paper", BF16, 8, False
     multiprocessors, max_shared = 132, 226 * 1024
     attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0, maps=0)
-    layernorm_sizes = SimpleNamespace(threads=384, shared_of_warp=1)
+    layernorm_sizes = SimpleNamespace(threads=384, row_threads=32, shared_of_row=1)
     put = lambda self, array, values: None
     free_bytes = lambda self: math.inf
     replay = lambda self, graphs, key, work, count: work()

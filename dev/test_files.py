@@ -601,7 +601,7 @@ def limits(device_name, folder):
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 32, 1}; }
 BLOCK(32, threads)
 extern "C" __global__ void fill(float* out, float value, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -639,7 +639,7 @@ def kernel_files(device_name, folder):
 
 ORDER_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 32, 1}; }
 template <int a, int b> struct Numbers { float x[a * b]; };
 BLOCK(128, threads)
 extern "C" __global__ void turns(int* turn, int* count) {

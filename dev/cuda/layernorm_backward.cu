@@ -111,17 +111,17 @@ extern "C" __global__ void __launch_bounds__(256) layernorm_backward3(
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(float, of_warp);  // (warps, C)
     int warps = blockDim.x / 32, warp = threadIdx.x / 32;
-    Pack<W> sums[3][lane_packs<W>] = {};
+    Pack<W> sums[3][packs_of<W, 32>] = {};
     for (int row = blockIdx.x * warps + warp; row < N; row += gridDim.x * warps) {
         size_t start = (size_t)row * C;
         float m = mean[row], s = rstd[row], sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f;
-        Pack<W> norm[lane_packs<W>], d[lane_packs<W>], g[lane_packs<W>];
-        EACH_PACK(W) {  // all loads of a row are on their way at once
+        Pack<W> norm[packs_of<W, 32>], d[packs_of<W, 32>], g[packs_of<W, 32>];
+        EACH_PACK(W, 32) {  // all loads of a row are on their way at once
             norm[k] = load<W>(inp + start + c);
             d[k] = load<W>(dout + start + c);
             g[k] = load<W>(dresidual + start + c);
         }
-        EACH_PACK(W) {
+        EACH_PACK(W, 32) {
             Pack<W> w = load<W>(weight + c);
             for (int i = 0; i < W; i++) {
                 norm[k][i] = (norm[k][i] - m) * s;
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(256) layernorm_backward3(
             }
         }
         float average_dnorm = warp_sum(sum_dnorm) / C, average_dnorm_norm = warp_sum(sum_dnorm_norm) / C;
-        EACH_PACK(W) {
+        EACH_PACK(W, 32) {
             Pack<W> w = load<W>(weight + c);
             for (int i = 0; i < W; i++) {
                 g[k][i] += s * (d[k][i] * w[i] - average_dnorm - norm[k][i] * average_dnorm_norm);
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256) layernorm_backward3(
 #pragma unroll
     for (int which = 0; which < 3; which++) {
         __syncthreads();
-        EACH_PACK(W) store(of_warp + warp * C + c, sums[which][k]);
+        EACH_PACK(W, 32) store(of_warp + warp * C + c, sums[which][k]);
         __syncthreads();
         for (int column = threadIdx.x; column < C; column += blockDim.x) {
             float sum = 0.0f;

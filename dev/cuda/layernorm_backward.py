@@ -24,11 +24,12 @@ def problem(draw, B, T, C, linear=1):
 
 
 def trainers(device, a):
-    """With the trainer's own grid, or with another of so many blocks, each of so many warps if they fit."""
+    """With the trainer's own grid, or with another of so many blocks, each of so many rows if they fit."""
     blocks, threads, shared = layernorm_backward_launch(device, a.N)
     if a.grid:
-        blocks, warps = a.grid[0], min(a.grid[1], threads // 32)
-        threads, shared = 32 * warps, warps * device.layernorm_sizes.shared_of_warp
+        sizes = device.layernorm_sizes
+        blocks, rows = a.grid[0], min(a.grid[1], threads // sizes.row_threads)
+        threads, shared = rows * sizes.row_threads, rows * sizes.shared_of_row
     device.launch("layernorm_backward", blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
                   threads=threads, shared=shared)
     device.launch("add_partials", (a.C, 3), a.dweight, a.dbias, a.before, a.partials, blocks, a.C)

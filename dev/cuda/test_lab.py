@@ -231,7 +231,7 @@ COMPLETE = (("gelu_forward", 3), ("layernorm_forward", 6), ("softmax_forward", 5
             ("matmul_forward", 6), ("adamw", 3), ("rope_forward", 3), ("residual_forward", 3), ("gqa_forward", 2),
             ("matmul_gelu_forward", 3))
 SHOWN = [  # kernel, version, what is shown, and what is not: also what no CPU compiles, and what a local name hides
-    ("layernorm_forward", 6, ("\n// x = x + branch: ", "\nBLOCK(256, threads / 32)\n", "int lane_packs", "operator+",
+    ("layernorm_forward", 6, ("\n// x = x + branch: ", "\nBLOCK(256, threads / 32)\n", "int packs_of", "operator+",
                               "// residual_layernorm_forward in kernels.cu, with branch = null."),
      ("copy16(", "int W =", "layernorm_forward5", "gelu")),
     ("attention_forward", 5, ("# heads.py:", "def launch_trainers(", "place_of(const", "#define FLOATS4(x)",
