@@ -957,13 +957,11 @@ __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t s
     }
 }
 
-// The sums of the rows that store_rows has left in the block's own tile are the block's part of the gradient of a bias.
-// sums (B, blocks of rows, NH+2NKV, HS), unless it is null, gets those of a head that begins at dqkv[start]. of_warp is
-// shared memory for a row of each warp.
-__device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t stride, int T, const Part& part,
-                                         const real* own, float* of_warp) {
-    if (!sums) return;
-    int warp = threadIdx.x / 32, rows = T - part.first - part.warp, blocks = (T + ROWS - 1) / ROWS;
+// The sums of the rows that store_rows has left in a tile are the block's part of the gradient of a bias. sum_rows
+// leaves those of each warp's rows in shared memory, of_warp (warps, HP). Behind a barrier, store_sums adds them up, in
+// sums (B, blocks of rows, NH+2NKV, HS).
+__device__ __forceinline__ void sum_rows(float* of_warp, const real* own, int T, const Part& part) {
+    int warp = threadIdx.x / 32, rows = T - part.first - part.warp;
     for (int c = threadIdx.x % 32 * 2; c < HP; c += 64) {
         Pack<2> sum = {};
 #pragma unroll
@@ -971,8 +969,10 @@ __device__ __forceinline__ void sum_rows(float* sums, size_t start, size_t strid
             if (r < rows) sum = sum + load<2>(own + at(part.warp + r, c));
         store(of_warp + warp * HP + c, sum);
     }
-    __syncthreads();
-    float* to = sums + (start / (T * stride) * blocks + part.first / ROWS) * stride + start % stride;
+}
+__device__ __forceinline__ void store_sums(float* sums, const float* of_warp, int head, int heads, int T,
+                                           const Part& part) {
+    float* to = sums + (((size_t)part.b * ((T + ROWS - 1) / ROWS) + part.first / ROWS) * heads + head) * HS;
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         float sum = 0.0f;
         for (int w = 0; w < THREADS / 32; w++) sum += of_warp[w * HP + c];
@@ -1141,7 +1141,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     }
     TwinWriter twin(out8, scale8);
     store_rows(twin, dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; });
-    sum_rows(sums, part.queries, stride, T, part, queries, reinterpret_cast<float*>(tiles));
+    if (sums) {
+        float* of_warp = reinterpret_cast<float*>(tiles);
+        sum_rows(of_warp, queries, T, part);
+        __syncthreads();
+        store_sums(sums, of_warp, part.h, NH + 2 * NKV, T, part);
+    }
     twin.end();
 }
 
@@ -1203,8 +1208,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     TwinWriter twin(out8, scale8);
     store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; });
     store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; });
-    sum_rows(sums, part.keys, stride, T, part, keys, reinterpret_cast<float*>(tiles));
-    sum_rows(sums, part.keys + NKV * HS, stride, T, part, values, reinterpret_cast<float*>(tiles + TILE * LD));
+    if (sums) {
+        float *of_keys = reinterpret_cast<float*>(tiles), *of_values = of_keys + THREADS / 32 * HP;
+        sum_rows(of_keys, keys, T, part);
+        sum_rows(of_values, values, T, part);
+        __syncthreads();
+        store_sums(sums, of_keys, NH + part.kv, NH + 2 * NKV, T, part);
+        store_sums(sums, of_values, NH + NKV + part.kv, NH + 2 * NKV, T, part);
+    }
     twin.end();
 }
 

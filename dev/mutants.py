@@ -192,7 +192,9 @@ TABLE = [
         ("index", "part_of_block", "blocks - 1 - place", "blocks - place")),
     *of("attention_backward_bias",
         ("mask", "sum_rows", "r < rows", "true"),
-        ("index", "sum_rows", "start / (T * stride) * blocks + part.first / ROWS", "start / (T * stride) * blocks"),
+        ("index", "store_sums", " + part.first / ROWS) * heads", ") * heads"),
+        ("bound", "store_sums", "w = 0; w < THREADS", "w = 1; w < THREADS"),
+        ("index", "attention_backward_kv", "store_sums(sums, of_values, NH + NKV", "store_sums(sums, of_values, NH"),
         ("bound", "sum_rows", "r < 16 * M", "r < 8 * M")),
     *of("gqa_backward",
         ("index", "part_of_block", "own * NKV / of_sequence", "own % NKV"),
@@ -421,8 +423,8 @@ TABLE = [
 # Which kernels of the lab notice that a barrier of these functions, which are not in a file of its own, is missing.
 BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "encoder_backward",
             "layernorm_backward": "layernorm_backward", "add_columns": "matmul_backward_bias",
-            "tiles_arrive": "attention_forward", "sum_rows": "attention_backward_bias",
-            "store_rows": "attention_backward_bias",
+            "tiles_arrive": "attention_forward", "store_rows": "attention_backward_bias",
+            "attention_backward_q": "attention_backward_bias", "attention_backward_kv": "attention_backward_bias",
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "judge", "judge": "judge",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights"}
