@@ -1208,12 +1208,12 @@ def work(architecture, flags, place, ranks=ALONE):
 # ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here (see dev/RESULTS.md):
 #
 #                                                              B=4          B=32
-#     the plain device                                        10.61 ms     68.72 ms
-#     cuBLASLt, which adds the bias in the product             8.88        58.26
-#     its algorithms chosen by timing them                     8.89        57.28
-#     GELU in the product too                                  8.86        56.02
-#     a step as one graph                                      8.59        55.73
-#     a step queued before the last one is reported            8.45        55.52
+#     the plain device                                        10.53 ms     66.67 ms
+#     cuBLASLt, which adds the bias in the product             8.75        55.57
+#     its algorithms chosen by timing them                     8.76        54.73
+#     GELU in the product too                                  8.81        53.36
+#     a step as one graph                                      8.35        53.31
+#     a step queued before the last one is reported            8.10        52.21
 
 
 class FastCuda(Cuda):

@@ -198,6 +198,11 @@ def work_of(what, c, B, words, kernels, T=T):
 # The jobs, each of which is a process
 
 
+def write_words(path, count):
+    """Write a file of so many random tokens: the probability of a word is inversely proportional to its rank."""
+    write_tokens(path, (Config().V ** np.random.default_rng(42).random(count)).astype(np.uint16))
+
+
 def run_trainer(row, steps, tokens, device, *flags):
     """Train with train_gpt2.py, with this class for FastCuda, and return what it prints."""
     train_gpt2.FastCuda, output = device, io.StringIO()
@@ -611,8 +616,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         tokens = f"{folder}/tokens.bin"
-        # log-uniform, so that the probability of a word is inversely proportional to its rank
-        write_tokens(tokens, (Config().V ** np.random.default_rng(42).random(2**18 + 1)).astype(np.uint16))
+        write_words(tokens, 2**18 + 1)
         ceilings = run_job("ceilings", sorted({row.dtype for row in [*rows, profiled]}))
         if isinstance(ceilings, str):
             raise UserError(f"the ceilings could not be measured: {ceilings}")

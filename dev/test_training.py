@@ -1,5 +1,5 @@
-"""Test the programs around training runs: dev/compare_training.py, dev/sweep.py, dev/recipes/ and, where PyTorch is
-installed, dev/torch_training.py.
+"""Test the programs around training runs: dev/compare_training.py, dev/turns.py, dev/sweep.py, dev/recipes/ and,
+where PyTorch is installed, dev/torch_training.py.
 
     python dev/test_training.py
 """
@@ -24,6 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import compare_training  # noqa: E402
 import sweep  # noqa: E402
 import train_gpt2  # noqa: E402
+import turns  # noqa: E402
 from prepro_tinyshakespeare import FLAGS, launched, parse_flags, write_tokens  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, check, run, summary  # noqa: E402
@@ -367,11 +368,42 @@ def twins(folder):
     check("bf16 is not fp32, and near it", 1e-5 < np.abs(bf16 - fp32).max() < 0.1, np.abs(bf16 - fp32).max())
 
 
+def steps_by_turns(folder):
+    """A version's time is the median of its runs, beside the first's. A run's is that of its later steps. A commit's
+    files are unpacked, and flags behind those of all win."""
+    times, seen = {".": iter((10.0, 30.0, 11.0)), "HEAD": iter((22.0, 5.0, 40.0))}, []
+
+    def time_run(top, flags):
+        version = "." if top == turns.TOP else "HEAD"
+        seen.append((version, (top / "kernels.cu").exists(), flags[:6], flags[10:]))
+        return next(times[version]), f"loss of {version}"
+
+    with mock.patch.object(turns, "time_run", time_run):
+        table = output_of(turns.main, ["HEAD -b 8", ".", "--rounds", "3", "--", "-b", "4"]).splitlines()[-2:]
+    check("two versions", table == ["| HEAD -b 8 | 22.000 | 1.0000 | 22.00, 5.00, 40.00 | loss of HEAD |",
+                                    "| . | 11.000 | 0.5000 | 10.00, 30.00, 11.00 | loss of . |"], table)
+    rounds = [("HEAD", True, "-x 40 -v 0 -s 0".split(), ["-b", "4", "-b", "8"]),
+              (".", True, "-x 40 -v 0 -s 0".split(), ["-b", "4"])] * 3
+    check("by turns", seen == rounds, seen)
+    flags = f"--device cpu -e {TINY} -b 1 -t 8 -x 3 -v 0 -s 0 -i {folder / 't.bin'} -j {folder / 't.bin'}".split()
+    write_tokens(folder / "t.bin", np.arange(100, dtype=np.uint16) % 50)
+    ms, loss = turns.time_run(turns.TOP, flags)
+    printed = [line.split(" | ") for line in output_of(train_gpt2.main, flags).splitlines() if line.startswith("step ")]
+    check("a run of the trainer", ms > 0 and printed[-1][1] == f"loss {loss}", f"{ms} {loss} {printed[-1]}")
+    lines = "".join(f"step {i}/6 | loss {i}.5 | norm 1 | lr 1 | {ms:8.2f} ms | 9 tok/s\n"
+                    for i, ms in enumerate((900, 800, 4, 2, 30, 5), 1))
+    with mock.patch.object(subprocess, "run", lambda *args, **more: mock.Mock(stdout=lines, returncode=0)):
+        check("a run's time", turns.time_run(turns.TOP, []) == (4.5, "6.5"))
+    for wish, *arguments in (("nothing: expected a commit, or . for the working tree", "nothing"),
+                             ("train_gpt2.py .* ended with status 1:\nerror: --non", ".", "--", "--nonsense", "1")):
+        check_refusal("turns.py", wish, output_of, turns.main, arguments)
+
+
 def test_training():
     """All of these, each in a folder of its own."""
     torch = importlib.util.find_spec("torch")
     for test in (logs, rows_of_sweep, sections, tables, whole_sweep, recipes, recipes_of_nodes,
-                 *([twins] if torch else [])):
+                 steps_by_turns, *([twins] if torch else [])):
         with tempfile.TemporaryDirectory() as folder:
             run(f"training, {test.__name__.replace('_', ' ')}:", test, Path(folder))
     if not torch:

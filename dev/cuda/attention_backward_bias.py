@@ -26,6 +26,6 @@ KERNEL = Kernel(
     problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, compiled_for="HS", fp32="lse delta sums dqkvb",
     sums="dqkv dqkvb", trainer_checks=(*heads.ODD_HEADS, "B=1,T=33,NH=2,HS=64,cold=1"),
     limits=ATTENTION_LIMITS | dict(tf32=2e-3), versions=(
-        Version("sums of a block's rows from its registers: the trainer's", with_sums, threads=(), dtypes=ALL,
+        Version("sums of a block's rows while shared memory has them: the trainer's", with_sums, threads=(), dtypes=ALL,
                 scratch=scratch, trainer=True),
     ))
