@@ -234,8 +234,8 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const 
 // ---- residual stream and layernorm (Ba, Kiros and Hinton 2016, section 3) ----
 
 // What registers keep of a row is shared out like this: of its threads, thread i holds packs i, i + threads, ... of n
-// columns each. EACH_PACK goes over them: pack k begins at column c. A row has a warp, so shuffles can sum it without a
-// barrier.
+// columns each. EACH_PACK goes over them: pack k begins at column c. Where a row has one warp, shuffles can sum it
+// without a barrier.
 template <int n, int threads>
 constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
 #define EACH_PACK(n, threads)                                                          \
@@ -306,11 +306,11 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 //   partials (3, gridDim.x, C) = of each block's rows the sums of dout * norm, of dout, and of the new dresidual
 // add_partials makes of these the gradients of weight, of bias, and of the bias of the linear layer whose output was
-// added to the stream. A thread keeps the sums of its columns in registers. Those of long rows would not fit into the
-// registers of a warp, so these rows have four. Copies bring the next row into shared memory (rows of a block, 2
-// stages, 3, C) while this one is worked on, so some tens of KB are always under way to each multiprocessor. One block
-// on each is enough for that. Items: blocks. The host chooses their number and their threads, so 256 is not used: see
-// layernorm_sizes.
+// added to the stream. A warp has a row, and its threads keep the sums of their columns in registers. Those of a long
+// row would fill its registers or not fit there, so four warps share such a row. Copies bring the next row into shared
+// memory (rows of a block, 2 stages, 3, C) while this one is worked on, so some tens of KB are always under way to each
+// multiprocessor. One block on each is enough for that. Items: blocks. The host chooses their number and their threads,
+// so 256 is not used: see layernorm_sizes.
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
@@ -1067,7 +1067,8 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 // Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
 // This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
 // delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
-// weight * dweight, which softmax's gradient needs. For sums, see sum_rows. Items: blocks of ROWS queries of a head.
+// weight * dweight, which softmax's gradient needs. For sums, which may be null, see sum_rows. Items: blocks of ROWS
+// queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,

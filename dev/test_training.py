@@ -371,7 +371,7 @@ def twins(folder):
 def steps_by_turns(folder):
     """A version's time is the median of its runs, beside the first's. A run's is that of its later steps. A commit's
     files are unpacked, and flags behind those of all win."""
-    times, seen = {".": iter((10.0, 30.0, 11.0)), "HEAD": iter((22.0, 5.0, 40.0))}, []
+    times, seen = {".": iter((10.0, 30.0, 11.0)), "HEAD": iter((22.0, 5.0, 40.0, 20.0, 21.0))}, []
 
     def time_run(top, flags):
         version = "." if top == turns.TOP else "HEAD"
@@ -385,6 +385,9 @@ def steps_by_turns(folder):
     rounds = [("HEAD", True, "-x 40 -v 0 -s 0".split(), ["-b", "4", "-b", "8"]),
               (".", True, "-x 40 -v 0 -s 0".split(), ["-b", "4"])] * 3
     check("by turns", seen == rounds, seen)
+    with mock.patch.object(turns, "time_run", time_run):
+        table = output_of(turns.main, ["HEAD", "HEAD", "--rounds", "1"]).splitlines()[-2:]
+    check("a version twice", [row.split(" | ")[1] for row in table] == ["20.000", "21.000"], table)
     flags = f"--device cpu -e {TINY} -b 1 -t 8 -x 3 -v 0 -s 0 -i {folder / 't.bin'} -j {folder / 't.bin'}".split()
     write_tokens(folder / "t.bin", np.arange(100, dtype=np.uint16) % 50)
     ms, loss = turns.time_run(turns.TOP, flags)
@@ -392,10 +395,13 @@ def steps_by_turns(folder):
     check("a run of the trainer", ms > 0 and printed[-1][1] == f"loss {loss}", f"{ms} {loss} {printed[-1]}")
     lines = "".join(f"step {i}/6 | loss {i}.5 | norm 1 | lr 1 | {ms:8.2f} ms | 9 tok/s\n"
                     for i, ms in enumerate((900, 800, 4, 2, 30, 5), 1))
-    with mock.patch.object(subprocess, "run", lambda *args, **more: mock.Mock(stdout=lines, returncode=0)):
+    with mock.patch.object(subprocess, "run", lambda *args, **more: mock.Mock(stdout=lines, stderr="", returncode=0)):
         check("a run's time", turns.time_run(turns.TOP, []) == (4.5, "6.5"))
+        lines = "tables"
+        check_refusal("turns.py", "expected steps, and found status 0:\ntables", turns.time_run, turns.TOP, [])
     for wish, *arguments in (("nothing: expected a commit, or . for the working tree", "nothing"),
-                             ("train_gpt2.py .* ended with status 1:\nerror: --non", ".", "--", "--nonsense", "1")):
+                             (".*: expected commits or ., with flags", ". -o it's"), (".*: expected commits or .", ""),
+                             ("train_gpt2.py .* found status 1:\nerror: --no", ".", "--", "--nonsense", "1")):
         check_refusal("turns.py", wish, output_of, turns.main, arguments)
 
 
