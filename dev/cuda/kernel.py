@@ -131,10 +131,12 @@ class Version(NamedTuple):
 
     def choices(self, device, few=False):
         """Each combination of what can be chosen: {"threads": 256, ...}. If few, of the threads only the first and the
-        last."""
+        last, and of the blocks the first two."""
         threads = self.threads or (() if callable(self.run) else (threads_of(device, self.run),))
-        tries = {**({"threads": threads[:: max(1, len(threads) - 1)] if few else threads} if threads else {}),
-                 **self.more}
+        tries = ({"threads": threads} if threads else {}) | self.more
+        if few:
+            kept = {"threads": slice(None, None, max(1, len(threads) - 1)), "blocks": slice(2)}
+            tries = {name: values[kept.get(name, slice(None))] for name, values in tries.items()}
         combinations = [dict(zip(tries, values)) for values in itertools.product(*tries.values())]
         if not self.trainer:
             return combinations
