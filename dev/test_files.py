@@ -186,7 +186,8 @@ def moments_in_bf16(device):
         yield f"{what} with fp32 moments and another seed", runs[np.float32, 1, 0][i], runs[np.float32, 0, 0][i], EXACT
         yield f"{what} again", runs[BF16, 0, 1][i], runs[BF16, 0, 0][i], EXACT
         check(f"{device.dtype} moments: {what} of another seed", (runs[BF16, 1, 0][i] != runs[BF16, 0, 0][i]).any())
-    yield "losses beside fp32 moments", runs[BF16, 0, 0][0], runs[np.float32, 0, 0][0], 3e-3
+    limit = 1e-3 if device.name == "cpu" else 3e-3  # an H200's products sum in other orders: 1.2e-3 was found
+    yield "losses beside fp32 moments", runs[BF16, 0, 0][0], runs[np.float32, 0, 0][0], limit
     check(f"{device.dtype} moments: it has learned", losses[-1] < losses[0] - 0.5, f"{losses[0]:.2f} {losses[-1]:.2f}")
 
 

@@ -399,6 +399,8 @@ def steps_by_turns(folder):
         check("a run's time", turns.time_run(turns.TOP, []) == (4.5, "6.5"))
         lines = "tables"
         check_refusal("turns.py", "expected steps, and found status 0:\ntables", turns.time_run, turns.TOP, [])
+    with mock.patch.dict(os.environ, PATH=str(folder)):
+        check_refusal("turns.py", "HEAD: a commit needs git", turns.unpack, "HEAD", folder)
     for wish, *arguments in (("nothing: expected a commit, or . for the working tree", "nothing"),
                              (".*: expected commits or ., with flags", ". -o it's"), (".*: expected commits or .", ""),
                              ("train_gpt2.py .* found status 1:\nerror: --no", ".", "--", "--nonsense", "1")):

@@ -32,7 +32,10 @@ def unpack(version, folder):
     UserError."""
     if version == ".":
         return TOP
-    done = subprocess.run(["git", "-C", TOP, "archive", version], capture_output=True)
+    try:
+        done = subprocess.run(["git", "-C", TOP, "archive", version], capture_output=True)
+    except FileNotFoundError:
+        raise UserError(f"{version}: a commit needs git, which is not installed: compare flags of . alone") from None
     if done.returncode:
         raise UserError(f"{version}: expected a commit, or . for the working tree: {done.stderr.decode().strip()}")
     to = Path(tempfile.mkdtemp(dir=folder))
