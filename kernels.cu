@@ -568,6 +568,7 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 #endif
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
+constexpr int HEAD_WIDTH = HS % W == 0 ? W : 1;  // a thread moves so many of them at a time
 // On Hopper four warps are a warp group. Two of them share the tiles of 128 channels, or L2 would not keep up.
 constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
@@ -677,7 +678,7 @@ __device__ __forceinline__ void boxes_arrive(Arrivals&) {}
 
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals&) {
-    constexpr int n = HS % W == 0 ? W : 1, per_row = HP / n;
+    constexpr int n = HEAD_WIDTH, per_row = HP / n;
 #pragma unroll
     for (int start = 0; start < rows * per_row; start += THREADS) {
         int i = start + threadIdx.x, row = i / per_row, c = i % per_row * n;
@@ -934,11 +935,13 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
 
 // Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
 // out[start]. They pass through the warp's rows of the block's own tile, which nobody needs any more when all threads
-// are here, so that lanes have 16 bytes of whole rows to store.
+// are here, so that PER_ROW neighbouring lanes have 16 bytes each of whole rows to store. A lane keeps to its columns,
+// and leaves the sums of its rows in of_lanes (THREADS / PER_ROW, HP), which may be null.
+constexpr int PER_ROW = HP / HEAD_WIDTH <= 8 ? 8 : HP / HEAD_WIDTH <= 16 ? 16 : 32;
 template <class F>
 __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t start, size_t stride, int T,
-                                           const Part& part, real* own, const float (&x)[M][HP / 8][4], F factor) {
-    constexpr int width = HS % W == 0 ? W : 1, per_row = HP / width;
+                                           const Part& part, real* own, const float (&x)[M][HP / 8][4], F factor,
+                                           float* of_lanes) {
     __syncthreads();
     EACH_ROW
 #pragma unroll
@@ -948,34 +951,32 @@ __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t s
         }
     __syncwarp();
 #pragma unroll
-    for (int i = threadIdx.x % 32; i < 16 * M * per_row; i += 32) {
-        int row = part.warp + i / per_row, t = part.first + row, c = i % per_row * width;
-        if (t >= T || c >= HS) continue;
-        Pack<width> pack = load<width>(own + at(row, c));
-        store(out + start + t * stride + c, pack);
-        twin.store(start + t * stride + c, pack);
+    for (int begin = 0; begin < HS; begin += PER_ROW * HEAD_WIDTH) {
+        int c = begin + threadIdx.x % PER_ROW * HEAD_WIDTH;
+        if (c >= HS) break;
+        Pack<HEAD_WIDTH> sum = {};
+#pragma unroll
+        for (int r = 0; r < 16 * M; r += 32 / PER_ROW) {
+            int row = part.warp + r + threadIdx.x % 32 / PER_ROW, t = part.first + row;
+            Pack<HEAD_WIDTH> pack = load<HEAD_WIDTH>(own + at(row, c));
+            if (t >= T) continue;
+            store(out + start + t * stride + c, pack);
+            twin.store(start + t * stride + c, pack);
+            sum = sum + pack;
+        }
+        if (of_lanes) store(of_lanes + threadIdx.x / PER_ROW * HP + c, sum);
     }
 }
 
-// The sums of the rows that store_rows has left in a tile are the block's part of the gradient of a bias. sum_rows
-// leaves those of each warp's rows in shared memory, of_warp (warps, HP). Behind a barrier, store_sums adds them up, in
-// sums (B, blocks of rows, NH+2NKV, HS).
-__device__ __forceinline__ void sum_rows(float* of_warp, const real* own, int T, const Part& part) {
-    int warp = threadIdx.x / 32, rows = T - part.first - part.warp;
-    for (int c = threadIdx.x % 32 * 2; c < HP; c += 64) {
-        Pack<2> sum = {};
-#pragma unroll
-        for (int r = 0; r < 16 * M; r++)
-            if (r < rows) sum = sum + load<2>(own + at(part.warp + r, c));
-        store(of_warp + warp * HP + c, sum);
-    }
-}
-__device__ __forceinline__ void store_sums(float* sums, const float* of_warp, int head, int heads, int T,
+// What store_rows leaves in of_lanes is, added up, the block's part of the gradient of a bias: in sums (B, blocks of
+// rows, NH+2NKV, HS). A barrier goes before.
+__device__ __forceinline__ void store_sums(float* sums, const float* of_lanes, int head, int heads, int T,
                                            const Part& part) {
     float* to = sums + (((size_t)part.b * ((T + ROWS - 1) / ROWS) + part.first / ROWS) * heads + head) * HS;
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         float sum = 0.0f;
-        for (int w = 0; w < THREADS / 32; w++) sum += of_warp[w * HP + c];
+#pragma unroll
+        for (int i = 0; i < THREADS / PER_ROW; i++) sum += of_lanes[i * HP + c];
         to[c] = sum;
     }
 }
@@ -1045,7 +1046,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     }
     TwinWriter twin(out8, scale8);
     store_rows(twin, out, part.out, NH * HS, T, part, queries, output,
-               [&](int m, int half) { return 1.0f / total[m][half]; });
+               [&](int m, int half) { return 1.0f / total[m][half]; }, nullptr);
     twin.end();
 }
 
@@ -1067,7 +1068,7 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 // Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
 // This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
 // delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
-// weight * dweight, which softmax's gradient needs. For sums, which may be null, see sum_rows. Items: blocks of ROWS
+// weight * dweight, which softmax's gradient needs. For sums, which may be null, see store_sums. Items: blocks of ROWS
 // queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
@@ -1091,7 +1092,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     load_tile<ROWS>(douts, head_of(dout, dout_map, T, NH, part.b, part.h), part.first, arrivals);
     load_stage(0, 0);
     // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
-    constexpr int width = HS % W == 0 ? W : 1, packs = (HS + 2 * width - 1) / (2 * width);
+    constexpr int width = HEAD_WIDTH, packs = (HS + 2 * width - 1) / (2 * width);
     Pack<width> of_out[M][packs];
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -1141,12 +1142,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         products_arrive<0>(dq);
     }
     TwinWriter twin(out8, scale8);
-    store_rows(twin, dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; });
+    float* of_lanes = reinterpret_cast<float*>(tiles);
+    store_rows(twin, dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; }, of_lanes);
     if (sums) {
-        float* of_warp = reinterpret_cast<float*>(tiles);
-        sum_rows(of_warp, queries, T, part);
         __syncthreads();
-        store_sums(sums, of_warp, part.h, NH + 2 * NKV, T, part);
+        store_sums(sums, of_lanes, part.h, NH + 2 * NKV, T, part);
     }
     twin.end();
 }
@@ -1207,12 +1207,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<0>(dk);
     }
     TwinWriter twin(out8, scale8);
-    store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; });
-    store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; });
+    float *of_keys = reinterpret_cast<float*>(tiles), *of_values = of_keys + THREADS / PER_ROW * HP;
+    store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; }, of_keys);
+    store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; },
+               of_values);
     if (sums) {
-        float *of_keys = reinterpret_cast<float*>(tiles), *of_values = of_keys + THREADS / 32 * HP;
-        sum_rows(of_keys, keys, T, part);
-        sum_rows(of_values, values, T, part);
         __syncthreads();
         store_sums(sums, of_keys, NH + part.kv, NH + 2 * NKV, T, part);
         store_sums(sums, of_values, NH + NKV + part.kv, NH + 2 * NKV, T, part);
