@@ -678,15 +678,15 @@ __device__ __forceinline__ void boxes_arrive(Arrivals&) {}
 
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals&) {
-    constexpr int n = HEAD_WIDTH, per_row = HP / n;
+    constexpr int per_row = HP / HEAD_WIDTH;
 #pragma unroll
     for (int start = 0; start < rows * per_row; start += THREADS) {
-        int i = start + threadIdx.x, row = i / per_row, c = i % per_row * n;
+        int i = start + threadIdx.x, row = i / per_row, c = i % per_row * HEAD_WIDTH;
         if (rows * per_row % THREADS > 0 && i >= rows * per_row) break;
         bool there = first + row < head.T && c < HS;
         real* to = tile + at(row, c);
         const real* from = there ? head.first + (size_t)(first + row) * head.stride + c : head.first;
-        if (n == W) copy16(to, from, there);
+        if (HEAD_WIDTH == W) copy16(to, from, there);
         else if (there) *to = *from;
         else from_float(*to, 0.0f);
     }
@@ -935,9 +935,9 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
 
 // Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
 // out[start]. They pass through the warp's rows of the block's own tile, which nobody needs any more when all threads
-// are here, so that PER_ROW neighbouring lanes have 16 bytes each of whole rows to store. A lane keeps to its columns,
-// and leaves the sums of its rows in of_lanes (THREADS / PER_ROW, HP), which may be null.
-constexpr int PER_ROW = HP / HEAD_WIDTH <= 8 ? 8 : HP / HEAD_WIDTH <= 16 ? 16 : 32;
+// are here, so that HEAD_LANES neighbouring lanes store a whole row, 16 bytes each. A lane keeps to its columns, and
+// leaves the sums of its rows in of_lanes (THREADS / HEAD_LANES, HP), unless that is null.
+constexpr int HEAD_LANES = HP / HEAD_WIDTH <= 8 ? 8 : HP / HEAD_WIDTH <= 16 ? 16 : 32;
 template <class F>
 __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t start, size_t stride, int T,
                                            const Part& part, real* own, const float (&x)[M][HP / 8][4], F factor,
@@ -951,20 +951,20 @@ __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t s
         }
     __syncwarp();
 #pragma unroll
-    for (int begin = 0; begin < HS; begin += PER_ROW * HEAD_WIDTH) {
-        int c = begin + threadIdx.x % PER_ROW * HEAD_WIDTH;
+    for (int begin = 0; begin < HS; begin += HEAD_LANES * HEAD_WIDTH) {
+        int c = begin + threadIdx.x % HEAD_LANES * HEAD_WIDTH;
         if (c >= HS) break;
         Pack<HEAD_WIDTH> sum = {};
 #pragma unroll
-        for (int r = 0; r < 16 * M; r += 32 / PER_ROW) {
-            int row = part.warp + r + threadIdx.x % 32 / PER_ROW, t = part.first + row;
+        for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
+            int row = part.warp + r + threadIdx.x % 32 / HEAD_LANES, t = part.first + row;
             Pack<HEAD_WIDTH> pack = load<HEAD_WIDTH>(own + at(row, c));
             if (t >= T) continue;
             store(out + start + t * stride + c, pack);
             twin.store(start + t * stride + c, pack);
             sum = sum + pack;
         }
-        if (of_lanes) store(of_lanes + threadIdx.x / PER_ROW * HP + c, sum);
+        if (of_lanes) store(of_lanes + threadIdx.x / HEAD_LANES * HP + c, sum);
     }
 }
 
@@ -976,7 +976,7 @@ __device__ __forceinline__ void store_sums(float* sums, const float* of_lanes, i
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < THREADS / PER_ROW; i++) sum += of_lanes[i * HP + c];
+        for (int i = 0; i < THREADS / HEAD_LANES; i++) sum += of_lanes[i * HP + c];
         to[c] = sum;
     }
 }
@@ -1092,15 +1092,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     load_tile<ROWS>(douts, head_of(dout, dout_map, T, NH, part.b, part.h), part.first, arrivals);
     load_stage(0, 0);
     // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
-    constexpr int width = HEAD_WIDTH, packs = (HS + 2 * width - 1) / (2 * width);
-    Pack<width> of_out[M][packs];
+    constexpr int packs = (HS + 2 * HEAD_WIDTH - 1) / (2 * HEAD_WIDTH);
+    Pack<HEAD_WIDTH> of_out[M][packs];
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int k = 0; k < packs; k++) {
-            int t = min(row + 16 * m + lane % 16, T - 1), c = (2 * k + lane / 16) * width;
+            int t = min(row + 16 * m + lane % 16, T - 1), c = (2 * k + lane / 16) * HEAD_WIDTH;
             of_out[m][k] = {};
-            if (c < HS) of_out[m][k] = load<width>(out + part.out + (size_t)t * NH * HS + c);
+            if (c < HS) of_out[m][k] = load<HEAD_WIDTH>(out + part.out + (size_t)t * NH * HS + c);
         }
     tiles_arrive(arrivals);
     float row_lse[M][2], row_delta[M][2];
@@ -1109,9 +1109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         float sum = 0.0f;
 #pragma unroll
         for (int k = 0; k < packs; k++) {
-            int c = (2 * k + lane / 16) * width;  // beyond HS a tile has zeros
-            Pack<width> y = load<width>(douts + at(part.warp + 16 * m + lane % 16, c));
-            for (int j = 0; j < width; j++) sum += of_out[m][k][j] * y[j];
+            int c = (2 * k + lane / 16) * HEAD_WIDTH;  // beyond HS a tile has zeros
+            Pack<HEAD_WIDTH> y = load<HEAD_WIDTH>(douts + at(part.warp + 16 * m + lane % 16, c));
+            for (int j = 0; j < HEAD_WIDTH; j++) sum += of_out[m][k][j] * y[j];
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = row + 16 * m + lane;
@@ -1207,7 +1207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<0>(dk);
     }
     TwinWriter twin(out8, scale8);
-    float *of_keys = reinterpret_cast<float*>(tiles), *of_values = of_keys + THREADS / PER_ROW * HP;
+    float *of_keys = reinterpret_cast<float*>(tiles), *of_values = of_keys + THREADS / HEAD_LANES * HP;
     store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; }, of_keys);
     store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; },
                of_values);

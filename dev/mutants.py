@@ -191,7 +191,7 @@ TABLE = [
         ("index", "attention_backward_q", "sum, 16)", "sum, 8)"),
         ("index", "part_of_block", "blocks - 1 - place", "blocks - place")),
     *of("attention_backward_bias",
-        ("index", "store_rows", "threadIdx.x / PER_ROW * HP + c", "threadIdx.x / 32 * HP + c"),
+        ("index", "store_rows", "threadIdx.x / HEAD_LANES * HP + c", "threadIdx.x / 32 * HP + c"),
         ("index", "store_sums", " + part.first / ROWS) * heads", ") * heads"),
         ("bound", "store_sums", "i = 0; i < THREADS", "i = 1; i < THREADS"),
         ("index", "attention_backward_kv", "store_sums(sums, of_values, NH + NKV", "store_sums(sums, of_values, NH"),
