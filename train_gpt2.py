@@ -1208,12 +1208,12 @@ def work(architecture, flags, place, ranks=ALONE):
 # ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here (see dev/RESULTS.md):
 #
 #                                                              B=4          B=32
-#     the plain device                                        10.53 ms     66.67 ms
-#     cuBLASLt, which adds the bias in the product             8.75        55.57
-#     its algorithms chosen by timing them                     8.76        54.73
-#     GELU in the product too                                  8.81        53.36
-#     a step as one graph                                      8.35        53.31
-#     a step queued before the last one is reported            8.10        52.21
+#     the plain device                                        10.41 ms     66.26 ms
+#     cuBLASLt, which adds the bias in the product             9.15        55.08
+#     its algorithms chosen by timing them                     8.71        54.11
+#     GELU in the product too                                  8.68        52.79
+#     a step as one graph                                      8.18        52.50
+#     a step queued before the last one is reported            7.99        52.00
 
 
 class FastCuda(Cuda):

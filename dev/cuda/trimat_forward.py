@@ -28,7 +28,7 @@ def by_library(device, a):
             device.matmul(scores, q, k.T)
             a.att[b, h] = stored(np.float32(a.scale) * scores, a.att.dtype)
         return
-    lib, kind, scale = device.cublas, device.TYPES[a.itemsize], np.array([a.scale], np.float32)
+    lib, kind, scale = device.cublas, device.TYPES[a.att.dtype.str[1:]], np.array([a.scale], np.float32)
     for b in range(a.B):  # cuBLAS sees matrices transposed: it is asked for the square's transpose, k q'
         q, out = a.qkv[b].data.ptr, a.att[b].data.ptr
         lib.gemmStridedBatchedEx(device.gpu.cublas_handle, 1, 0, a.T, a.T, a.HS, scale.ctypes.data,

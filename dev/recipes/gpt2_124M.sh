@@ -4,7 +4,7 @@
 # data     python dev/data/fineweb.py --version 10B: 10,255,324,043 tokens to train on, 21 GB;
 #          python dev/data/hellaswag.py: 10,042 questions
 # steps    19,560 of 524,288 tokens: one epoch
-# time     4.6 hours on one H200, at 618,322 tokens/s: dev/RESULTS.md, d12 124M bf16 B=64. Validations and HellaSwag
+# time     4.6 hours on one H200, at 620,665 tokens/s: dev/RESULTS.md, d12 124M bf16 B=64. Validations and HellaSwag
 #          come on top of that
 # ends at  a validation loss of 3.27, since llm.c's run of these flags ended at 3.2722. This program has not made the
 #          run. OpenAI's checkpoint has 3.4250 on the same file, and 0.2945 of HellaSwag

@@ -4,8 +4,8 @@
 # data     python dev/data/fineweb.py --version 100B: some 200 GB, of which a third is read. llm.c's script takes
 #          FineWeb-Edu, whose losses are others; python dev/data/hellaswag.py: 10,042 questions
 # steps    32,000 of 1,048,576 tokens
-# time     176 hours (7.3 days) on one H200, at 52,998 tokens/s: dev/RESULTS.md, d48 1558M bf16 B=32, which takes
-#          103.5 GiB. Validations and HellaSwag come on top of that
+# time     169 hours (7.0 days) on one H200, at 55,178 tokens/s: dev/RESULTS.md, d48 1558M bf16 B=32, which takes
+#          100.2 GiB. Validations and HellaSwag come on top of that
 # ends at  a validation loss of about 2.68, which nobody measured: a scaling law (Hoffmann et al. 2022, section D.3)
 #          says that it is 0.597 below 124M's. OpenAI's checkpoint has 2.8313, and 0.4889 of HellaSwag
 #

@@ -4,7 +4,7 @@
 # data     python dev/data/fineweb.py --version 10B: 10,255,324,043 tokens to train on, 21 GB;
 #          python dev/data/hellaswag.py: 10,042 questions
 # steps    19,560 of 524,288 tokens: one epoch
-# time     14.0 hours on one H200, at 203,579 tokens/s: dev/RESULTS.md, d24 355M bf16 B=8. Validations and HellaSwag
+# time     13.2 hours on one H200, at 216,034 tokens/s: dev/RESULTS.md, d24 355M bf16 B=8. Validations and HellaSwag
 #          come on top of that. B=32 was not measured
 # ends at  a validation loss of about 3.06, which nobody measured: a scaling law (Hoffmann et al. 2022, section D.3)
 #          says that it is 0.215 below 124M's. OpenAI's checkpoint has 3.0831, and 0.3752 of HellaSwag

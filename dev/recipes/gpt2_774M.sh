@@ -4,8 +4,8 @@
 # data     python dev/data/fineweb.py --version 10B: 10,255,324,043 tokens to train on, 21 GB;
 #          python dev/data/hellaswag.py: 10,042 questions
 # steps    19,560 of 524,288 tokens: one epoch
-# time     30.3 hours on one H200, at 94,084 tokens/s. This size was not measured: it is what d24 355M bf16 B=8 of
-#          dev/RESULTS.md, 203,579 tokens/s, would be at the same FLOP/s. Validations and HellaSwag come on top
+# time     28.5 hours on one H200, at 99,840 tokens/s. This size was not measured: it is what d24 355M bf16 B=8 of
+#          dev/RESULTS.md, 216,034 tokens/s, would be at the same FLOP/s. Validations and HellaSwag come on top
 # ends at  a validation loss of about 2.94, which nobody measured: a scaling law (Hoffmann et al. 2022, section D.3)
 #          says that it is 0.333 below 124M's. OpenAI's checkpoint has 3.0006, and 0.4320 of HellaSwag
 #
