@@ -10,7 +10,8 @@ gradients are real (fp32 or bf16). The residual stream, the gradients of paramet
 is compiled for one model, with -DCHANNELS=C and -DHS=HS: so the length of a row is known, and it can lie in registers.
 
 Rules that hold for all of them:
-  - A step begins with gradients of zero, and micro-batches add up: the gradient of a parameter is added to (+=).
+  - The gradient of a parameter is added to (+=), so that micro-batches add up. Before the first of them the host clears
+    it, or a matrix product sets it.
   - An activation and its gradient are set (=). The residual stream is the exception, because two branches meet there:
     residual_layernorm_forward adds to it, and layernorm_backward adds to its gradient.
   - Every sum is taken in an order that depends on the shapes and the grid alone. There are no float atomics, so every
@@ -156,7 +157,7 @@ constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 // With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and its twin out8 (n), which
 // is out * scale in 8 bits, because tensor cores multiply those twice as fast. A thread hands a TwinWriter what it has
 // stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, it does nothing: skip it at first.
-struct alignas(16) Scale { float inverse, scale, largest; };  // of a tensor; largest: its magnitude, in this step
+struct alignas(16) Scale { float inverse, scale, largest; };  // of a tensor; largest: of its magnitudes, in this step
 
 struct TwinWriter {
 #ifdef FP8
@@ -555,9 +556,9 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 //                          3   #  #  #  \   first to start
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from the diagonal, and
-// there column 0 is the first to start. The longest blocks of all heads come first, so that short ones fill the gaps at
-// the end. What bounds attention is that each product waits for the one before. Several blocks on a multiprocessor, or
-// several warp groups of a block, fill each other's gaps, as far as their registers allow.
+// there column 0 is the first to start. Of SECTION heads the longest blocks come first, so that short ones fill the
+// gaps at the end. What bounds attention is that each product waits for the one before. Several blocks on a
+// multiprocessor, or several groups of warps of a block, fill each other's gaps, as far as their registers allow.
 
 // Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels. A CPU
 // does as Hopper if it is asked to.
@@ -568,8 +569,8 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 #endif
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
-constexpr int HEAD_WIDTH = HS % W == 0 ? W : 1;  // a thread moves so many of them at a time
-// On Hopper four warps are a warp group. Two of them share the tiles of 128 channels, or L2 would not keep up.
+constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // of them, a thread moves so many at a time: 16 bytes if heads allow it
+// On Hopper four warps are a warp group. Two groups share the tiles of 128 channels, or L2 would not keep up.
 constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
 // registers have room for that in bf16 if heads are short. On Hopper the tensor cores read by themselves.
@@ -587,8 +588,8 @@ constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
 constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
 
-// What the host has to know: rows and threads of a block, for which BLOCK(128, 1) only stands; its bytes of shared
-// memory, forward and backward; and whether it is to make TensorMaps.
+// What the host has to know: rows and threads of a block, for which it takes these in place of BLOCK's; its bytes of
+// shared memory, forward and backward; and whether it is to make TensorMaps.
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real),
     HOPPER}; }
@@ -678,15 +679,15 @@ __device__ __forceinline__ void boxes_arrive(Arrivals&) {}
 
 template <int rows>
 __device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals&) {
-    constexpr int per_row = HP / HEAD_WIDTH;
+    constexpr int per_row = HP / HEAD_PACK;
 #pragma unroll
     for (int start = 0; start < rows * per_row; start += THREADS) {
-        int i = start + threadIdx.x, row = i / per_row, c = i % per_row * HEAD_WIDTH;
+        int i = start + threadIdx.x, row = i / per_row, c = i % per_row * HEAD_PACK;
         if (rows * per_row % THREADS > 0 && i >= rows * per_row) break;
         bool there = first + row < head.T && c < HS;
         real* to = tile + at(row, c);
         const real* from = there ? head.first + (size_t)(first + row) * head.stride + c : head.first;
-        if (HEAD_WIDTH == W) copy16(to, from, there);
+        if (HEAD_PACK == W) copy16(to, from, there);
         else if (there) *to = *from;
         else from_float(*to, 0.0f);
     }
@@ -876,7 +877,7 @@ __device__ __forceinline__ void compute_now(Pair (&a)[4]) {
 }
 
 // products_start goes before a group of products, products_end after it. products_arrive waits until at most `pending`
-// groups are under way. D goes in and out of both, so that the compiler moves no use of it across.
+// groups are under way. D goes in and out of the first and the last, so that the compiler moves no use of it across.
 template <int parts>
 __device__ __forceinline__ void products_start(float (&d)[1][parts][4]) {
 #pragma unroll
@@ -934,10 +935,11 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
 }
 
 // Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
-// out[start]. They pass through the warp's rows of the block's own tile, which nobody needs any more when all threads
-// are here, so that HEAD_LANES neighbouring lanes store a whole row, 16 bytes each. A lane keeps to its columns, and
-// leaves the sums of its rows in of_lanes (THREADS / HEAD_LANES, HP), unless that is null.
-constexpr int HEAD_LANES = HP / HEAD_WIDTH <= 8 ? 8 : HP / HEAD_WIDTH <= 16 ? 16 : 32;
+// out[start] and has a row every `stride` numbers. They pass through the warp's rows of the block's own tile. When all
+// threads are here, nobody needs that or another tile any more. HEAD_LANES neighbouring lanes store a row together,
+// HEAD_PACK numbers each. A lane keeps to its columns, and leaves the sums of its rows in of_lanes
+// (THREADS / HEAD_LANES, HP), unless that is null. The place of the other tiles is large enough for two of these.
+constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;
 template <class F>
 __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t start, size_t stride, int T,
                                            const Part& part, real* own, const float (&x)[M][HP / 8][4], F factor,
@@ -951,14 +953,14 @@ __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t s
         }
     __syncwarp();
 #pragma unroll
-    for (int begin = 0; begin < HS; begin += HEAD_LANES * HEAD_WIDTH) {
-        int c = begin + threadIdx.x % HEAD_LANES * HEAD_WIDTH;
+    for (int begin = 0; begin < HS; begin += HEAD_LANES * HEAD_PACK) {
+        int c = begin + threadIdx.x % HEAD_LANES * HEAD_PACK;
         if (c >= HS) break;
-        Pack<HEAD_WIDTH> sum = {};
+        Pack<HEAD_PACK> sum = {};
 #pragma unroll
         for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
             int row = part.warp + r + threadIdx.x % 32 / HEAD_LANES, t = part.first + row;
-            Pack<HEAD_WIDTH> pack = load<HEAD_WIDTH>(own + at(row, c));
+            Pack<HEAD_PACK> pack = load<HEAD_PACK>(own + at(row, c));
             if (t >= T) continue;
             store(out + start + t * stride + c, pack);
             twin.store(start + t * stride + c, pack);
@@ -968,8 +970,8 @@ __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t s
     }
 }
 
-// What store_rows leaves in of_lanes is, added up, the block's part of the gradient of a bias: in sums (B, blocks of
-// rows, NH+2NKV, HS). A barrier goes before.
+// Adds up what store_rows has left in of_lanes: the block's part of the gradient of a bias, a row of
+// sums (B, blocks of rows, NH+2NKV, HS). A barrier goes before.
 __device__ __forceinline__ void store_sums(float* sums, const float* of_lanes, int head, int heads, int T,
                                            const Part& part) {
     float* to = sums + (((size_t)part.b * ((T + ROWS - 1) / ROWS) + part.first / ROWS) * heads + head) * HS;
@@ -1092,15 +1094,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     load_tile<ROWS>(douts, head_of(dout, dout_map, T, NH, part.b, part.h), part.first, arrivals);
     load_stage(0, 0);
     // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
-    constexpr int packs = (HS + 2 * HEAD_WIDTH - 1) / (2 * HEAD_WIDTH);
-    Pack<HEAD_WIDTH> of_out[M][packs];
+    constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
+    Pack<HEAD_PACK> of_out[M][packs];
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int k = 0; k < packs; k++) {
-            int t = min(row + 16 * m + lane % 16, T - 1), c = (2 * k + lane / 16) * HEAD_WIDTH;
+            int t = min(row + 16 * m + lane % 16, T - 1), c = (2 * k + lane / 16) * HEAD_PACK;
             of_out[m][k] = {};
-            if (c < HS) of_out[m][k] = load<HEAD_WIDTH>(out + part.out + (size_t)t * NH * HS + c);
+            if (c < HS) of_out[m][k] = load<HEAD_PACK>(out + part.out + (size_t)t * NH * HS + c);
         }
     tiles_arrive(arrivals);
     float row_lse[M][2], row_delta[M][2];
@@ -1109,9 +1111,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         float sum = 0.0f;
 #pragma unroll
         for (int k = 0; k < packs; k++) {
-            int c = (2 * k + lane / 16) * HEAD_WIDTH;  // beyond HS a tile has zeros
-            Pack<HEAD_WIDTH> y = load<HEAD_WIDTH>(douts + at(part.warp + 16 * m + lane % 16, c));
-            for (int j = 0; j < HEAD_WIDTH; j++) sum += of_out[m][k][j] * y[j];
+            int c = (2 * k + lane / 16) * HEAD_PACK;  // beyond HS a tile has zeros
+            Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + at(part.warp + 16 * m + lane % 16, c));
+            for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         int t = row + 16 * m + lane;
@@ -1198,7 +1200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
                             [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
         hide_future<true>(weights, 0.0f, part, query);
         if (EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
-        products_arrive<EARLY_DV>(dweights);
+        products_arrive<EARLY_DV>(dweights);  // dv's product, if it is early, may still be under way
         dscores_from_dweights(dweights, weights, relu,
                               [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
         if (!EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
@@ -1380,11 +1382,11 @@ struct AdamW {
 };
 
 // What the host reads of a step, perhaps when the next one is already queued, and what adamw obeys. A z-score says how
-// many standard deviations a value lies above the mean of the last WINDOW values. stopped stays 1 from a step whose
-// loss or norm is not finite until the host clears it, so that no update follows before somebody has looked.
+// many standard deviations a value lies above the mean of the last WINDOW values. stopped is 1 from a step on whose
+// loss or norm is not finite. Then no step that is queued behind it makes an update, and the run ends.
 struct Verdict { float norm, loss, norm_z, loss_z, update, stopped; };
 
-constexpr int WINDOW = 128;  // steps; the first that have so many before them are judged (as in llm.c)
+constexpr int WINDOW = 128;  // steps; one is judged if so many came before it (as in llm.c)
 
 // verdict->loss = share times the sum of losses (N), or, with accumulate, that is added to it. One block, so that the
 // order is fixed. Items: blocks.
@@ -1398,8 +1400,8 @@ extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ 
     if (threadIdx.x == 0) verdict->loss = (accumulate ? verdict->loss : 0.0f) + share * sum;
 }
 
-// A value joins its window, in the place of the oldest if `seen` came before it. Returns its z-score there, or NaN if
-// the window was not full. A warp calls it.
+// A value joins its window, in the place of the oldest. `seen` values came before it. Returns its z-score there, or NaN
+// if they did not fill the window. A warp calls it.
 __device__ double z_score(double* window, int seen, double value) {
     if (threadIdx.x == 0) window[seen % WINDOW] = value;
     __syncwarp();

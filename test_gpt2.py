@@ -197,7 +197,8 @@ AS_HOPPER = (  # heads of both sizes that Hopper's tensor cores have, whole tile
     ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"), ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
     ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"), ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
     ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"), ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
-    ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"), ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"))
+    ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"), ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"),
+    ("attention_backward_bias", "B=1,T=130,NH=2,HS=64"), ("attention_backward_bias", "B=1,T=150,NH=2,HS=128"))
 
 
 def test_as_hopper(only=None):
@@ -211,7 +212,7 @@ def test_as_hopper(only=None):
         try:
             if C not in devices:
                 with mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} -DAS_HOPPER"):
-                    devices[C] = Cpu("bf16", Config(C=C, NH=NH), only=ATTENTION)
+                    devices[C] = Cpu("bf16", Config(C=C, NH=NH), only=(*ATTENTION, "add_partials"))
             version = next(version for version in kernel.versions if version.trainer)
             verdict = Bench(kernel, devices[C], sizes).check(version, {})
             check(f"{name} {text} as on Hopper:", verdict.place is None, verdict)

@@ -78,7 +78,7 @@ PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
 WINDOW = 128  # steps whose losses and norms say if the next one's are outliers
 ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip", "loss_limit",
-         "norm_limit", "seed", "step")  # its struct
+         "norm_limit", "seed", "step")  # the fields of its struct in kernels.cu
 
 
 class Verdict(NamedTuple):
@@ -228,7 +228,8 @@ class Config:
 
 
 def logit_rows(N):
-    """How many of N tokens have logits at a time: all would be a large tensor, but each part adds to all of dhead."""
+    """How many of N tokens have logits at a time: all would be a large tensor, but each part adds to all of wte's
+    gradient."""
     return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
@@ -847,7 +848,7 @@ class GPT2:
                            with_gradient, room, shared=shared)
 
     def mean_loss(self, accumulate=False):
-        """The mean of the losses is the verdict's; or, of a step's later micro-batches, it is added to that."""
+        """A micro-batch's part of the step's mean loss: the first sets the verdict's loss, others are added to it."""
         N = len(self.acts.losses)
         self.device.launch("add_loss", 1, self.adam.verdict, self.acts.losses, 1 / (N * self.micros), N, accumulate)
 

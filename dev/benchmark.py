@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
     def __str__(self):
         parameters = sum(row.size for row in Config.from_descriptor(self.model).parameter_table())
-        extra = "".join(f", {flag.lstrip('-')}" for flag in self.flags if flag.startswith("-"))
+        extra = f", {' '.join(self.flags).lstrip('-')}" if self.flags else ""
         return f"{self.model} {parameters / 1e6:.0f}M {self.dtype} B={self.B}{extra}"
 
 

@@ -57,10 +57,10 @@ extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, unsign
     twin.end();
 }
 
-// Of a tensor of weights (layers,R,C), each layer with a Scale of its own, the twins
-// out8 (layers,R,C) for the forward pass and transposed (layers,C,R) for the backward pass: products of FP8 want both
-// factors with the summed index as the fastest. R and C are multiples of 16. A block has 64 x 64 weights, which are
-// transposed in shared memory. Items: C columns along x, layers * ceil(R/64) tiles of rows along y.
+// Makes the twins of a tensor of weights (layers,R,C), each layer with a Scale of its own: out8 (layers,R,C) for the
+// forward pass, and transposed (layers,C,R) for the backward pass. Products of FP8 want both factors with the summed
+// index as the fastest. R and C are multiples of 16. A block has 64 x 64 weights, which it transposes in shared memory.
+// Items: C columns along x, layers * ceil(R/64) tiles of rows along y.
 BLOCK(256, 64, 1)
 extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsigned char* __restrict__ transposed,
                                           const real* __restrict__ weights, Scale* scale8, int R, int C) {
@@ -86,9 +86,9 @@ extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsi
     }
 }
 
-// The scales of the next step: the largest magnitude of this one comes to half of the largest FP8, so that a tensor may
-// grow to twice that in a step before it is cut off. A tensor of zeros, or one with an infinity, keeps its
-// scale; and so do all in a step that was stopped, for somebody to look at. The largest magnitudes begin anew; with
+// Sets the scales of the next step. The largest magnitude of this one comes to half of the largest FP8, so that a
+// tensor may grow to twice that in a step before it is cut off. A tensor of zeros, or one with an infinity, keeps its
+// scale, and so do all in a step that was stopped, for somebody to look at. The largest magnitudes begin anew; with
 // `forget` that is all. Items: n tensors.
 BLOCK(256, threads)
 extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int forget,

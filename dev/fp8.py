@@ -1,8 +1,8 @@
-"""--dtype fp8: the blocks' linear layers multiply numbers of 8 bits, forward and for the gradients of their inputs.
+"""--dtype fp8: the layers' matrix products are of numbers of 8 bits, forward and for the gradients of their inputs.
 
-All else is as in bf16: the gradients of the weights, the head, attention, norms, and what AdamW updates. So is what the
-backward pass keeps. A twin is a copy in 8 bits, times a scale, that lives from where a tensor is written to the product
-that reads it:
+All else is as in bf16: the gradients of the weights, the head, attention, norms, and what AdamW updates. So is what is
+kept for the backward pass. A twin is a copy in 8 bits, times a scale, that lives from where a tensor is written to the
+product that reads it:
 
     forward     out = inp @ w.T     twins of inp and w
     backward    dinp = dout @ w     twins of dout and of the transposed w
@@ -11,10 +11,10 @@ All are e4m3, with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 202
 has e5m2, for its range; but with a scale for each tensor the bit of mantissa is worth more (see dev/RESULTS.md), as
 DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with scales for smaller parts. A scale brings the largest
 magnitude of a tensor to half of 448, the largest number. It is known only when all of the tensor is written, and then
-its twin would cost another pass. So the scale comes from the step before, of which all kernels leave the largest
-magnitude ("delayed scaling": Peng et al. 2023, section 2), and in the factor of two a tensor may grow. The first step
-of a run is gone through once in bf16 for the first scales, without an update. Scales change at a step's end, and go
-into checkpoints.
+its twin would cost another pass. So the scale comes from the step before, in which the kernels have left the largest
+magnitude that they stored ("delayed scaling": Peng et al. 2023, section 2). The factor of two is room for a tensor to
+grow. The first step of a run is gone through once in bf16 for the first scales, without an update. Scales change at a
+step's end, and go into checkpoints.
 
 Hopper's tensor cores add up products of FP8 in about 14 bits (DeepSeek-AI, the same section), unless they are told to
 move sums to fp32 again and again. They are not: it would take 4% of a step, and rounding to 8 bits takes away more than

@@ -3,8 +3,9 @@ AdamW with its moments in bf16, which take half of the memory. It is compiled be
 
 A bf16 has 7 bits of mantissa, and half of its last bit is a 512th to a 256th of a number. With beta2 = 0.999 a step
 lowers the second moment by a thousandth of itself at most: rounded to nearest, it would never fall. So it is rounded up
-or down at random, up with the probability of the share of the way that it is up (Gupta et al. 2015, section 3.1), and
-the mean of many steps is right. What a step does to a parameter is computed from the moments before they are rounded.
+or down at random (Gupta et al. 2015, section 3.1): what lies a quarter of the way up goes up in a quarter of the cases,
+and the mean of many steps is right. What a step does to a parameter is computed from the moments before they are
+rounded.
 
 The random numbers are those of SplitMix64 (Steele, Lea and Flood 2014, in the form of Vigna's splitmix64.c). It mixes a
 counter, so each number can be had without those before it. The counter is made of the seed, the step, and which of all

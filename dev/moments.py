@@ -1,4 +1,4 @@
-"""For --moments bf16: which of all parameters of a model the numbers are that AdamW has here. See moments.cu.
+"""For --moments bf16: where the numbers that AdamW has here stand among all parameters of a model. See moments.cu.
 
 A number's random bits depend on its place among all parameters of the model, tensor by tensor as in memory. With
 --zero 1 a rank has pieces of them, and still gives each number the same bits.

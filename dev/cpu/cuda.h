@@ -1060,7 +1060,7 @@ inline void barrier_start(Barrier& b) { bulk::start(b, 1); }
 inline void barrier_arrive(Barrier& b) { bulk::arrive(b); }
 __forceinline__ void barrier_wait(Barrier& b, int parity, int line = __builtin_LINE()) { bulk::wait(b, parity, line); }
 inline void copy_box(void* box, const void* map, int channel, int t, int b, Barrier& barrier) {
-    auto* m = (const unsigned long long*)map;  // see Cpu.tensor_maps in device.py
+    auto* m = (const unsigned long long*)map;  // see Cpu.tensor_map in device.py
     const size_t stride = 2 * m[1];
     barrier.bytes += 8192;
     bulk::begin({(char*)box, (const char*)m[0] + b * m[2] * stride, 8192, &barrier, int(m[1]), int(m[2]), stride,
