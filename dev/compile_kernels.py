@@ -36,8 +36,8 @@ LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_L
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a, and
-    a list of faults."""
-    sources = [*c.SOURCES, *beside]
+    a list of faults. Those of the files beside it may spill so many bytes."""
+    sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
@@ -51,7 +51,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
         report[name] = int(registers), int(shared or 0)
-        if int(stores) + int(loads) > spilled and not (unused and unused in name):
+        if int(stores) + int(loads) > (SPILLED if name in own else spilled) and not (unused and unused in name):
             faults.append(f"{where}: {name} spills {int(stores) + int(loads)} bytes")
         # A kernel that is launched with more threads than its BLOCK says has __launch_bounds__, which ptxas keeps to.
         if int(registers) * kernels[name].threads > REGISTERS:
@@ -71,8 +71,8 @@ def main():
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
             return [*((gpu, SMALL, [FP8]) for gpu in some),
                     *((gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some)]
-        return [*((gpu, SMALL) for gpu in gpus), *others, (gpus[-1], SMALL, LAB, 2**20),
-                *((gpu, SMALL, LAB_WGMMA, 2**20) for gpu in gpus[:-1] if gpu == "sm_90a")]  # the last has all
+        lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in gpus), *others]
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]
