@@ -157,7 +157,7 @@ constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 // With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and its twin out8 (n), which
 // is out * scale in 8 bits, because tensor cores multiply those twice as fast. A thread hands a TwinWriter what it has
 // stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, it does nothing: skip it at first.
-struct alignas(16) Scale { float inverse, scale, largest; };  // of a tensor; largest: of its magnitudes, in this step
+struct alignas(16) Scale { float inverse, scale, largest; };  // of a tensor; the largest magnitude is this step's
 
 struct TwinWriter {
 #ifdef FP8
@@ -569,7 +569,7 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 #endif
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
-constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // of them, a thread moves so many at a time: 16 bytes if heads allow it
+constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread moves at a time: 16 bytes if HS allows it
 // On Hopper four warps are a warp group. Two groups share the tiles of 128 channels, or L2 would not keep up.
 constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
 // A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
@@ -1382,8 +1382,8 @@ struct AdamW {
 };
 
 // What the host reads of a step, perhaps when the next one is already queued, and what adamw obeys. A z-score says how
-// many standard deviations a value lies above the mean of the last WINDOW values. stopped is 1 from a step on whose
-// loss or norm is not finite. Then no step that is queued behind it makes an update, and the run ends.
+// many standard deviations a value lies above the mean of the last WINDOW values. When the loss or the norm
+// of a step is not finite, stopped becomes 1: no step queued behind it makes an update, and the run ends.
 struct Verdict { float norm, loss, norm_z, loss_z, update, stopped; };
 
 constexpr int WINDOW = 128;  // steps; one is judged if so many came before it (as in llm.c)

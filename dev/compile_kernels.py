@@ -36,7 +36,7 @@ LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_L
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a, and
-    a list of faults. Those of the files beside it may spill so many bytes."""
+    a list of faults. Kernels of the files beside it may spill `spilled` bytes."""
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
