@@ -2,9 +2,13 @@
 
     pip install -r requirements.txt && python train_gpt2.py
 
-Read this file from top to bottom, with kernels.cu beside it: the model as tables, the files, the GPU, a layer forward
-beside the same layer backward, the update, the loop, a sample, the flags. The last section, "Faster", is there for
-speed alone: leave it out at a first reading, as `--plain 1` does in a run. Sizes have the same letters everywhere:
+Read this file from top to bottom, with kernels.cu beside it: the model as tables; each layer
+forward beside the same layer backward; the update; the training loop. Whoever stops there has seen
+a GPT-2 train. Then comes what these stand on: the GPU, files and batches, a sample, the flags. The
+last section, "Faster", is there for speed alone: `--plain 1` leaves it out. What else the program
+can do is a chapter of its own under dev/, and dev/features.py lists them.
+
+Sizes have the same letters everywhere:
 
     B   sequences in a batch            L   layers
     T   tokens in a sequence            NH  attention heads
@@ -14,21 +18,31 @@ speed alone: leave it out at a first reading, as `--plain 1` does in a run. Size
 
 A kernel is a C++ function that a GPU runs many times at once:
 
-    thread         One run of the function. It knows its number, and so which part of the work is its own.
-    warp           32 threads, its lanes, which execute each instruction together and should load neighbouring numbers.
-    block          Up to 1,024 threads on one multiprocessor. They can wait for each other at a barrier.
-    shared memory  Some 200 KB of fast memory on each multiprocessor, which the threads of a block share.
-    grid           All blocks of a launch. The GPU's 100 or so multiprocessors take them in any order.
+    thread         One run of the function. Its index tells it which part of the work to do.
+    warp           32 threads, its lanes, which execute each instruction together and should load
+                   neighbouring numbers.
+    block          Up to 1,024 threads on one multiprocessor. They can wait for each other at a
+                   barrier.
+    shared memory  Some 200 KB of fast memory on each multiprocessor, which the threads of a block
+                   share.
+    grid           All blocks of a launch. The GPU's 100 or so multiprocessors take them in any
+                   order.
 
-Version 1 of each kernel in dev/cuda/ is the loop that one would write first, and the place to start.
+Version 1 of each kernel in the kernel lab is the loop that one would write first: begin there.
 """
+import argparse
 import bisect
+import contextlib
 import ctypes
 import dataclasses
+import functools
+import glob
 import itertools
+import json
 import math
 import os
 import re
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,20 +50,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, LOW, SIZES, FileKind,
-                                    UserError, aligned_bytes, check_needs, check_size, count_tokens, data_paths, decode,
-                                    duration, files_of, gpt2_encoding, has_gpu, kept_as, launched, make_header,
-                                    parse_flags, progress, read_cache, read_header, read_kernels, read_tokens, run, say,
-                                    set_defaults, stop_signals, to_float, write_cache)
+from prepro_tinyshakespeare import (EOT, UserError, byte_encoding, data_paths, gpt2_encoding,
+                                    make_header, replace_file, run)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
 
+BF16 = np.uint16  # NumPy has no bfloat16, so an array holds its bits: the upper half of an fp32's
+LOW = np.int16  # the lower half of an fp32's bits, signed: see kept_as
+
 
 class Row(NamedTuple):
-    """A row of a table describes a tensor: its name, shape and type; with layers, one such tensor for each layer."""
+    """A row of a table describes a tensor: name, shape, type; with layers, one for each layer."""
     name: str
     shape: tuple
     dtype: type = np.float32
@@ -57,7 +71,7 @@ class Row(NamedTuple):
     mean: float = 0.0  # a parameter starts as mean + std * normal
     std: float = 0.0
     decay: bool = False  # weight decay applies
-    matrix: bool = False  # a product sets its gradient; any other gradient is cleared first, and kernels add to it
+    matrix: bool = False  # a matrix product sets its gradient; kernels add to any other
 
     @property
     def size(self):
@@ -72,29 +86,46 @@ class Row(NamedTuple):
         return (self.layers, *self.shape) if self.layers else self.shape
 
 
-ALIGN = 64  # bytes, where tensors start. 32 divides C, so parameters have no gaps: a checkpoint is the arena's bytes.
-LOGIT_ROWS = 8192  # the fewest tokens whose logits are computed at a time, if there are as many
-PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column; add_partials adds them
+ALIGN = 64  # bytes, where tensors start. 32 divides C, so a checkpoint is the parameters' arena.
+LOGIT_ROWS = 8192  # logits are computed for at least this many tokens at a time
+PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
 WINDOW = 128  # steps whose losses and norms say if the next one's are outliers
-ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay", "clip", "loss_limit",
-         "norm_limit", "seed", "step")  # the fields of its struct in kernels.cu
+ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay",
+         "clip", "loss_limit", "norm_limit", "seed", "step")  # the fields of kernels.cu's struct
 
 
 class Verdict(NamedTuple):
-    """What the device says of a step, as kernels.cu's struct has it: is its update made, or are all stopped?"""
+    """What the device says of a step, as in kernels.cu: whether to update, and whether to stop.
+    A z-score says how far a value is above the mean of the last WINDOW steps, in their standard
+    deviations; it is NaN in the first steps."""
     norm: float
     loss: float
-    norm_z: float  # z-scores: how far above the mean of the last WINDOW steps, in their standard deviations; or NaN
+    norm_z: float
     loss_z: float
     update: float
     stopped: float
 
 
+class FileKind(NamedTuple):
+    """A kind of file: its name, how its header begins, and what to tell the user if it is bad."""
+    name: str
+    magic: int
+    versions: tuple
+    remedy: str
+
+
+HEADER_BYTES = 1024
+TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py writes one, also from a "
+                  "text of your own with --input; a file without a header is of an old format")
+TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it "
+                     "tiktoken is used")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A GPT-2: its sizes, in the order of a checkpoint's header, and the tables of its tensors. `real` is the type in
-    which parameters and activations are stored, fp32 or bfloat16."""
+    """A GPT-2: its sizes, in the order of a checkpoint's header, and the tables of its tensors.
+    `real` is the type in which parameters and activations are stored, fp32 or bfloat16."""
     maxT: int = 1024
     V: int = 50257
     L: int = 12
@@ -102,57 +133,68 @@ class Config:
     C: int = 768
     Vp: int = 50304
 
-    FILE = FileKind("checkpoint", 20240326, (3, 5), "a run with -o writes one, dev/convert.py another")
+    FILE = FileKind("checkpoint", 20240326, (3, 5), "a run with -o writes one, dev/convert.py "
+                    "another")
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
+    TOKEN_FILES = {TOKENS: np.dtype("<u2")}  # the kinds of token files that it reads
     SOURCES = (HERE / "kernels.cu",)
-    MODELS = ("gpt2_124M.bin", "d12", "d3")  # without -e: a checkpoint, if it is here; on a GPU; on a CPU
+    MODELS = ("gpt2_124M.bin", "d12", "d3")  # without -e: a checkpoint; on a GPU; on a CPU
     DESCRIPTORS = "d12, d24, d36, d48 and the like for that depth"
     PADDED = ("wte",)  # parameters whose rows are words, of which those beyond V are zeros
-    EOT, data_paths = EOT, staticmethod(data_paths)  # the token between two texts; the token files of -i and -j
-    longest = property(lambda self: self.maxT)  # T of a sequence, at most: wpe has no more positions
+    # Its vocabulary: what stands between two texts, how texts are encoded, the files of -i and -j.
+    EOT, encoding, data_paths = EOT, staticmethod(gpt2_encoding), staticmethod(data_paths)
+    longest = property(lambda self: self.maxT)  # of a sequence: wpe has no more positions
     NKV = property(lambda self: self.NH)  # heads of keys and values: each query head has its own
 
     @classmethod
     def from_file(cls, path):
-        """The config of a checkpoint, after checking all that can be checked without reading its tensors."""
+        """The config of a checkpoint. All is checked but the tensors themselves."""
         header = read_header(path, cls.FILE)
         c = cls(*header[2:8])
         c.check(path)
-        check_size(path, cls.FILE, HEADER_BYTES + sum(row.nbytes for row in c.file_table(cls.STORED[header[1]])))
+        table = c.file_table(cls.STORED[header[1]])
+        check_size(path, cls.FILE, HEADER_BYTES + sum(row.nbytes for row in table))
         return c
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL, and d60, d72, d84 are
-        llm.c's larger ones. Raises UserError."""
+        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL,
+        and d60, d72, d84 are llm.c's larger ones. Raises UserError."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
-            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to d999, such as d12")
+            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
+                            "d999, such as d12")
         L = int(descriptor[1:])
         NH = {48: 25, 60: 30, 72: 30, 84: 36}.get(L, min(L, 12 + max(0, L - 12) // 3))
         return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
 
     def check(self, path, wishes=()):
-        """Raise UserError, naming where the sizes come from, unless they make a model and the wishes hold, each of them
-        (whether it holds, what is expected)."""
-        for ok, wish in ((all(0 < size < 2**24 for size in dataclasses.astuple(self)[:6]), "sizes from 1 to 2**24 - 1"),
+        """Raise UserError, naming where the sizes come from, unless they make a model and the
+        wishes hold, each of them (whether it holds, what is expected)."""
+        sizes = dataclasses.astuple(self)[:6]
+        for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
                          (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
-                         (self.C % 32 == 0, "C to be a multiple of 32"), (self.V <= self.Vp, "V not to exceed Vp"),
-                         *wishes):
+                         (self.C % 32 == 0, "C to be a multiple of 32"),
+                         (self.V <= self.Vp, "V not to exceed Vp"), *wishes):
             if not ok:
                 raise UserError(f"{path}: {self}; expected {wish}")
+
+    def words(self):
+        """{token id: its bytes}"""
+        return vocabulary()
 
     def switches(self):
         """What kernels.cu is compiled for: the channels of a token, and those of a head."""
         return [f"-DCHANNELS={self.C}", f"-DHS={self.C // self.NH}"]
 
     def parameter_table(self, real=np.float32):
-        """The parameters, in the order of a checkpoint. They start as in the GPT-2 paper (Radford et al. 2019, section
-        2.3): the 2L matrices that add to the residual stream are scaled down by sqrt(2L)."""
+        """The parameters, in the order of a checkpoint. They start as in the GPT-2 paper (Radford
+        et al. 2019, section 2.3): the 2L matrices that add to the residual stream are scaled down
+        by sqrt(2L)."""
         C, once, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
         weight = dict(std=0.02, decay=True, matrix=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
         return [
-            Row("wte", (self.Vp, C), **once, **weight),  # token embeddings, and the head that makes logits of channels
+            Row("wte", (self.Vp, C), **once, **weight),  # token embeddings, and the head's weight
             Row("wpe", (self.maxT, C), **once, std=0.02, decay=True),  # position embeddings
             Row("ln1w", (C,), **each, mean=1.0),
             Row("ln1b", (C,), **each),
@@ -171,37 +213,34 @@ class Config:
         ]
 
     def file_table(self, real=np.float32, header=None):
-        """The tensors of a checkpoint, or of one with this header, in its order. One that is no parameter is zeros."""
+        """The tensors of a checkpoint, or of one with this header, in its order. One that is no
+        parameter is zeros."""
         return self.parameter_table(real)
 
     def headers(self, version):
         """What a checkpoint of this version begins with."""
-        return [make_header(self.FILE, version, *dataclasses.astuple(self))]
+        return [make_header(self.FILE.magic, version, *dataclasses.astuple(self))]
 
-    def activation_table(self, B, T, real=np.float32, recompute=0):
-        """What the forward pass leaves behind for the backward pass. With recompute 1, layers share one tensor for the
-        outputs of norms and GELUs, which the backward pass computes again. With 2, a layer keeps the residual stream as
-        it finds it, atty, and small tensors. Layers share the rest, and the same kernels and products compute it again,
-        to the same bits. The stream itself is then the last of L + 1 tensors."""
-        N, C, L = B * T, self.C, self.L
-        normed, inner = L if recompute == 0 else 1, L if recompute < 2 else 1  # layers with such tensors of their own
+    def activation_table(self, B, T, real=np.float32):
+        """What the forward pass leaves behind for the backward pass."""
+        N, C, each = B * T, self.C, dict(dtype=real, layers=self.L)
         return [
-            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the residual stream, always fp32
-            Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
-            Row("ln1_inp", (N, C), real, inner),  # what ln1 normalises: a copy of the stream as the layer finds it
-            Row("ln1_mean", (N,), layers=L),
-            Row("ln1_rstd", (N,), layers=L),
-            Row("ln1", (N, C), real, normed),
-            Row("qkv", (N, 3 * C), real, inner),  # queries, keys and values, each of NH heads
-            Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
-            Row("atty", (N, C), real, L),  # attention's output
-            Row("ln2_inp", (N, C), real, inner),  # a copy of the stream after attention
-            Row("ln2_mean", (N,), layers=L),
-            Row("ln2_rstd", (N,), layers=L),
-            Row("ln2", (N, C), real, normed),
-            Row("fch", (N, 4 * C), real, inner),  # the MLP's hidden channels, before GELU
-            Row("fch_gelu", (N, 4 * C), real, normed),  # after GELU; becomes the gradient of fch
-            Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
+            Row("residual", (N, C)),  # the residual stream x, always fp32
+            Row("branch", (N, C), real),  # what attention or the MLP computed, to be added to x
+            Row("ln1_inp", (N, C), **each),  # what ln1 normalises: a copy of x
+            Row("ln1_mean", (N,), layers=self.L),
+            Row("ln1_rstd", (N,), layers=self.L),
+            Row("ln1", (N, C), **each),
+            Row("qkv", (N, 3 * C), **each),  # queries, keys and values, each of NH heads
+            Row("lse", (B * self.NH, T), layers=self.L),  # log2 of the sum below a row of softmax
+            Row("atty", (N, C), **each),  # attention's output
+            Row("ln2_inp", (N, C), **each),  # a copy of x after attention
+            Row("ln2_mean", (N,), layers=self.L),
+            Row("ln2_rstd", (N,), layers=self.L),
+            Row("ln2", (N, C), **each),
+            Row("fch", (N, 4 * C), **each),  # the MLP's hidden channels, before GELU
+            Row("fch_gelu", (N, 4 * C), **each),  # after GELU; becomes the gradient of fch
+            Row("lnf_inp", (N, C), real),  # a copy of x after the last layer
             Row("lnf_mean", (N,)),
             Row("lnf_rstd", (N,)),
             Row("lnf", (N, C), real),
@@ -214,22 +253,24 @@ class Config:
         N, C = B * T, self.C
         return [
             Row("dresidual", (N, C), real),  # of the residual stream, all the way down
-            Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
+            Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty and ln1
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
-            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # of dqkv's rows, of which a block of attention has 64 or more
-            Row("partials", (3, PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward, bias_backward
+            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # sums of dqkv's rows, of 64 or more each
+            Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: norm_backward, bias_backward
         ]
 
     def flops_per_token(self, T):
-        """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4 backward), and 12*L*C for
-        each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022, appendix B, halved: causal)."""
-        return 6 * sum(row.size for row in self.parameter_table() if row.matrix) + 6 * self.L * self.C * T
+        """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4
+        backward), and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery
+        et al. 2022, appendix B, halved: causal)."""
+        weights = sum(row.size for row in self.parameter_table() if row.matrix)
+        return 6 * weights + 6 * self.L * self.C * T
 
 
 def logit_rows(N):
-    """How many of N tokens have logits at a time: all would be a large tensor, but each part adds to all of wte's
-    gradient."""
+    """How many of N tokens have logits at a time: all would be a large tensor, but each part adds
+    to all of wte's gradient."""
     return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
@@ -243,67 +284,1131 @@ def batch_table(B, T):
     ]
 
 
-class Alone:
-    """A run of one process. Several, each with a GPU and its part of a batch, are ranks, and dev/ranks.py has these
-    verbs for them. Here they do nothing: skip them at a first reading."""
-    rank, count, here, zero = 0, 1, 1, False  # here: on this machine; zero: AdamW has but a share of the parameters
-    tables = lambda self, c, real: {}  # what a rank allocates besides
-    begin = lambda self, *args: None  # before the first step: have all the same flags, code and data?
-    sum = lambda self, model, l=None: None  # all-reduce the gradients of layer l, or of what is in no layer
-    norm = lambda self, model: None  # with zero: that of the gradients of all shares
-    gather = lambda self, model: None  # with zero: the parameters that others have updated
-    agree = lambda self, stop, pauses: bool(stop)  # has a rank a signal to stop? pauses: something slow comes next
-    exchange = lambda self, value, about: [value]  # [what each rank gives]; about: what an error calls it
-    in_turn = lambda self, work: work()  # on each machine first by one rank, then by the others
-    __str__ = lambda self: ""
-
-
-ALONE = Alone()
-
-
-def arena_tables(c, device, B, T, recompute=0, ranks=ALONE):
-    """All that a training run allocates, {arena: table}: the tensors of a table share one allocation, an arena. In
-    bf16, AdamW works on fp32 numbers all the same: their upper halves are the parameters, their lower ones low bits."""
-    parameters, real = c.parameter_table(), device.real
-    ours = ranks.share(parameters) if ranks.zero else parameters  # what AdamW updates here
-    moments = [row._replace(dtype=device.moment) for row in ours]
-    update = [Row("settings", (len(ADAMW),)), Row("norm", (2 + NORM_BLOCKS,)), Row("verdict", (len(Verdict._fields),)),
-              Row("windows", (2, WINDOW), np.float64), Row("seen", (1,), np.int32),  # the last losses and norms
-              Row("starts", (len(ours) + 1,), np.uint64),  # where each tensor starts, counted in numbers
-              Row("decayed", (len(ours),), np.int32),  # 1 where weight decay applies, else 0
-              Row("places", (3, len(ours)), np.uint64)]  # see dev/moments.cu
-    low = [row._replace(dtype=LOW) for row in ours]
-    return {"parameters": c.parameter_table(real), **({"low bits": low} if real == BF16 else {}),
-            "gradients": parameters, "adam m": moments, "adam v": moments, "update": update,
-            "batch": batch_table(B, T), "activations": c.activation_table(B, T, real, recompute),
-            "backward": c.backward_table(B, T, real), **ranks.tables(c, real), **device.tables(c, B, T)}
+def update_table(updated):
+    """What AdamW needs besides the tensors of a table, which it updates."""
+    return [
+        Row("settings", (len(ADAMW),)),
+        Row("norm", (2 + NORM_BLOCKS,)),
+        Row("verdict", (len(Verdict._fields),)),
+        Row("windows", (2, WINDOW), np.float64),  # the last losses and norms
+        Row("seen", (1,), np.int32),  # how many there were
+        Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, in numbers
+        Row("decayed", (len(updated),), np.int32),  # 1 where weight decay applies, else 0
+    ]
 
 
 def layout(table):
     """Where the tensors of an arena start, in bytes, and behind them where the arena ends."""
-    return list(itertools.accumulate((-(-row.nbytes // ALIGN) * ALIGN for row in table), initial=0))
+    sizes = (-(-row.nbytes // ALIGN) * ALIGN for row in table)
+    return list(itertools.accumulate(sizes, initial=0))
 
 
 def carve(arena, table):
-    """Views of an arena (bytes, on the host or a device), one attribute for each row; with layers, (layers, *shape)."""
+    """Views of an arena (bytes, on the host or a device), one attribute for each row; with layers,
+    (layers, *shape)."""
     views = SimpleNamespace()
     for row, start in zip(table, layout(table)):
-        setattr(views, row.name, arena[start : start + row.nbytes].view(row.dtype).reshape(row.whole_shape))
+        view = arena[start : start + row.nbytes].view(row.dtype).reshape(row.whole_shape)
+        setattr(views, row.name, view)
     return views
 
 
 def of_layer(views, table, l):
     """The views of layer l alone. Where there are fewer tensors than layers, layers share them."""
-    return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers] for row in table if row.layers})
+    return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers]
+                              for row in table if row.layers})
 
 
 def matrices(values):
-    """A parameter's matrices, one a layer, so that billions of numbers can be moved in parts; or one, which is all."""
+    """A stack of matrices, one per layer, so that large tensors can be copied in pieces."""
     return values.reshape(-1, *values.shape[-2:])
 
 
+def kept_as(x, dtype):
+    """What an array of this type keeps of fp32 numbers: fp32 all; BF16 the upper half of the bits,
+    rounded; LOW the lower half, so that the number's bits are (upper << 16) + lower:
+
+        fp32        sign, exponent, 7 bits of mantissa | 16 bits of mantissa
+        in halves   BF16, what the products multiply   | LOW, signed: what rounding has changed
+
+    Ties are rounded away from zero, because that has an inverse: with ties to even, a lower half of
+    0x8000 would not say whether the upper one was rounded up or down."""
+    bits = x.view(np.uint32)
+    if dtype == BF16:
+        return np.where(x == x, (bits + 0x8000) >> 16, 0x7FFF).astype(BF16)
+    return bits.astype(LOW) if dtype == LOW else x
+
+
+def to_float(x, low=None):
+    """An array as fp32: from bfloat16's bits, with the lower halves if given, or from fp32."""
+    if x.dtype != BF16:
+        return x
+    bits = x.astype(np.uint32) << 16
+    return (bits if low is None else bits + low.astype(np.uint32)).view(np.float32)
+
+
+def to_bf16(x):
+    """fp32 numbers rounded to bfloat16, to nearest with ties to even, as its bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
+
+
+# ---- The model: GPT-2 on a device
+#
+# A device does the arithmetic. Cuda, below, is a GPU; dev/cpu/device.py has the same verbs.
+#
+#     empty(nbytes)                 memory, as bytes
+#     put(array, values)            host to device         get(array)    device to host
+#     zero(array)                   all bits 0             tiles(array, B, T)   see launch_attention
+#     launch(kernel, items, *args)  run a kernel of kernels.cu over so many items
+#     matmul(out, a, b, ...)        out = a @ b, or out += a @ b, with a bias or a GELU if asked
+#     repeat(graphs, key, work)     do work(), whose launches are the same each time for one key
+
+
+def launch_attention(device, kernel, arrays, tiled, B, T, NH, NKV, scale, relu):
+    """Launch one of attention's three kernels, in which a block has some rows of a query head, or
+    of a key head. It reads tiles of the arrays `tiled`, each (N,channels)."""
+    sizes, heads = device.attention_sizes, NKV if kernel == "attention_backward_kv" else NH
+    forward = kernel == "attention_forward"
+    shared = sizes.shared_forward if forward else sizes.shared_backward
+    tiles = [device.tiles(array, B, T) for array in tiled]
+    device.launch(kernel, -(-T // sizes.rows) * B * heads, *arrays, *tiles, scale, relu, T, NH, NKV,
+                  threads=sizes.threads, shared=shared)
+
+
+def layernorm_backward_launch(device, N):
+    """(blocks, threads, bytes of shared memory): a block on each multiprocessor, with as many rows
+    as fit there."""
+    sizes = device.layernorm_sizes
+    rows = min(sizes.threads // sizes.row_threads, device.max_shared // sizes.shared_of_row)
+    blocks = min(device.multiprocessors, -(-N // rows), PARTIAL_ROWS)
+    return blocks, rows * sizes.row_threads, rows * sizes.shared_of_row
+
+
+def classifier_launch(device, N, Vp, with_gradient):
+    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, with room for so
+    many logits, at most two rows. Or a block for each row, without room: on a CPU, or where long
+    rows are read only once."""
+    room = min(2 * Vp, device.max_shared // 16 * device.W)
+    if device.name == "cpu" or not with_gradient and room < 2 * Vp:
+        return N, 0, 0
+    return min(N, device.multiprocessors), room, room // device.W * 16
+
+
+class GPT2:
+    """GPT-2 on a device, for batches of up to B sequences of T tokens. attention: "softmax", or
+    "relu" for att = max(0, q.k / sqrt(HS)). Everything is allocated here. Raises UserError if the
+    device is too small."""
+    Config = Config
+    rank, count = 0, 1  # of several processes that each train on a part of a batch: which is it?
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        """All that a training run allocates, {arena: table}: the tensors of a table share one
+        allocation, an arena. AdamW works on fp32 numbers. In bf16 their upper halves are the
+        parameters, and their lower ones `low bits`: see kept_as."""
+        real, parameters = device.real, c.parameter_table()
+        low = [row._replace(dtype=LOW) for row in parameters]
+        halves = {"low bits": low} if real == BF16 else {}
+        return {"parameters": c.parameter_table(real), **halves, "gradients": parameters,
+                "adam m": parameters, "adam v": parameters, "update": update_table(parameters),
+                "batch": batch_table(B, T), "activations": c.activation_table(B, T, real),
+                "backward": c.backward_table(B, T, real)}
+
+    @classmethod
+    def memory(cls, c, device, B, T):
+        """(bytes that the tables ask for, bytes that are free, the largest B that fits, or 0)."""
+        def bytes_of(B):
+            return sum(layout(table)[-1] for table in cls.tables(c, device, B, T).values())
+
+        free = device.free_bytes()
+        return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
+
+    def __init__(self, config, device, B, T, attention="softmax"):
+        self.check(config, device, B, T)
+        self.config, self.device, self.B, self.T = config, device, B, T
+        self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")
+        tables = self.tables(config, device, B, T)
+        self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
+        for name in tables.keys() - {"activations", "backward"}:
+            device.zero(self.arenas[name])
+        self.params, self.grads = self.whole_views("parameters"), self.whole_views("gradients")
+        self.m, self.v, self.adam = (carve(self.arenas[name], tables[name])
+                                     for name in ("adam m", "adam v", "update"))
+        # The fp32 numbers that AdamW updates: the parameters, or, in bf16, both of their halves.
+        self.master = [self.params]
+        if "low bits" in tables:
+            self.master.append(self.whole_views("low bits"))
+        self.head, self.dhead = self.params.wte, self.grads.wte  # wte makes the logits, too
+        updated = tables["adam m"]
+        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in updated)]))
+        device.put(self.adam.decayed, [row.decay for row in updated])
+        self.shape = None  # (B,T) of the batch that the activations are laid out for
+        self.graphs = {}  # what the device has recorded of train_step, with this model's addresses
+        self.step = 0  # steps done
+        self.micro, self.last_micro = 0, True  # which micro-batch of a step; is it the last one?
+        self.micros = 1  # micro-batches over which the step's loss is the mean
+
+    def check(self, config, device, B, T):
+        """Raise UserError unless the device has the kernels and the memory for such a model."""
+        if T > config.longest:
+            raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} "
+                            "tokens")
+        if device.compiled_for != config.switches():
+            raise UserError("the device's kernels are compiled for "
+                            f"{' '.join(device.compiled_for)}: expected a device for "
+                            f"{' '.join(config.switches())}")
+        attention = device.attention_sizes
+        shared = max(attention.shared_forward, attention.shared_backward,
+                     device.layernorm_sizes.shared_of_row)
+        if shared > device.max_shared:
+            raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of "
+                            f"shared memory, and this device has {device.max_shared:,}: choose a "
+                            "smaller C, smaller heads, or bf16")
+        asked, free, fits = self.memory(config, device, B, T)
+        if asked > free:
+            raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of "
+                            f"{device.memory}, and {free / 2**30:.2f} are free; the largest -b "
+                            f"that fits is {fits}" + self.smaller(config, device, B, T, fits))
+
+    def smaller(self, config, device, B, T, fits):
+        """What else to tell a user whose model does not fit."""
+        return "" if fits else "; choose a smaller -t or -e"
+
+    def whole_views(self, arena):
+        """Views of an arena that has a tensor for each parameter."""
+        dtype = {"parameters": self.device.real, "low bits": LOW}.get(arena, np.float32)
+        return carve(self.arenas[arena], self.config.parameter_table(dtype))
+
+    def set_parameters(self, tensors):
+        """Set parameters from (name, values) pairs, fp32 or bf16."""
+        self.set_tensors(tensors, self.master)
+
+    def set_tensors(self, tensors, kept):
+        """Set tensors from (name, values) pairs in views that keep all of an fp32 number, or in two
+        that keep a half each. Unknown names are ignored; rows beyond a shorter vocabulary keep
+        their values."""
+        for name, values in tensors:
+            for views in kept if hasattr(kept[0], name) else ():
+                for to, part in zip(matrices(getattr(views, name)), matrices(values)):
+                    part = to_float(part)
+                    self.device.put(to.reshape(-1)[: part.size], kept_as(part, to.dtype))
+
+    def master_numbers(self):
+        """The fp32 numbers that AdamW updates, on the host, one after another."""
+        arenas = [name for name in ("parameters", "low bits") if name in self.arenas]
+        dtypes = self.device.real, LOW
+        return to_float(*(self.device.get(self.arenas[name].view(dtype))
+                          for name, dtype in zip(arenas, dtypes)))
+
+    def set_batch(self, batch):
+        """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may
+        be smaller."""
+        data, (B, T) = batch
+        self.device.put(self.arenas["batch"][: data.nbytes], data)
+        if (B, T) == self.shape:
+            return
+        tables = self.tables(self.config, self.device, B, T)
+        self.batch, self.acts, self.back = (carve(self.arenas[name], tables[name])
+                                            for name in ("batch", "activations", "backward"))
+        self.layers = [self.layer_views(l, tables) for l in range(self.config.L)]
+        size = len(self.acts.logits)  # tokens whose logits are computed together
+        self.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
+        self.shape = B, T
+
+    def layer_views(self, l, tables):
+        """(parameters, gradients, activations) of layer l."""
+        return (of_layer(self.params, tables["parameters"], l),
+                of_layer(self.grads, tables["gradients"], l),
+                of_layer(self.acts, tables["activations"], l))
+
+    # The residual stream x (N,C) runs through all layers. Each reads it twice, through a norm, and
+    # adds to it twice:
+    #
+    #  x --+------------------------------->(+)----+---------------------------->(+)--> next layer
+    #      |                                 |     |                              |
+    #      +-> ln1 -> qkv -> attention -> attproj  +-> ln2 -> fc --> GELU --> fcproj    (computed)
+    #      |    |      |        |                  |    |      |       |
+    #   ln1_inp ln1   qkv   atty, lse           ln2_inp ln2   fch   fch_gelu    (kept for backward)
+    #
+    # attproj and fcproj leave their result in `branch`. The addition (+) is done by the next norm's
+    # kernel, which reads all of x anyway. x is fp32, and its copies ln1_inp and ln2_inp are rounded
+    # to real. The gradient of x, dresidual, goes from right to left: a (+) hands it to the stream
+    # and to the branch, and a fork adds what the branch returns.
+
+    def layer_forward(self, l):
+        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1,
+        or lnf, adds."""
+        p, _, a = self.layers[l]
+        matmul, branch = self.device.matmul, self.acts.branch
+        added = branch if l else None  # what the MLP of the layer before computed
+        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added, p.ln1w, p.ln1b)  # (N,C)
+        matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
+        self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C): tokens see each other
+        matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
+
+        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
+        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
+        matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
+
+    def layer_backward(self, l):
+        """layer_forward(l) from its last line to its first. A product out = inp @ w.T has the
+        gradients dinp = dout @ w and dw = dout.T @ inp. dx, the gradient of the stream, is also
+        that of a branch added to it: the dout of fcproj and attproj. Their biases' gradients are
+        the sums of dx's rows; norm_backward reads dx anyway, so it sums these too."""
+        p, g, a = self.layers[l]
+        d, matmul, adds = self.back, self.device.matmul, self.micro > 0
+        dx, dinp = d.dresidual, d.dinp
+        matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=adds)  # (C,N) @ (N,4C) -> (C,4C)
+        dfch = a.fch_gelu  # whose memory is free now
+        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
+        self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
+        matmul(g.fcw, dfch.T, a.ln2, accumulate=adds)  # (4C,N) @ (N,C) -> (4C,C)
+        matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
+        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
+
+        matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
+        matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
+        self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb)  # (N,C) -> dqkv (N,3C), and (3C)
+        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (3C,N) @ (N,C) -> (3C,C)
+        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
+        bias_before = self.layers[l - 1][1].fcprojb if l else None  # whose branch this norm added
+        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)
+
+    def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
+        """x += branch, unless that is None. Then copy = x and out = layernorm(x)."""
+        x = self.acts.residual
+        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, x,
+                           branch, weight, bias, len(out))
+
+    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
+        """dx += the gradient of the norm's input, given back.dinp, that of its output. dweight and
+        dbias += theirs. dbias_before += the sum over rows of the new dx, unless it is None."""
+        C, N, device, d = self.config.C, len(inp), self.device, self.back
+        blocks, threads, shared = layernorm_backward_launch(device, N)
+        device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,
+                      mean, rstd, N, threads=threads, shared=shared)
+        device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, d.partials, blocks, C)
+
+    def bias_backward(self, dbias, dout):
+        """dbias (OC) += the sum over rows of dout (N,OC): in two stages if there are many rows."""
+        (N, OC), device, partials = dout.shape, self.device, self.back.partials
+        shares = max(1, min(64, N // 256))
+        to = dbias if shares == 1 else partials
+        device.launch("matmul_backward_bias", (OC, shares), to, dout, N, OC)
+        if shares > 1:
+            device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
+
+    def attention(self, kernel, *arrays, tiled):
+        """launch_attention for this batch."""
+        c = self.config
+        launch_attention(self.device, kernel, arrays, tiled, *self.shape, c.NH, c.NKV, self.scale,
+                         self.relu)
+
+    def attention_forward(self, atty, lse, qkv):
+        """atty (N,C) = attention of the queries, keys and values in qkv (N,3C)."""
+        self.attention("attention_forward", atty, lse, tiled=(qkv,))
+
+    def attention_backward(self, qkv, lse, atty, dbias):
+        """back.dqkv = the gradient of qkv, given back.dinp, that of atty. dbias += the sum of its
+        rows, unless it is None."""
+        (B, T), d, rows = self.shape, self.back, self.device.attention_sizes.rows
+        sums, tiled = None if dbias is None else d.dqkv_sums, (qkv, d.dinp)
+        self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, atty, tiled=tiled)
+        self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, tiled=tiled)
+        if sums is not None:
+            self.device.launch("add_partials", dbias.size, dbias, None, None, sums,
+                               B * -(-T // rows), dbias.size)
+
+    def embedding_forward(self):
+        """Where the stream begins: x = wte[token] + wpe[position]."""
+        (_, T), p, x = self.shape, self.params, self.acts.residual
+        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, p.wte, p.wpe, len(x), T,
+                           x.shape[1])
+
+    def embedding_backward(self):
+        """The gradients of wte and wpe, which add to what the head has left in wte's."""
+        (B, T), C, g, b, dx = self.shape, self.config.C, self.grads, self.batch, self.back.dresidual
+        self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order,
+                           b.run_length, C)
+        self.device.launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
+
+    def last_norm_forward(self):
+        """Where the stream ends: lnf (N,C), of which the head makes logits."""
+        p, a = self.params, self.acts
+        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)
+
+    def last_norm_backward(self):
+        """Where the gradient dx of the stream begins."""
+        p, g, a = self.params, self.grads, self.acts
+        self.device.zero(self.back.dresidual)
+        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd)
+
+    def head_forward(self, rows):
+        """The logits (rows,Vp) of some of the N tokens, a slice of them."""
+        logits = self.acts.logits[: rows.stop - rows.start]
+        self.device.matmul(logits, self.acts.lnf[rows], self.head.T)  # (rows,C) @ (C,Vp)
+        return logits
+
+    def loss_forward(self, rows, logits, with_gradient=False):
+        """The losses of these tokens, -log softmax(logits)[target]. With the gradient, the same
+        kernel turns the logits into the gradient of the step's mean loss."""
+        c, a = self.config, self.acts
+        blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
+        targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
+        self.device.launch("fused_classifier", blocks, logits, a.losses[rows], targets, dloss,
+                           len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
+
+    def head_backward(self, rows, dlogits):
+        """The gradients of these tokens' lnf, into dinp, and of the head's weight."""
+        matmul, adds = self.device.matmul, self.micro > 0 or rows.start > 0
+        matmul(self.back.dinp[rows], dlogits, self.head)  # (rows,Vp) @ (Vp,C) -> (rows,C)
+        matmul(self.dhead, dlogits.T, self.acts.lnf[rows], accumulate=adds)  # (Vp,rows) @ (rows,C)
+
+    def mean_loss(self):
+        """A micro-batch's part of the step's mean loss: the first sets the verdict's loss, others
+        add to it."""
+        N = len(self.acts.losses)
+        self.device.launch("add_loss", 1, self.adam.verdict, self.acts.losses,
+                           1 / (N * self.micros), N, self.micro > 0)
+
+    def forward_pass(self):
+        """From a batch on the device to lnf (N,C). The loss is not here, since the logits of all
+        tokens would be the largest tensor by far: backward_pass takes them part by part."""
+        self.embedding_forward()
+        for l in range(self.config.L):
+            self.layer_forward(l)
+        self.last_norm_forward()
+
+    def backward_pass(self):
+        """From lnf through the loss to the gradients of all parameters. The first micro-batch of a
+        step begins them anew: what kernels add to is cleared, and a product sets its matrix. The
+        others add to them."""
+        for row in self.config.parameter_table():
+            if self.micro == 0 and not row.matrix:
+                self.device.zero(getattr(self.grads, row.name))
+        for rows in self.parts:
+            logits = self.head_forward(rows)
+            self.loss_forward(rows, logits, with_gradient=True)
+            self.head_backward(rows, logits)
+        self.mean_loss()
+        self.last_norm_backward()
+        for l in reversed(range(self.config.L)):
+            self.layer_backward(l)
+        self.embedding_backward()
+
+    def forward(self, tokens, targets=None):
+        """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None. Its
+        logits are left in acts.logits: those of the last part, if there are several."""
+        self.set_batch(pack_batch(tokens, 0 if targets is None else targets))
+        self.forward_pass()
+        for rows in self.parts:
+            logits = self.head_forward(rows)
+            if targets is not None:
+                self.loss_forward(rows, logits)
+        if targets is None:
+            return None
+        self.mean_loss()
+        return self.report().loss
+
+    def next_logits(self, tokens):
+        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
+        padded = np.zeros((1, min(self.T, -(-len(tokens) // 64) * 64)), np.int32)
+        padded[0, : len(tokens)] = tokens  # causal: padding at the end is never seen
+        self.set_batch(pack_batch(padded))
+        self.forward_pass()
+        logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
+        return to_float(self.device.get(logits))[0, : self.config.V]
+
+    def report(self):
+        """What the device says of the last step, a Verdict. Waits for it."""
+        return Verdict(*self.device.get(self.adam.verdict).tolist())
+
+    # ---- The update
+
+    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, seed=0, **others):
+        """Begin a step with these settings of AdamW; the others are 0 if not given. kernels.cu has
+        the struct."""
+        self.step += 1
+        settings = dict.fromkeys(ADAMW, 0.0)
+        settings |= dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps,
+                         correction1=1 / (1 - beta1**self.step),
+                         correction2=1 / (1 - beta2**self.step), step=self.step,
+                         seed=seed % 2**24, **others)  # below 2^24 fp32 has all whole numbers
+        self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
+
+    def update_pass(self):
+        """An AdamW step with the gradients that were added up."""
+        arenas = self.arenas
+        self.adamw(arenas["parameters"], arenas.get("low bits"), arenas["gradients"],
+                   arenas["adam m"], arenas["adam v"])
+
+    def adamw(self, parameters, low, gradients, m, v):
+        """AdamW on arrays that hold all tensors one after another, unless the kernel judge says
+        that no parameter is to change."""
+        adam, device, n = self.adam, self.device, gradients.nbytes // 4
+        self.norm_of(gradients, n)
+        device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
+        self.adamw_launch("adamw", parameters, low, gradients, m, v, n)
+
+    def norm_of(self, gradients, n):
+        """adam.norm[0] = the norm of n gradients."""
+        blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
+        self.device.launch("global_norm", blocks, self.adam.norm, gradients, n)
+
+    def adamw_launch(self, kernel, parameters, low, gradients, m, v, n, *more):
+        adam = self.adam
+        self.device.launch(kernel, n, parameters, low, gradients, m, v, adam.starts, adam.decayed,
+                           adam.decayed.size, n, adam.settings, adam.verdict, *more)
+
+    def train_step(self, *batches, **adamw):
+        """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with
+        set_adamw's settings. report() waits for it."""
+        self.set_adamw(**adamw)
+        self.micros = len(batches) * self.count
+        for self.micro, batch in enumerate(batches):
+            self.last_micro = self.micro == len(batches) - 1
+            self.set_batch(batch)
+            self.device.repeat(self.graphs, (self.shape, self.micros, self.micro > 0,
+                                             self.last_micro), self.micro_step)
+        self.micro, self.micros, self.last_micro = 0, 1, True
+
+    def micro_step(self):
+        """What a micro-batch takes; behind the last one, the update."""
+        self.forward_pass()
+        self.backward_pass()
+        if self.last_micro:
+            self.update_pass()
+
+
+# ---- The loop
+
+
+def scheduled_rate(step, steps, flags):
+    """The learning rate of a step, counted from 0, in fp32 as in llm.c. It rises to -l in -u steps,
+    then falls to -q of that: like a cosine, along a line, or, for wsd, like a root in the last
+    fifth of all."""
+    f, kind, warmup = np.float32, flags.schedule, flags.warmup
+    rate = f(flags.learning_rate)
+    least = rate * f(flags.final_fraction)
+    if kind == "constant":
+        return rate
+    if step < warmup:
+        return rate * f(step + 1) / f(warmup)
+    begin = int(f(0.8) * f(steps)) if kind == "wsd" else warmup
+    if step < begin:
+        return rate
+    share = f(step - begin) / f(steps - begin)  # of the way down
+    if kind == "linear":
+        return rate - share * (rate - least)
+    if kind == "cosine":
+        left = f(0.5) * (f(1) + np.cos(f(math.pi * float(share))))
+    else:
+        left = f(1) - np.sqrt(share)
+    return least + left * (rate - least)
+
+
+class Training:
+    """A run: what happens when. flags: of main; Model: GPT2, or a subclass of it."""
+    rank, count = 0, 1  # as GPT2's
+
+    def __init__(self, flags, Model):
+        self.flags, self.Model = flags, Model
+        self.signals = []  # the numbers of the signals that have come
+        self.stopping = False  # one of them ends the run
+        self.times, self.losses = [], []  # of the steps of this run
+
+    def train(self):
+        """Train from the model's step on, until all steps are done or a signal comes. Raises
+        UserError when the loss is no longer a number."""
+        flags, steps = self.flags, self.flags.steps
+        batches = self.next_batches()
+        first = self.model.step
+        for done in range(first, steps + 1):  # the last round only validates and samples
+            self.stopping = self.told_to_stop(done)
+            if self.stopping or self.pauses(done):
+                self.pause(done, batches)
+            if self.stopping or done == steps:
+                break
+            begun, rate = time.perf_counter(), scheduled_rate(done, steps, flags)
+            adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
+            self.model.train_step(*batches.packed, learning_rate=rate, **adamw)
+            queued = SimpleNamespace(number=done + 1, rate=rate, begun=begun, batches=batches)
+            batches = self.next_batches()  # while a GPU is at work
+            self.finish(queued)
+        self.summarize()
+
+    def told_to_stop(self, done):
+        return bool(self.signals)
+
+    def due(self, done, every):
+        """Whether something that comes every so many steps, and at the end, comes after `done`."""
+        return every > 0 and (done % every == 0 or done == self.flags.steps)
+
+    def validates(self, done):
+        return self.due(done, self.flags.val_every)
+
+    def samples(self, done):
+        flags = self.flags
+        return done > 0 and flags.sample_tokens > 0 and self.due(done, flags.sample_every)
+
+    def pauses(self, done):
+        """Whether anything but a step comes after `done` steps."""
+        return self.validates(done) or self.samples(done) or done == self.flags.steps
+
+    def pause(self, done, batches):
+        """Between two steps: look how the model does, and keep it."""
+        if self.validates(done) and not self.stopping:
+            self.validate(done)
+        if self.samples(done) and not self.stopping:
+            self.sample()
+        if self.stopping or done == self.flags.steps:
+            self.save(done)
+
+    def next_batches(self):
+        """The micro-batches of a step, packed, where they are in the data, and the position of the
+        first of them."""
+        if self.flags.overfit:
+            self.train_data.open(0)
+        batches = SimpleNamespace(position=self.train_data.position(), packed=[], places=[])
+        for _ in range(self.micros):
+            batches.packed.append(pack_batch(*self.train_data.next_batch()))
+            batches.places.append(self.train_data.where)
+        return batches
+
+    def validate(self, done):
+        """Print the mean loss of -m batches of -j, and return it."""
+        loss = self.validation_loss()
+        self.say(f"val loss {loss:.6f}")
+        return loss
+
+    def validation_loss(self):
+        data, most = self.val_data, self.flags.val_batches
+        data.open(0)
+        count = data.batches if most < 0 else min(most, data.batches)
+        return sum(self.model.forward(*data.next_batch()) for _ in range(count)) / count
+
+    def sample(self):
+        """Print what the model makes up."""
+        text = decode(sample(self.model, self.flags.sample_tokens), self.config.words())
+        self.say(f"generating:\n---\n{text}\n---")
+
+    def save(self, done):
+        """At the end of a run with -o: write the weights, in llm.c's format."""
+        if self.flags.output:
+            path = Path(self.flags.output) / f"model_{done:08d}.bin"
+            replace_file(path, map(self.on_host, checkpoint_parts(self.model)))
+            self.say(f"wrote {path}")
+
+    def on_host(self, part):
+        return part if isinstance(part, np.ndarray) else self.device.get(part)
+
+    def finish(self, queued):
+        """Wait for a step that was queued, and report it."""
+        self.report(queued, self.model.report())
+
+    def report(self, queued, verdict):
+        """Print the line of a step."""
+        flags, step, steps = self.flags, queued.number, self.flags.steps
+        if not verdict.update:
+            self.no_update(queued, verdict)
+        seconds, tokens = time.perf_counter() - queued.begun, flags.total_batch
+        self.times.append(seconds)
+        self.losses.append(verdict.loss)
+        line = (f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | "
+                f"lr {queued.rate:.2e} | {1e3 * seconds:8.2f} ms | {tokens / seconds:9,.0f} tok/s")
+        if self.device.peak_flops:
+            flops = tokens // self.count * self.config.flops_per_token(self.model.T)
+            line += f" | {flops / seconds / self.device.peak_flops:5.1%} of peak"
+        self.say(f"{line} | {step * tokens:,} tokens")
+        if len(self.times) == 20:
+            self.estimate(step)
+
+    def estimate(self, step):
+        """Say how long the whole run will take."""
+        count, median = self.flags.steps - step + 20, float(np.median(self.times))
+        self.say(f"estimate     | {count} steps of {1e3 * median:.2f} ms take "
+                 f"{duration(count * median)}; validations, samples and checkpoints come on top")
+
+    def no_update(self, queued, verdict):
+        """A step whose loss or norm was an outlier, or not a number, left the parameters alone."""
+        step = queued.number
+        self.say(f"WARNING: step {step}: no update: loss {verdict.loss:.6f}, norm "
+                 f"{verdict.norm:.6f}")
+        if verdict.stopped:
+            self.model.step = step - 1  # no later one has made an update
+            self.give_up(queued, verdict)
+
+    def give_up(self, queued, verdict):
+        """The loss is not a number, and never will be again."""
+        raise UserError(f"the loss of step {queued.number} is {verdict.loss} and the norm of its "
+                        f"gradient {verdict.norm}: try a smaller -l, or look at the data: "
+                        f"{'; '.join(queued.batches.places)}")
+
+    def summarize(self):
+        tokens, times, losses = self.flags.total_batch, self.times, self.losses
+        if times:
+            median = float(np.median(times))
+            self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
+                     f"{tokens / median:,.0f} tok/s; training loss {losses[0]:.6f} -> "
+                     f"{losses[-1]:.6f}")
+        if self.signals:
+            kept = f"the weights are in {self.flags.output}" if self.flags.output else (
+                "without -o the weights are lost")
+            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; {kept}")
+
+    def say(self, line):
+        print(line, flush=True)
+
+    # ---- Before the first step
+
+    def run(self):
+        """Everything from the flags to the last line. Returns the exit status. Raises UserError."""
+        self.prepare()
+        return self.start()
+
+    def prepare(self):
+        self.choose_model()
+        self.device = self.make_device()
+        self.flags.dtype = self.device.dtype
+        self.open_data()
+        self.announce()
+
+    def choose_model(self):
+        """Which model: its config, and the checkpoint that it starts from, if there is one."""
+        flags, kind = self.flags, self.Model.Config
+        given = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
+        scratch = not given and (flags.device == "cpu" or not flags.train_data)
+        set_defaults(flags, scratch)
+        small = not given and flags.device == "cpu"
+        self.name = self.checkpoint(given or kind.MODELS[2 if small else 1])
+        self.from_file = os.path.exists(self.name) or self.name.endswith(".bin")
+        make = kind.from_file if self.from_file else kind.from_descriptor
+        self.config = make(self.name)
+        flags.seq_len = flags.seq_len or min(self.config.maxT, DEFAULT_T[flags.device])
+
+    def checkpoint(self, name):
+        """What the run starts from, if -e is this name."""
+        return str(name)
+
+    def make_device(self, *beside):
+        """The device; beside: CUDA files to compile behind the model's own."""
+        device = self.device_class()(self.flags.dtype, self.config, beside)
+        device.graph = self.flags.graph
+        return device
+
+    def device_class(self):
+        return device_class(self.flags.device, self.flags.plain)
+
+    def open_data(self):
+        """Open the tokens to train and to validate on, and set what follows from their number."""
+        flags, c, (B, T) = self.flags, self.config, (self.flags.batch_size, self.flags.seq_len)
+        self.train_path, self.val_path = self.data_paths()
+        if flags.overfit:
+            self.train_path, flags.shuffle = self.val_path, 0
+        self.train_data = DataLoader(self.train_path, B, T, c, flags.shuffle, self.rank, self.count)
+        if flags.val_every:
+            counts = [count_tokens(path, c)[0] for path in files_of(self.val_path)]
+            fits = (min(counts) - 1) // T  # sequences; tinyshakespeare has 31
+            rows = max(1, min(B, fits // self.count))
+            self.val_data = DataLoader(self.val_path, rows, T, c, 0, self.rank, self.count)
+        size = self.train_data.size
+        flags.shuffle, flags.total_batch = int(self.train_data.shuffle), flags.total_batch or size
+        if flags.total_batch % size:
+            raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {size}, a "
+                            f"micro-batch's tokens{self.place()}")
+        self.micros = flags.total_batch // size
+        self.epoch = max(1, self.train_data.total // flags.total_batch)
+        if flags.steps in (None, -1):
+            flags.steps = self.epoch
+
+    def data_paths(self):
+        return self.config.data_paths(self.flags.train_data, self.flags.val_data)
+
+    def place(self):
+        """Where the run is, beside its device, for a line that it prints."""
+        return ""
+
+    def announce(self):
+        """Print the run's sizes, and the tables of its memory."""
+        flags, c, data, (B, T) = self.flags, self.config, self.train_data, self.model_size()
+        origin = "" if self.from_file else f" from scratch, seed {flags.seed}"
+        numbers = sum(row.size for row in c.parameter_table())
+        files = f" in {len(data.paths)} files" if len(data.paths) > 1 else ""
+        print(f"device       | {self.device}{self.place()} (--device, --dtype)")
+        print(f"model        | {self.name}{origin}: {numbers:,} parameters (-e), {c}")
+        print(f"data         | {self.train_path}: {data.total:,} tokens{files} (-i), "
+              f"{self.val_path} (-j)")
+        print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), "
+              f"{flags.steps} steps (-x), an epoch has {self.epoch}")
+        for arena, table in self.Model.tables(c, self.device, B, T).items():
+            print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, of "
+                  f"which {max(table, key=lambda row: row.nbytes).name} is the largest")
+        asked, free, fits = self.Model.memory(c, self.device, B, T)
+        print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into "
+              f"{free / 2**30:.2f} GiB")
+
+    def model_size(self):
+        """(B,T) of the largest batch."""
+        return self.flags.batch_size, self.flags.seq_len
+
+    def start(self):
+        try:
+            self.model = self.make_model()
+            with stop_signals() as self.signals:
+                self.train()
+        except self.device.Fault as e:
+            raise UserError(f"the GPU stopped ({e}) at {self.device.launched} or a launch before "
+                            "it: find the fault with --graph 0, --plain 1, compute-sanitizer, or "
+                            "--device cpu") from None
+        return 128 + self.signals[0] if self.signals else 0
+
+    def make_model(self):
+        """The model, with the parameters that it starts from."""
+        c, flags = self.config, self.flags
+        model = self.Model(c, self.device, *self.model_size(), flags.attention)
+        if self.from_file:
+            model.set_parameters(read_parameters(self.name, c))
+        else:
+            model.set_parameters(draw_parameters(c, flags.seed))
+        return model
+
+
+# ---- The device, plain
+
+
+def stride_of(x):
+    """(transposed, stride) for BLAS: (0, numbers to the next row), or of a view such as w.T (1, to
+    the next column)."""
+    to_row, to_column = (stride // x.itemsize for stride in x.strides)
+    if to_column == 1 or x.shape[1] == 1:
+        return 0, max(to_row, x.shape[1])
+    return 1, max(to_column, x.shape[0])
+
+
+class Kernel(NamedTuple):
+    """What kernels.cu says of a kernel: BLOCK(threads, items along x, items along y), and its
+    parameters. gelu_forward has
+
+        BLOCK(256, W * threads)        256 threads, of which each takes W numbers, 8 in bf16
+
+    so for 10,000 numbers it is launched as ceil(10000 / 2048) = 5 blocks of 256 threads."""
+    name: str
+    threads: int  # of a block
+    covers: list  # functions of threads and W: items that a block covers along x, and along y
+    parameters: list  # (name, NumPy type, or None of an array, whether it is const)
+
+    def plan(self, items, args, W, threads=None):
+        """(grid, block, arguments) of a launch over so many items, or (items along x, along y).
+        Raises UserError unless there are as many arguments as parameters."""
+        if len(args) != len(self.parameters):
+            raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and "
+                            f"is launched with {len(args)} arguments")
+        threads = threads or self.threads
+        # int, since C's / of ints is a float in Python; the 1 is for y, where BLOCK does not say
+        sizes = [*(int(covers(threads, W)) for covers in self.covers), 1]
+        counts = items if isinstance(items, tuple) else (items,)
+        grid = tuple(-(-count // size) for count, size in zip(counts, sizes))  # rounded up
+        args = (kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters))
+        return grid, (threads,), tuple(args)
+
+
+SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
+# Arrays that go by value, in a struct of kernels.cu: {type: whether the kernel only reads them}
+STRUCTS = {"Output": False, "Tiles": True}
+# What kernels.cu, once it is compiled, says of itself in constant arrays: the rows and threads of
+# attention's blocks, and their bytes of shared memory; the most threads of layernorm_backward's
+# blocks, those of a row, and a row's bytes.
+SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward", "maps"),
+         "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
+
+
+def without_comments(text):
+    """CUDA text with its comments as blanks, so that every place in it stays where it is."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found[0]), text,
+                  flags=re.S)
+
+
+def read_kernels(sources):
+    """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither an array nor one of
+    SCALARS."""
+    declaration = (r'BLOCK\(\s*(\d+)\s*,([^()]*)\)\s*extern "C" __global__ void\s+'
+                   r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
+    kernels, found = {}, []
+    for path in sources:
+        text = without_comments(path.read_text(encoding="utf-8"))
+        found += [(path, *words) for words in re.findall(declaration, text)]
+    for path, threads, covers, name, parameters in found:
+        try:
+            covers = [eval(f"lambda threads, W: {expression}") for expression in covers.split(",")]
+            if min(function(int(threads), W) for function in covers for W in (4, 8)) < 1:
+                raise ValueError("a block covers nothing")
+        except Exception as e:  # whatever somebody wrote there
+            raise UserError(f"{path.name}: BLOCK over {name}: {e}: expected arithmetic in threads "
+                            "and W") from None
+        kernels[name] = Kernel(name, int(threads), covers, [])
+        for parameter in parameters.replace("__restrict__", "").split(","):
+            *_, kind, label = re.findall(r"\w+", parameter)
+            array = "*" in parameter or kind in STRUCTS
+            if not array and kind not in SCALARS:
+                raise UserError(f"{path.name}: {name}: {kind} {label}: expected a pointer or "
+                                f"{', '.join([*SCALARS, *STRUCTS])}")
+            const = STRUCTS.get(kind, "const" in parameter)
+            kernels[name].parameters.append((label, None if array else SCALARS[kind], const))
+    return kernels
+
+
+class Cuda:
+    """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get
+    waits for it. dtype: "bf16", "fp32", or "tf32", which is fp32 with matrix products that round
+    their inputs to TF32; c: the Config that kernels are compiled for; beside: more CUDA files to
+    compile behind kernels.cu. Raises UserError."""
+    name, memory, launched = "cuda", "device memory", "the start"
+    OPTIONS = ("-std=c++17",)
+    DTYPES = ("fp32", "tf32", "bf16")
+    TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
+    ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
+    SPARE = 2**28  # bytes left for what CuPy, cuBLAS and the driver take in the first step
+    NEEDS = 80, "Ampere", "--device cpu"  # the least compute capability, and what else to do
+    # Dense FLOPs of a multiprocessor in a clock, by DTYPES: NVIDIA's architecture white papers.
+    FLOPS_PER_CLOCK = {80: (128, 1024, 2048), 86: (256, 256, 512), 89: (256, 256, 512),
+                       90: (256, 2048, 4096), 100: (256, 4096, 8192), 120: (256, 256, 512)}
+
+    def __init__(self, dtype, c, beside=()):
+        try:
+            import cupy
+            from cupy_backends.cuda.libs import cublas
+            cupy.cuda.runtime.getDeviceCount()
+        except ImportError as e:
+            raise UserError(f"--device cuda needs CuPy, which is not installed ({e}): pip install "
+                            "-r requirements.txt, or train with --device cpu") from None
+        except cupy.cuda.runtime.CUDARuntimeError as e:
+            raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with "
+                            "--device cpu") from None
+        self.cupy, self.cublas, self.gpu = cupy, cublas, cupy.cuda.Device()
+        self.dtype = dtype or "bf16"
+        self.Fault = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError,
+                      cublas.CUBLASError)
+        self.capability, attributes = int(self.gpu.compute_capability), self.gpu.attributes
+        least, name, remedy = self.NEEDS
+        if self.capability < least:
+            raise UserError(f"this GPU has compute capability {self.capability / 10}, and the "
+                            f"kernels need {least / 10} ({name}) or later: train with {remedy}")
+        self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
+        self.compute = cublas.CUBLAS_COMPUTE_32F
+        if self.dtype == "tf32":
+            self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
+        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
+        # A KiB is left for the arrays that kernels declare themselves.
+        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024
+        self.multiprocessors = attributes["MultiProcessorCount"]
+        flops = self.FLOPS_PER_CLOCK.get(self.capability, (0,) * len(self.DTYPES))
+        self.peak_flops = (flops[self.DTYPES.index(self.dtype)] * self.multiprocessors
+                           * attributes["ClockRate"] * 1e3)
+        self.compiled_for = c.switches()
+        self.compile([*c.SOURCES, *beside])
+        cublas.setMathMode(self.gpu.cublas_handle, 16)  # sum in fp32, whatever is multiplied
+
+    def compile(self, sources):
+        """Compile CUDA files as one, with what kernels.cu is to know."""
+        code = "".join(f'#line 1 "{path.name}"\n{path.read_text("utf-8")}' for path in sources)
+        module = self.cupy.RawModule(code=code, options=(*self.OPTIONS, *self.switches()))
+        self.kernels = read_kernels(sources)
+        try:
+            self.functions = {name: module.get_function(name) for name in self.kernels}
+            for name, fields in SIZES.items():  # attention_sizes, layernorm_sizes
+                at = module.get_global(name)
+                values = self.cupy.ndarray(len(fields), np.int32, at).get().tolist()
+                setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
+        except self.cupy.cuda.compiler.CompileException as e:
+            raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
+        except self.Fault as e:
+            raise UserError(f"the GPU cannot be used ({e}): check nvidia-smi, or train with "
+                            "--device cpu") from None
+
+    def switches(self):
+        return [f"-D{self.dtype.upper()}", *self.compiled_for]
+
+    def __str__(self):
+        name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
+        peak = f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else ""
+        return f"{name}, {self.dtype}{peak}"
+
+    def free_bytes(self):
+        """How much device memory there is for the tables."""
+        return max(0, self.gpu.mem_info[0] - self.SPARE)
+
+    def empty(self, nbytes):
+        try:
+            return self.cupy.empty(nbytes, np.uint8)
+        except MemoryError:
+            raise UserError(f"no memory for {nbytes / 2**30:.2f} GiB more; choose a smaller -b, -t "
+                            "or -e") from None
+
+    def put(self, array, values):
+        values = np.ascontiguousarray(values, array.dtype).reshape(array.shape)
+        array.set(values, stream=self.cupy.cuda.get_current_stream())
+
+    def get(self, array):
+        return self.cupy.asnumpy(array)
+
+    def zero(self, array):
+        array.data.memset_async(0, array.nbytes)
+
+    def tiles(self, array, B, T):
+        """What attention reads tiles of an array (B,T,channels) from."""
+        return array
+
+    def launch(self, name, items, *args, threads=None, shared=0):
+        """Run a kernel over so many items. The BLOCK(...) over it says how many of them a block
+        covers. Each block has `shared` bytes of dynamic shared memory."""
+        if name not in self.kernels:
+            raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and "
+                            "train_gpt2.py launches it")
+        function, self.launched = self.functions[name], name
+        if shared > 2**15 and shared > function.max_dynamic_shared_size_bytes:
+            function.max_dynamic_shared_size_bytes = shared  # more than 48 KiB has to be asked for
+        function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @
+        b. With gelu (I,J), that becomes GELU of out. With dgelu_at (I,J), out is multiplied by
+        GELU's derivative there.
+
+        cuBLAS stores matrices by columns, and we by rows. So it sees each of our matrices
+        transposed:
+
+            ours          its bytes            the same bytes to cuBLAS
+            | 0 1 2 |                          | 0 3 |
+            | 3 4 5 |     0 1 2 3 4 5          | 1 4 |
+                                               | 2 5 |
+
+        It is asked for out.T = b.T @ a.T, in which a and b have changed places, and what it writes
+        is our out.
+        """
+        lib, handle, types = self.cublas, self.gpu.cublas_handle, self.TYPES
+        if bias is not None:
+            out[...] = bias
+        one = self.ONE  # out = one a @ b + beta out
+        beta = one if accumulate or bias is not None else self.NOUGHT
+        (transpose_a, stride_a), (transpose_b, stride_b) = stride_of(a), stride_of(b)
+        type_a, type_b, type_out = (types[x.dtype.str[1:]] for x in (a, b, out))
+        lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data,
+                   b.data.ptr, type_b, stride_b, a.data.ptr, type_a, stride_a, beta.ctypes.data,
+                   out.data.ptr, type_out, out.shape[1], self.compute, lib.CUBLAS_GEMM_DEFAULT)
+        self.gelu_of_product(out, gelu, dgelu_at)
+
+    def gelu_of_product(self, out, gelu, dgelu_at):
+        """Apply GELU, or its derivative, after a product that did not fuse it."""
+        if gelu is not None:
+            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
+        if dgelu_at is not None:
+            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
+
+    def repeat(self, graphs, key, work):
+        work()
+
+
+def has_gpu():
+    """Whether NVIDIA's driver reports a GPU: asked of the driver itself, since CuPy takes a second
+    to import."""
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        return found and count.value > 0
+    except OSError:
+        return False
+
+
+def device_class(name, plain=False):
+    """The class of the device "cuda" or "cpu". plain: without the section "Faster"."""
+    if name == "cuda":
+        return Cuda if plain else FastCuda
+    from dev.cpu.device import Cpu
+    return Cpu
+
+
+def make_device(name, dtype, c, plain=False, graph=True, beside=()):
+    """A device with the kernels of a config (see Cuda). Raises UserError."""
+    device = device_class(name, plain)(dtype, c, beside)
+    device.graph = graph  # "Faster" records a step's launches
+    return device
+
+
+# ---- Files and batches: llm.c's files, byte for byte. A header of 256 int32, then numbers
+
+
+def read_header(path, kind, *others):
+    """The 256 ints of a file's header. Raises UserError if it is of none of these kinds, or of
+    another version."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(HEADER_BYTES)
+    except OSError as e:
+        raise UserError(f"{path}: could not be read ({e.strerror}); expected a {kind.name}: "
+                        f"{kind.remedy}") from None
+    header = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist()
+    kinds = {kind.magic: kind for kind in (kind, *others)}
+    if header and header[0] not in kinds:
+        expected = " or ".join(map(str, kinds))
+        raise UserError(f"{path}: begins with {header[0]}, and a {kind.name} with {expected}: "
+                        f"{kind.remedy}")
+    kind = kinds[header[0]] if header else kind
+    if len(header) < 256:
+        raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; expected a "
+                        f"{kind.name}: {kind.remedy}")
+    if header[1] not in kind.versions:
+        old = " (an old format)" if header[1] < kind.versions[0] else ""
+        expected = " or ".join(map(str, kind.versions))
+        raise UserError(f"{path}: {kind.name} of version {header[1]}{old}; expected version "
+                        f"{expected}: {kind.remedy}")
+    return header
+
+
+def check_size(path, kind, expected):
+    """Raise UserError unless the file has exactly the expected number of bytes."""
+    size = os.path.getsize(path)
+    if size != expected:
+        what = "truncated" if size < expected else "too long"
+        raise UserError(f"{path}: {what}: {size:,} bytes, and the header of this {kind.name} "
+                        f"promises {expected:,}: {kind.remedy}")
+
+
+def mapped(path, table, start):
+    """(name, values) of the tensors of a table, which lie in a file from byte `start` on, mapped
+    into memory."""
+    for row in table:
+        yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
+        start += row.nbytes
+
+
+def read_parameters(path, c):
+    """(name, values) of the tensors of a checkpoint of config c, mapped into memory as stored."""
+    header = read_header(path, c.FILE)
+    table = c.file_table(c.STORED[header[1]], header)
+    return mapped(path, table, os.path.getsize(path) - sum(row.nbytes for row in table))
+
+
+def checkpoint_parts(model):
+    """What a checkpoint of a model consists of: headers, then the parameters."""
+    c, real = model.config, model.device.real
+    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
+    yield from in_file_order(c, model.params, real)
+
+
+def in_file_order(c, views, real):
+    """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or
+    zeros."""
+    for row in c.file_table(real):
+        absent = np.zeros(0 if hasattr(views, row.name) else row.size, row.dtype)
+        parts = matrices(getattr(views, row.name, absent))
+        yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
+
+
 def draw_parameters(c, seed):
-    """(name, values) of random parameters, fp32. Each tensor has a generator of its own, so that all cores can draw."""
+    """(name, values) of random parameters, fp32. Each tensor has a generator of its own, so that
+    all cores can draw."""
     def draw(i, row):
         values = np.random.default_rng([seed, i]).standard_normal(row.whole_shape, np.float32)
         values *= row.std
@@ -316,46 +1421,62 @@ def draw_parameters(c, seed):
         yield from pool.map(draw, itertools.count(), c.parameter_table())
 
 
-# ---- Files, byte for byte as llm.c has them: a header of 256 int32, then numbers
+def files_of(pattern):
+    """The paths of the files that a pattern such as data/fineweb_train_*.bin matches, sorted as
+    llm.c does; or, if none does, that of a file of this name."""
+    return sorted(glob.glob(str(pattern))) or [str(pattern)]
 
 
-def mapped(path, table, start):
-    """(name, values) of the tensors of a table, which lie in a file from byte `start` on, mapped into memory."""
-    for row in table:
-        yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
-        start += row.nbytes
+def count_tokens(path, c=Config):
+    """(how many tokens a token file has, their NumPy type). Raises UserError."""
+    header = read_header(path, *c.TOKEN_FILES)
+    [(kind, dtype)] = [item for item in c.TOKEN_FILES.items() if item[0].magic == header[0]]
+    check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
+    return header[2], dtype
 
 
-def read_parameters(path, c):
-    """(name, values) of the tensors of a checkpoint of config c, mapped into memory as they are stored."""
-    header = read_header(path, c.FILE)
-    table = c.file_table(c.STORED[header[1]], header)
-    return mapped(path, table, os.path.getsize(path) - sum(row.nbytes for row in table))
+def read_tokens(path, c):
+    """The tokens of a token file, mapped into memory. Raises UserError unless all ids are below
+    V."""
+    count, dtype = count_tokens(path, c)
+    tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if count else np.zeros(0, dtype)
+    check_tokens(path, tokens, c.V)
+    return tokens
+
+
+def check_tokens(path, tokens, V):
+    """Raise UserError unless all ids are in 0..V-1."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
+        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
+        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}, and the model has V = {V} "
+                        "words; expected a file made with the model's own vocabulary")
 
 
 class DataLoader:
-    """Hands out the batches of a token file, or of all that a pattern matches, and begins again at their end. What is
-    left at the end of a file, and fills no batch, is skipped. With shuffle, files come in a random order, another in
-    each epoch, and so do the batches of each file, as in llm.c. By default, files are shuffled if there are several.
-    Each of several ranks has a slot, B*T tokens, of all batches, and an order of its own."""
+    """Hands out the batches of a token file, or of all that a pattern matches, and begins again at
+    their end. The rest of a file that fills no batch is skipped. With shuffle, files come in a
+    random order, another in each epoch, and so do the batches of each file, as in llm.c. By
+    default, files are shuffled if there are several. Of several ranks, each takes its own B*T
+    tokens of every batch, in an order of its own."""
 
-    def __init__(self, pattern, B, T, V, shuffle=None, ranks=ALONE):
-        self.paths, self.ranks, self.size = files_of(pattern), ranks, ranks.count * B * T  # tokens of a batch
-        self.B, self.T, self.V, counts = B, T, V, [count_tokens(path)[0] for path in self.paths]
-        for path, count in zip(self.paths, counts):
-            if count <= self.size:
-                raise UserError(f"{path}: {count:,} tokens, and a batch{ranks} needs B*T+1 = {self.size + 1:,}; "
-                                "give a longer file, or a smaller -b or -t")
-        self.total, self.batches_of = sum(counts), [(count - 1) // self.size for count in counts]
+    def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
+        self.paths, self.rank, self.size = files_of(pattern), rank, count * B * T  # of a batch
+        self.B, self.T, self.c = B, T, c
+        counts = [count_tokens(path, c)[0] for path in self.paths]
+        for path, tokens in zip(self.paths, counts):
+            if tokens <= self.size:
+                raise UserError(f"{path}: {tokens:,} tokens, and a batch needs B*T+1 = "
+                                f"{self.size + 1:,}; give a longer file, or a smaller -b or -t")
+        self.total, self.batches_of = sum(counts), [(n - 1) // self.size for n in counts]
         self.batches = sum(self.batches_of)  # of an epoch
         self.shuffle = len(counts) > 1 if shuffle is None else shuffle
-        self.rng = np.random.RandomState(42 + ranks.rank)
+        self.rng = np.random.RandomState(42 + rank)
         self.files, self.path = self.permuted(range(len(counts))), None
         self.open(0)
 
     def permuted(self, items):
-        """The items as a list; with shuffle, permuted by Fisher and Yates's method from the end, as llm.c does it, with
-        the numbers of a Mersenne Twister."""
+        """The items as a list; with shuffle, permuted by Fisher and Yates's method from the end, as
+        llm.c does it, with the numbers of a Mersenne Twister."""
         items = list(items)
         for i in range(len(items) - 1, 0, -1) if self.shuffle else ():
             j = int(self.rng.randint(2**32, dtype=np.uint32)) % (i + 1)
@@ -366,7 +1487,7 @@ class DataLoader:
         """Go to the first batch of the file at a place in this epoch's order."""
         self.place, self.next, path = place, 0, self.paths[self.files[place]]
         if path != self.path:
-            self.path, self.tokens = path, read_tokens(path, self.V)
+            self.path, self.tokens = path, read_tokens(path, self.c)
         self.order = self.permuted(range(self.batches_of[self.files[place]]))
 
     def position(self):
@@ -384,709 +1505,74 @@ class DataLoader:
         if self.next == len(self.order):
             self.next_file()
         slot, self.next = self.B * self.T, self.next + 1
-        start = self.order[self.next - 1] * self.size + self.ranks.rank * slot
-        self.where = f"{self.path}, tokens {start} to {start + slot}"  # for a report when something is wrong with them
+        start = self.order[self.next - 1] * self.size + self.rank * slot
+        self.where = f"{self.path}, tokens {start} to {start + slot}"  # for reports of errors
         window = self.tokens[start : start + slot + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
 def pack_batch(tokens, targets=0):
-    """(the bytes of a batch's arena, (B,T)), of tokens and targets, each (B,T) int32; without targets they are 0."""
+    """(the bytes of a batch's arena, (B,T)), of tokens and targets, each (B,T) int32; without
+    targets they are 0."""
     table = batch_table(*tokens.shape)
     data = np.zeros(layout(table)[-1], np.uint8)
     batch = carve(data, table)
     batch.tokens[...], batch.targets[...] = tokens, targets
-    flat = tokens.reshape(-1).astype(np.uint32 if tokens.max() > 65535 else np.uint16)  # NumPy radix-sorts 16 bits
+    narrow = np.uint32 if tokens.max() > 65535 else np.uint16  # NumPy radix-sorts 16 bits
+    flat = tokens.reshape(-1).astype(narrow)
     batch.order[...] = np.argsort(flat, kind="stable")
-    begins = np.flatnonzero(np.r_[True, np.diff(flat[batch.order].astype(np.int32)) != 0])  # where a new word does
+    steps = np.diff(flat[batch.order].astype(np.int32))
+    begins = np.flatnonzero(np.r_[True, steps != 0])  # where a new word does
     batch.run_length[begins] = np.diff(begins, append=flat.size)
     return data, tokens.shape
-
-
-# ---- The device, plain: a few verbs, in which all that follows is written. dev/cpu/device.py has them for a CPU.
-
-
-def address(array):
-    """A CuPy array's address, or a null pointer for None, as ctypes wants it."""
-    return ctypes.c_void_p(None if array is None else array.data.ptr)
-
-
-class Cuda:
-    """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it. dtype:
-    "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
-    kernels are compiled for; beside: more CUDA files to compile behind kernels.cu. Raises UserError."""
-    name, memory, launched, OPTIONS = "cuda", "device memory", "the start", ("-std=c++17",)
-    TYPES = {"f4": 0, "u2": 14, "u1": 28}  # cuBLAS's CUDA_R_32F, _16BF and _8F_E4M3
-    ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
-    # What FP8 does besides: see dev/fp8.py.
-    fp8, tables, state = False, lambda self, c, B, T: {}, lambda self: []
-    adopt = begin_step = end_step = cast_weights = go_on = lambda self, *args, **more: None
-    ahead = 0  # steps whose results may be outstanding when the next one is queued: see train()
-    SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
-    # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32, bf16 and fp8: NVIDIA's architecture white papers.
-    FLOPS_PER_CLOCK = {80: (128, 1024, 2048, 0), 86: (256, 256, 512, 0), 89: (256, 256, 512, 1024),
-                       90: (256, 2048, 4096, 8192), 100: (256, 4096, 8192, 16384), 120: (256, 256, 512, 1024)}
-
-    def __init__(self, dtype, c, beside=()):
-        try:
-            import cupy
-            from cupy_backends.cuda.libs import cublas
-            cupy.cuda.runtime.getDeviceCount()
-        except ImportError as e:
-            raise UserError(f"--device cuda needs CuPy, which is not installed ({e}): pip install -r requirements.txt, "
-                            "or train with --device cpu") from None
-        except cupy.cuda.runtime.CUDARuntimeError as e:
-            raise UserError(f"no GPU for --device cuda ({e}): check nvidia-smi, or train with --device cpu") from None
-        self.cupy, self.cublas, self.gpu, self.dtype = cupy, cublas, cupy.cuda.Device(), dtype or "bf16"
-        self.Fault = cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, cublas.CUBLASError
-        self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32 if dtype == "tf32" else cublas.CUBLAS_COMPUTE_32F
-        capability, attributes = int(self.gpu.compute_capability), self.gpu.attributes
-        least, name, remedy = (89, "Ada", "--dtype bf16") if dtype == "fp8" else (80, "Ampere", "--device cpu")
-        if capability < least:
-            raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need {least / 10} "
-                            f"({name}) or later: train with {remedy}")
-        self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
-        self.maps = {}  # {array: its tensor map}
-        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
-        self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
-        self.multiprocessors = attributes["MultiProcessorCount"]
-        flops = self.FLOPS_PER_CLOCK.get(capability, (0,) * 4)[("fp32", "tf32", "bf16", "fp8").index(self.dtype)]
-        self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
-        sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
-        hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
-        code = "".join(f'#line 1 "{path.name}"\n{path.read_text("utf-8")}' for path in sources)
-        module = cupy.RawModule(code=code, options=(*self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *c.switches()))
-        self.kernels = read_kernels(sources)
-        try:
-            self.functions = {name: module.get_function(name) for name in self.kernels}
-            for name, fields in SIZES.items():  # attention_sizes, layernorm_sizes
-                values = cupy.ndarray(len(fields), np.int32, module.get_global(name)).get().tolist()
-                setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
-            cublas.setMathMode(self.gpu.cublas_handle, 16)  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
-        except cupy.cuda.compiler.CompileException as e:
-            raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
-        except self.Fault as e:
-            raise UserError(f"the GPU cannot be used ({e}): check nvidia-smi, or train with --device cpu") from None
-
-    def __str__(self):
-        name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
-        return f"{name}, {self.dtype}" + (f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else "")
-
-    def free_bytes(self):
-        """How much device memory there is for the tables."""
-        return max(0, self.gpu.mem_info[0] - self.SPARE)
-
-    def empty(self, nbytes):
-        try:
-            return self.cupy.empty(nbytes, np.uint8)
-        except MemoryError:
-            raise UserError(f"no memory for {nbytes / 2**30:.2f} GiB more; choose a smaller -b, -t or -e") from None
-
-    def put(self, array, values):
-        """Copy an array of the host's to one on the device."""
-        values = np.ascontiguousarray(values, array.dtype).reshape(array.shape)
-        array.set(values, stream=self.cupy.cuda.get_current_stream())
-
-    def get(self, array):
-        """A copy of an array on the host."""
-        return self.cupy.asnumpy(array)
-
-    def zero(self, array):
-        array.data.memset_async(0, array.nbytes)
-
-    def launch(self, name, items, *args, threads=None, shared=0):
-        """Run a kernel over so many items. The BLOCK(...) over it says how many of them a block covers. Each block has
-        `shared` bytes of dynamic shared memory."""
-        if name not in self.kernels:
-            raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
-        function, self.launched = self.functions[name], name
-        if shared > 2**15 and shared > function.max_dynamic_shared_size_bytes:  # more than 48 KiB has to be asked for
-            function.max_dynamic_shared_size_bytes = shared
-        function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
-
-    def tensor_map(self, B, T, array):
-        """What Hopper's copy engine has to know of an array (B,T,channels) in bf16, of which it copies boxes of 64
-        tokens and 64 channels: 128 bytes, a kernel's argument. Zeros if kernels.cu has no use for it. Raises
-        UserError."""
-        key = B, T, array.data.ptr, array.size
-        if key not in self.maps:
-            self.maps[key] = made = aligned_bytes(128)
-            width, numbers = array.size // (B * T), lambda kind, *values: (kind * len(values))(*values)
-            status = self.attention_sizes.maps and ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-                ctypes.c_void_p(made.ctypes.data), 9, 3, address(array),  # bf16, in three dimensions
-                numbers(ctypes.c_uint64, width, T, B), numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
-                numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
-                0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time from memory, zeros beyond
-            if status:
-                raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, {width} channels")
-        return self.maps[key].view("V128")  # one number, for CuPy, that goes by value
-
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
-        With gelu (I,J), that becomes GELU of out. With dgelu_at (I,J), out is multiplied by GELU's derivative there.
-
-        cuBLAS stores matrices by columns, and we by rows. So it sees each of our matrices transposed:
-
-            ours          its bytes            the same bytes to cuBLAS
-            | 0 1 2 |                          | 0 3 |
-            | 3 4 5 |     0 1 2 3 4 5          | 1 4 |
-                                               | 2 5 |
-
-        It is asked for out.T = b.T @ a.T, in which a and b have changed places, and what it writes is our out.
-        """
-        lib, handle, types = self.cublas, self.gpu.cublas_handle, self.TYPES
-        if bias is not None:
-            out[...] = bias
-        one, beta = self.ONE, self.ONE if accumulate or bias is not None else self.NOUGHT  # out = one a @ b + beta out
-        (transpose_a, stride_a), (transpose_b, stride_b) = stride_of(a), stride_of(b)
-        lib.gemmEx(handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1], one.ctypes.data, b.data.ptr,
-                   types[b.dtype.str[1:]], stride_b, a.data.ptr, types[a.dtype.str[1:]], stride_a, beta.ctypes.data,
-                   out.data.ptr, types[out.dtype.str[1:]], out.shape[1], self.compute, lib.CUBLAS_GEMM_DEFAULT)
-        self.gelu_of_product(out, gelu, dgelu_at)
-
-    def gelu_of_product(self, out, gelu, dgelu_at):
-        """What remains to be done where a product has no part in GELU."""
-        if gelu is not None:
-            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
-        if dgelu_at is not None:
-            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
-
-    def fetch(self, array):
-        """A function that returns the numbers which array has when the work queued so far is done."""
-        values = self.get(array)
-        return lambda: values
-
-    def replay(self, graphs, key, work, count):
-        """Do work(), whose launches are the same each time for one key; or, if it need not be run for that, count()."""
-        work()
-
-
-def stride_of(x):
-    """(transposed, stride) for BLAS: (0, numbers to the next row), or of a view such as w.T (1, to the next column)."""
-    to_row, to_column = (stride // x.itemsize for stride in x.strides)
-    return (0, max(to_row, x.shape[1])) if to_column == 1 or x.shape[1] == 1 else (1, max(to_column, x.shape[0]))
-
-
-def make_device(name, dtype, c, plain=False, graph=True, beside=(), moments="fp32"):
-    """The device "cuda" or "cpu", with the kernels of a config (see Cuda). Raises UserError."""
-    if moments == "bf16":
-        beside = [*beside, HERE / "dev/moments.cu"]
-    if dtype == "fp8":
-        from dev.fp8 import fp8_device
-        device = fp8_device(name, c, plain, graph, beside)
-    elif name == "cuda":
-        device = Cuda(dtype, c, beside) if plain else FastCuda(dtype, c, beside, graph)
-    else:
-        from dev.cpu.device import Cpu
-        device = Cpu(dtype, c, beside)
-    device.moment = BF16 if moments == "bf16" else np.float32  # as which AdamW's moments are stored
-    return device
-
-
-# ---- The model
-
-
-def launch_attention(device, kernel, arrays, tiled, B, T, NH, NKV, scale, relu):
-    """Launch one of attention's three kernels, in which a block has some rows of a query head, or a key head. It copies
-    tiles of the arrays `tiled`, (N,channels)."""
-    sizes, heads = device.attention_sizes, NKV if kernel == "attention_backward_kv" else NH
-    shared = sizes.shared_forward if kernel == "attention_forward" else sizes.shared_backward
-    maps = [device.tensor_map(B, T, array) for array in tiled]
-    device.launch(kernel, -(-T // sizes.rows) * B * heads, *arrays, *tiled, *maps, scale, relu, T, NH, NKV,
-                  threads=sizes.threads, shared=shared)
-
-
-def layernorm_backward_launch(device, N):
-    """(blocks, threads, bytes of shared memory): a block on each multiprocessor, with as many rows as fit there."""
-    sizes = device.layernorm_sizes
-    rows = min(sizes.threads // sizes.row_threads, device.max_shared // sizes.shared_of_row)
-    blocks = min(device.multiprocessors, -(-N // rows), PARTIAL_ROWS)
-    return blocks, rows * sizes.row_threads, rows * sizes.shared_of_row
-
-
-def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, with room for so many logits, at most
-    two rows. Or a block for each row, without room: on a CPU, or where long rows are read only once."""
-    room = min(2 * Vp, device.max_shared // 16 * device.W)
-    if device.name == "cpu" or not with_gradient and room < 2 * Vp:
-        return N, 0, 0
-    return min(N, device.multiprocessors), room, room // device.W * 16
-
-
-def memory_of(c, device, B, T, recompute, ranks=ALONE):
-    """The bytes that a model's tables ask for, those that are free, and the largest B whose tables fit there, or 0."""
-    def bytes_of(B):
-        return sum(layout(table)[-1] for table in arena_tables(c, device, B, T, recompute, ranks).values())
-
-    free = device.free_bytes()
-    return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
-
-
-class GPT2:
-    """GPT-2 on a device. B, T: the largest batch; attention: "softmax", or "relu" for att = max(0, q.k / sqrt(HS));
-    recompute: see Config.activation_table. Everything is allocated here. Raises UserError if the device is too small.
-    dev/llama3/ has another architecture: a subclass with its own Config, head, and methods from layer_forward on."""
-    Config, decode, encoding = Config, staticmethod(decode), staticmethod(gpt2_encoding)
-
-    def __init__(self, config, device, B, T, attention="softmax", recompute=0, ranks=ALONE):
-        if T > config.longest:
-            raise UserError(f"-t {T}: this model has positions for at most maxT = {config.maxT} tokens")
-        if device.compiled_for != config.switches():
-            raise UserError(f"the device's kernels are compiled for {' '.join(device.compiled_for)}: expected a device "
-                            f"for {' '.join(config.switches())}")
-        shared = max(device.attention_sizes.shared_forward, device.attention_sizes.shared_backward,
-                     device.layernorm_sizes.shared_of_row)
-        if shared > device.max_shared:
-            raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of shared memory, "
-                            f"and this device has {device.max_shared:,}: choose a smaller C, smaller heads, or bf16")
-        asked, free, fits = memory_of(config, device, B, T, recompute, ranks)
-        if asked > free:
-            *_, fits_again = memory_of(config, device, B, T, 2, ranks)
-            raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of {device.memory}, and "
-                            f"{free / 2**30:.2f} are free; the largest -b that fits is {fits}, with --recompute 2 "
-                            f"{fits_again}" + "; choose a smaller -t or -e" * (fits_again == 0))
-
-        self.config, self.device, self.B, self.T, self.recompute, self.ranks = config, device, B, T, recompute, ranks
-        self.scale, self.relu = (config.C // config.NH) ** -0.5, int(attention == "relu")  # of attention's scores
-        tables = arena_tables(config, device, B, T, recompute, ranks)
-        self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
-        self.params = carve(self.arenas["parameters"], tables["parameters"])
-        self.grads = carve(self.arenas["gradients"], tables["gradients"])
-        own = "param share" if ranks.zero else "parameters"  # what AdamW updates here
-        halves = [name for name in (own, "low bits") if name in tables]  # in fp32 the first is all
-        self.halves = [self.arenas[name].view(tables[name][0].dtype) for name in halves]
-        self.originals = [carve(self.arenas[name], tables[name]) for name in halves]  # the same, by tensors
-        self.adamw_grads = self.arenas.get("grad share", self.arenas["gradients"]).view(np.float32)
-        self.staged = self.grads if ranks.zero else None  # what whole tensors are read into, to keep a share of them
-        self.m, self.v = (carve(self.arenas[name], tables[name]) for name in ("adam m", "adam v"))
-        self.head, self.dhead = self.params.wte, self.grads.wte  # GPT-2's head makes logits with its embeddings
-        for name in tables.keys() - {"activations", "backward"}:
-            device.zero(self.arenas[name])
-        self.adam = carve(self.arenas["update"], tables["update"])
-        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in tables[own])]))
-        device.put(self.adam.decayed, [row.decay for row in tables[own]])
-        if device.moment == BF16:
-            from dev.moments import places
-            device.put(self.adam.places, places(config, ranks))
-        self.shape = None  # (B,T) of the batch that the activations are laid out for
-        self.graphs = {}  # {see train_step: a graph} of a device that makes them: they hold this model's addresses
-        self.step = 0  # steps done
-        self.micros = 1  # micro-batches of the step that is queued, of all ranks, over which its loss is the mean
-        device.adopt(self)
-
-    def set_parameters(self, tensors):
-        """Set parameters from (name, values) pairs, fp32 or bf16."""
-        self.set_tensors(tensors, self.originals)
-        self.device.cast_weights(rescale=True)
-
-    def master(self):
-        """The fp32 numbers that AdamW updates here, on the host."""
-        return to_float(*map(self.device.get, self.halves))
-
-    def set_tensors(self, tensors, sets):
-        """Set tensors of these sets, which keep halves or all of them, from (name, values) pairs. Other names are
-        skipped, and missing words stay. A rank that has shares puts whole tensors into the gradients' memory, and keeps
-        its share of them. Of parameters it updates a share, but multiplies with all."""
-        whole = sets if not self.staged else [self.staged, self.params] if sets is self.originals else [self.staged]
-        for name, values in tensors:
-            for views in whole:
-                for to, part in zip(matrices(getattr(views, name)), matrices(values)) if hasattr(views, name) else ():
-                    part = to_float(part)
-                    self.device.put(to.reshape(-1)[: part.size], kept_as(part, to.dtype))
-        if self.staged:
-            self.ranks.keep(self, sets)
-
-    def set_batch(self, batch):
-        """Copy a batch of pack_batch to the device, and lay the arenas out for its (B,T), which may be smaller."""
-        data, (B, T) = batch
-        self.device.put(self.arenas["batch"][: data.nbytes], data)
-        if (B, T) == self.shape:
-            return
-        c, real = self.config, self.device.real
-        parameters, activations = c.parameter_table(), c.activation_table(B, T, real, self.recompute)
-        self.batch = carve(self.arenas["batch"], batch_table(B, T))
-        self.acts = carve(self.arenas["activations"], activations)
-        self.back = carve(self.arenas["backward"], c.backward_table(B, T, real))
-        self.layers = [(of_layer(self.params, parameters, l), of_layer(self.grads, parameters, l),
-                        of_layer(self.acts, activations, l)) for l in range(c.L)]
-        size = len(self.acts.logits)  # of the parts of the N tokens whose logits are computed together
-        self.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
-        self.shape = B, T
-
-    # The residual stream x (N,C) runs through all layers. Each reads it twice, through a norm, and adds to it twice:
-    #
-    #     x --+--------------------------------->(+)----+------------------------------>(+)--> x, for the next layer
-    #         |                                   |     |                                |
-    #         +-> ln1 -> qkv -> attention -> attproj    +-> ln2 -> fc ---> GELU ---> fcproj       (computed)
-    #         |    |      |         |                   |    |      |        |
-    #      ln1_inp ln1   qkv    atty, lse            ln2_inp ln2   fch    fch_gelu        (kept for the backward pass)
-    #
-    # attproj and fcproj leave their result in `branch`. The addition (+) is done by the next norm's kernel, which reads
-    # all of x anyway. x is fp32, and its copies ln1_inp and ln2_inp are rounded to real. The gradient of x, dresidual,
-    # goes from right to left: a (+) hands it to the stream and to the branch, and a fork adds what the branch returns.
-
-    def layer_forward(self, l, again=False):
-        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds.
-        With again, computes once more what layer_backward needs, from the x that it has found and attention's output.
-        """
-        p, _, a = self.layers[l]
-        matmul, branch = self.device.matmul, self.acts.branch
-        # x as the layer finds it and as it flows on: one tensor, but with --recompute 2 layers keep what they find.
-        found, stream = a.residual, self.acts.residual[-1]
-        added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, found, stream, added, p.ln1w, p.ln1b)  # -> (N,C)
-        matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
-        if not again:
-            self.attention("attention_forward", a.atty, a.lse, tiled=(a.qkv,))  # (N,3C) -> (N,C): tokens see each other
-        matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
-
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, stream, found, branch, p.ln2w, p.ln2b)  # -> (N,C)
-        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
-        if not again:
-            matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
-
-    def layer_backward(self, l):
-        """layer_forward(l) from its last line to its first. A product out = inp @ w.T has the gradients dinp = dout @ w
-        and dw = dout.T @ inp. dx, the gradient of the stream, is also that of a branch added to it: the dout of fcproj
-        and attproj. Their biases' gradients are the sums of dx's rows, and norm_backward, which has dx, takes them."""
-        p, g, a = self.layers[l]
-        d, matmul, accumulate = self.back, self.device.matmul, self.accumulate
-        dx, dinp = d.dresidual, d.dinp
-        if self.recompute == 2:
-            self.layer_forward(l, again=True)
-        elif self.recompute:
-            (N, C), launch = a.ln1.shape, self.device.launch
-            launch("layernorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b, N, C)
-            launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b, N, C)
-            launch("gelu_forward", N * 4 * C, a.fch_gelu, a.fch, N, 4 * C)
-
-        matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=accumulate)  # (C,N) @ (N,4C) -> (C,4C)
-        dfch = a.fch_gelu  # which nobody needs any more
-        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
-        self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
-        matmul(g.fcw, dfch.T, a.ln2, accumulate=accumulate)  # (4C,N) @ (N,C) -> (4C,C)
-        matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)  # dx += (N,C)
-
-        matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
-        matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb)  # (N,C) -> dqkv (N,3C), and (3C)
-        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # (3C,N) @ (N,C) -> (3C,C)
-        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
-        bias_before = self.layers[l - 1][1].fcprojb if l else None  # of layer l - 1, whose result this norm added
-        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)  # dx += (N,C)
-
-    def norm_forward(self, out, mean, rstd, copy, x, before, branch, weight, bias):
-        """x = before + branch, unless branch is None, and x is there already. Then copy = x; out = layernorm(x)."""
-        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, before, branch, weight,
-                           bias, len(out))
-
-    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
-        """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output. dweight and dbias +=
-        theirs. dbias_before += the sum over rows of the new dresidual, unless it is None."""
-        C, N, device, d = self.config.C, len(inp), self.device, self.back
-        blocks, threads, shared = layernorm_backward_launch(device, N)
-        device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, mean, rstd, N,
-                      threads=threads, shared=shared)
-        device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, d.partials, blocks, C)
-
-    def bias_backward(self, dbias, dout):
-        """dbias (OC) += the sum over rows of dout (N,OC): in two stages if there are many rows."""
-        (N, OC), device, partials = dout.shape, self.device, self.back.partials
-        shares = max(1, min(64, N // 256))
-        device.launch("matmul_backward_bias", (OC, shares), dbias if shares == 1 else partials, dout, N, OC)
-        if shares > 1:
-            device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
-
-    def attention(self, kernel, *arrays, tiled):
-        """launch_attention for this batch."""
-        c = self.config
-        launch_attention(self.device, kernel, arrays, tiled, *self.shape, c.NH, c.NKV, self.scale, self.relu)
-
-    def attention_backward(self, qkv, lse, atty, dbias):
-        """back.dqkv = the gradient of qkv, given back.dinp, that of atty. dbias += the sum of its rows, unless it is
-        None."""
-        (B, T), d, rows = self.shape, self.back, self.device.attention_sizes.rows
-        sums = None if dbias is None else d.dqkv_sums
-        self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, atty, tiled=(qkv, d.dinp))
-        self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, tiled=(qkv, d.dinp))
-        if sums is not None:
-            self.device.launch("add_partials", dbias.size, dbias, None, None, sums, B * -(-T // rows), dbias.size)
-
-    def embedding_forward(self):
-        """Where the stream begins: x = wte[token] + wpe[position]."""
-        (_, T), p, x = self.shape, self.params, self.acts.residual[0]
-        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, p.wte, p.wpe, len(x), T, x.shape[1])
-
-    def embedding_backward(self):
-        (B, T), C, g, dx, b = self.shape, self.config.C, self.grads, self.back.dresidual, self.batch
-        self.device.launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.run_length, C)
-        self.device.launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
-
-    def last_norm_forward(self):
-        """Where the stream ends. logits = lnf @ wte.T follow, and the loss of a token, -log softmax(logits)[target]."""
-        p, a, x = self.params, self.acts, self.acts.residual[-1]
-        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, x, x, a.branch, p.lnfw, p.lnfb)  # -> (N,C)
-
-    def last_norm_backward(self):
-        p, g, a = self.params, self.grads, self.acts
-        self.device.zero(self.back.dresidual)
-        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd)
-
-    def head_forward(self, rows):
-        """The logits (rows,Vp) of some of the N tokens, a slice of them."""
-        logits = self.acts.logits[: rows.stop - rows.start]
-        self.device.matmul(logits, self.acts.lnf[rows], self.head.T)  # (rows,C) @ (C,Vp) -> (rows,Vp)
-        return logits
-
-    def loss_forward(self, rows, logits, with_gradient=False):
-        """The losses of these tokens; with_gradient, the same kernel turns logits into the gradient of the step's."""
-        c, a = self.config, self.acts
-        blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
-        targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
-        self.device.launch("fused_classifier", blocks, logits, a.losses[rows], targets, dloss, len(logits), c.V, c.Vp,
-                           with_gradient, room, shared=shared)
-
-    def mean_loss(self, accumulate=False):
-        """A micro-batch's part of the step's mean loss: the first sets the verdict's loss, others are added to it."""
-        N = len(self.acts.losses)
-        self.device.launch("add_loss", 1, self.adam.verdict, self.acts.losses, 1 / (N * self.micros), N, accumulate)
-
-    def head_backward(self, rows, dlogits):
-        """The gradients of these tokens' lnf, into dinp, and of the head's weight, whose parts add up."""
-        matmul, accumulate = self.device.matmul, self.accumulate or rows.start > 0
-        matmul(self.back.dinp[rows], dlogits, self.head)  # (rows,Vp) @ (Vp,C) -> (rows,C)
-        matmul(self.dhead, dlogits.T, self.acts.lnf[rows], accumulate=accumulate)  # (Vp,rows) @ (rows,C) -> (Vp,C)
-
-    def forward_pass(self):
-        """From a batch on the device to lnf (N,C)."""
-        self.embedding_forward()
-        for l in range(self.config.L):
-            self.layer_forward(l)
-        self.last_norm_forward()
-
-    def backward_pass(self, micro=0, ranks=ALONE):
-        """From lnf through the loss to the gradients of all parameters. The first of a step's micro-batches, 0, begins
-        them anew: what kernels add to is cleared, and a product sets its matrix. The others add to them. In the last,
-        several ranks sum up what each of them has."""
-        self.accumulate = micro > 0
-        for row in self.config.parameter_table():
-            if not row.matrix and not self.accumulate:
-                self.device.zero(getattr(self.grads, row.name))
-        for rows in self.parts:  # the next part's logits overwrite these, so each goes forward and back by itself
-            logits = self.head_forward(rows)
-            self.loss_forward(rows, logits, with_gradient=True)
-            self.head_backward(rows, logits)
-        self.mean_loss(self.accumulate)
-        self.last_norm_backward()
-        for l in reversed(range(self.config.L)):
-            self.layer_backward(l)
-            ranks.sum(self, l)  # of this layer's gradients, over all ranks, beside the work on the next
-        self.embedding_backward()
-        ranks.sum(self)
-
-    def forward(self, tokens, targets=None):
-        """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None. Its logits are left in
-        acts.logits: those of the last part, if there are several."""
-        self.set_batch(pack_batch(tokens, 0 if targets is None else targets))
-        self.forward_pass()
-        for rows in self.parts:
-            logits = self.head_forward(rows)
-            if targets is not None:
-                self.loss_forward(rows, logits)
-        if targets is None:
-            return None
-        self.mean_loss()
-        return self.report()().loss
-
-    def next_logits(self, tokens):
-        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
-        padded = np.zeros((1, min(self.T, -(-len(tokens) // 64) * 64)), np.int32)  # which no token before it sees
-        padded[0, : len(tokens)] = tokens
-        self.set_batch(pack_batch(padded))
-        self.forward_pass()
-        logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
-        return to_float(self.device.get(logits))[0, : self.config.V]
-
-    def report(self):
-        """Queue a copy of what the device says of the last step. Returns a function that waits for it: a Verdict."""
-        verdict = self.device.fetch(self.adam.verdict)
-        return lambda: Verdict(*verdict().tolist())
-
-    # ---- The update
-
-    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, seed=0, **others):
-        """AdamW's settings for the next update; the others are 0 if not given. See kernels.cu's struct."""
-        step, settings = self.step + 1, dict.fromkeys(ADAMW, 0.0)
-        settings |= dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps, **others,
-                         correction1=1 / (1 - beta1**step), correction2=1 / (1 - beta2**step), step=step,
-                         seed=seed % 2**24)  # below 2^24 fp32 has all whole numbers
-        self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
-
-    def update_pass(self):
-        """An AdamW step with the gradients that were added up, unless judge says that no parameter is to change."""
-        adam, arenas, device, gradients = self.adam, self.arenas, self.device, self.adamw_grads
-        n, params = gradients.size, self.halves[0]
-        low = self.halves[1] if len(self.halves) > 1 else None
-        device.launch("global_norm", min(NORM_BLOCKS, 8 * device.multiprocessors), adam.norm, gradients, n)
-        self.ranks.norm(self)
-        device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
-        self.step += 1
-        kernel, *places = ("adamw_bf16", adam.places) if device.moment == BF16 else ("adamw",)
-        device.launch(kernel, n, params, low, gradients, arenas["adam m"], arenas["adam v"],
-                      adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict, *places)
-        self.ranks.gather(self)
-        device.end_step()
-
-    def train_step(self, *batches, **adamw):
-        """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with set_adamw's settings.
-        report()() waits for it. Its graphs are one for each kind of micro-batch: the only one; the first, which sets
-        gradients; one that adds; the last, which updates too."""
-        self.micros = len(batches) * self.ranks.count
-        self.set_adamw(**adamw)
-        self.device.begin_step(self, batches)
-        for micro, batch in enumerate(batches):
-            last = micro == len(batches) - 1
-
-            def work(micro=micro, last=last):
-                self.forward_pass()
-                self.backward_pass(micro, self.ranks if last else ALONE)
-                if last:
-                    self.update_pass()
-
-            def count(last=last):
-                self.step += last
-
-            self.set_batch(batch)
-            self.device.replay(self.graphs, (self.shape, self.micros, micro > 0, last), work, count)
-        self.micros = 1
-
-
-# ---- The loop
-
-
-def scheduled_rate(step, steps, flags):
-    """The learning rate of a step, counted from 0, of so many, in fp32 as in llm.c. It rises to -l in -u steps, then
-    falls to -q of that: like a cosine, along a line, or, for wsd, like a root in the last fifth of all."""
-    f, kind, warmup = np.float32, flags.schedule, flags.warmup
-    rate = f(flags.learning_rate)
-    least = rate * f(flags.final_fraction)
-    if kind == "constant":
-        return rate
-    if step < warmup:
-        return rate * f(step + 1) / f(warmup)
-    begin = int(f(0.8) * f(steps)) if kind == "wsd" else warmup
-    if step < begin:
-        return rate
-    share = f(step - begin) / f(steps - begin)  # of the way down
-    if kind == "linear":
-        return rate - share * (rate - least)
-    left = f(0.5) * (f(1) + np.cos(f(math.pi * float(share)))) if kind == "cosine" else f(1) - np.sqrt(share)
-    return least + left * (rate - least)
-
-
-def train(model, train_data, val_data, steps, flags, stop, folder=None, examples=()):
-    """The training loop, from the model's step on, until a signal's number is in `stop`. In between it validates,
-    scores HellaSwag's examples, samples, and, with a folder (dev/run_folder.py), logs and writes checkpoints. Raises
-    UserError when the loss is no longer a number."""
-    device, tokens, begun, ranks = model.device, flags.total_batch, model.step, model.ranks
-    here = tokens // ranks.count  # the tokens of a step that are this rank's
-    flops_a_step, micros = here * model.config.flops_per_token(model.T), here // (model.B * model.T)
-    ahead = device.ahead if micros == 1 else 0  # a step of several has the host copy batches while the device works
-    adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
-    times, losses, queued, clock = [], [], [], 0.0
-    log = folder.log if folder else lambda line: None
-
-    def finish(step, rate, batches, report):
-        """Wait for a step that was queued, and print its line."""
-        nonlocal clock
-        verdict = report()  # waits
-        if not verdict.update:
-            say(f"WARNING: step {step}: no update: loss {verdict.loss:.6f}, norm {verdict.norm:.6f}")
-            if verdict.stopped:
-                model.step = step - 1  # no later one has made an update
-                if folder:
-                    folder.save(model, batches.position, whole=True, prunes=False)
-            from dev.replay import explain
-            explain(model, verdict, batches, flags, folder)
-        times.append(time.perf_counter() - clock)
-        clock += times[-1]  # where the next step's time begins
-        losses.append(verdict.loss)
-        median = float(np.median(times[-100:]))
-        share = f" | {flops_a_step / times[-1] / device.peak_flops:5.1%} of peak" if device.peak_flops else ""
-        say(f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | lr {rate:.2e} | "
-            f"{1e3 * times[-1]:8.2f} ms | {tokens / times[-1]:9,.0f} tok/s{share} | {step * tokens:,} tokens")
-        log(f"s:{step - 1} trl:{verdict.loss:.4f} lr:{rate:.6f} norm:{verdict.norm:.2f}")
-        if len(times) == 20:
-            say(f"estimate     | {steps - begun} steps of {1e3 * median:.2f} ms take "
-                f"{duration((steps - begun) * median)}; validations, samples and checkpoints come on top")
-        progress(step / steps, (steps - step) * median)
-
-    def due(done, every):
-        """Whether something that comes every so many steps, and at the end, comes after so many are done."""
-        return every and (done % every == 0 or done == steps)
-
-    def next_batches():
-        """The micro-batches of a step, packed, and where they are in the data."""
-        if flags.overfit:
-            train_data.open(0)
-        batches = SimpleNamespace(position=train_data.position(), packed=[], places=[])
-        for _ in range(micros):
-            batches.packed.append(pack_batch(*train_data.next_batch()))
-            batches.places.append(train_data.where)
-        return batches
-
-    batches = next_batches()
-    for step in range(begun + 1, steps + 2):  # once more than there are steps, to validate and sample at the end
-        done, last = step - 1, step > steps
-        validates, saves = due(done, flags.val_every), folder and done and due(done, flags.checkpoint_every)
-        samples = done and flags.sample_tokens and due(done, flags.sample_every)
-        opens = train_data.next + micros > len(train_data.order)  # the next file, and reads it
-        stopping = ranks.agree(stop, validates or samples or saves or last or opens)  # a signal may come later, too
-        validates, samples = validates and not stopping, samples and not stopping and ranks.rank == 0
-        while len(queued) > (0 if validates or samples or saves or last else ahead):  # all, before one of those
-            finish(*queued.pop(0))
-        if validates:
-            val_data.open(0)
-            count = val_data.batches if flags.val_batches < 0 else min(flags.val_batches, val_data.batches)
-            val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(count)) / count
-            val_loss = sum(ranks.exchange(val_loss, "a validation")) / ranks.count
-            say(f"val loss {val_loss:.6f}")
-            log(f"s:{done} tel:{val_loss:.4f}")
-        if validates and examples and done:
-            from dev.eval.hellaswag import score_by_ranks
-            correct, total = score_by_ranks(model, examples)
-            say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
-            log(f"s:{done} eval:{correct / total:.4f}")
-        if samples:
-            say(f"generating:\n---\n{model.decode(sample(model, flags.sample_tokens))}\n---")
-        while stopping and queued:
-            finish(*queued.pop(0))
-        if folder and done != folder.step and (saves or last or stopping):
-            folder.save(model, batches.position, whole=flags.checkpoint_every or stopping)
-        if last or stopping:
-            break
-
-        clock = clock if queued else time.perf_counter()
-        rate = scheduled_rate(done, steps, flags)
-        model.train_step(*batches.packed, learning_rate=rate, **adamw)
-        queued.append((step, rate, batches, model.report()))
-        batches = next_batches()  # while a GPU is at work
-
-    if times:
-        median = float(np.median(times))
-        say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-            f"{tokens / median:,.0f} tok/s; training loss {losses[0]:.6f} -> {losses[-1]:.6f}")
-    if stop:
-        kept = "-y 1 goes on from there" if folder else "without -o the weights are lost"
-        say(f"interrupted after {model.step} of {steps} steps; {kept}")
 
 
 # ---- A sample
 
 
+def read_tokenizer(path):
+    """The bytes of each token, from a gpt2_tokenizer.bin. Raises UserError."""
+    count = read_header(path, TOKENIZER)[2]
+    data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
+    while at < len(data) and len(words) < count:
+        words.append(data[at + 1 : at + 1 + data[at]])
+        at += 1 + data[at]
+    if len(words) < count or at != len(data):
+        raise UserError(f"{path}: its header promises {count} tokens, and its {len(data):,} bytes "
+                        f"are not that many; {TOKENIZER.remedy}")
+    return words
+
+
+def words_of(encoding):
+    """{token id: its bytes} of an encoding, special tokens too."""
+    special = (name.encode() for name in encoding.special_tokens_set)
+    words = *encoding.token_byte_values(), *special
+    return {encoding.encode_single_token(word): word for word in words}
+
+
+@functools.cache
+def vocabulary():
+    """{token id: its bytes}: by gpt2_tokenizer.bin if it is here, else by tiktoken, else the single
+    bytes only."""
+    if Path("gpt2_tokenizer.bin").exists():
+        return dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
+    try:
+        encoding = gpt2_encoding()
+    except UserError as e:
+        print(f"WARNING: {e}. In samples, tokens of more than one byte are shown as numbers.")
+        encoding = byte_encoding()
+    return words_of(encoding)
+
+
+def decode(tokens, words):
+    """The text of token ids; words: {id: bytes}."""
+    text = b"".join(words.get(t, f"<{t}>".encode()) for t in tokens)
+    return text.decode("utf-8", errors="replace")
+
+
 def coins():
-    """llm.c's random numbers in [0, 1), fp32, the same in each sample: xorshift64* (Vigna 2014) from the state 1337."""
+    """llm.c's random numbers in [0, 1), fp32, the same in each sample: xorshift64* (Vigna 2014)
+    from the state 1337."""
     state, bits = 1337, 2**64 - 1
     while True:
         state ^= state >> 12
@@ -1096,117 +1582,201 @@ def coins():
 
 
 def draw_token(logits, coin):
-    """The token that a coin in [0, 1) draws, by the probabilities softmax(logits), in fp32 and float64 as in llm.c."""
+    """The token that a coin in [0, 1) draws, by the probabilities softmax(logits), in fp32 and
+    float64 as in llm.c."""
     top = logits.max()
-    weights = np.exp(logits - (top - np.clip(top, -80, 80)))  # as they are, unless that would overflow, or be all zeros
+    shift = top - np.clip(top, -80, 80)  # logits as they are, unless exp would overflow or be all 0
+    weights = np.exp(logits - shift)
     coin = np.float32(coin * weights.sum(dtype=np.float64))
-    return min(int(np.searchsorted(np.cumsum(weights, dtype=np.float32), coin, side="right")), len(logits) - 1)
+    drawn = np.searchsorted(np.cumsum(weights, dtype=np.float32), coin, side="right")
+    return min(int(drawn), len(logits) - 1)
 
 
 def sample(model, count):
-    """Token ids (count), each drawn from what the model expects after end-of-text and the last T, by a forward pass."""
+    """Token ids (count), each drawn from what the model expects after end-of-text and the last T,
+    by a forward pass."""
     tokens = [min(model.config.EOT, model.config.V - 1)]
     for _, coin in zip(range(count), coins()):
         tokens.append(draw_token(model.next_logits(tokens[-model.T :]), coin))
     return tokens[1:]
 
 
-# ---- Main: from the flags to the last checkpoint
-
-def main(arguments=None, architecture=GPT2):
-    """Everything from the flags to the last checkpoint. Returns the exit status. Raises UserError."""
-    kind = architecture.Config
-    flags = parse_flags("Train from raw kernels.", [(*row[:4], row[4].format(kind=kind)) for row in FLAGS], arguments,
-                        defaults=False)
-    check_needs(flags)
-    place = flags.device or ("cuda" if has_gpu() else "cpu")
-    if flags.replay:
-        from dev.replay import replay
-        return replay(flags.replay, architecture, flags, place)
-    if launched() if flags.gpus is None else flags.gpus > 1:
-        from dev.launch import start
-        return start(flags, place, lambda ranks: work(architecture, flags, place, ranks))
-    return work(architecture, flags, place)
+# ---- Flags and main
 
 
-def work(architecture, flags, place, ranks=ALONE):
-    """What main does with its flags, on a device of this name: as one of several ranks, or alone."""
-    kind, folder, val_data, examples = architecture.Config, None, None, ()
-    if flags.output and not flags.dry_run:
-        from dev.run_folder import RunFolder
-        folder = RunFolder(flags, ranks)  # to go on, it sets what is not given as it was
-    name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
-    small = not name and place == "cpu"
-    set_defaults(flags, place, not name)
-    ranks.zero = ranks.count > 1 and bool(flags.zero)  # which -y 1 may have set
-    name = str(folder and folder.checkpoint or name or kind.MODELS[2 if small else 1])
-    from_file = os.path.exists(name) or name.endswith(".bin")
-    c = kind.from_file(name) if from_file else kind.from_descriptor(name)
-    B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
-    device = ranks.in_turn(lambda: make_device(place, flags.dtype, c, flags.plain, flags.graph,
-                                                 moments=flags.moments))
-    flags.device, flags.dtype = place, device.dtype
+def number(kind, least, below=math.inf):
+    """The type of a flag: text as an int or a float, at least `least` and below `below`."""
+    def convert(text):
+        if not least <= kind(text) < below:
+            upper = ", and finite" if kind is float else ""
+            if below < math.inf:
+                upper = f" and below {below}"
+            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}{upper}")
+        return kind(text)
+    convert.__name__ = kind.__name__  # as argparse calls it where text is no number at all
+    return convert
 
-    def load(B):
-        model = architecture(c, device, B, T, flags.attention, flags.recompute, ranks)
-        model.set_parameters(read_parameters(name, c) if from_file else draw_parameters(c, flags.seed))
-        return model
 
-    if flags.sample is not None:
-        from dev.eval.sample import go_on
-        return go_on(from_file and load(1), flags)
+def named(text):
+    """The type of a flag that names something."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a name, found nothing")
+    return text
 
-    train_path, val_path = ranks.in_turn(lambda: c.data_paths(flags.train_data, flags.val_data))
-    train_path, flags.shuffle = (val_path, 0) if flags.overfit else (train_path, flags.shuffle)
-    train_data = DataLoader(train_path, B, T, c.V, flags.shuffle, ranks)
-    if flags.val_every:
-        fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
-        val_data = DataLoader(val_path, max(1, min(B, fits // ranks.count)), T, c.V, False, ranks)
-    flags.seq_len, flags.shuffle, flags.total_batch = T, int(train_data.shuffle), flags.total_batch or train_data.size
-    if flags.total_batch % train_data.size:
-        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {train_data.size}, "
-                        f"a micro-batch's tokens{ranks}")
-    epoch = max(1, train_data.total // flags.total_batch)
-    steps = flags.steps = epoch if flags.steps in (None, -1) else flags.steps
-    if flags.hellaswag:
-        from dev.eval.hellaswag import read_examples
-        examples = read_examples(flags.hellaswag, c.V, T)
-    origin = "" if from_file else f" from scratch, seed {flags.seed}"
-    print(f"device       | {device}{ranks} (--device, --dtype)")
-    print(f"model        | {name}{origin}: {sum(row.size for row in c.parameter_table()):,} parameters (-e), {c}")
-    files = f" in {len(train_data.paths)} files" * (len(train_data.paths) > 1)
-    print(f"data         | {train_path}: {train_data.total:,} tokens{files} (-i), {val_path} (-j)")
-    print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), {steps} steps (-x), "
-          f"an epoch has {epoch}")
-    for arena, table in arena_tables(c, device, B, T, flags.recompute, ranks).items():
-        print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, "
-              f"of which {max(table, key=lambda row: row.nbytes).name} is the largest")
-    asked, free, fits = memory_of(c, device, B, T, flags.recompute, ranks)
-    print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into {free / 2**30:.2f} GiB (--recompute)")
-    if flags.dry_run:
-        from dev.dry_run import estimate
-        return estimate(c, device, flags, ranks)
+
+named.__name__ = "name"  # as --help has it
+COUNT, COUNT_OR_0, COUNT_OR_ALL = number(int, 1), number(int, 0), number(int, -1)
+SWITCH, RATE, BETA = number(int, 0, 2), number(float, 0), number(float, 0, 1)
+EPS = number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
+ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit", "seed"
+
+# A flag's letter, long name, type or choices, default (None: see set_defaults), what it is.
+FLAGS = [
+    ("-i", "--train-data", named, None, "token file to train on, or a pattern of several in quotes "
+     "(default: tinyshakespeare, prepared if it is missing)"),
+    ("-j", "--val-data", named, None, "token file to validate on (default: -i's, with val for "
+     "train)"),
+    ("-e", "--model", named, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: "
+     "{kind.MODELS[0]} if it is here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a "
+     "CPU)"),
+    ("-o", "--output", named, None, "folder for the weights, which are written at the end "
+     "(default: none)"),
+    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
+    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: gradients are "
+     "accumulated over -d/(B*T) micro-batches (default: B*T)"),
+    ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a "
+     "CPU)"),
+    ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
+    ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate "
+     "falls; wsd: late"),
+    ("-u", "--warmup", COUNT_OR_0, 0, "steps in which the rate rises, except if it is constant"),
+    ("-q", "--final-fraction", RATE, 1.0, "what the learning rate falls to, as a fraction of it"),
+    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
+    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, and one after the last; 0: "
+     "none"),
+    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
+    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, and one after the last; 0: "
+     "none"),
+    ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
+    ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
+    (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
+    (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
+    (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
+    (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 "
+     "for none"),
+    ("-sl", "--loss-limit", RATE, 0.0, "skip an update if the loss's z-score in the last 128 is "
+     "above it; 0: none"),
+    ("-sg", "--norm-limit", RATE, 0.0, "skip an update if the norm's is above it; 0: none"),
+    ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, to see whether it can "
+     "be learned"),
+    (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' "
+     "(default: 1 for several)"),
+    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters, and of all that is drawn"),
+    (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: "
+     "bf16; on a CPU fp32)"),
+    (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is "
+     "there for speed"),
+    (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one "
+     "(0)"),
+    (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, "
+     "q.k / sqrt(HS))"),
+]
+
+# A run that is told neither what to train nor on what has other defaults, tuned on tinyshakespeare:
+# about a minute on two cores, and seconds on a GPU.
+SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95,
+                       val_every=50, sample_every=125),
+           "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120,
+                        final_fraction=0.3, val_every=100, sample_every=400)}
+DEFAULT_T = {"cpu": 64, "cuda": 1024}
+
+
+def parse_flags(description, table, arguments=None, defaults=True):
+    """The flags of a command line. Without defaults, a flag that is not given is None. Raises
+    UserError."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     exit_on_error=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for letter, name, kind, default, text in table:
+        form = dict(type=kind, metavar=getattr(kind, "__name__", "").upper())
+        if isinstance(kind, tuple):
+            form = dict(choices=kind)
+        if kind is SWITCH:  # by itself it means 1
+            form |= dict(nargs="?", const=1)
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(*filter(None, (letter, name)), help=text + shown,
+                            default=default if defaults else None, **form)
     try:
-        model = load(B)
-        if flags.nvtx:
-            from dev.nvtx import annotate
-            annotate(model)
-        if folder:
-            folder.begin(model, train_data)
-        ranks.begin(model, train_data, val_data, flags, name)
-        with stop_signals() as stop:
-            try:
-                train(model, train_data, val_data, steps, flags, stop, folder, examples)
-            finally:
-                if folder:
-                    folder.close()
-    except device.Fault as e:
-        raise UserError(f"the GPU stopped ({e}) at {device.launched} or a launch before it: find the fault with "
-                        "--graph 0, --plain 1, compute-sanitizer, or --device cpu") from None
-    return 128 + stop[0] if stop else 0
+        flags, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as e:
+        what = str(e).removeprefix("argument ")
+        raise UserError(f"{what}; --help lists the flags") from None
+    if unknown:
+        pattern = "" if unknown[0].startswith("-") else "; a pattern of files goes in quotes"
+        raise UserError(f"{unknown[0]} is no flag{pattern}; --help lists them")
+    return flags
 
 
-# ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here (see dev/RESULTS.md):
+def set_defaults(flags, scratch):
+    """Set those of the trainer's flags that are None and have a default."""
+    defaults = {name.removeprefix("--").replace("-", "_"): default
+                for _, name, _, default, _ in FLAGS}
+    if scratch:
+        defaults |= SCRATCH[flags.device]
+    for name, value in defaults.items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
+
+
+def duration(seconds):
+    """A time for a person: "3 h 20 min", "4 min 10 s" or "9 s"."""
+    minutes, hours = seconds // 60, seconds // 3600
+    if hours:
+        return f"{hours:.0f} h {minutes % 60:.0f} min"
+    return f"{minutes:.0f} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends
+    the program."""
+    came, before = [], {}
+
+    def handler(number, frame):
+        came.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler and a launcher may both send it
+        with contextlib.suppress(OSError):  # print may be interrupted
+            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, handler)
+    try:
+        yield came
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def main(arguments=None, Model=GPT2):
+    """Everything from the flags to the last line. Returns the exit status. Raises UserError."""
+    try:
+        from dev.features import FLAGS as more_flags, run_with
+    except ModuleNotFoundError as e:  # the top-level files alone train, too
+        if e.name not in ("dev", "dev.features"):
+            raise
+        more_flags, run_with = [], None
+    table = {row[1]: (*row[:4], row[4].format(kind=Model.Config)) for row in [*FLAGS, *more_flags]}
+    flags = parse_flags("Train from raw kernels.", table.values(), arguments, defaults=False)
+    flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
+    training = FastTraining if flags.device == "cuda" and not flags.plain else Training
+    if run_with:
+        return run_with(flags, training, Model)
+    return training(flags, Model).run()
+
+
+# ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here:
 #
 #                                                              B=4          B=32
 #     the plain device                                        10.41 ms     66.26 ms
@@ -1217,36 +1787,133 @@ def work(architecture, flags, place, ranks=ALONE):
 #     a step queued before the last one is reported            7.99        52.00
 
 
+class FastTraining(Training):
+    """A step is queued before the last one is reported, so that the GPU need not wait for the host.
+    A step of several micro-batches has the host copy batches while the GPU works, anyway."""
+
+    def train(self):
+        self.late = []  # steps that are queued and not yet reported: (step, its verdict's fetch)
+        self.reported = 0.0  # when the last one was
+        super().train()
+
+    def finish(self, queued):
+        self.late.append((queued, self.device.fetch(self.model.adam.verdict)))
+        while len(self.late) > (1 if self.micros == 1 else 0):
+            self.report_oldest()
+
+    def report_oldest(self):
+        queued, wait = self.late.pop(0)
+        verdict = Verdict(*wait().tolist())
+        queued.begun = max(queued.begun, self.reported)
+        self.reported = time.perf_counter()
+        self.report(queued, verdict)
+
+    def pause(self, done, batches):
+        while self.late:
+            self.report_oldest()
+        super().pause(done, batches)
+
+
+def address(array):
+    """A CuPy array's address, or a null pointer for None, as ctypes wants it."""
+    return ctypes.c_void_p(None if array is None else array.data.ptr)
+
+
+def aligned_bytes(size):
+    """Zeros whose address is a multiple of 128. A tensor map wants one of 64."""
+    memory = np.zeros(size + 127, np.uint8)
+    start = -memory.ctypes.data % 128
+    return memory[start : start + size]
+
+
+def cache_folder():
+    """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
+
+
+def read_cache(name):
+    """What write_cache kept under a name, a dict, or an empty one."""
+    try:
+        return json.loads((cache_folder() / f"{name}.json").read_text())
+    except (OSError, ValueError):  # not there yet, or damaged
+        return {}
+
+
+def write_cache(name, values):
+    """Keep a dict for later runs, together with what others have kept since; where it cannot be
+    written, it is lost."""
+    with contextlib.suppress(OSError, UserError):
+        text = json.dumps(read_cache(name) | values)
+        replace_file(cache_folder() / f"{name}.json", [text.encode()])
+
+
 class FastCuda(Cuda):
-    """Cuda with all that is there for speed alone. cuBLASLt multiplies as cuBLAS does. But a graph can hold what it
-    does, where CuPy refuses cuBLAS, and products have epilogues: work on out before it leaves the registers. CuPy does
-    not wrap it, so ctypes calls it, in the library that CuPy has loaded. Numbers without a name are cublasLt.h's."""
-    ahead = 1  # while a step's results are outstanding, the next is queued, so that the GPU need not wait for the host
+    """Cuda with all that is there for speed alone. cuBLASLt multiplies as cuBLAS does. But a graph
+    can hold what it does, where CuPy refuses cuBLAS, and products have epilogues: work on out
+    before it leaves the registers. CuPy does not wrap it, so ctypes calls it, in the library that
+    CuPy has loaded. Numbers without a name are cublasLt.h's."""
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
     NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
+    graph = True
 
-    def __init__(self, dtype, c, beside=(), graph=True):
+    def __init__(self, dtype, c, beside=()):
         super().__init__(dtype, c, beside)
         import cupyx.profiler
-        self.cupyx, self.graph, self.fused_gelu, self.plans = cupyx, graph, self.dtype == "bf16", {}
-        self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CUDA's default stream cannot be captured
+        self.cupyx, self.fused_gelu = cupyx, self.dtype == "bf16"
+        self.maps, self.plans = {}, {}  # {array: its tensor map}, {product: how to do it}
+        self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # the default one cannot capture
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
-            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt; --plain 1 does without it")
+            raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt; --plain "
+                            "1 does without it")
         self.library = ctypes.CDLL(loaded[0])
         self.handle, self.workspace = self.create(""), self.empty(self.WORKSPACE)
         self.library.cublasLtGetVersion.restype = ctypes.c_size_t
-        versions = self.library.cublasLtGetVersion(), self.cupy.cuda.runtime.driverGetVersion()
+        versions = (self.library.cublasLtGetVersion(),
+                    self.cupy.cuda.runtime.driverGetVersion())
         self.cache = re.sub(r"\W+", "_", f"matmul {self} {versions}")
-        self.choices = read_cache(self.cache)  # {product: the algorithm that an earlier run has chosen for it}
+        self.choices = read_cache(self.cache)  # {product: the algorithm chosen by an earlier run}
+
+    def switches(self):
+        """As Cuda's; and on Hopper, attention's section "Faster on Hopper", for bf16 and heads of
+        64 or 128 channels."""
+        hopper = self.capability == 90 and self.real == BF16 and (
+            {"-DHS=64", "-DHS=128"} & set(self.compiled_for))
+        # wgmma needs the target sm_90a; sm_90 is not enough
+        return [*super().switches(), *(["-arch=sm_90a", "-DHOPPER"] if hopper else [])]
+
+    def tiles(self, array, B, T):
+        """What Hopper's copy engine has to know of an array (B,T,channels) in bf16, of which it
+        copies boxes of 64 tokens and 64 channels: 128 bytes, by value. Raises UserError."""
+        if not self.attention_sizes.maps:
+            return array
+        key = B, T, array.data.ptr, array.size
+        if key not in self.maps:
+            self.maps[key] = made = aligned_bytes(128)
+            width = array.size // (B * T)
+
+            def numbers(kind, *values):
+                return (kind * len(values))(*values)
+
+            status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+                ctypes.c_void_p(made.ctypes.data), 9, 3, address(array),  # bf16, three dimensions
+                numbers(ctypes.c_uint64, width, T, B),
+                numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
+                numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
+                0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time, zeros beyond
+            if status:
+                raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, "
+                                f"{width} channels")
+        return self.maps[key].view("V128")  # one number, for CuPy, that goes by value
 
     def call(self, name, *args):
         """Call a function of cuBLASLt."""
         status = getattr(self.library, f"cublasLt{name}")(*args)
         if status:
-            self.cupy.cuda.runtime.deviceSynchronize()  # raises what a kernel before it has done wrong
-            raise UserError(f"cublasLt{name} failed with status {status}; --plain 1 does without it")
+            self.cupy.cuda.runtime.deviceSynchronize()  # raises what a kernel before has done wrong
+            raise UserError(f"cublasLt{name} failed with status {status}; --plain 1 does without "
+                            "it")
 
     def create(self, kind, *args, attributes=()):
         """An object of cuBLASLt, with these (attribute, value) set."""
@@ -1257,16 +1924,19 @@ class FastCuda(Cuda):
             self.call(f"{kind}SetAttribute", made, attribute, ctypes.byref(value), size)
         return made
 
-    def describe(self, epilogue, out, a, b, bias, aux, scales):
-        """A product of these arrays, as cuBLASLt wants it: (description, layout of b, of a, of out)."""
+    def attributes(self, transpose_a, transpose_b, epilogue, out, bias, aux):
+        """(attribute, value) that describe a product: 3, 4: are b and a transposed? 7: the
+        epilogue. 8: bias. 11, 12: GELU's input, and its rows' stride."""
+        return [(3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)),
+                (7, ctypes.c_int(epilogue)), (8, address(bias)), (11, address(aux)),
+                (12, ctypes.c_int64(out.shape[1]))]
+
+    def describe(self, epilogue, out, a, b, bias, aux):
+        """A product as cuBLASLt wants it: (description, layout of b, of a, of out)."""
         (transpose_b, _), (transpose_a, _), _ = strides = [stride_of(x) for x in (b, a, out)]
-        # Attributes 3, 4: are b and a transposed? 7: the epilogue. 8: bias. 11, 12: GELU's input, and its rows' stride.
-        # 17, 18: what FP8's b and a are multiplied by. 25: its sums may be of fewer bits, see dev/fp8.py.
-        description = self.create("MatmulDesc", self.compute, self.TYPES["f4"], attributes=(
-            (3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)), (7, ctypes.c_int(epilogue)),
-            (8, address(bias)), (11, address(aux)), (12, ctypes.c_int64(out.shape[1])),
-            (25, ctypes.c_int8(len(scales) > 0)),
-            *((17 + i, address(scale)) for i, scale in enumerate(reversed(scales)))))
+        attributes = self.attributes(transpose_a, transpose_b, epilogue, out, bias, aux)
+        description = self.create("MatmulDesc", self.compute, self.TYPES["f4"],
+                                  attributes=attributes)
         layouts = []
         for x, (transposed, stride) in zip((b, a, out), strides):
             m, n = x.shape if transposed else x.shape[::-1]
@@ -1277,57 +1947,75 @@ class FastCuda(Cuda):
     def multiply(self, plan, algorithm, accumulate, out, a, b):
         """Queue a product that describe() has described."""
         description, b_layout, a_layout, out_layout = plan
-        one, beta, stream = ctypes.c_float(1), ctypes.c_float(accumulate), self.cupy.cuda.get_current_stream().ptr
-        algorithm, workspace = ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace)
-        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), b_layout, address(a), a_layout,
-                  ctypes.byref(beta), address(out), out_layout, address(out), out_layout, algorithm, workspace,
-                  ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream))
+        one, beta = ctypes.c_float(1), ctypes.c_float(accumulate)
+        stream = ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr)
+        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), b_layout,
+                  address(a), a_layout, ctypes.byref(beta), address(out), out_layout, address(out),
+                  out_layout, ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
+                  ctypes.c_size_t(self.WORKSPACE), stream)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, scales=()):
-        """As Cuda.matmul; with scales, of FP8, out is multiplied by both."""
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """As Cuda.matmul."""
         epilogue, result, aux = self.NO_EPILOGUE if bias is None else self.ADD_BIAS, out, None
         if self.fused_gelu and gelu is not None:
             epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
         elif self.fused_gelu and dgelu_at is not None:
             epilogue, aux = self.TIMES_DGELU, dgelu_at
-        product = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue, *[a.dtype.str] * len(scales)
-        key = product, accumulate, *(x if x is None else x.data.ptr for x in (bias, aux, *scales))
-        if key not in self.plans:
-            plan = self.describe(epilogue, result, a, b, bias, aux, scales)
-            self.plans[key] = plan, self.choose(product, plan, accumulate, result, a, b)
-        self.multiply(*self.plans[key], accumulate, result, a, b)
+        self.product(epilogue, result, a, b, bias, aux, accumulate)
         if aux is None:
             self.gelu_of_product(out, gelu, dgelu_at)
 
-    def choose(self, product, plan, accumulate, out, a, b):
-        """The fastest algorithm for a product, by timing it on its own operands when it first comes up. The choice is
-        saved, so that later runs add up in the same order: the same seed, the same bits. What adds to out cannot be
-        timed: it takes what was chosen for a product of these shapes that sets out, or the first that is offered."""
-        known = self.choices.get(str((*product, accumulate))) or self.choices.get(str((*product, False)))
+    def product(self, epilogue, out, a, b, bias, aux, accumulate, *more):
+        """Queue a product. more: what else describe() is told of it, arrays."""
+        name = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue
+        name = *name, *(a.dtype.str for _ in more)
+        arrays = (x if x is None else x.data.ptr for x in (bias, aux, *more))
+        key = name, accumulate, *arrays
+        if key not in self.plans:
+            plan = self.describe(epilogue, out, a, b, bias, aux, *more)
+            self.plans[key] = plan, self.choose(name, plan, accumulate, out, a, b)
+        self.multiply(*self.plans[key], accumulate, out, a, b)
+
+    def choose(self, name, plan, accumulate, out, a, b):
+        """The fastest algorithm for a product, by timing it on its own operands when it first comes
+        up. The choice is saved, so that later runs add up in the same order: the same seed, the
+        same bits. An accumulating product cannot be timed, since repeating it changes out; it
+        reuses the plain product's choice, or takes the first that is offered."""
+        known = (self.choices.get(str((*name, accumulate)))
+                 or self.choices.get(str((*name, False))))
         if known:
             return np.array(known, np.uint64)
 
         preference = self.create("MatmulPreference", attributes=(
-            (1, ctypes.c_size_t(self.WORKSPACE)), (3, ctypes.c_uint32(2)),  # a sum in several parts is added up in fp32
+            (1, ctypes.c_size_t(self.WORKSPACE)),
+            (3, ctypes.c_uint32(2)),  # a sum in several parts is added up in fp32
             *((matrix, ctypes.c_uint32(ALIGN)) for matrix in (5, 6, 7, 8))))
-        algorithms, found = np.zeros((self.CANDIDATES, 12), np.uint64), ctypes.c_int()  # the first 8 of 12 matter
-        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], preference, self.CANDIDATES,
-                  ctypes.c_void_p(algorithms.ctypes.data), ctypes.byref(found))
+        # Of an algorithm's 12 numbers the first 8 matter.
+        algorithms, found = np.zeros((self.CANDIDATES, 12), np.uint64), ctypes.c_int()
+        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], preference,
+                  self.CANDIDATES, ctypes.c_void_p(algorithms.ctypes.data), ctypes.byref(found))
         self.call("MatmulPreferenceDestroy", preference)
         if not found.value:
-            raise UserError(f"cuBLASLt has no algorithm for a product {product}; --plain 1 does without it")
-        thrice = lambda algorithm: [self.multiply(plan, algorithm, False, out, a, b) for _ in range(3)]
-        times = [self.cupyx.profiler.benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
+            raise UserError(f"cuBLASLt has no algorithm for a product {name}; --plain 1 does "
+                            "without it")
+
+        def thrice(algorithm):
+            for _ in range(3):
+                self.multiply(plan, algorithm, False, out, a, b)
+
+        benchmark = functools.partial(self.cupyx.profiler.benchmark, thrice, n_repeat=3, n_warmup=1)
+        times = [benchmark((algorithm,)).gpu_times.min()
                  for algorithm in algorithms[: found.value] if not accumulate]
         best = algorithms[int(np.argmin(times or [0]))]
-        chosen = {str((*product, accumulate)): best[:8].tolist()}
+        chosen = {str((*name, accumulate)): best[:8].tolist()}
         self.choices |= chosen
         write_cache(self.cache, chosen)
         return best
 
-    def replay(self, graphs, key, work, count):
-        """Do work(): plainly the first time, which chooses algorithms. The second time it is recorded as a graph, and
-        from then on one launch of that does it all, without gaps between kernels."""
+    def repeat(self, graphs, key, work):
+        """Do work(): plainly the first time, which chooses algorithms. The second time it is
+        recorded as a graph, and from then on one launch of that does it all, without gaps between
+        kernels."""
         if not self.graph or key not in graphs:
             work()
             graphs[key] = None
@@ -1340,18 +2028,22 @@ class FastCuda(Cuda):
                 finally:
                     graph = self.capturing.end_capture()
             graphs[key] = graph
-        else:
-            count()
         graphs[key].launch()
 
     def fetch(self, array):
-        """As Cuda.fetch, but the copy is queued behind the work, and only the function waits for it."""
+        """A function that waits for the work queued so far, and returns what array has then. The
+        copy is queued behind that work."""
         stream, host = self.cupy.cuda.get_current_stream(), self.cupyx.empty_like_pinned(array)
         array.get(stream=stream, out=host, blocking=False)
         copied = stream.record()
-        return lambda: (copied.synchronize(), host)[1]  # waits, then has the numbers
+
+        def wait():
+            copied.synchronize()
+            return host
+
+        return wait
 
 
 if __name__ == "__main__":
-    sys.modules["train_gpt2"] = sys.modules["__main__"]  # what dev/ imports is this module, not another copy
+    sys.modules["train_gpt2"] = sys.modules["__main__"]  # dev/ imports this module, not a copy
     run(main)

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import (BF16, SIZES, UserError, aligned_bytes, available_memory, cache_folder, read_kernels,
-                                    to_bf16, to_float)
+from prepro_tinyshakespeare import UserError
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")  # of a kernel of this name
@@ -33,6 +32,14 @@ def round_to_tf32(x):
     return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
 
 
+def available_memory():
+    """How many bytes of the host's memory can be allocated."""
+    try:
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    except (OSError, TypeError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 class Cpu:
     """The CPU, all of its cores. CUDA_ON_CPU_ORDER says in which order the threads of a block run: see set_order.
 
@@ -43,17 +50,16 @@ class Cpu:
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024  # bytes, as on an H100
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
-    ahead = 0  # steps: see train_gpt2.Cuda
     peak_flops = None  # depends on the machine in more ways than can be asked for
-    OPTIONS, fp8, tables, state = (), False, lambda self, c, B, T: {}, lambda self: []  # see Cuda
-    adopt = begin_step = end_step = cast_weights = go_on = lambda self, *args, **more: None
+    OPTIONS = ()
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
+        from train_gpt2 import BF16, SIZES, read_kernels
         sources = [*c.SOURCES, *beside]
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
-        self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
+        self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.library = ctypes.CDLL(str(self.build(sources)))
@@ -72,6 +78,7 @@ class Cpu:
 
     def build(self, sources):
         """The path of the shared library, compiled if there is none for these files, flags and this processor."""
+        from train_gpt2 import cache_folder
         compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         if not compiler or not shutil.which(compiler):
             found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
@@ -152,7 +159,7 @@ class Cpu:
         kernel = self.kernels[name]
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
-        values = [ctypes.c_void_p(None if arg is None else arg.__array_interface__["data"][0]) if kind is None
+        values = [ctypes.c_void_p(None if arg is None else arg.__array_interface__["data"][0]) if kind is None and not (arg is not None and arg.dtype == np.uint8 and arg.size == 128)
                   else np.ctypeslib.as_ctypes(np.asarray(arg)) for arg, (_, kind, _) in zip(args, kernel.parameters)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
@@ -160,14 +167,16 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def tensor_map(self, B, T, array):
-        """As train_gpt2.Cuda.tensor_map; what cuda.h reads is simpler."""
+    def tiles(self, array, B, T):
+        """As train_gpt2.FastCuda.tiles; what cuda.h reads is simpler."""
+        from train_gpt2 import aligned_bytes
         made = aligned_bytes(128)
         made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
         return made
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
+        from train_gpt2 import BF16, to_bf16, to_float
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
         if self.real == BF16:
@@ -192,11 +201,6 @@ class Cpu:
         if dgelu_at is not None:
             self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
 
-    def fetch(self, array):
-        """A function that returns the numbers which array has now."""
-        values = self.get(array)
-        return lambda: values
-
-    def replay(self, graphs, key, work, count):
+    def repeat(self, graphs, key, work):
         """Do work()."""
         work()

@@ -1,0 +1,167 @@
+"""Whatever the program can do beyond training on one device: the table of features.
+
+A feature is a module under dev/ with subclasses of the model (train_gpt2.GPT2) or of the training
+(train_gpt2.Training), which override methods and call super(). The table says which flags bring
+which of them. They are stacked in the order of the table, the first outermost, on the classes that
+the plain program would use; the result is a class of this run alone. What two features need of each
+other is a small class of its own: it is in PAIRS, and goes in front of both.
+
+train_gpt2.main calls run_with. Without this file it trains all the same.
+"""
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dev.ranks.launchers import launched
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import COUNT, COUNT_OR_0, FLAGS as PLAIN_FLAGS, RATE, SWITCH, named, number
+
+LEVEL = number(int, 0, 3)
+FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the place of that
+    ("-o", "--output", named, None, "folder for main.log and checkpoints; one comes at the end "
+     "(default: none)"),
+    ("-n", "--checkpoint-every", COUNT_OR_0, 0, "steps between checkpoints that -y 1 can go on "
+     "from; 0 for none"),
+    ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "keep the N newest of them; 0: all"),
+    ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "also keep every M-th step's; 0: none"),
+    ("-y", "--resume", SWITCH, 0, "1: go on from the newest whole checkpoint in -o"),
+    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch of a rank"),
+    ("-d", "--total-batch", COUNT, None, "tokens in a step of all ranks, a multiple of B*T times "
+     "their number: gradients are accumulated over micro-batches (default: one of each rank)"),
+    (None, "--gpus", COUNT, None, "train on N of this machine's GPUs; 1: alone (default: alone, or "
+     "as one of the ranks that torchrun, srun or mpirun has started)"),
+    ("-z", "--zero", SWITCH, 0, "1: each of several ranks has a share of AdamW's moments and fp32 "
+     "parameters (ZeRO)"),
+    (None, "--log-ranks", SWITCH, 0, "1: each rank but the first adds what it prints to "
+     "-o/rank_*.txt"),
+    (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
+     "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
+    (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's; bf16 takes half the memory, with "
+     "stochastic rounding"),
+    (None, "--recompute", LEVEL, 0, "1: compute norms and what is inside of the MLP again: less "
+     "memory, slower; 2: all of a layer but attention: least memory, slowest"),
+    (None, "--nvtx", SWITCH, 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; it "
+     "implies --graph 0"),
+    (None, "--hellaswag", named, None, "file of dev/data/hellaswag.py to score at each validation "
+     "but the first"),
+    (None, "--sample", str, None, "go on with this text, for -g tokens, and do not train"),
+    (None, "--temperature", RATE, 1.0, "of --sample: below 1 likely tokens are likelier still; 0: "
+     "only the likeliest"),
+    (None, "--top-k", COUNT_OR_0, 0, "of --sample: choose among the K likeliest tokens; 0: all"),
+    (None, "--dry-run", SWITCH, 0, "1: print sizes and an estimate of the time, and do not train"),
+    (None, "--replay", named, None, "find what was not finite in a step, from the file that a run "
+     "wrote of it"),
+]
+
+NEEDS = {  # flags that mean nothing without another one
+    "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
+    "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample",
+    "log_ranks": "output"}
+
+
+class Feature(NamedTuple):
+    name: str
+    asked: Callable  # of the flags and the ranks (None: one process), whether they bring it
+    model: str = ""  # the subclass, as module:class
+    training: str = ""
+
+
+FEATURES = [
+    Feature("terminal", lambda flags, ranks: True, training="dev.terminal:Terminal"),
+    Feature("nvtx", lambda flags, ranks: flags.nvtx, training="dev.runs.nvtx:Annotated"),
+    Feature("dry run", lambda flags, ranks: flags.dry_run, training="dev.runs.dry_run:DryRun"),
+    Feature("sample", lambda flags, ranks: flags.sample is not None,
+            training="dev.runs.sample:Sampling"),
+    Feature("hellaswag", lambda flags, ranks: flags.hellaswag,
+            training="dev.runs.hellaswag:Scored"),
+    Feature("fp8", lambda flags, ranks: flags.dtype == "fp8", "dev.precision.fp8:Fp8Model",
+            "dev.precision.fp8:Fp8Training"),
+    Feature("zero", lambda flags, ranks: ranks and flags.zero, "dev.ranks.zero:Sharded"),
+    Feature("ranks", lambda flags, ranks: ranks, "dev.ranks.ranks:Ranked",
+            "dev.ranks.ranks:RankedTraining"),
+    Feature("runs", lambda flags, ranks: flags.output and not flags.dry_run,
+            training="dev.runs.folder:Kept"),
+    Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
+    Feature("moments", lambda flags, ranks: flags.moments == "bf16",
+            "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),
+    Feature("recompute 1", lambda flags, ranks: flags.recompute == 1,
+            "dev.precision.recompute:RecomputeInside"),
+    Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
+            "dev.precision.recompute:RecomputeLayers"),
+]
+PAIRS = {  # {names of features: (the model's subclass, the training's)}
+    ("fp8", "ranks"): ("dev.precision.fp8:Fp8Ranked", ""),
+    ("fp8", "runs"): ("", "dev.precision.fp8:Fp8Kept"),
+    ("hellaswag", "runs"): ("", "dev.runs.hellaswag:ScoredAndKept"),
+    ("hellaswag", "ranks"): ("", "dev.runs.hellaswag:ScoredByRanks"),
+    ("moments", "zero"): ("dev.precision.moments:ShardedMoments", ""),
+    ("ranks", "runs"): ("", "dev.ranks.ranks:RanksKept"),
+    ("explain", "runs"): ("", "dev.runs.replay:ExplainedAndKept"),
+    ("explain", "ranks"): ("", "dev.ranks.ranks:RanksExplained"),
+}
+
+
+def load(path):
+    """The object of a path such as dev.ranks.ranks:Ranked."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def stack(base, layers, own):
+    """A subclass of base, with these (paths of classes, the first outermost) in front of it, and
+    own, {attribute: value}."""
+    bases = *(load(path) for path in layers if path), base
+    return type(base.__name__, bases, own)
+
+
+def attach(flags, Training, Model, ranks=None, folder=None):
+    """(training, model): the classes of a run with the features that its flags bring."""
+    asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
+    pairs = [PAIRS[pair] for pair in PAIRS if asked.keys() >= set(pair)]
+    models = [model for model, _ in pairs] + [feature.model for feature in asked.values()]
+    trainings = [training for _, training in pairs] + [feature.training for feature in asked.values()]
+    return (stack(Training, trainings, dict(ranks=ranks, folder=folder)),
+            stack(Model, models, dict(ranks=ranks)))
+
+
+def check_needs(flags):
+    """Raise UserError if one of the flags was given without the one that it needs."""
+    def called(name):
+        return f"--{name.replace('_', '-')}"
+
+    for name, needed in NEEDS.items():
+        known = flags.resume and needed.startswith("checkpoint")  # by the run that goes on
+        if getattr(flags, name) and getattr(flags, needed) in (None, 0) and not known:
+            raise UserError(f"{called(name)}: expected {called(needed)} too; --help says what they "
+                            "do")
+    if flags.hellaswag and flags.val_every == 0:
+        raise UserError("--hellaswag: is scored at each validation, and -v 0 makes none: expected "
+                        "another -v")
+    if flags.dtype == "fp8" and flags.plain:
+        raise UserError("--dtype fp8 --plain 1: FP8 is there for speed alone: expected --plain 0, or "
+                        "--dtype bf16")
+
+
+def run_with(flags, Training, Model):
+    """What train_gpt2.main does with its flags. Returns the exit status."""
+    check_needs(flags)
+    if flags.replay:
+        return load("dev.runs.replay:replay")(flags, Training, Model)
+    if launched() if flags.gpus is None else flags.gpus > 1:
+        start = load("dev.ranks.launch:start")
+        return start(flags, lambda ranks: train(flags, Training, Model, ranks))
+    return train(flags, Training, Model)
+
+
+def train(flags, Training, Model, ranks=None):
+    """Train, as one of several ranks or alone."""
+    folder = None
+    if flags.output and not flags.dry_run:
+        folder = load("dev.runs.folder:RunFolder")(flags, ranks)  # to go on, it sets what is not
+    plain = {name for _, name, *_ in PLAIN_FLAGS}  # given as it was
+    for _, name, _, default, _ in FLAGS:
+        key = name.removeprefix("--").replace("-", "_")
+        if name not in plain and getattr(flags, key) is None:
+            setattr(flags, key, default)
+    training, model = attach(flags, Training, Model, ranks, folder)
+    return training(flags, model).run()
