@@ -32,12 +32,14 @@ from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entr
 from dev.cuda.kernel import words as chosen
 from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, model_of, noting, parse_sizes,
                              stored)
-from dev.moments import KERNELS as MOMENTS
-from dev.run_folder import checkpoint_parts
-from prepro_tinyshakespeare import (BF16, HEADER_BYTES, LOW, FileKind, UserError, check_size, check_tokens, kept_as,
-                                    read_header, replace_file, to_bf16, to_float)
-from train_gpt2 import (GPT2, HERE, Config, Row, carve, has_gpu, make_device, pack_batch, read_kernels,
-                        read_parameters)
+from dev.features import FLAGS as FEATURE_FLAGS
+from dev.features import attach
+from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, LOW, Config, FileKind, Row, Training, carve, check_size,
+                        check_tokens, checkpoint_parts, has_gpu, kept_as, layout, make_device, pack_batch, parse_flags,
+                        read_header, read_kernels, read_parameters, to_bf16, to_float)
+
+MOMENTS = HERE / "dev/precision/moments.cu"
 
 # Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
 # errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the
@@ -243,22 +245,29 @@ def write_checkpoint(path, model):
     replace_file(path, map(model.device.get, checkpoint_parts(model)))
 
 
+def model_class(architecture, *given):
+    """An architecture with the features that these flags bring."""
+    return attach(parse_flags("", FEATURE_FLAGS, given), Training, architecture)[1]
+
+
 def poisoned_model(device, B, T, kind="softmax", recompute=0, **sizes):
     """A model whose activations and gradients are NaN until they are computed, with parameters of deviation 0.2."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
-    model = device.architecture(c, device, B, T, kind, recompute)
+    Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}")
+    model = Model(c, device, B, T, kind)
     poison(model, "activations", "backward", "gradients")
-    values = np.random.default_rng(1).normal(0, 0.2, model.adamw_grads.size).astype(np.float32)
+    values = np.random.default_rng(1).normal(0, 0.2, layout(c.parameter_table())[-1] // 4).astype(np.float32)
     model.set_parameters(vars(carve(values.view(np.uint8), c.parameter_table())).items())
     return model
 
 
 def gradients(model, *batches):
     """{name: gradient} that a step's micro-batches, each (tokens, targets), add up to."""
-    for micro, batch in enumerate(batches):
+    for model.micro, batch in enumerate(batches):
         model.set_batch(pack_batch(*batch))
         model.forward_pass()
-        model.backward_pass(micro)
+        model.backward_pass()
+    model.micro = 0
     return {name: model.device.get(array) for name, array in vars(model.grads).items()}
 
 
@@ -363,7 +372,7 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
             yield f"d{name}", found[name][: len(gradient)], gradient, limit_of(name, more)
     for step, wish in enumerate(losses):
         model.train_step(pack_batch(truth.x, truth.y), **hyperparameters)
-        yield f"loss {step}", model.report()().loss - wish, 0, bound
+        yield f"loss {step}", model.report().loss - wish, 0, bound
 
 
 def test_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):

@@ -36,16 +36,16 @@ import numpy as np
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
-from dev.moments import KERNELS as MOMENTS  # noqa: E402
-from prepro_tinyshakespeare import UserError, replace_file, run, to_bf16, write_tokens  # noqa: E402
-from train_gpt2 import Config, Cuda, DataLoader, FastCuda, has_gpu, make_device, read_kernels  # noqa: E402
+from dev.features import FLAGS as FEATURE_FLAGS  # noqa: E402
+from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens  # noqa: E402
+from train_gpt2 import Config, DataLoader, FastCuda, has_gpu, make_device, read_kernels, to_bf16  # noqa: E402
 
 T = 1024
 STEPS = 30  # of ours, whose median is that of all of them, the first two included
 TORCH_WARM_UP, TORCH_STEPS = 5, 20
 PROFILED = 8  # steps whose launches are timed one by one, of which the first two only warm up
 TIMEOUT = 240  # seconds, for one process
-SOURCES = [*Config.SOURCES, MOMENTS, TOP / "dev/fp8.cu"]
+SOURCES = [*Config.SOURCES, TOP / "dev/precision/moments.cu", TOP / "dev/precision/fp8.cu"]
 RESULTS, CHART = TOP / "dev/RESULTS.md", "step_by_kernel.svg"
 MARKERS = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
@@ -118,7 +118,7 @@ PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backwa
 class Recorder(FastCuda):
     """A FastCuda that notes the launches of each step, and, if it is timed, the events around each of them.
 
-    A step is what goes through replay. One that is timed is not a graph: its launches wait behind a few graphs of the
+    A step is what goes through repeat. One that is timed is not a graph: its launches wait behind a few graphs of the
     same step. So the GPU runs at a step's clock, and the host, which is well ahead, has no part in the times.
     """
     timed = False
@@ -146,19 +146,23 @@ class Recorder(FastCuda):
         with self.noted("matmul", None, (out, a, b)):
             super().matmul(out, a, b, *arguments, **named)
 
+    def product(self, epilogue, out, a, b, *arguments):
+        with self.noted("matmul", None, (out, a, b)):
+            super().product(epilogue, out, a, b, *arguments)
+
     def zero(self, array):
         with self.noted("memset", None, (array,)):
             super().zero(array)
 
-    def replay(self, graphs, key, work, count):
+    def repeat(self, graphs, key, work):
         for _ in range(self.HEAD_START if self.timed else 0):
-            super().replay(graphs, key, work, count)
+            super().repeat(graphs, key, work)
         self.notes = []
         self.steps.append(self.notes)
         if self.timed:
             work()
         else:
-            super().replay(graphs, key, work, count)
+            super().repeat(graphs, key, work)
         self.notes = None
 
 
@@ -216,7 +220,7 @@ def recorded_steps():
     """What each launch of each step was (see Recorder)."""
     steps = [step for step in Recorder.steps if step]
     if not steps:
-        raise UserError("train_gpt2.py launched nothing in Cuda.replay: mend Recorder")
+        raise UserError("train_gpt2.py launched nothing in Cuda.repeat: mend Recorder")
     return steps
 
 
@@ -226,7 +230,7 @@ def median_of(output):
 
 def words_of(row, tokens):
     """The mean number of distinct tokens of a batch."""
-    data = DataLoader(tokens, row.B, T, Config().V)
+    data = DataLoader(tokens, row.B, T, Config())
     return round(np.mean([np.unique(data.next_batch()[0]).size for _ in range(data.batches)]))
 
 
@@ -247,13 +251,14 @@ def faster_job(row, count, tokens):
 
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.graph, self.fused_gelu = count > 3, count > 2 and self.fused_gelu
+            self.fused_gelu = count > 2 and self.fused_gelu
 
-    if count < 5:
-        Some.fetch, Some.ahead = Cuda.fetch, Cuda.ahead
+    if count < 5:  # each step is waited for
+        train_gpt2.FastTraining = train_gpt2.Training
     # Where algorithms are not timed, none may come from a run that did. From 2 on, all have the ones that 2 has chosen.
     os.environ["XDG_CACHE_HOME"] = f"{tokens}.{min(count, 2)}"
-    return dict(ms=median_of(run_trainer(row, STEPS, tokens, Some, "--plain", str(int(count == 0)))))
+    flags = "--plain", str(int(count == 0)), "--graph", str(int(count > 3))
+    return dict(ms=median_of(run_trainer(row, STEPS, tokens, Some, *flags)))
 
 
 def kernels_job(row, tokens):
@@ -366,7 +371,7 @@ def torch_job(row, mode, attention, tokens, device="cuda", steps=TORCH_STEPS):
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
     compiled = torch.compile(model, mode=mode)
-    data = DataLoader(tokens, row.B, T, c.V)
+    data = DataLoader(tokens, row.B, T, c)
     x, y = (torch.empty(row.B, T, dtype=torch.int64, device=device) for _ in range(2))
     times, batch = [], data.next_batch()
     for _ in range(TORCH_WARM_UP + steps):
@@ -607,7 +612,7 @@ def main():
         wanted = [row for row in ROWS if re.search(given.rows, str(row))]
     except re.error as e:
         raise UserError(f"--rows {given.rows}: not a regular expression ({e})") from None
-    names = {name for _, name, *_ in train_gpt2.FLAGS}
+    names = {name for _, name, *_ in [*train_gpt2.FLAGS, *FEATURE_FLAGS]}
     rows = [row for row in wanted if names.issuperset(flag for flag in row.flags if flag.startswith("-"))]
     print("".join(f"{row}: left out, train_gpt2.py has no such flag\n" for row in wanted if row not in rows), end="")
     of_kernels = given.model, given.dtype, given.batch_size

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from prepro_tinyshakespeare import UserError, number, parse_flags, run
+from prepro_tinyshakespeare import UserError, run
+from train_gpt2 import number, parse_flags
 
 LINE = re.compile(r"s:(\d+) (tel|eval|trl):(\S+)(?: lr:(\S+) norm:(\S+))?")
 FLAGS = [(None, "--last", number(int, 1), 50, "steps over which the means are taken")]

@@ -21,15 +21,14 @@ from cupy_backends.cuda.libs import nvrtc
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import read_kernels  # noqa: E402
-from train_gpt2 import Config, Cuda  # noqa: E402
+from train_gpt2 import Config, Cuda, read_kernels  # noqa: E402
 
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
 SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
-LLAMA, MOMENTS, FP8 = TOP / "dev/llama3/llama3.cu", TOP / "dev/moments.cu", TOP / "dev/fp8.cu"
+LLAMA, MOMENTS, FP8 = (TOP / f"dev/{name}.cu" for name in ("llama3/llama3", "precision/moments", "precision/fp8"))
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_LD", path.read_text("utf-8")))]
 

@@ -27,10 +27,11 @@ from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import UserError, run, without_comments  # noqa: E402
+from prepro_tinyshakespeare import UserError, run  # noqa: E402
+from train_gpt2 import without_comments  # noqa: E402
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
-MOMENTS, FP8 = "dev/moments.cu", "dev/fp8.cu"
+MOMENTS, FP8 = "dev/precision/moments.cu", "dev/precision/fp8.cu"
 
 
 OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does not use: AddressSanitizer has to see it
@@ -527,7 +528,7 @@ class Copy:
     def __init__(self, folder):
         self.top = Path(folder)
         names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "test_gpt2.py", "kernels.cu", "dev/cpu", "dev/cuda",
-                 "dev/llama3", "dev/fixtures", "dev/eval", MOMENTS, FP8,
+                 "dev/llama3", "dev/fixtures", "dev/eval", "dev/precision", "dev/ranks", "dev/runs",
                  *(f"dev/{path.name}" for path in TOP.glob("dev/*.py")))
         for name in names:
             (self.top / name).parent.mkdir(parents=True, exist_ok=True)

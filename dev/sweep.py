@@ -26,8 +26,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from compare_training import read_log  # noqa: E402
-from prepro_tinyshakespeare import FLAGS as TRAINER_FLAGS  # noqa: E402
-from prepro_tinyshakespeare import UserError, data_paths, has_gpu, number, parse_flags, replace_file, run  # noqa: E402
+from prepro_tinyshakespeare import UserError, data_paths, replace_file, run  # noqa: E402
+from train_gpt2 import FLAGS as TRAINER_FLAGS  # noqa: E402
+from train_gpt2 import has_gpu, number, parse_flags  # noqa: E402
 
 # What all rows have, unless a row says another value after it: no row depends on train_gpt2.py's defaults.
 COMMON = "-k cosine -c 0 --beta1 0.9 --beta2 0.999 --eps 1e-8 --clip 1 --seed 42 -m -1 -s 1000000 -g 120"

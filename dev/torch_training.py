@@ -25,9 +25,10 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from prepro_tinyshakespeare import (DEFAULT_T, FLAGS, SWITCH, UserError, count_tokens, files_of, parse_flags, run,
-                                    set_defaults, to_float)
-from train_gpt2 import Config, DataLoader, draw_parameters, read_parameters, scheduled_rate
+from dev.features import FLAGS as FEATURE_FLAGS
+from prepro_tinyshakespeare import UserError, run
+from train_gpt2 import (DEFAULT_T, FLAGS, SWITCH, Config, DataLoader, count_tokens, draw_parameters, files_of,
+                        parse_flags, read_parameters, scheduled_rate, set_defaults, to_float)
 
 OWN_FLAGS = [(None, "--compile", SWITCH, 0, "1: with torch.compile")]
 FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len", "learning_rate",
@@ -142,7 +143,7 @@ def check_followed(flags, table):
     ignored."""
     for letter, name, _, default, _ in table:
         key = name.removeprefix("--").replace("-", "_")
-        if key not in FOLLOWED | IGNORED and getattr(flags, key) != default:
+        if key not in FOLLOWED | IGNORED and getattr(flags, key) not in (None, default):
             raise UserError(f"{letter or name} {getattr(flags, key)}: PyTorch's twin does not do that; leave it out of "
                             "both runs")
 
@@ -160,10 +161,11 @@ def open_log(folder):
 
 def main(arguments=None):
     """Everything from the flags to the last line of main.log. Raises UserError."""
-    table = [(*row[:4], row[4].format(kind=Config)) for row in FLAGS] + OWN_FLAGS
-    flags = parse_flags("Train with PyTorch, with train_gpt2.py's flags.", table, arguments)
+    rows = {row[1]: row for row in [*FLAGS, *FEATURE_FLAGS, *OWN_FLAGS]}
+    table = [(*row[:4], row[4].format(kind=Config)) for row in rows.values()]
+    flags = parse_flags("Train with PyTorch, with train_gpt2.py's flags.", table, arguments, defaults=False)
     check_followed(flags, table)
-    place = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if place == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU; check nvidia-smi, or train with --device cpu")
     flags.dtype = flags.dtype or ("bf16" if place == "cuda" else "fp32")
@@ -172,7 +174,7 @@ def main(arguments=None):
     torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
 
     name = flags.model or next(filter(os.path.exists, Config.MODELS[:1]), None)
-    set_defaults(flags, place, not name)
+    set_defaults(flags, scratch=not name and (place == "cpu" or not flags.train_data))
     name = name or Config.MODELS[2 if place == "cpu" else 1]
     from_file = Path(name).exists() or name.endswith(".bin")
     c = Config.from_file(name) if from_file else Config.from_descriptor(name)
@@ -180,11 +182,11 @@ def main(arguments=None):
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
-    train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c.V, 0 if flags.overfit else flags.shuffle)
+    train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c, 0 if flags.overfit else flags.shuffle)
     val_data = None
     if flags.val_every:
-        fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences, as the trainer has them
-        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)
+        fits = (min(count_tokens(path, c)[0] for path in files_of(val_path)) - 1) // T  # sequences, as the trainer's
+        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c, False)
     flags.total_batch = flags.total_batch or B * T
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")

@@ -4,10 +4,11 @@
     python dev/turns.py . ". --dtype fp8" -- -e d12 -b 32    # flags of a version, and behind -- those of all
 
 GPUs of one kind differ by several percent, and one differs from itself as it gets warm. So versions are compared by
-runs that follow each other, more than once. A version is a commit, or `.`, with flags of its own. Each run is a process
-of its own, with 40 steps unless -x says otherwise, on random tokens that are distributed as words are. Its time is the
-median of its last two thirds of steps, and a version's is the median of its runs. The factor is that time divided by
-the first version's. Products that are the same in two versions get the same algorithm of cuBLASLt, from one cache.
+runs that follow each other, more than once. A version is a commit, `.`, or a folder that holds a tree of this
+repository, with flags of its own. Each run is a process of its own, with 40 steps unless -x says otherwise, on random
+tokens that are distributed as words are. Its time is the median of its last two thirds of steps, and a version's is the
+median of its runs. The factor is that time divided by the first version's. Products that are the same in two versions
+get the same algorithm of cuBLASLt, from one cache.
 """
 import argparse
 import io
@@ -24,20 +25,25 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 from dev.benchmark import write_words  # noqa: E402
-from prepro_tinyshakespeare import UserError, number, run  # noqa: E402
+from prepro_tinyshakespeare import UserError, run  # noqa: E402
+from train_gpt2 import number  # noqa: E402
 
 
 def unpack(version, folder):
-    """The folder of a version: the working tree for ".", else a new one in this folder, with a commit's files. Raises
-    UserError."""
+    """The folder of a version: a tree that is there, as the working tree is for ".", or a new one in this folder, with
+    a commit's files. Raises UserError."""
     if version == ".":
         return TOP
+    if (Path(version) / "train_gpt2.py").exists():
+        return Path(version).resolve()
     try:
         done = subprocess.run(["git", "-C", TOP, "archive", version], capture_output=True)
     except FileNotFoundError:
-        raise UserError(f"{version}: a commit needs git, which is not installed: compare flags of . alone") from None
+        raise UserError(f"{version}: a commit needs git, which is not installed: give folders, or flags of . alone"
+                        ) from None
     if done.returncode:
-        raise UserError(f"{version}: expected a commit, or . for the working tree: {done.stderr.decode().strip()}")
+        raise UserError(f"{version}: expected a commit, a folder with train_gpt2.py, or . for the working tree: "
+                        f"{done.stderr.decode().strip()}")
     to = Path(tempfile.mkdtemp(dir=folder))
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(to, filter="data")
@@ -62,13 +68,14 @@ def main(arguments=None):
         own, shared = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="%(prog)s [-h] [--rounds N] VERSION ... [-- FLAG ...]")
-    parser.add_argument("versions", nargs="+", metavar="VERSION", help='a commit or ., with flags: ". --dtype fp8"')
+    parser.add_argument("versions", nargs="+", metavar="VERSION",
+                        help='a commit, a folder or ., with flags: ". --dtype fp8"')
     parser.add_argument("--rounds", type=number(int, 1), default=3, help="runs of each (default: 3)")
     given = parser.parse_args(own)
     try:
         versions = [(name, flags) for name, *flags in map(shlex.split, given.versions)]
     except ValueError as e:
-        raise UserError(f"{given.versions}: expected commits or ., with flags: {e}") from None
+        raise UserError(f"{given.versions}: expected commits, folders or ., with flags: {e}") from None
     with tempfile.TemporaryDirectory() as folder:
         tokens = os.path.join(folder, "tokens.bin")
         write_words(tokens, 2**21 + 1)

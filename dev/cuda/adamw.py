@@ -4,8 +4,7 @@ import functools
 import numpy as np
 
 from dev.cuda.kernel import ANY, Kernel, Version, f32, in_parts
-from prepro_tinyshakespeare import BF16, LOW, to_float
-from train_gpt2 import ADAMW, Verdict
+from train_gpt2 import ADAMW, BF16, LOW, Verdict, to_float
 
 NORM = 2.5
 # Numbers, by their bits, that stay as they are where nothing decays: two ties, of which one has an even number below

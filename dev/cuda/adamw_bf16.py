@@ -3,7 +3,7 @@ import numpy as np
 
 from dev.cuda import adamw
 from dev.cuda.kernel import ANY, Kernel, Version, bf16, in_parts
-from prepro_tinyshakespeare import to_bf16
+from train_gpt2 import to_bf16
 
 
 def splitmix64(seed, i):

@@ -30,13 +30,13 @@ from typing import NamedTuple
 
 LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
-from prepro_tinyshakespeare import UserError, read_kernels, to_float, without_comments  # noqa: E402  (before NumPy)
+from prepro_tinyshakespeare import UserError  # noqa: E402  (before NumPy)
 
 import numpy as np  # noqa: E402
 
 from dev.cuda import formulas, timing  # noqa: E402
 from dev.cuda.kernel import ANY, GUARD, Bench, Draw, Version, find_kernel, kernel_names, model_of, parse_sizes  # noqa: E402
-from train_gpt2 import Config, make_device  # noqa: E402
+from train_gpt2 import Config, make_device, read_kernels, to_float, without_comments  # noqa: E402
 
 PREFIX = "my_"
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it: HS is 64
@@ -418,7 +418,7 @@ def exercise_of(path):
 
 
 def declared(path, run):
-    """The prepro_tinyshakespeare.Kernel of a student's file. Raises UserError."""
+    """The train_gpt2.Kernel of a student's file. Raises UserError."""
     kernels = read_kernels([path])
     if run in kernels:
         return kernels[run]

@@ -30,15 +30,15 @@ from typing import NamedTuple
 
 LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parent.parent))
-from prepro_tinyshakespeare import UserError, has_gpu, read_kernels  # noqa: E402
+from prepro_tinyshakespeare import UserError  # noqa: E402
 from prepro_tinyshakespeare import run as run_main  # noqa: E402
 
 from dev.cuda import results, timing  # noqa: E402  (after prepro_tinyshakespeare, which says how NumPy's threads wait)
 from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, launched_by, model_of,  # noqa: E402
                              noting, parse_sizes, words)
-from train_gpt2 import Config, make_device  # noqa: E402
+from train_gpt2 import Config, has_gpu, make_device, read_kernels  # noqa: E402
 
-LLAMA, MOMENTS = LAB.parent / "llama3/llama3.cu", LAB.parent / "moments.cu"
+LLAMA, MOMENTS = LAB.parent / "llama3/llama3.cu", LAB.parent / "precision/moments.cu"
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In a worker: one kernel after the other. What a kernel does to its process, it does to the worker alone.

@@ -3,7 +3,7 @@ import ctypes
 
 import numpy as np
 
-from dev.replay import address
+from dev.runs.replay import address
 from prepro_tinyshakespeare import UserError
 
 BYTES = 128  # of a map

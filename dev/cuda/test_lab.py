@@ -19,7 +19,6 @@ from unittest import mock
 
 TOP = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import BF16, read_kernels  # noqa: E402
 
 import numpy as np  # noqa: E402
 
@@ -32,7 +31,7 @@ from dev.cuda.timing import Timing  # noqa: E402
 from dev.mutants import Copy  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
 from test_gpt2 import check, summary  # noqa: E402
-from train_gpt2 import Config  # noqa: E402
+from train_gpt2 import BF16, Config, read_kernels  # noqa: E402
 
 
 def judging():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dev.cuda.kernel import stored
-from prepro_tinyshakespeare import BF16
+from train_gpt2 import BF16
 
 
 def cold(device):
