@@ -22,9 +22,10 @@ import threading
 import time
 from pathlib import Path
 
-from prepro_tinyshakespeare import UserError, cache_folder, replace_file
+from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import cache_folder
 
-HERE = str(Path(__file__).resolve().parent.parent)
+HERE = str(Path(__file__).resolve().parents[2])
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
 FIRST = 600.0  # seconds for all ranks to connect their devices, and for each of the first steps
@@ -237,6 +238,15 @@ class Meeting:
             while about not in self.answers:
                 self.news.wait()
             return self.answers.pop(about)
+
+    def expect_same(self, own):
+        """Raise UserError, the same on all ranks, unless own, {what: its value}, is the same on all."""
+        everyone = self.exchange(own, "the start")
+        for rank, other in enumerate(everyone):
+            for what in sorted(everyone[0].keys() | other.keys()):
+                if other.get(what) != everyone[0].get(what):
+                    raise UserError(f"{self.name(rank)}: {what} is {other.get(what)}, and on rank 0 "
+                                    f"{everyone[0].get(what)}: expected the same on all ranks")
 
     def post(self, rank, about, value, patience):
         """On rank 0: what a rank has given. When all have, they get each other's."""

@@ -1,0 +1,131 @@
+"""ZeRO, stage 1 (Rajbhandari et al. 2020), for --zero 1: each of several ranks has AdamW's moments
+and the fp32 parameters of a share of the model only.
+
+It gets the sums of that share's gradients, updates the share, and sends the result to the others.
+All ranks still multiply with whole parameters. A share has a piece of each layer of each tensor, as
+in llm.c, so that all ranks have the same work:
+
+    one layer of a tensor    | piece of rank 0 | piece of rank 1 | ... | tail |
+    the share of rank 1      | piece of layer 0 | piece of layer 1 | ... | zeros |
+
+In a share, tensors are multiples of 32 numbers. Where the ranks do not divide a layer, pieces are
+multiples of 8 numbers. What is left of them, the tails, are tensors of their own, which rank 0 has.
+"""
+import numpy as np
+
+from dev.ranks.ranks import cut, cut_layers
+from train_gpt2 import LOW, Row, carve, kept_as, to_float, update_table
+
+TENSOR = 32  # numbers: 64 bytes in bf16, where tensors of arenas start
+
+
+def share_of(table, ranks):
+    """The table of this rank's share of a table's tensors."""
+    rows = []
+    for row in table:
+        layers, piece, tail = cut(row, ranks.count)
+        for name, size in ((row.name, layers * piece),
+                           (f"{row.name}_tail", 0 if ranks.rank else layers * tail)):
+            if size:
+                size = -(-size // TENSOR) * TENSOR
+                rows.append(Row(name, (size,), row.dtype, decay=row.decay))
+    return rows
+
+
+class Sharded:
+    """The model of a rank that has a share of AdamW's numbers: a mixin of GPT2, outside of Ranked.
+
+    Whole tensors are read into the memory of the gradients, where the share is taken of them."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        """As GPT2.tables: what AdamW works on becomes that of the share. Besides, the share has
+        the sums of its gradients, and its parameters as they are sent."""
+        tables, ranks = super().tables(c, device, B, T), cls.ranks
+        for name in ("adam m", "adam v"):
+            tables[name] = share_of(tables[name], ranks)
+        own = {row.name: row for row in update_table(tables["adam m"])}
+        tables["update"] = [own.get(row.name, row) for row in tables["update"]]
+        if "low bits" in tables:
+            tables["low share"] = share_of(tables.pop("low bits"), ranks)
+        norms = Row("norms", (-(-ranks.count // 4) * 4,))  # of the shares, in packs of global_norm
+        return tables | {"grad share": share_of(tables["gradients"], ranks),
+                         "param share": share_of(tables["parameters"], ranks),
+                         "share norms": [norms]}
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        arenas = [name for name in ("param share", "low share") if name in self.arenas]
+        self.master = [self.share_views(name) for name in arenas]
+        self.gathered = [arrays for _, _, *arrays in self.cuts(self.params, self.master[0])]
+        self.norms = self.arenas["share norms"].view(np.float32)[: -(-self.count // 4) * 4]
+
+    def share_views(self, arena):
+        """Views of an arena that has this rank's share of each parameter."""
+        dtype = {"param share": self.device.real, "low share": LOW}.get(arena, np.float32)
+        return carve(self.arenas[arena], share_of(self.config.parameter_table(dtype), self.ranks))
+
+    def cuts(self, whole, share):
+        """(row, l, all its pieces, the share's own one, its tail, the share's) of each layer of
+        each tensor. The share's are None where it has none."""
+        for row, l, pieces, tail in cut_layers(self.config, whole, self.count):
+            own, rest = (getattr(share, row.name + end, None) for end in ("", "_tail"))
+            piece = len(pieces) // self.count
+            yield (row, l, pieces, None if own is None else own[l * piece : (l + 1) * piece],
+                   tail, None if rest is None else rest[l * len(tail) : (l + 1) * len(tail)])
+
+    # ---- Parameters and moments
+
+    def set_tensors(self, tensors, kept):
+        """As GPT2.set_tensors, of whole tensors, of which this rank keeps its share."""
+        whole = [self.grads, self.params] if kept is self.master else [self.grads]
+        super().set_tensors(tensors, whole)
+        for views in kept:
+            for _, _, pieces, own, tail, rest in self.cuts(self.grads, views):
+                if own is not None:
+                    part = pieces[self.rank * len(own) :][: len(own)]
+                    own[...] = kept_as(part, own.dtype)
+                if rest is not None:
+                    rest[...] = kept_as(tail, rest.dtype)
+
+    def master_numbers(self):
+        arrays = self.arenas["param share"].view(self.device.real), self.arenas.get("low share")
+        return to_float(*(self.device.get(array.view(LOW) if i else array)
+                          for i, array in enumerate(arrays) if array is not None))
+
+    # ---- A step
+
+    def cut_gradients(self):
+        return self.cuts(self.grads, self.share_views("grad share"))
+
+    def sum_part(self, part):
+        """Of each piece, the rank whose it is gets the sum."""
+        via = self.ranks.via
+        for pieces, own, tail, rest in self.sums[part]:
+            if pieces.size:
+                via.sum_pieces(pieces, own)
+            if tail.size:
+                via.sum_at_0(tail, rest)
+
+    def update_pass(self):
+        """As GPT2.update_pass, of this rank's share. Then all ranks send each other their parts of
+        the parameters."""
+        arenas, via = self.arenas, self.ranks.via
+        self.adamw(arenas["param share"], arenas.get("low share"), arenas["grad share"],
+                   arenas["adam m"], arenas["adam v"])
+        with via.fork():
+            for pieces, own, tail, rest in self.gathered:
+                if pieces.size:
+                    via.gather(own, pieces)
+                if tail.size:
+                    via.from_0(rest, tail)
+        via.join()
+
+    def norm_of(self, gradients, n):
+        """As GPT2.norm_of; then adam.norm[0] = the norm of all shares' norms."""
+        super().norm_of(gradients, n)
+        via, norm = self.ranks.via, self.adam.norm
+        with via.fork():
+            via.gather(norm[:1], self.norms[: self.count])
+        via.join()
+        self.device.launch("global_norm", 1, norm, self.norms, self.norms.size)
