@@ -34,6 +34,7 @@ from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_ke
                              stored)
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
+from dev.precision.fp8 import fp8_device
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, LOW, Config, FileKind, Row, Training, carve, check_size,
                         check_tokens, checkpoint_parts, has_gpu, kept_as, layout, make_device, pack_batch, parse_flags,
@@ -84,7 +85,12 @@ def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
     """A device, compiled once for an architecture. A CPU has only one kind, for which plain means nothing; only: the
     kernels that it has, or all."""
     c = architecture.Config(C=C, NH=NH)
-    device = Cpu(dtype, c, [MOMENTS], only) if only else make_device(name, dtype, c, plain, beside=[MOMENTS])
+    if only:
+        device = Cpu(dtype, c, [MOMENTS], only)
+    elif dtype == "fp8":
+        device = fp8_device(name, c, plain, beside=[MOMENTS])
+    else:
+        device = make_device(name, dtype, c, plain, beside=[MOMENTS])
     device.architecture = architecture
     return device
 

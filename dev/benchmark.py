@@ -37,6 +37,7 @@ TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
 from dev.features import FLAGS as FEATURE_FLAGS  # noqa: E402
+from dev.precision.fp8 import fp8_device  # noqa: E402
 from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens  # noqa: E402
 from train_gpt2 import Config, DataLoader, FastCuda, has_gpu, make_device, read_kernels, to_bf16  # noqa: E402
 
@@ -106,6 +107,9 @@ TOUCHED = {
     "matmul_backward_bias.dbias": lambda a: a.items[1] * a.OC * a.dbias.itemsize,
     "add_partials.partials": lambda a: a.items[1] * a.N * a.OC * a.partials.itemsize,
 }
+# FP8 gives these kernels their output by value, in a struct. Here is an argument of the same size.
+OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout", "gelu_forward": "inp",
+               "gelu_backward": "inp"}
 # These are bound by FLOPs: how many products of a (T,T) and a (T,HS) matrix, half of it masked, a launch does for each
 # head of the whole batch.
 PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4}
@@ -172,6 +176,7 @@ def check_tables():
     known = {f"{kernel}.{name}" for kernel in kernels for name, *_ in kernels[kernel].parameters} | set(kernels)
     needed = {f"{key.split('.')[0]}.{name}" for key, formula in TOUCHED.items() for name in formula.__code__.co_names
               if name not in ("words", "items", "itemsize", "nbytes")}
+    needed |= {f"{kernel}.{name}" for kernel, name in OUTPUT_LIKE.items()}
     for stale in sorted((READ_TOO | set(TOUCHED) | needed | set(PRODUCTS)) - known):
         print(f"WARNING: dev/benchmark.py has a row for {stale}, which is in no file of kernels", file=sys.stderr)
 
@@ -191,10 +196,14 @@ def work_of(what, c, B, words, kernels, T=T):
     a = SimpleNamespace(items=items, words=words, **{p[0]: v for p, v in zip(parameters, arguments)})
     for (parameter, scalar, const), value in zip(parameters, arguments):
         if not scalar and value is not None:
-            key, touched = f"{name}.{parameter}", arguments[0].size if parameter == "out8" else value.nbytes
+            key, twin = f"{name}.{parameter}", 0
+            if value.dtype.kind == "V":  # see Fp8.with_twin
+                like, twin = getattr(a, OUTPUT_LIKE[name]), int(value.view(np.uint64)[1] != 0)
+                twin, value = twin * like.size, like
+            touched = value.nbytes
             with contextlib.suppress(AttributeError):  # a row that check_tables has named
                 touched = TOUCHED[key](a) if key in TOUCHED else touched
-            total += touched * (2 if key in READ_TOO and not const else 1)
+            total += touched * (2 if key in READ_TOO and not const else 1) + twin
     return name, "B", total
 
 
@@ -301,18 +310,19 @@ def ceilings_job(dtypes):
 
     a, b = (np.random.default_rng(i).standard_normal((size, size), dtype=np.float32) for i in range(2))
     for dtype in dtypes:
-        device = make_device("cuda", dtype, Config())
+        device = fp8_device("cuda", Config()) if dtype == "fp8" else make_device("cuda", dtype, Config())
         arrays = [device.empty(size * size * np.dtype(device.real).itemsize).view(device.real).reshape(size, size)
                   for _ in range(3)]
         for array, values in zip(arrays, (a, b)):
             device.put(array, values if device.real == np.float32 else to_bf16(values))
         product = device.matmul
-        if device.fp8:
-            scale8 = cupy.array([1, 1, 0, 0], np.float32)  # kernels.cu's struct
+        if dtype == "fp8":
+            scale = cupy.array([1, 1, 0, 0], np.float32)  # fp8_output.cuh's struct
             twins = [device.empty(size * size).reshape(size, size) for _ in range(2)]
             for array, twin in zip(arrays, twins):
-                device.launch("to_fp8", array.size, array, array.size, twin, scale8)
-            arrays[:2], product = twins, functools.partial(FastCuda.matmul, device, scales=(scale8[:1], scale8[:1]))
+                device.launch("to_fp8", array.size, array, array.size, twin, scale)
+            arrays[:2] = twins
+            product = functools.partial(device.multiply_twins, scales=(scale[:1], scale[:1]), bias=None)
         rates[dtype] = 2 * size**3 / seconds(product, arrays[2], arrays[0], arrays[1].T)
     source, target = device.empty(2**30), device.empty(2**30)
     copy = seconds(target.data.copy_from_device_async, source.data, 2**30)
