@@ -1931,10 +1931,10 @@ class FastCuda(Cuda):
                 (7, ctypes.c_int(epilogue)), (8, address(bias)), (11, address(aux)),
                 (12, ctypes.c_int64(out.shape[1]))]
 
-    def describe(self, epilogue, out, a, b, bias, aux):
+    def describe(self, epilogue, out, a, b, bias, aux, *more):
         """A product as cuBLASLt wants it: (description, layout of b, of a, of out)."""
         (transpose_b, _), (transpose_a, _), _ = strides = [stride_of(x) for x in (b, a, out)]
-        attributes = self.attributes(transpose_a, transpose_b, epilogue, out, bias, aux)
+        attributes = self.attributes(transpose_a, transpose_b, epilogue, out, bias, aux, *more)
         description = self.create("MatmulDesc", self.compute, self.TYPES["f4"],
                                   attributes=attributes)
         layouts = []

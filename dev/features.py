@@ -88,8 +88,13 @@ FEATURES = [
             "dev.precision.recompute:RecomputeInside"),
     Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
             "dev.precision.recompute:RecomputeLayers"),
+    Feature("hint", lambda flags, ranks: flags.recompute != 2,
+            "dev.precision.recompute:RecomputeHint"),
 ]
-PAIRS = {  # {names of features: (the model's subclass, the training's)}
+# {names of features: (the model's subclass, the training's)}. A model's class counts as a feature.
+PAIRS = {
+    ("recompute 1", "Llama3"): ("dev.precision.recompute:LlamaInside", ""),
+    ("recompute 2", "Llama3"): ("dev.precision.recompute:LlamaLayers", ""),
     ("fp8", "ranks"): ("dev.precision.fp8:Fp8Ranked", ""),
     ("fp8", "runs"): ("", "dev.precision.fp8:Fp8Kept"),
     ("hellaswag", "runs"): ("", "dev.runs.hellaswag:ScoredAndKept"),
@@ -117,7 +122,8 @@ def stack(base, layers, own):
 def attach(flags, Training, Model, ranks=None, folder=None):
     """(training, model): the classes of a run with the features that its flags bring."""
     asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
-    pairs = [PAIRS[pair] for pair in PAIRS if asked.keys() >= set(pair)]
+    names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
+    pairs = [PAIRS[pair] for pair in PAIRS if names >= {*pair}]
     models = [model for model, _ in pairs] + [feature.model for feature in asked.values()]
     trainings = [training for _, training in pairs] + [feature.training for feature in asked.values()]
     return (stack(Training, trainings, dict(ranks=ranks, folder=folder)),
@@ -137,9 +143,6 @@ def check_needs(flags):
     if flags.hellaswag and flags.val_every == 0:
         raise UserError("--hellaswag: is scored at each validation, and -v 0 makes none: expected "
                         "another -v")
-    if flags.dtype == "fp8" and flags.plain:
-        raise UserError("--dtype fp8 --plain 1: FP8 is there for speed alone: expected --plain 0, or "
-                        "--dtype bf16")
 
 
 def run_with(flags, Training, Model):
