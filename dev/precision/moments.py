@@ -1,27 +1,72 @@
-"""For --moments bf16: where the numbers that AdamW has here stand among all parameters of a model. See moments.cu.
+"""--moments bf16: AdamW keeps its moments in bf16, which take half of the memory. See moments.cu.
 
-A number's random bits depend on its place among all parameters of the model, tensor by tensor as in memory. With
---zero 1 a rank has pieces of them, and still gives each number the same bits.
+They are rounded up or down at random. A number's random bits depend on the seed, the step, and the
+place of the number among all parameters of the model, tensor by tensor as in memory. With --zero 1
+a rank has pieces of the tensors, and still gives each number the same bits.
 """
 from pathlib import Path
 
-from train_gpt2 import layout
+import numpy as np
 
-KERNELS = Path(__file__).resolve().with_name("moments.cu")
+from dev.ranks.ranks import cut
+from train_gpt2 import BF16, Row, carve, layout
+
+SOURCE = Path(__file__).resolve().with_name("moments.cu")
 
 
-def places(c, ranks):
-    """(3, tensors), of the tensors that AdamW has here: the place of a tensor's first number among all parameters, the
-    numbers of a piece, and how far it is from a piece to that of the next layer."""
-    whole = c.parameter_table()
-    starts = [start // 4 for start in layout(whole)]
-    if not ranks.zero:
-        return [starts[:-1], *[[row.size for row in whole]] * 2]
-    from dev.ranks import cut
-    found = []
-    for row, start in zip(whole, starts):
-        layers, piece, tail = cut(row, ranks.count)
-        size = row.size // layers
-        found += [(start + ranks.rank * piece, piece, size)] * (piece > 0)
-        found += [(start + ranks.count * piece, tail, size)] * (tail > 0 and ranks.rank == 0)
-    return [*zip(*found)]
+def in_bf16(tables):
+    """A model's tables, with moments in bf16. The arena "moments" has for each tensor that AdamW
+    updates here: the place of its first number among all parameters; the numbers of a piece of it;
+    and how far it is from a piece to that of the next layer."""
+    moments = [row._replace(dtype=BF16) for row in tables["adam m"]]
+    places = Row("places", (3, len(moments)), np.uint64)
+    return tables | {"adam m": moments, "adam v": moments, "moments": [places]}
+
+
+class Bf16Moments:
+    """A model whose moments are bf16."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        return in_bf16(super().tables(c, device, B, T))
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        table = self.tables(self.config, self.device, self.B, self.T)["moments"]
+        self.places = carve(self.arenas["moments"], table).places
+        self.device.put(self.places, self.find_places())
+
+    def find_places(self):
+        """(3, tensors), as in_bf16 says. A tensor that is whole is one piece."""
+        table = self.config.parameter_table()
+        sizes = [row.size for row in table]
+        return [[start // 4 for start in layout(table)[:-1]], sizes, sizes]
+
+    def adamw_launch(self, kernel, *args):
+        super().adamw_launch("adamw_bf16", *args, self.places)
+
+
+class Bf16MomentsTraining:
+    """A run of such a model: its device has moments.cu too."""
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, SOURCE)
+
+
+class ShardedMoments:
+    """With --zero 1: the moments of a rank's share of each tensor."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        return in_bf16(super().tables(c, device, B, T))
+
+    def find_places(self):
+        table, found = self.config.parameter_table(), []
+        for row, start in zip(table, layout(table)):
+            layers, piece, tail = cut(row, self.count)
+            size, first = row.size // layers, start // 4
+            if piece:
+                found.append((first + self.rank * piece, piece, size))
+            if tail and self.rank == 0:
+                found.append((first + self.count * piece, tail, size))
+        return [*zip(*found)]
