@@ -76,6 +76,10 @@ class Cpu:
     def __str__(self):
         return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
 
+    def switches(self):
+        """As train_gpt2.Cuda.switches."""
+        return [f"-D{self.dtype.upper()}", *self.compiled_for]
+
     def build(self, sources):
         """The path of the shared library, compiled if there is none for these files, flags and this processor."""
         from train_gpt2 import cache_folder
@@ -85,8 +89,8 @@ class Cpu:
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
-                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", f"-D{self.dtype.upper()}", *self.OPTIONS,
-                 *self.compiled_for, *os.environ.get("CXXFLAGS", "").split()]
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.OPTIONS, *self.switches(),
+                 *os.environ.get("CXXFLAGS", "").split()]
         included = [HEADER, *sources]
         source = f'#include "{HEADER}"\n'
         for path in sources:
@@ -159,9 +163,14 @@ class Cpu:
         kernel = self.kernels[name]
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
-        values = [ctypes.c_void_p(None if arg is None else arg.__array_interface__["data"][0]) if kind is None and not (arg is not None and arg.dtype == np.uint8 and arg.size == 128)
-                  else np.ctypeslib.as_ctypes(np.asarray(arg)) for arg, (_, kind, _) in zip(args, kernel.parameters)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+
+        def at(array):
+            return 0 if array is None else array.__array_interface__["data"][0]
+
+        # An array goes by its address, but a struct, of type void, by value.
+        by_value = (kind or arg is not None and arg.dtype.kind == "V" for arg, (_, kind, _) in zip(args, kernel.parameters))
+        values = [np.asarray(arg if whole else np.uint64(at(arg))) for arg, whole in zip(args, by_value)]
+        pointers = (ctypes.c_void_p * len(values))(*map(at, values))
         grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
@@ -172,7 +181,7 @@ class Cpu:
         from train_gpt2 import aligned_bytes
         made = aligned_bytes(128)
         made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
-        return made
+        return made.view("V128")
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""

@@ -1,39 +1,45 @@
-"""--dtype fp8: the layers' matrix products are of numbers of 8 bits, forward and for the gradients of their inputs.
+"""--dtype fp8: the layers' matrix products are of numbers of 8 bits, forward and for the gradients
+of their inputs.
 
-All else is as in bf16: the gradients of the weights, the head, attention, norms, and what AdamW updates. So is what is
-kept for the backward pass. A twin is a copy in 8 bits, times a scale, that lives from where a tensor is written to the
-product that reads it:
+All else is as in bf16: the gradients of the weights, the head, attention, norms, and what AdamW
+updates. So is what is kept for the backward pass. A twin is a copy in 8 bits, times a scale, that
+lives from where a tensor is written to the product that reads it:
 
     forward     out = inp @ w.T     twins of inp and w
     backward    dinp = dout @ w     twins of dout and of the transposed w
 
-All are e4m3, with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients that paper
-has e5m2, for its range; but with a scale for each tensor the bit of mantissa is worth more (see dev/RESULTS.md), as
-DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with scales for smaller parts. A scale brings the largest
-magnitude of a tensor to half of 448, the largest number. It is known only when all of the tensor is written, and then
-its twin would cost another pass. So the scale comes from the step before, in which the kernels have left the largest
-magnitude that they stored ("delayed scaling": Peng et al. 2023, section 2). The factor of two is room for a tensor to
-grow. The first step of a run is gone through once in bf16 for the first scales, without an update. Scales change at a
-step's end, and go into checkpoints.
+All are e4m3, with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, section 3). For
+gradients that paper has e5m2, for its range; but with a scale for each tensor the bit of mantissa
+is worth more (see dev/RESULTS.md), as DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with
+scales for smaller parts. A scale brings the largest magnitude of a tensor to half of 448, the
+largest number. It is known only when all of the tensor is written, and then its twin would cost
+another pass. So the scale comes from the step before, in which the kernels have left the largest
+magnitude that they stored ("delayed scaling": Peng et al. 2023, section 2). The factor of two is
+room for a tensor to grow. The first step of a run is gone through once in bf16 for the first
+scales, without an update. Scales change at a step's end, and go into checkpoints.
 
-Hopper's tensor cores add up products of FP8 in about 14 bits (DeepSeek-AI, the same section), unless they are told to
-move sums to fp32 again and again. They are not: it would take 4% of a step, and rounding to 8 bits takes away more than
-it brings (see dev/RESULTS.md). Sums on a CPU are of fp32.
+Hopper's tensor cores add up products of FP8 in about 14 bits (DeepSeek-AI, the same section),
+unless they are told to move sums to fp32 again and again. They are not: it would take 4% of a step,
+and rounding to 8 bits takes away more than it brings (see dev/RESULTS.md). Sums on a CPU are of
+fp32.
 
-The trainer imports this for --dtype fp8 alone.
+The device does it, within its verbs: launch has kernels store twins, and matmul multiplies them.
+The model says when a step begins and ends.
 """
+import ctypes
+import re
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from dev.cpu.device import Cpu
-from dev.replay import address
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import ALONE, FastCuda, Row, carve, stride_of
+from train_gpt2 import Cuda, Row, address, carve, device_class, stride_of, without_comments
 
-SOURCE = Path(__file__).resolve().parent / "fp8.cu"
-WHOLE = 16  # rows and columns of a weight are multiples of this, or its products are in bf16: cuBLASLt wants that
+SOURCE = Path(__file__).resolve().with_name("fp8.cu")
+OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
+WHOLE = 16  # cuBLASLt wants a weight's rows and columns to be multiples of this; others are in bf16
 INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order in which their scales lie
 
 
@@ -47,47 +53,93 @@ def e4m3_values():
 
 def fp8_rows(c):
     """The rows of the parameter table whose products are in FP8."""
-    return [row for row in c.parameter_table() if row.matrix and row.layers and not any(n % WHOLE for n in row.shape)]
+    return [row for row in c.parameter_table()
+            if row.matrix and row.layers and not any(n % WHOLE for n in row.shape)]
+
+
+def fp8_table(c, B, T):
+    """The arena "fp8": the scales of all tensors, as fp8_output.cuh has the struct; the twin of
+    what the next product reads; and those of the weights, as they are and transposed."""
+    rows, twins = fp8_rows(c), []
+    for row in rows:
+        R, C = row.shape
+        twins += [Row(row.name, (R, C), np.uint8, row.layers),
+                  Row(f"{row.name}_transposed", (C, R), np.uint8, row.layers)]
+    widest = max((max(row.shape) for row in rows), default=0)
+    tensors = 3 * sum(row.layers for row in rows)
+    return [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]
+
+
+def place_of(array):
+    """Where an array starts, of a GPU or the host, as a number."""
+    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
+
+
+# ---- The device
 
 
 class Fp8:
-    """What a device does besides: a mixin, in front of the class of a device. It serves one model, the last that was
-    made. One buffer has the twin of what the next product reads; those of weights have memory of their own."""
-    fp8 = True
-    weights = {}  # {address of a weight: its twins, and its number}
-    known = {}  # {launch: the tensor whose twin its kernel makes}
-    writers = {}  # {address: the launches that have written there last}
-    last = None  # the tensor that the product before has read
-    ready = None  # (address, tensor) of what the buffer has the twin of
+    """A mixin, in front of the class of a device. It serves one model, the last that was made."""
+    DTYPES = (*Cuda.DTYPES, "fp8")
+    TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
+    NEEDS = 89, "Ada", "--dtype bf16"
+    FLOPS_PER_CLOCK = {gpu: (*flops, {80: 0, 86: 0}.get(gpu, 2 * flops[-1]))
+                       for gpu, flops in Cuda.FLOPS_PER_CLOCK.items()}
 
-    def tables(self, c, B, T):
-        rows, twins = fp8_rows(c), []
-        for row in rows:
-            R, C = row.shape
-            twins += [Row(row.name, (R, C), np.uint8, row.layers),
-                      Row(f"{row.name}_transposed", (C, R), np.uint8, row.layers)]
-        widest, tensors = max((max(row.shape) for row in rows), default=0), 3 * sum(row.layers for row in rows)
-        return {"fp8": [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]}
+    def __init__(self, dtype, c, beside=()):
+        self.weights = {}  # {address of a weight: its twins, and its number}
+        self.known = {}  # {launch: the tensor whose twin its kernel makes}
+        self.writers = {}  # {address: the launches that have written there last}
+        self.last = None  # the tensor that the product before has read
+        self.ready = None  # (address, tensor) of what the buffer has the twin of
+        self.calibrated = False  # is there a scale for each tensor?
+        super().__init__(dtype, c, beside)
+        text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *beside))
+        self.outputs = {*re.findall(r"(\w+)\(\s*Output\b", without_comments(text))}  # kernels
+
+    def switches(self):
+        # Compilers' caches know the flags, and not what a file includes: so its checksum is one.
+        return [*super().switches(), "-DBF16", f"-I{OUTPUT.parent}", f"-DOUTPUT=<{OUTPUT.name}>",
+                f"-DVERSION={zlib.crc32(OUTPUT.read_bytes())}"]
 
     def adopt(self, model):
         """Find the weights of a model, whose arena "fp8" is carved here."""
-        views, n = carve(model.arenas["fp8"], self.tables(model.config, model.B, model.T)["fp8"]), 0
-        self.weights, self.whole, self.all_scales, self.twin = {}, [], views.scales, views.twin
+        table = fp8_table(model.config, model.B, model.T)
+        views, n = carve(model.arenas["fp8"], table), 0
+        self.all_scales, self.twin, self.verdict = views.scales, views.twin, model.adam.verdict
+        self.weights, self.whole = {}, []
         for row in fp8_rows(model.config):
             whole = getattr(model.params, row.name)
             twins = [getattr(views, row.name + end) for end in ("", "_transposed")]
             self.whole.append((whole, *twins, n))
             for l in range(row.layers):
-                self.weights[address(whole[l])] = SimpleNamespace(twins=[twin[l] for twin in twins], number=n + l)
+                self.weights[place_of(whole[l])] = SimpleNamespace(
+                    twins=[twin[l] for twin in twins], number=n + l)
             n += row.layers
         self.count = n  # of the weights; as many are of each kind
-        self.known, self.writers, self.ready, self.calibrated, self.verdict = {}, {}, None, False, model.adam.verdict
+        self.known, self.writers, self.ready, self.calibrated = {}, {}, None, False
         self.set_scales(np.ones(3 * n))
 
+    # ---- Scales
+
     def set_scales(self, scales):
-        """Set all scales, in the order of kernels.cu's struct, which is 16 bytes: cuBLASLt wants that of inverses."""
+        """Set all scales, in the order of their struct, which is 16 bytes: cuBLASLt wants that of
+        inverses."""
         nought = np.zeros(len(scales))
-        self.put(self.all_scales, np.float32([1 / np.float32(scales), scales, nought, nought]).T)
+        values = np.float32([1 / np.float32(scales), scales, nought, nought])
+        self.put(self.all_scales, values.T)
+
+    def get_scales(self):
+        """The scales, for a checkpoint: a list, which is empty before the first step."""
+        return self.get(self.all_scales)[:, 1].tolist() if self.calibrated else []
+
+    def go_on(self, scales):
+        """Go on with the scales of a checkpoint, whose parameters are there already. It has none if
+        it is of another dtype; then the first step begins as that of a new run does."""
+        self.calibrated = len(scales) == 3 * self.count
+        if self.calibrated:
+            self.set_scales(scales)
+        self.cast_weights(rescale=not self.calibrated)
 
     def scale(self, kind, number):
         """(4,), the scale of the tensor of this kind that belongs to a weight."""
@@ -98,59 +150,56 @@ class Fp8:
         self.launch("next_scales", len(scales), scales, len(scales), forget, self.verdict)
 
     def cast_weights(self, rescale=False):
-        """The twins of all weights, which have changed. rescale: first set their scales by their present sizes."""
+        """The twins of all weights, which have changed. rescale: first set their scales by their
+        present sizes."""
         scales = self.all_scales[WEIGHT * self.count :]
         for measure in (True, False) if rescale else (False,):
             for whole, twin, transposed, n in self.whole:
                 layers, R, C = whole.shape
-                self.launch("weights_to_fp8", (C, layers * -(-R // 64)), twin, transposed, whole, scales[n:], R, C)
+                self.launch("weights_to_fp8", (C, layers * -(-R // 64)), twin, transposed, whole,
+                            scales[n:], R, C)
             if measure:
                 self.next_scales(scales)
 
-    def begin_step(self, model, batches):
-        """Before a step of these micro-batches. What validations have left behind is not the step's."""
+    def begin_step(self):
+        """What validations have left behind is not the step's."""
         self.ready = self.last = None
         self.writers.clear()
         self.next_scales(self.all_scales[: WEIGHT * self.count], forget=True)
-        if not self.calibrated:
-            for micro, batch in enumerate(batches):
-                model.set_batch(batch)
-                model.forward_pass()
-                model.backward_pass(micro, model.ranks if micro + 1 == len(batches) else ALONE)
-            self.end_step()
-            self.calibrated, self.last = True, None
 
     def end_step(self):
         """The scales of the next step, and the twins of the weights as they are now."""
         self.next_scales(self.all_scales)
         self.cast_weights()
 
-    def state(self):
-        """The scales, for a checkpoint."""
-        return self.get(self.all_scales)[:, 1].tolist() if self.calibrated else []
-
-    def go_on(self, scales):
-        """Go on with the scales of a checkpoint, whose parameters are there already. It has none if it is of another
-        dtype; then the first step begins as that of a new run does."""
-        self.calibrated = len(scales) == 3 * self.count
-        if self.calibrated:
-            self.set_scales(scales)
-        self.cast_weights(rescale=not self.calibrated)
-
-    # ---- Verbs of a device. Which kernel writes what a product reads is learned: the first time a product makes the
-    # twin itself, and notes for which launches that was. From then on these make it beside what they write. A launch
-    # is known by its kernel, by what it writes, and by the product before it, which tells layers apart.
+    # ---- Verbs. Which kernel writes what a product reads is learned: the first time a product
+    # makes the twin itself, and notes for which launches that was. From then on these make it
+    # beside what they write. A launch is known by its kernel, by what it writes, and by the product
+    # before it, which tells layers apart.
 
     def launch(self, name, items, *args, **more):
-        """As Cuda.launch. If a product in FP8 reads next what the kernel writes, its first argument, it gets a twin."""
-        note, kernel = (name, address(args[0]), self.last), self.kernels.get(name)
-        if kernel and kernel.parameters[-1][0] == "scale8":
-            self.writers.setdefault(note[1], []).append(note)
-            if note in self.known:
-                args, self.ready = (*args, self.twin, self.scale(*self.known[note])), (note[1], self.known[note])
+        """As Cuda.launch. If a product in FP8 reads next what the kernel writes, its first
+        argument, it gets a twin."""
+        if name in self.outputs:
+            out = args[0]
+            note = name, place_of(out), self.last
+            self.writers.setdefault(place_of(out), []).append(note)
+            tensor = self.known.get(note)
+            if tensor:
+                self.ready = place_of(out), tensor
+            args = self.with_twin(out, tensor), *args[1:]
         else:
             self.written(args[0])
         super().launch(name, items, *args, **more)
+
+    def with_twin(self, out, tensor):
+        """The struct Output of an array, 40 bytes by value: three pointers, and what a kernel
+        notes."""
+        struct = np.zeros(5, np.uint64)
+        struct[0] = place_of(out)
+        if tensor:
+            struct[1:3] = place_of(self.twin), place_of(self.scale(*tensor))
+        return struct.view("V40")
 
     def zero(self, array):
         self.written(array)
@@ -158,18 +207,18 @@ class Fp8:
 
     def written(self, array):
         """What is in an array now has no twin, and no kernel that could have made it."""
-        self.writers.pop(address(array), None)
-        if self.ready and self.ready[0] == address(array):
+        self.writers.pop(place_of(array), None)
+        if self.ready and self.ready[0] == place_of(array):
             self.ready = None
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
-        weight = self.weights.get(address(b))
+        weight = self.weights.get(place_of(b))
         if weight:
             backward = not stride_of(b)[0]  # b is w, and not w.T
             tensor = GRADIENT if backward else INPUT, weight.number
-            writers = self.writers.pop(address(a), [])
-            if self.ready != (address(a), tensor):
+            writers = self.writers.pop(place_of(a), [])
+            if self.ready != (place_of(a), tensor):
                 super().launch("to_fp8", a.size, a, a.size, self.twin, self.scale(*tensor))
                 self.known |= dict.fromkeys(writers, tensor)
             self.ready, self.last = None, tensor
@@ -178,35 +227,142 @@ class Fp8:
             super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
             return
         scales = self.scale(*tensor)[:1], self.scale(WEIGHT, weight.number)[:1]
-        self.multiply_twins(out, self.twin[: a.size].reshape(a.shape), weight.twins[backward].T, scales, bias)
+        twin_of_a = self.twin[: a.size].reshape(a.shape)
+        self.multiply_twins(out, twin_of_a, weight.twins[backward].T, scales, bias)
         self.gelu_of_product(out, gelu, dgelu_at)
 
 
-class Fp8Cuda(Fp8, FastCuda):
-    """FP8 on a GPU, by cuBLASLt."""
-
-    def __init__(self, c, beside, graph):
-        super().__init__("fp8", c, (*beside, SOURCE), graph)
+class Fp8OnGpu(Fp8):
+    """FP8 on a GPU, by cuBLASLt: in front of FastCuda."""
 
     def multiply_twins(self, out, a, b, scales, bias):
-        """out (I,J) = a (I,K) @ b (K,J), twins, times the inverses of their scales, plus bias (J)."""
-        FastCuda.matmul(self, out, a, b, bias, scales=scales)
+        """out (I,J) = a (I,K) @ b (K,J), twins, times the inverses of their scales, plus bias
+        (J)."""
+        epilogue = self.NO_EPILOGUE if bias is None else self.ADD_BIAS
+        self.product(epilogue, out, a, b, bias, None, False, *scales)
+
+    def attributes(self, transpose_a, transpose_b, epilogue, out, bias, aux, *scales):
+        """17, 18: what b and a are multiplied by. 25: sums may be of fewer bits."""
+        made = super().attributes(transpose_a, transpose_b, epilogue, out, bias, aux)
+        if scales:
+            of_a, of_b = scales
+            made += [(25, ctypes.c_int8(1)), (17, address(of_b)), (18, address(of_a))]
+        return made
 
 
-class Fp8Cpu(Fp8, Cpu):
+class Fp8OnCpu(Fp8):
     """FP8 on a CPU: fp32 products of the same numbers."""
     VALUES = e4m3_values()
 
-    def __init__(self, c, beside):
-        super().__init__("fp8", c, (*beside, SOURCE))
-
     def multiply_twins(self, out, a, b, scales, bias):
-        """As Fp8Cuda.multiply_twins."""
-        Cpu.matmul(self, out, self.VALUES[a] * scales[0], self.VALUES[b] * scales[1], bias)
+        """As Fp8OnGpu.multiply_twins."""
+        a, b = self.VALUES[a] * scales[0], self.VALUES[b] * scales[1]
+        super(Fp8, self).matmul(out, a, b, bias)
 
 
-def fp8_device(name, c, plain, graph, beside):
-    """make_device for --dtype fp8. Raises UserError."""
+def with_fp8(device):
+    """The class of a device, with FP8."""
+    return type(device.__name__, (Fp8OnCpu if device.name == "cpu" else Fp8OnGpu, device), {})
+
+
+def fp8_device(name, c, plain=False, graph=True, beside=()):
+    """As train_gpt2.make_device, for FP8."""
+    check_plain(plain)
+    device = with_fp8(device_class(name))("fp8", c, (*beside, SOURCE))
+    device.graph = graph
+    return device
+
+
+def check_plain(plain):
     if plain:
-        raise UserError("--dtype fp8 --plain 1: FP8 is there for speed alone: expected --plain 0, or --dtype bf16")
-    return Fp8Cuda(c, beside, graph) if name == "cuda" else Fp8Cpu(c, beside)
+        raise UserError("--dtype fp8 --plain 1: FP8 is there for speed alone: expected --plain 0, "
+                        "or --dtype bf16")
+
+
+# ---- The model and the training
+
+
+class Fp8Model:
+    """A model on such a device."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        return super().tables(c, device, B, T) | {"fp8": fp8_table(c, B, T)}
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.device.adopt(self)
+
+    def set_parameters(self, tensors):
+        super().set_parameters(tensors)
+        self.device.cast_weights(rescale=True)
+
+    def train_step(self, *batches, **adamw):
+        self.begin_step(batches)
+        super().train_step(*batches, **adamw)
+
+    def begin_step(self, batches):
+        """Before a step of these micro-batches; the first goes through it in bf16, for scales."""
+        device = self.device
+        device.begin_step()
+        if not device.calibrated:
+            self.measure(batches)
+            device.end_step()
+            device.calibrated, device.last = True, None
+
+    def measure(self, batches):
+        """The passes of a step, which find the largest magnitudes."""
+        self.micros = len(batches) * self.count
+        for self.micro, batch in enumerate(batches):
+            self.set_batch(batch)
+            self.forward_pass()
+            self.backward_pass()
+        self.micro, self.micros = 0, 1
+
+    def update_pass(self):
+        super().update_pass()
+        self.device.end_step()
+
+
+class Fp8Training:
+    """A run of such a model."""
+
+    def device_class(self):
+        check_plain(self.flags.plain)
+        return with_fp8(super().device_class())
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, SOURCE)
+
+
+class Fp8Ranked:
+    """A model on one of several ranks. The largest magnitudes are those of all ranks, so that all
+    have the same scales."""
+
+    def sum_last(self):
+        super().sum_last()
+        self.ranks.via.largest(self.device.all_scales)  # of each number
+
+    def measure(self, batches):
+        super().measure(batches)
+        with self.ranks.via.fork():
+            self.ranks.via.largest(self.device.all_scales)
+        self.ranks.via.join()
+
+    def try_products(self, B, backward):
+        """The products of a run's first pass are in bf16, and then they are in FP8."""
+        before = self.device.calibrated
+        for self.device.calibrated in (False, True):
+            super().try_products(B, backward)
+        self.device.calibrated = before
+
+
+class Fp8Explained:
+    """A training's notes of a checkpoint, and of a step that was not finite, have the scales."""
+
+    def state(self, model):
+        return super().state(model) | {"scales": model.device.get_scales()}
+
+    def set_state(self, model, notes):
+        super().set_state(model, notes)
+        model.device.go_on(notes.get("scales", []))
