@@ -274,7 +274,8 @@ def gradients(model, *batches):
         model.forward_pass()
         model.backward_pass()
     model.micro = 0
-    return {name: model.device.get(array) for name, array in vars(model.grads).items()}
+    names = (row.name for row in model.config.parameter_table())
+    return {name: model.device.get(getattr(model.grads, name)) for name in names}
 
 
 def matmul(device, M, K, N):

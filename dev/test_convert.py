@@ -31,10 +31,10 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import convert  # noqa: E402
 from dev.llama3.test_convert import LIBRARY, read_folder, write_folder  # noqa: E402
 from dev.llama3.test_tokens import BYTES, letters  # noqa: E402
-from prepro_tinyshakespeare import BF16, UserError, gpt2_encoding, to_bf16, to_float  # noqa: E402
+from prepro_tinyshakespeare import UserError, gpt2_encoding  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import FIXTURES, LIMITS, check, device_of, run, summary  # noqa: E402
-from train_gpt2 import GPT2, Config, read_parameters  # noqa: E402
+from train_gpt2 import BF16, GPT2, Config, read_parameters, to_bf16, to_float  # noqa: E402
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9
 CONFIG = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": V, "n_positions": maxT, "n_ctx": 5,
@@ -299,7 +299,8 @@ def refusals(folder):
             ints[int(i[1:])] = value
         return ints.tobytes()
 
-    for wish, bad in (("begins with 5, and a checkpoint with 20240326 or 20240803", header(_0=5)),
+    for wish, bad in (("begins with 5, and a GPT-2 checkpoint or a Llama 3 checkpoint with 20240326 or 20240803",
+                       header(_0=5)),
                       ("version 4; expected version 3 or 5", header(_1=4)), ("truncated: ", good[:-1]),
                       ("too long", good + b"1"), ("truncated within its header", good[:1000]),
                       ("V not to exceed Vp", header(_3=257)), ("C to be divisible by NH", header(_5=3)),

@@ -39,9 +39,10 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from hub import download, library, list_files  # noqa: E402
-from prepro_tinyshakespeare import (EOT, TOKEN_FILE, UserError, count_tokens, gpt2_encoding,  # noqa: E402
-                                    make_header, number, parse_flags, replace_file, run)
+from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,  # noqa: E402
+                                    run)
 from rows import read_rows, table_files  # noqa: E402
+from train_gpt2 import TOKENS, count_tokens, number, parse_flags  # noqa: E402
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
@@ -219,7 +220,7 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
             if shard == 0 and place is None:
                 raise UserError(f"the texts have {len(tokens):,} tokens, and all of them would be for validation; "
                                 "give more of them, or fewer --val-tokens")
-            replace_file(shard_path(folder, name, shard), [make_header(TOKEN_FILE, 1, len(tokens)), tokens])
+            replace_file(shard_path(folder, name, shard), [make_header(TOKENS.magic, 1, len(tokens)), tokens])
             progress |= {"shards": shard + 1, "place": place or progress["place"], "done": place is None,
                          "tokens": progress["tokens"] + len(tokens)}
             replace_file(path, [json.dumps(progress).encode()])
@@ -238,7 +239,10 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
 
 @contextlib.contextmanager
 def locked(folder):
-    """While this program writes into a folder, another may not. Raises UserError."""
+    """Make a folder. While this program writes into it, another may not. If an error comes before the folder has a
+    shard or a downloaded file, and this program made it, it is removed. Raises UserError."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,6 +250,13 @@ def locked(folder):
     except BlockingIOError:
         raise UserError(f"{folder}: another program writes shards there; wait for it, or give another --output"
                         ) from None
+    except (Exception, KeyboardInterrupt):
+        if folder in made and not any(path.suffix in (".bin", ".parquet") for path in folder.rglob("*")):
+            shutil.rmtree(folder)
+            for path in made[1:]:
+                with contextlib.suppress(OSError):  # somebody else has put something there
+                    path.rmdir()
+        raise
     finally:
         os.close(handle)
 
@@ -262,7 +273,6 @@ def main(arguments=None):
     folder = Path(flags.output or f"data/{name}{'' if flags.input else version}")
     encoding = gpt2_encoding()
     workers = flags.workers or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count())
-    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         downloads, before = folder / f"{name}_download", read_progress(progress_path(folder, name))
         source, commit = ("--input", None) if flags.input else (f"{repo} {sample}", before.get("commit"))

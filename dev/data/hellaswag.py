@@ -17,9 +17,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from hub import download, list_files  # noqa: E402
-from prepro_tinyshakespeare import (FileKind, UserError, gpt2_encoding, make_header, parse_flags,  # noqa: E402
-                                    read_header, replace_file, run)
+from prepro_tinyshakespeare import (UserError, gpt2_encoding, make_header, replace_file,  # noqa: E402
+                                    run)
 from rows import read_rows, table_files  # noqa: E402
+from train_gpt2 import FileKind, parse_flags, read_header  # noqa: E402
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
@@ -59,7 +60,7 @@ def write_questions(path, questions, encoding):
     if not examples:
         raise UserError("the input has no question; expected HellaSwag's")
     longest = max(example.nbytes for example in examples)
-    replace_file(path, [make_header(QUESTIONS, 1, len(examples), longest), *examples])
+    replace_file(path, [make_header(QUESTIONS.magic, 1, len(examples), longest), *examples])
     return len(examples)
 
 

@@ -29,8 +29,10 @@ TOP = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(TOP))
 from dev.benchmark import run_job  # noqa: E402
 from dev.llama3.train_llama3 import Config3, Llama3  # noqa: E402
-from prepro_tinyshakespeare import BF16, UserError, has_gpu, kept_as, run, to_bf16  # noqa: E402
-from train_gpt2 import draw_parameters, make_device, memory_of, pack_batch  # noqa: E402
+from dev.precision.recompute import LlamaInside, RecomputeInside  # noqa: E402
+from prepro_tinyshakespeare import UserError, run  # noqa: E402
+from train_gpt2 import (BF16, draw_parameters, has_gpu, kept_as, make_device, pack_batch,  # noqa: E402
+                        to_bf16)
 
 PLACE, WARM_UP, STEPS, TIMEOUT, GIB = "cuda", 5, 20, 200, 2**30  # TIMEOUT: seconds, for one process
 RATE, CLIP = 3e-4, 1.0  # the learning rate, and the largest norm of a gradient
@@ -99,7 +101,7 @@ def fill(model):
     device, drawn = model.device, np.random.default_rng(42).standard_normal(2**22 - 3, dtype=np.float32)
     for row in model.config.parameter_table():
         values = drawn * np.float32(row.std) + np.float32(row.mean)
-        for views in model.originals:
+        for views in model.master:
             flat = getattr(views, row.name).reshape(-1)
             block = device.empty(values.size * flat.itemsize).view(flat.dtype)
             device.put(block, kept_as(values, flat.dtype))
@@ -108,25 +110,30 @@ def fill(model):
                 part[...] = block[: part.size]
 
 
+class RecomputingLlama3(LlamaInside, RecomputeInside, Llama3):
+    """As with --recompute 1."""
+
+
 def ours_step(name, layers):
     """{ms, bytes of memory, loss} of a training step, with so many layers or, if that is 0, all."""
     row = ROWS[name]
     c = Config3.from_descriptor(row.model)
     c = dataclasses.replace(c, L=layers or c.L)
     device = make_device(PLACE, "bf16", c)
-    asked, free, _ = memory_of(c, device, row.B, row.T, row.recompute)
+    Model = RecomputingLlama3 if row.recompute else Llama3
+    asked, free, _ = Model.memory(c, device, row.B, row.T)
     if asked > free:
         raise UserError(f"the tables ask for {asked / GIB:.2f} GiB, and {free / GIB:.2f} are free: "
                         f"{(asked - free) / GIB:.2f} are missing, {asked / free - 1:.1%}")
-    model = Llama3(c, device, row.B, row.T, "softmax", row.recompute)
+    model = Model(c, device, row.B, row.T)
     fill(model)
 
     def queue(batch):
         model.train_step(pack_batch(*batch), learning_rate=RATE, clip=CLIP)
-        return model.report()
+        return device.fetch(model.adam.verdict)
 
     ms = time_steps(queue, random_batches(c.V, row.B, row.T))
-    return dict(ms=ms, memory=device.cupy.get_default_memory_pool().total_bytes(), loss=model.report()().loss)
+    return dict(ms=ms, memory=device.cupy.get_default_memory_pool().total_bytes(), loss=model.report().loss)
 
 
 def ours_attention(c):
@@ -303,7 +310,7 @@ def curve():
         model = d12(dtype, parameters)
         for batch in text_batches():
             model.train_step(pack_batch(*batch), learning_rate=RATE, clip=CLIP)
-            losses.append(model.report()().loss)
+            losses.append(model.report().loss)
     import torch
     for dtype, losses in theirs.items():
         weights = {name: tensor(values).to(getattr(torch, dtype.replace("fp", "float"))).requires_grad_()

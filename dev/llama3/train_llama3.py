@@ -8,17 +8,23 @@ or, from Meta's weights and in Llama's tokens,
     python dev/llama3/tokens.py --tokenizer tokenizer.json --input book.txt
     python dev/llama3/train_llama3.py -e llama3.2_1B.bin -i data/book_llama/book_llama_train.bin
 
-Read train_gpt2.py first. The devices, the loop, the update, the files, the flags are all its own, and here is what is
-different in a Llama 3 (Grattafiori et al. 2024, section 3.2), with llama3.cu beside it:
+Read train_gpt2.py first. The devices, the loop, the update, the files and the flags are all its
+own. Here is what is different in a Llama 3 (Grattafiori et al. 2024, section 3.2), with llama3.cu
+beside it:
 
-    RMSNorm            Rows are divided by the root of their mean square. There is no mean to subtract, and no bias.
-    no biases          Linear layers have none.
-    RoPE               A token's position is not added to it. It turns the pairs of channels of queries and keys.
-    grouped queries    The NH heads of queries share NKV heads of keys and values.
-    SwiGLU             The MLP makes two products of its input, up and gate. Its hidden channels are up * silu(gate).
-    the head           Large models have a weight of their own for the logits, lm_head. Small ones use wte.
+    RMSNorm          Rows are divided by the root of their mean square. There is no mean to
+                     subtract, and no bias.
+    no biases        Linear layers have none.
+    RoPE             A token's position is not added to it. It turns the pairs of channels of
+                     queries and keys.
+    grouped queries  The NH heads of queries share NKV heads of keys and values.
+    SwiGLU           The MLP makes two products of its input, up and gate. Its hidden channels are
+                     up * silu(gate).
+    the head         Large models have a weight of their own for the logits, lm_head. Small ones use
+                     wte.
 
-Two more letters: NKV, the heads of keys and of values, and H, the hidden channels of the MLP.
+Some more letters: NKV, the heads of keys and of values; QKV, the channels of a token's queries,
+keys and values; and H, the hidden channels of the MLP.
 """
 import dataclasses
 import functools
@@ -29,49 +35,54 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-from prepro_tinyshakespeare import (EOT, HEADER_BYTES, LLAMA_TOKEN_FILE, TOKEN_FILES, FileKind,  # noqa: E402
-                                    UserError, check_size, data_paths, decode, files_of, gpt2_encoding,
-                                    make_header, read_header, run, to_float)
+from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,  # noqa: E402
+                                    make_header, run)
 
-import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
+import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, as there)
 
-from dev.llama3.tokens import encoding, vocabulary  # noqa: E402
-from train_gpt2 import GPT2, PARTIAL_ROWS, Config, Row, logit_rows, main, read_parameters  # noqa: E402
+from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary  # noqa: E402
+from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row,  # noqa: E402
+                        check_size, files_of, logit_rows, main, read_header, read_parameters,
+                        to_float)
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
 
 META = {  # Meta's models, by their descriptors
-    "llama3.1:8B": dict(L=32, NH=32, NKV=8, C=4096, ffn_multiplier=1.3, scaled=1, minor=1, tied=False),
+    "llama3.1:8B": dict(L=32, NH=32, NKV=8, C=4096, ffn_multiplier=1.3, scaled=1, minor=1,
+                        tied=False),
     "llama3.2:3B": dict(L=28, NH=24, NKV=8, C=3072, ffn_multiplier=1.0, scaled=32),
     "llama3.2:1B": dict(L=16, NH=32, NKV=8, C=2048, ffn_multiplier=1.4, scaled=32),
 }
-BEGIN_ID = 128000  # stands between two texts in Llama's vocabulary of 128,256 words, as EOT in GPT-2's
 
 
 def whole_numbers_only(header):
-    """Whether a checkpoint's header is of llm.c's master, which goes on behind where its branch llama3 ends."""
+    """Whether a checkpoint's header is of llm.c's master, which goes on behind where its branch
+    llama3 ends."""
     return header[14] != 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Config3(Config):
-    """A Llama 3: its sizes, and the tables of its tensors. Vp follows from V: it exists in memory, and not in files."""
+    """A Llama 3: its sizes, and the tables of its tensors. Vp follows from V: it exists in memory,
+    and not in files."""
     maxT: int = 8192  # in the header of a checkpoint; RoPE has positions for any T
     NKV: int = 4
     multiple_of: int = 256  # H is rounded up to a multiple of it
     ffn_multiplier: float = 1.0
     eps: float = 1e-5  # under RMSNorm's root
     theta: float = 500000.0  # the larger, the slower RoPE's slow pairs of channels turn
-    scaled: int = 0  # 1: RoPE's slow pairs are 8 times as slow, for long texts, as in Llama 3.1; n > 1: n times
+    scaled: int = 0  # 1: RoPE's slow pairs are 8 times as slow, as in Llama 3.1; n > 1: n times
     minor: int = 2  # of Llama 3.1 or 3.2
     tied: bool = True  # the head's weight is wte
 
-    FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/convert.py makes one from Hugging Face's files")
+    FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/convert.py makes one from Hugging "
+                    "Face's files")
+    TOKEN_FILES = {**Config.TOKEN_FILES, LLAMA_TOKENS: np.dtype("<u4")}
     SOURCES = (*Config.SOURCES, HERE / "llama3.cu")
     MODELS = ("llama3.2_1B.bin", "llama3:d12", "llama3:d3")
     DESCRIPTORS = f"{', '.join(META)}, or llama3:d12 and the like"
     PADDED = ("wte", "lm_head")
-    EOT = property(lambda self: BEGIN_ID if self.V > BEGIN_ID else EOT)
+    EOT = property(lambda self: BEGIN_ID if self.has_llamas_words else EOT)
     longest = math.inf
 
     def __post_init__(self):
@@ -79,9 +90,10 @@ class Config3(Config):
 
     @property
     def H(self):
-        """The MLP's hidden channels: two thirds of GPT-2's 4C, times ffn_multiplier, rounded up. With three matrices,
-        not two, two thirds make as many weights."""
-        return -(-int(self.ffn_multiplier * int(2 * 4 * self.C / 3)) // self.multiple_of) * self.multiple_of
+        """The MLP's hidden channels: two thirds of GPT-2's 4C, times ffn_multiplier, rounded up.
+        With three matrices, not two, two thirds make as many weights."""
+        hidden = int(self.ffn_multiplier * int(2 * 4 * self.C / 3))
+        return -(-hidden // self.multiple_of) * self.multiple_of
 
     @property
     def factor(self):
@@ -93,10 +105,16 @@ class Config3(Config):
         """The channels of a token's queries, keys and values."""
         return (self.NH + 2 * self.NKV) * (self.C // self.NH)
 
+    @property
+    def has_llamas_words(self):
+        """Whether the vocabulary is Llama 3's own, and not GPT-2's."""
+        return self.V > BEGIN_ID
+
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of one of META. Or, for "llama3:dN" or "dN", a tied model of the sizes and the words of GPT-2's
-        depth N; its key-value heads divide the heads and are at most a third of them. Raises UserError."""
+        """The config of one of META. Or, for "llama3:dN" or "dN", a tied model of the sizes and the
+        words of GPT-2's depth N; its key-value heads divide the heads and are at most a third of
+        them. Raises UserError."""
         if descriptor in META:
             return cls(V=128256, multiple_of=1024, **META[descriptor])
         if not re.fullmatch(r"(llama3:)?d[1-9]\d{0,2}", descriptor):
@@ -109,77 +127,101 @@ class Config3(Config):
 
     @classmethod
     def from_file(cls, path):
-        """The config of a checkpoint, after checking its sizes, and that its biases are zeros. It is tied if its head
-        is its embeddings again. There are two formats: that of llm.c's branch llama3, which has a second header of
-        floats, and that of its master, where each float is cut off to a whole number. There eps is taken to be Llama's.
-        Raises UserError."""
+        """The config of a checkpoint, after checking its sizes, and that its biases are zeros. It
+        is tied if its head is its embeddings again. There are two formats: that of llm.c's branch
+        llama3, which has a second header of floats, and that of its master, where each float is cut
+        off to a whole number. There eps is taken to be Llama's. Raises UserError."""
         header = read_header(path, cls.FILE)
         maxT, V, L, NH, NKV, C = header[2:8]
         cut_off = whole_numbers_only(header)
         if cut_off:
-            (multiplier, multiple_of, eps, theta, scaled), (major, minor) = header[8:13], header[14:16]
+            multiplier, multiple_of, eps, theta, scaled = header[8:13]
+            major, minor = header[14:16]
             eps = eps or cls.eps
         else:
             multiple_of, scaled, major, minor = header[8:12]
             floats = np.fromfile(path, "<f4", 256, offset=HEADER_BYTES)
             if floats.size < 256:
                 raise UserError(f"{path}: truncated within its second header: {cls.FILE.remedy}")
-            multiplier, eps, theta = (float(str(x)) for x in floats[:3])  # 1.3, not fp32's 1.29999995
-        c = cls(maxT=maxT, V=V, L=L, NH=NH, C=C, NKV=NKV, multiple_of=multiple_of, ffn_multiplier=multiplier, eps=eps,
-                theta=theta, scaled=scaled, minor=minor, tied=False)
+            # as text: 1.3, not fp32's 1.29999995
+            multiplier, eps, theta = (float(str(x)) for x in floats[:3])
+        c = cls(maxT=maxT, V=V, L=L, NH=NH, C=C, NKV=NKV, multiple_of=multiple_of,
+                ffn_multiplier=multiplier, eps=eps, theta=theta, scaled=scaled, minor=minor,
+                tied=False)
         c.check(path)
         if major != 3:
             raise UserError(f"{path}: a Llama {major}.{minor}; expected a Llama 3")
         expected = HEADER_BYTES * (1 if cut_off else 2) + sum(
             row.nbytes for row in c.file_table(cls.STORED[header[1]], header))
         if cut_off and Path(path).stat().st_size > expected:
-            raise UserError(f"{path}: its header says ffn_dim_multiplier = {multiplier}, and its weights are more: it "
-                            "was cut off; expected the format of llm.c's branch llama3, as dev/convert.py writes it")
+            raise UserError(f"{path}: its header says ffn_dim_multiplier = {multiplier}, and its "
+                            "weights are more: it was cut off; expected the format of llm.c's "
+                            "branch llama3, as dev/convert.py writes it")
         check_size(path, cls.FILE, expected)
         tensors = dict(read_parameters(path, c))
         for name, values in tensors.items():
             if name.endswith("b") and to_float(values).any():
-                raise UserError(f"{path}: {name} is not zero; expected a Llama 3, whose linear layers have no biases")
-        return dataclasses.replace(c, tied=np.array_equal(tensors["wte"], tensors["lm_head"]))
+                raise UserError(f"{path}: {name} is not zero; expected a Llama 3, whose linear "
+                                "layers have no biases")
+        tied = np.array_equal(tensors["wte"], tensors["lm_head"])
+        return dataclasses.replace(c, tied=tied)
 
     def check(self, path):
-        HS, has_mlp = self.C // max(1, self.NH), self.multiple_of > 0 and 0 < self.ffn_multiplier < 100
+        HS = self.C // max(1, self.NH)
+        has_mlp = self.multiple_of > 0 and 0 < self.ffn_multiplier < 100
         super().check(path, (
             (self.NKV > 0 and self.NH % self.NKV == 0, "NH to be divisible by NKV"),
             (HS % 2 == 0, "heads of an even number of channels, which RoPE turns in pairs"),
-            (has_mlp and self.H % 8 == 0, "H, by ffn_multiplier and multiple_of, to be a multiple of 8"),
-            (self.C <= 8192, "C of at most 8,192"), (0 <= self.scaled < 2**16, "a scaling of RoPE from 0 to 65,535"),
-            (0 < self.eps < 1 and 1 < self.theta < math.inf, "eps between 0 and 1, and a theta above 1")))
+            (has_mlp and self.H % 8 == 0,
+             "H, by ffn_multiplier and multiple_of, to be a multiple of 8"),
+            (self.C <= 8192, "C of at most 8,192"),
+            (0 <= self.scaled < 2**16, "a scaling of RoPE from 0 to 65,535"),
+            (0 < self.eps < 1 and 1 < self.theta < math.inf,
+             "eps between 0 and 1, and a theta above 1")))
+
+    def words(self):
+        """{token id: its bytes}, by the tokenizer in the current folder if the words are Llama's.
+        """
+        return vocabulary() if self.has_llamas_words else super().words()
+
+    def encoding(self):
+        """The encoding of texts."""
+        return encoding() if self.has_llamas_words else gpt2_encoding()
 
     def data_paths(self, train, val):
-        """As prepro_tinyshakespeare.data_paths. A damaged tokenizer is refused here, and not at the first sample."""
+        """As prepro_tinyshakespeare.data_paths. A damaged tokenizer is refused here, and not at the
+        first sample."""
         paths = data_paths(train, val)
-        if self.EOT == BEGIN_ID:
+        if self.has_llamas_words:
             vocabulary()
-            if read_header(files_of(paths[0])[0], *TOKEN_FILES)[0] != LLAMA_TOKEN_FILE.magic:
-                print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for which "
-                      "dev/llama3/tokens.py writes token files")
+            if read_header(files_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
+                print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for "
+                      "which dev/llama3/tokens.py writes token files")
         return paths
 
     def headers(self, version):
         floats = np.zeros(256, "<f4")
         floats[:3] = self.ffn_multiplier, self.eps, self.theta
-        return [make_header(self.FILE, version, self.maxT, self.V, self.L, self.NH, self.NKV, self.C, self.multiple_of,
-                            self.scaled, 3, self.minor), floats]
+        return [make_header(self.FILE.magic, version, self.maxT, self.V, self.L, self.NH, self.NKV,
+                            self.C, self.multiple_of, self.scaled, 3, self.minor), floats]
 
     def file_table(self, real=np.float32, header=None):
-        """The tensors of a checkpoint, named as in memory. llm.c's branch has GPT-2's biases, zeros, and up and gate
-        together; its master has no biases, and up and gate apart. The vocabulary is not padded."""
+        """The tensors of a checkpoint, named as in memory. llm.c's branch has GPT-2's biases,
+        zeros, and up and gate together; its master has no biases, and up and gate apart. The
+        vocabulary is not padded."""
         each, C, H = dict(dtype=real, layers=self.L), self.C, self.H
         words, final = (self.V, C), Row("lnfw", (C,), real)
         if header and whole_numbers_only(header):
-            return [Row("wte", words, real), Row("ln1w", (C,), **each), Row("qkvw", (self.QKV, C), **each),
-                    Row("attprojw", (C, C), **each), Row("ln2w", (C,), **each), Row("upw", (H, C), **each),
-                    Row("gatew", (H, C), **each), Row("fcprojw", (C, H), **each), final, Row("lm_head", words, real)]
+            return [
+                Row("wte", words, real), Row("ln1w", (C,), **each),
+                Row("qkvw", (self.QKV, C), **each), Row("attprojw", (C, C), **each),
+                Row("ln2w", (C,), **each), Row("upw", (H, C), **each), Row("gatew", (H, C), **each),
+                Row("fcprojw", (C, H), **each), final, Row("lm_head", words, real)]
         table = [Row("wte", words, real), Row("lm_head", words, real)]
-        for name, *shape in (("ln1", C), ("qkv", self.QKV, C), ("attproj", C, C), ("ln2", C), ("fc", 2 * H, C),
-                             ("fcproj", C, H)):
-            table += [Row(f"{name}w", tuple(shape), **each), Row(f"{name}b", tuple(shape[:1]), **each)]
+        for name, *shape in (("ln1", C), ("qkv", self.QKV, C), ("attproj", C, C), ("ln2", C),
+                             ("fc", 2 * H, C), ("fcproj", C, H)):
+            table += [Row(f"{name}w", tuple(shape), **each),
+                      Row(f"{name}b", tuple(shape[:1]), **each)]
         return [*table, final, Row("lnfb", (C,), real)]
 
     def parameter_table(self, real=np.float32):
@@ -187,9 +229,10 @@ class Config3(Config):
         C, H, once, each = self.C, self.H, dict(dtype=real), dict(dtype=real, layers=self.L)
         weight = dict(std=0.02, decay=True, matrix=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
+        embedding = weight | dict(matrix=self.tied)  # a product sets its gradient if it is the head
         head = [] if self.tied else [Row("lm_head", (self.Vp, C), **once, **weight)]
         return [
-            Row("wte", (self.Vp, C), **once, **weight | dict(matrix=self.tied)),  # a product sets its gradient if tied
+            Row("wte", (self.Vp, C), **once, **embedding),
             *head,  # what makes logits of channels
             Row("ln1w", (C,), **each, mean=1.0),
             Row("qkvw", (self.QKV, C), **each, **weight),
@@ -200,28 +243,25 @@ class Config3(Config):
             Row("lnfw", (C,), **once, mean=1.0),
         ]
 
-    def activation_table(self, B, T, real=np.float32, recompute=0):
-        """What the forward pass leaves behind for the backward pass. With recompute 1, layers share one tensor for the
-        outputs of norms and for the MLP's hidden channels, which the backward pass computes again. With 2, a layer
-        keeps what GPT-2's does."""
-        N, C, H, L = B * T, self.C, self.H, self.L
-        normed, inner = L if recompute == 0 else 1, L if recompute < 2 else 1  # layers with such tensors of their own
+    def activation_table(self, B, T, real=np.float32):
+        """What the forward pass leaves behind for the backward pass."""
+        N, C, H, each = B * T, self.C, self.H, dict(dtype=real, layers=self.L)
         return [
-            Row("rope", (T, C // self.NH)),  # the cosine and the sine that RoPE turns a pair of channels by
-            Row("residual", (N, C), layers=1 if recompute < 2 else L + 1),  # the stream: see Config.activation_table
-            Row("branch", (N, C), real),  # what the last attention or MLP computed, about to be added to the stream
-            Row("ln1_inp", (N, C), real, inner),  # what ln1 normalises: a copy of the stream as the layer finds it
-            Row("ln1_rstd", (N,), layers=L),
-            Row("ln1", (N, C), real, normed),
-            Row("qkv", (N, self.QKV), real, inner),  # queries of NH heads and keys of NKV, behind RoPE; values
-            Row("lse", (B * self.NH, T), layers=L),  # log2 of the sum that normalises a row of attention
-            Row("atty", (N, C), real, L),  # attention's output
-            Row("ln2_inp", (N, C), real, inner),  # a copy of the stream after attention
-            Row("ln2_rstd", (N,), layers=L),
-            Row("ln2", (N, C), real, normed),
-            Row("fch", (N, 2 * H), real, normed),  # up and gate, H channels each
-            Row("fch_swiglu", (N, H), real, normed),  # up * silu(gate); becomes its own gradient
-            Row("lnf_inp", (N, C), real),  # a copy of the stream after the last layer
+            Row("rope", (T, C // self.NH)),  # the cosine and the sine that turn a pair of channels
+            Row("residual", (N, C)),  # the residual stream x, always fp32
+            Row("branch", (N, C), real),  # what attention or the MLP computed, to be added to x
+            Row("ln1_inp", (N, C), **each),  # what ln1 normalises: a copy of x
+            Row("ln1_rstd", (N,), layers=self.L),
+            Row("ln1", (N, C), **each),
+            Row("qkv", (N, self.QKV), **each),  # queries and keys, behind RoPE, and values
+            Row("lse", (B * self.NH, T), layers=self.L),  # log2 of the sum below a row of softmax
+            Row("atty", (N, C), **each),  # attention's output
+            Row("ln2_inp", (N, C), **each),  # a copy of x after attention
+            Row("ln2_rstd", (N,), layers=self.L),
+            Row("ln2", (N, C), **each),
+            Row("fch", (N, 2 * H), **each),  # up and gate, H channels each
+            Row("fch_swiglu", (N, H), **each),  # up * silu(gate); becomes its own gradient
+            Row("lnf_inp", (N, C), real),  # a copy of x after the last layer
             Row("lnf_rstd", (N,)),
             Row("lnf", (N, C), real),
             Row("logits", (logit_rows(N), self.Vp), real),  # become their own gradient
@@ -233,10 +273,10 @@ class Config3(Config):
         N, C = B * T, self.C
         return [
             Row("dresidual", (N, C), real),  # of the residual stream, all the way down
-            Row("dinp", (N, C), real),  # of what a matrix product read: lnf, then each layer's ln2, atty and ln1
+            Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty and ln1
             Row("dqkv", (N, self.QKV), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
-            Row("partials", (PARTIAL_ROWS, C)),  # sums over some of the rows: see norm_backward
+            Row("partials", (PARTIAL_ROWS, C)),  # sums of rows: see norm_backward
         ]
 
 
@@ -244,7 +284,8 @@ class Config3(Config):
 
 
 def rmsnorm_backward_launch(device, N):
-    """(blocks, bytes of shared memory): two blocks on each multiprocessor, or fewer. The kernel's comment says why."""
+    """(blocks, bytes of shared memory): two blocks on each multiprocessor, or fewer. The kernel's
+    comment says why."""
     return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), 96 * 1024
 
 
@@ -254,38 +295,30 @@ class Llama3(GPT2):
 
     def __init__(self, config, *args, **keywords):
         super().__init__(config, *args, **keywords)
-        H, head = config.H, "wte" if config.tied else "lm_head"
-        whole = [self.staged] if self.staged else self.originals
-        for views in (self.params, *whole):  # by the names of a file's tensors
-            views.lm_head, views.upw, views.gatew = getattr(views, head), views.fcw[:, :H], views.fcw[:, H:]
-        self.head, self.dhead = self.params.lm_head, getattr(self.grads, head)
+        self.head, self.dhead = self.params.lm_head, self.grads.lm_head
 
-    def decode(self, tokens):
-        """The text of token ids, by the tokenizer in the current folder if their vocabulary is Llama's."""
-        return decode(tokens, vocabulary() if self.config.EOT == BEGIN_ID else None)
+    def whole_views(self, arena):
+        """As GPT2's. The tensors of a file are there by their names too."""
+        views, H = super().whole_views(arena), self.config.H
+        views.lm_head = views.wte if self.config.tied else views.lm_head
+        views.upw, views.gatew = views.fcw[:, :H], views.fcw[:, H:]
+        return views
 
-    def encoding(self):
-        """The encoding of texts that samples go on from."""
-        return encoding() if self.config.EOT == BEGIN_ID else gpt2_encoding()
-
-    def layer_forward(self, l, again=False):
-        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1, or lnf, adds.
-        Again: see GPT2.layer_forward."""
+    def layer_forward(self, l):
+        """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1,
+        or lnf, adds."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
-        found, stream = a.residual, self.acts.residual[-1]
-        added = branch if l and not again else None  # what the MLP of layer l - 1 computed: x = stream + added
-        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, found, stream, added, p.ln1w)  # -> (N,C)
-        matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,(NH+2NKV)HS) -> (N,(NH+2NKV)HS)
+        added = branch if l else None  # what the MLP of the layer before computed
+        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, added, p.ln1w)  # (N,C)
+        matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
-        if not again:
-            self.attention("attention_forward", a.atty, a.lse, tiled=(a.qkv,))  # -> (N,C); here tokens see each other
+        self.attention_forward(a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C): tokens see each other
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, stream, found, branch, p.ln2w)  # -> (N,C)
-        self.hidden_forward(p, a)
-        if not again:
-            matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
+        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w)  # (N,C)
+        self.hidden_forward(p, a)  # (N,C) -> (N,H)
+        matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
 
     def hidden_forward(self, p, a):
         """The MLP's hidden channels, up * silu(gate)."""
@@ -296,65 +329,65 @@ class Llama3(GPT2):
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
         p, g, a = self.layers[l]
-        d, matmul, launch, accumulate = self.back, self.device.matmul, self.device.launch, self.accumulate
-        dx, dinp, (N, C), H = d.dresidual, d.dinp, a.ln1.shape, self.config.H
-        if self.recompute == 2:
-            self.layer_forward(l, again=True)
-        elif self.recompute:
-            launch("rmsnorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_rstd, p.ln1w, N, C)
-            launch("rmsnorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_rstd, p.ln2w, N, C)
-            self.hidden_forward(p, a)
-
-        matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=accumulate)  # (C,N) @ (N,H) -> (C,H)
-        dswiglu = a.fch_swiglu  # which nobody needs any more
+        d, matmul, adds = self.back, self.device.matmul, self.micro > 0
+        dx, dinp, (N, H) = d.dresidual, d.dinp, a.fch_swiglu.shape
+        matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=adds)  # (C,N) @ (N,H) -> (C,H)
+        dswiglu = a.fch_swiglu  # whose memory is free now
         matmul(dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
-        launch("swiglu_backward", N * H, a.fch, dswiglu, a.fch, N, H)  # -> (N,2H): fch becomes its own gradient
-        matmul(g.fcw, a.fch.T, a.ln2, accumulate=accumulate)  # (2H,N) @ (N,C) -> (2H,C)
-        matmul(dinp, a.fch, p.fcw)  # dln2: (N,2H) @ (2H,C) -> (N,C)
-        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd)  # dx += (N,C)
+        dfch = a.fch  # becomes its own gradient: (N,H) -> (N,2H)
+        self.device.launch("swiglu_backward", N * H, dfch, dswiglu, a.fch, N, H)
+        matmul(g.fcw, dfch.T, a.ln2, accumulate=adds)  # (2H,N) @ (N,C) -> (2H,C)
+        matmul(dinp, dfch, p.fcw)  # dln2: (N,2H) @ (2H,C) -> (N,C)
+        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd)
 
-        matmul(g.attprojw, dx.T, a.atty, accumulate=accumulate)  # (C,N) @ (N,C) -> (C,C)
+        matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention_backward(a.qkv, a.lse, a.atty, None)  # (N,C) -> dqkv (N,(NH+2NKV)HS)
-        self.rope("rope_backward", d.dqkv)  # dq and dk, in place
-        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=accumulate)  # -> ((NH+2NKV)HS,C)
-        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,(NH+2NKV)HS) @ ((NH+2NKV)HS,C) -> (N,C)
-        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)  # dx += (N,C)
+        self.attention_backward(a.qkv, a.lse, a.atty, None)  # (N,C) -> dqkv (N,QKV)
+        self.rope("rope_backward", d.dqkv)  # of queries and keys, in place
+        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (QKV,N) @ (N,C) -> (QKV,C)
+        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,QKV) @ (QKV,C) -> (N,C)
+        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)
 
-    def norm_forward(self, out, rstd, copy, x, before, branch, weight):
-        """x = before + branch, unless branch is None, and x is there already. Then copy = x; out = rmsnorm(x)."""
-        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, before, branch, weight,
-                           self.config.eps, len(out))
+    def norm_forward(self, out, rstd, copy, branch, weight):
+        """x += branch, unless that is None. Then copy = x and out = rmsnorm(x)."""
+        x = self.acts.residual
+        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, x, branch,
+                           weight, self.config.eps, len(out))
 
     def norm_backward(self, dweight, inp, weight, rstd):
-        """back.dresidual += the gradient of the norm's input, given back.dinp, that of its output; dweight += its own.
-        """
+        """dx += the gradient of the norm's input, given back.dinp, that of its output. dweight +=
+        its own."""
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, shared = rmsnorm_backward_launch(device, N)
-        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight, rstd, N, shared=shared)
+        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,
+                      rstd, N, shared=shared)
         device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
 
     def rope(self, kernel, qkv):
-        """Turn the queries and keys of qkv (N,(NH+2NKV)HS), or their gradients back. The two channels of a pair are
-        neighbours, as in a checkpoint; dev/convert.py reorders Hugging Face's, which are not."""
+        """Turn the queries and keys of qkv (N,QKV), or their gradients back. The two channels of a
+        pair are neighbours, as in a checkpoint; dev/convert.py reorders Hugging Face's, which are
+        not."""
         c, N, half = self.config, len(qkv), 0
         heads = c.NH + c.NKV
-        self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.shape[1], heads, c.QKV, half)
+        self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.shape[1],
+                           heads, c.QKV, half)
 
     def embedding_forward(self):
-        """Where the stream begins: x = wte[token]. RoPE's table is made anew, for this T: that takes microseconds."""
-        c, (_, T), a, x = self.config, self.shape, self.acts, self.acts.residual[0]
-        self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # -> (T,HS)
-        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, self.params.wte, None, len(x), T, c.C)
+        """Where the stream begins: x = wte[token]. RoPE's table is made anew, for this T: that
+        takes microseconds."""
+        c, (_, T), a, x = self.config, self.shape, self.acts, self.acts.residual
+        self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # (T,HS)
+        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, self.params.wte, None,
+                           len(x), T, c.C)
 
     def embedding_backward(self):
         (B, T), C, b = self.shape, self.config.C, self.batch
-        self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual, b.tokens, b.order,
-                           b.run_length, C)
+        self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual,
+                           b.tokens, b.order, b.run_length, C)
 
     def last_norm_forward(self):
-        a, x = self.acts, self.acts.residual[-1]
-        self.norm_forward(a.lnf, a.lnf_rstd, a.lnf_inp, x, x, a.branch, self.params.lnfw)
+        a = self.acts
+        self.norm_forward(a.lnf, a.lnf_rstd, a.lnf_inp, a.branch, self.params.lnfw)
 
     def last_norm_backward(self):
         a = self.acts
@@ -363,4 +396,4 @@ class Llama3(GPT2):
 
 
 if __name__ == "__main__":
-    run(functools.partial(main, architecture=Llama3))
+    run(functools.partial(main, Model=Llama3))
