@@ -1,21 +1,24 @@
-"""What --dry-run says of a run besides its tables: the bytes of a checkpoint, and about how long the run takes."""
+"""What --dry-run says of a run besides its tables: the bytes of a checkpoint, and about how long
+the run takes."""
 import time
 
 import numpy as np
 
-from prepro_tinyshakespeare import BF16, duration, to_bf16
+from train_gpt2 import BF16, duration, to_bf16
 
-# A training step does its FLOPs at this share of the speed of one of its matrix products alone: 0.62 for the 124M model
-# in bf16 on an H200, 0.7 for the 1558M model, and on two CPU cores 0.4 to 0.7.
+# A training step does its FLOPs at this share of the speed of one of its matrix products alone:
+# 0.62 for the 124M model in bf16 on an H200, 0.7 for the 1558M model, and on two CPU cores 0.4 to
+# 0.7.
 SHARE = {"cuda": 0.65, "cpu": 0.5}
 
 
 def product_rate(device, c, B, T):
     """FLOP/s of the product (B*T, C) @ (C, 4C), the largest of a layer, timed on the device."""
-    real, N = np.dtype(device.real), max(2048, min(B * T, 16384))  # of fewer rows, the time is that of a launch
-    out, inp, weight = (device.empty(real.itemsize * rows * columns).view(real).reshape(rows, columns)
-                        for rows, columns in ((N, 4 * c.C), (N, c.C), (4 * c.C, c.C)))
-    for array in (inp, weight):  # of zeros it would be faster, since a GPU's power limits its clock
+    real, N = np.dtype(device.real), max(2048, min(B * T, 16384))  # of fewer, a launch is timed
+    out, inp, weight = (
+        device.empty(real.itemsize * rows * columns).view(real).reshape(rows, columns)
+        for rows, columns in ((N, 4 * c.C), (N, c.C), (4 * c.C, c.C)))
+    for array in (inp, weight):  # of zeros it would be faster: a GPU's power limits its clock
         values = np.random.default_rng(0).standard_normal(array.shape, np.float32)
         device.put(array, to_bf16(values) if real == BF16 else values)
 
@@ -32,16 +35,25 @@ def product_rate(device, c, B, T):
     return 2 * N * 4 * c.C * c.C * count / min(seconds(count) for _ in range(3))
 
 
-def estimate(c, device, flags, ranks):
-    """Print how large a checkpoint is, and about how long the steps take. Returns the exit status."""
-    numbers, size = sum(row.size for row in c.file_table()), np.dtype(device.real).itemsize
-    print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} GiB of state (-n, -nk)")
-    rate = product_rate(device, c, flags.batch_size, flags.seq_len) * SHARE[device.name]
-    # --recompute 2 does the products of a layer's forward pass again, but the last.
-    again = 2 * sum(row.size for row in c.parameter_table() if row.matrix and row.layers and row.name != "fcprojw")
-    flops = c.flops_per_token(flags.seq_len) + again * (flags.recompute == 2)
-    seconds = flags.total_batch / ranks.count * flops / rate
-    print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, {flags.total_batch / seconds:,.0f} "
-          f"tok/s, take about {duration(flags.steps * seconds)}, by the speed of a matrix product"
-          + " in bf16" * device.fp8 + ", without what sums over ranks take" * (ranks.count > 1))
-    return 0
+class DryRun:
+    """Training that only says what it would be."""
+
+    def start(self):
+        """Print how large a checkpoint is, and about how long the steps take. Returns the exit
+        status."""
+        c, device, flags, (B, T) = self.config, self.device, self.flags, self.model_size()
+        numbers, size = sum(row.size for row in c.file_table()), np.dtype(device.real).itemsize
+        print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} "
+              "GiB of state (-n, -nk)")
+        rate = product_rate(device, c, B, T) * SHARE[device.name]
+        # --recompute 2 does the products of a layer's forward pass again, but the last.
+        again = 2 * sum(row.size for row in c.parameter_table()
+                        if row.matrix and row.layers and row.name != "fcprojw")
+        flops = c.flops_per_token(T) + again * (flags.recompute == 2)
+        seconds = flags.total_batch / self.count * flops / rate
+        print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, "
+              f"{flags.total_batch / seconds:,.0f} tok/s, take about "
+              f"{duration(flags.steps * seconds)}, by the speed of a matrix product"
+              + " in bf16" * (flags.dtype == "fp8")
+              + ", without what sums over ranks take" * (self.count > 1))
+        return 0

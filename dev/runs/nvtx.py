@@ -1,51 +1,73 @@
-"""NVTX ranges for those who profile a run with Nsight Systems: for which layer and kernel a GPU is at work.
+"""NVTX ranges for those who profile a run with Nsight Systems: for which layer and kernel a GPU is
+at work.
 
     nsys profile -t cuda,nvtx -o step python train_gpt2.py --nvtx 1 -x 5 -v 0 -s 0
     nsys stats -r nvtx_gpu_proj_trace step.nsys-rep
 
-The trainer imports this for --nvtx 1. A range holds what is launched within it: "step 3", in it "backward_pass", in
-that "layer_backward 11", and in that "matmul 768 x 3072 x 32768" or "layernorm_backward". What is recorded as a graph
-is launched later, without its ranges. So kernels are launched one by one, as with --graph 0.
+A range holds what is launched within it: "step 3", in it "backward_pass", in that "layer_backward
+11", and in that "matmul 768 x 3072 x 32768" or "layernorm_backward". What is recorded as a graph is
+launched later, without its ranges. So kernels are launched one by one, as with --graph 0.
 """
 import functools
 
-from dev.replay import PARTS
-from prepro_tinyshakespeare import UserError, say
+from dev.runs.replay import PARTS
+from prepro_tinyshakespeare import UserError
 
 
-def annotate(model):
-    """Put ranges around what a model does, on a GPU. Raises UserError on a CPU."""
-    if model.device.name != "cuda":
-        raise UserError("--nvtx 1: ranges are for a profiler of GPUs: expected --device cuda")
-    from cupy.cuda import nvtx
-    put_ranges(model, nvtx)
-    say("nvtx         | a range for each pass, layer and kernel (--nvtx), and so no graph (--graph 0)")
+def titled(name):
+    """The title of a method's range: its name, and the layer that it is for."""
+    if name.startswith("layer"):
+        return lambda model, l, *args, **more: f"{name} {l}"
+    return lambda model, *args, **more: name
 
 
-def put_ranges(model, nvtx):
-    """The same with any module that has CuPy's RangePush and RangePop."""
-    device = model.device
-    device.graph = False
+# {method: the title of its range, from the object and the arguments}
+PASSES = "forward_pass", "backward_pass", "update_pass"
+MODEL = {"train_step": lambda model, *batches, **adamw: f"step {model.step + 1}",
+         **{name: titled(name) for name in (*PARTS, *PASSES)}}
+DEVICE = {"launch": lambda device, name, *args, **more: name,
+          "matmul": lambda device, out, a, *args, **more: "matmul {} x {} x {}".format(
+              *out.shape, a.shape[1]),
+          "zero": lambda device, array: "memset"}
 
-    def wrap(owner, name, title):
-        """owner.name(...) is from now on within a range that is called title(...)."""
-        method = getattr(owner, name)
+
+def with_ranges(base, titles, nvtx):
+    """A subclass of base whose methods run within ranges. nvtx: a module with CuPy's RangePush and
+    RangePop."""
+    def within(name):
+        method = getattr(base, name)
 
         @functools.wraps(method)
-        def within(*args, **keywords):
-            nvtx.RangePush(title(*args, **keywords))
+        def ranged(self, *args, **keywords):
+            nvtx.RangePush(titles[name](self, *args, **keywords))
             try:
-                return method(*args, **keywords)
+                return method(self, *args, **keywords)
             finally:
                 nvtx.RangePop()
 
-        setattr(owner, name, within)
+        return ranged
 
-    wrap(model, "train_step", lambda *batches, **adamw: f"step {model.step + 1}")
-    for name in (*PARTS, "forward_pass", "backward_pass", "update_pass"):
-        wrap(model, name, lambda *args, name=name, **more: f"{name} {args[0]}" if name.startswith("layer") else name)
-    wrap(device, "launch", lambda name, *args, **more: name)
-    wrap(device, "matmul", lambda out, a, *args, **more: "matmul {} x {} x {}".format(*out.shape, a.shape[1]))
-    wrap(device, "zero", lambda array: "memset")
-    for name in ("sum", "norm", "gather") if model.ranks.count > 1 else ():
-        wrap(model.ranks, name, lambda model, *layer, name=name: " ".join(["ranks", name, *map(str, layer)]))
+    return type(base.__name__, (base,), {name: within(name) for name in titles})
+
+
+class Annotated:
+    """Training whose model and device have ranges. Raises UserError on a CPU."""
+
+    def make_device(self, *beside):
+        device = super().make_device(*beside)
+        device.graph = False
+        return device
+
+    def device_class(self):
+        if self.flags.device != "cuda":
+            raise UserError("--nvtx 1: ranges are for a profiler of GPUs: expected --device cuda")
+        from cupy.cuda import nvtx
+        return with_ranges(super().device_class(), DEVICE, nvtx)
+
+    def make_model(self):
+        from cupy.cuda import nvtx
+        self.Model = with_ranges(self.Model, MODEL, nvtx)
+        model = super().make_model()
+        self.say("nvtx         | a range for each pass, layer and kernel (--nvtx), and so no graph "
+                 "(--graph 0)")
+        return model

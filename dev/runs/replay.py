@@ -1,8 +1,9 @@
-"""Find out what went wrong in a step: which tensor was the first with a value that is not finite, or, of an outlier,
-which tensors have the largest gradients.
+"""Find out what went wrong in a step: which tensor was the first with a value that is not finite,
+or, of an outlier, which tensors have the largest gradients.
 
-The trainer imports this when a step's update is skipped. It does the step once more, one kernel at a time, and looks at
-what each has written. A step that is not finite is kept in the folder -o, beside the checkpoint before it, and
+When a step's update is skipped, the training does the step once more, one kernel at a time, and
+looks at what each has written. A step that is not finite is kept in the folder -o, beside the
+checkpoint before it, and
 
     python train_gpt2.py --replay out/replay_00000037.npz [--device cpu]
 
@@ -18,20 +19,21 @@ from unittest import mock
 
 import numpy as np
 
-from prepro_tinyshakespeare import UserError, replace_file, say, to_float
-from train_gpt2 import batch_table, carve, make_device, pack_batch, read_parameters
+from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import batch_table, carve, pack_batch, to_float
 
-PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward", "mean_loss",
-         "head_backward", "last_norm_backward", "layer_backward", "embedding_backward")  # methods that a report names
+# Methods of the model that a report names
+PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward",
+         "mean_loss", "head_backward", "last_norm_backward", "layer_backward", "embedding_backward")
 LARGEST = 5  # tensors of an outlier that are named
 
 
 def bad_place(array):
-    """The index of the first number of an array, of a device or the host, that is not finite; or None. fp32 and bf16
-    that are not finite have an exponent of ones."""
+    """The index of the first number of an array, of a device or the host, that is not finite; or
+    None. fp32 and bf16 that are not finite have an exponent of ones."""
     ones = {2: 0x7F80, 4: 0x7F800000}[array.itemsize]
     bits = array.reshape(-1).view(f"u{array.itemsize}")
-    for start in range(0, bits.size, 2**24):  # in parts: a GPU may have no memory for another of the size of logits
+    for start in range(0, bits.size, 2**24):  # in parts: a GPU may have no memory for more logits
         bad = (bits[start : start + 2**24] & ones) == ones
         if bool(bad.any()):
             return np.unravel_index(start + int(bad.argmax()), array.shape)
@@ -43,11 +45,12 @@ def address(array):
 
 
 class Found(Exception):
-    """The first number that is not finite: said by whom it was written."""
+    """Raised at the first number that is not finite, naming what wrote it."""
 
 
 class Watch:
-    """While it is entered, a model's device raises Found behind the kernel or product that writes such a number."""
+    """Context manager: a model's device raises Found behind the kernel or product that writes a
+    number that is not finite."""
 
     def __init__(self, model):
         self.model, self.part, self.stack = model, "", contextlib.ExitStack()
@@ -59,7 +62,8 @@ class Watch:
         def watched_launch(name, items, *args, **keywords):
             launch(name, items, *args, **keywords)
             for arg, (_, kind, const) in zip(args, device.kernels[name].parameters):
-                if kind is None and not const and arg is not None and arg.dtype in (np.float32, device.real):
+                written = kind is None and not const and arg is not None
+                if written and arg.dtype in (np.float32, device.real):
                     self.look(arg, f"kernel {name}")
 
         def watched_matmul(out, *args, gelu=None, **keywords):
@@ -71,7 +75,8 @@ class Watch:
         for name, method in (("launch", watched_launch), ("matmul", watched_matmul)):
             self.stack.enter_context(mock.patch.object(device, name, method))
         for name in PARTS:
-            self.stack.enter_context(mock.patch.object(model, name, self.within(name, getattr(model, name))))
+            method = self.within(name, getattr(model, name))
+            self.stack.enter_context(mock.patch.object(model, name, method))
         return self
 
     def __exit__(self, *exception):
@@ -80,7 +85,8 @@ class Watch:
     def within(self, name, method):
         """The method, which says that work is now within it."""
         def called(*args, **keywords):
-            before, self.part = self.part, f"{name}, layer {args[0]}" if name.startswith("layer") else name
+            before = self.part
+            self.part = f"{name}, layer {args[0]}" if name.startswith("layer") else name
             result = method(*args, **keywords)
             self.part = before  # layer_backward, if it does layer_forward again
             return result
@@ -91,18 +97,19 @@ class Watch:
         at = bad_place(array)
         if at is None:
             return
-        value = to_float(self.model.device.get(array.reshape(-1)[np.ravel_multi_index(at, array.shape) :][:1]))[0]
+        place = np.ravel_multi_index(at, array.shape)
+        value = to_float(self.model.device.get(array.reshape(-1)[place:][:1]))[0]
         T, token = self.model.shape[1], ""
         if len(array) == math.prod(self.model.shape):
             token = f" (token {at[0] % T} of sequence {at[0] // T})"
-        place = ", ".join(map(str, at))
-        raise Found(f"{value} in {self.name_of(array)}[{place}]{token}, which {writer} wrote in {self.part}")
+        raise Found(f"{value} in {self.name_of(array)}[{', '.join(map(str, at))}]{token}, which "
+                    f"{writer} wrote in {self.part}")
 
     def name_of(self, array):
         """What the tensor is called whose memory an array is in."""
         model = self.model
-        for prefix, views in (("", model.params), ("d", model.grads), ("", model.acts), ("", model.back),
-                              ("", model.adam)):
+        for prefix, views in (("", model.params), ("d", model.grads), ("", model.acts),
+                              ("", model.back), ("", model.adam)):
             for name, whole in vars(views).items():
                 if 0 <= address(array) - address(whole) < whole.nbytes:
                     return prefix + name
@@ -110,31 +117,33 @@ class Watch:
 
 
 def repeat(model, batches):
-    """Do the forward and backward passes of a step's micro-batches again, from the parameters as they are. Returns what
-    there is to say of the first number that is not finite, or None."""
+    """Do the forward and backward passes of a step's micro-batches again, from the parameters as
+    they are. Returns what there is to say of the first number that is not finite, or None."""
     for row in model.config.parameter_table():
         at = bad_place(getattr(model.params, row.name))
         if at is not None:
-            return f"the parameter {row.name} is not finite at {[int(x) for x in at]}, before this step"
+            return (f"the parameter {row.name} is not finite at {[int(x) for x in at]}, before "
+                    "this step")
     for name in ("activations", "backward", "gradients"):
         model.device.zero(model.arenas[name])  # no number of the step that failed is left
     model.device.zero(model.adam.verdict[:4])  # but for whether updates are stopped
-    model.micros = len(batches) * model.ranks.count
+    model.micros = len(batches) * model.count
     try:
-        for micro, batch in enumerate(batches):
+        for model.micro, batch in enumerate(batches):
             model.set_batch(batch)
             with Watch(model):
                 model.forward_pass()
-                model.backward_pass(micro)
+                model.backward_pass()
     except Found as e:
-        return f"the first number that is not finite is {e}; micro-batch {micro}"
+        return f"the first number that is not finite is {e}; micro-batch {model.micro}"
     finally:
-        model.micros = 1
+        model.micro, model.micros = 0, 1
     return None
 
 
 def largest_gradients(model):
-    """[(norm, name)] of the gradients of all parameters, layer by layer, the largest first; norms in float64."""
+    """[(norm, name)] of the gradients of all parameters, layer by layer, the largest first; norms
+    in float64."""
     norms = []
     for row in model.config.parameter_table():
         gradient = getattr(model.grads, row.name)
@@ -146,7 +155,8 @@ def largest_gradients(model):
 
 
 def describe(model, packed, places, stopped):
-    """Why a step is not finite, or what is large in an outlier, in a line; and whether a place was found."""
+    """Why a step is not finite, or what is large in an outlier, in a line; and whether a place was
+    found."""
     bad = repeat(model, packed)
     if bad:
         return f"{bad}; batches: {'; '.join(places)}", True
@@ -154,62 +164,104 @@ def describe(model, packed, places, stopped):
     total = math.sqrt(sum(norm**2 for norm, _ in norms))
     text = ", ".join(f"{name} {norm:.3g}" for norm, name in norms[:LARGEST])
     finite = "repeated, every number of the step is finite, and " if stopped else ""
-    large = ", whose square overflows fp32" if total > math.sqrt(np.finfo(np.float32).max) else ""
-    return f"{finite}the gradient's norm is {total:.4g}{large}, of which {text}; batches: {'; '.join(places)}", False
+    overflows = total > math.sqrt(np.finfo(np.float32).max)
+    large = ", whose square overflows fp32" if overflows else ""
+    return (f"{finite}the gradient's norm is {total:.4g}{large}, of which {text}; batches: "
+            f"{'; '.join(places)}"), False
 
 
-def explain(model, verdict, batches, flags, folder):
-    """Say what is wrong with a step whose update was skipped. If it is not finite, keep its batches in the folder,
-    beside the checkpoint before it, and raise UserError. Of several ranks each looks at its own batches, and the first
-    that finds something speaks."""
-    step, ranks = model.step, model.ranks
-    ranks.exchange(None, "a look at the step")
-    if not verdict.stopped:  # by now the device may have done the step that follows
+class Explained:
+    """Training that says why a step was not finite, or what is large in an outlier. Of several
+    ranks each looks at its own batches: the class of this pair overrides no_update, where they
+    meet, and the methods that say so."""
+    share = ""  # which part of an outlier's batch is looked at, if not all
+
+    def no_update(self, queued, verdict):
+        super().no_update(queued, verdict)  # which gives up if the step is not finite
+        step, batches = self.model.step, queued.batches  # the device may have done the next step
         try:
-            text, _ = describe(model, batches.packed, batches.places, False)
-            part = ", in rank 0's part of the batch" * (ranks.count > 1)
-            say(f"outlier      | z-scores: loss {verdict.loss_z:.2f}, norm {verdict.norm_z:.2f}; repeated with the "
-                f"weights after step {step}{part}: {text}")
-        except (MemoryError, *model.device.Fault) as e:  # no reason to end a run whose numbers are all finite
-            say(f"WARNING: no look at the outlier ({type(e).__name__}); batches: {'; '.join(batches.places)}")
-        return
-    advice = "try a smaller -l, or look at the data"
-    reports = ranks.exchange(describe(model, batches.packed, batches.places, True), "a look at the step")
-    speaker = next((rank for rank, (_, found) in enumerate(reports) if found), 0)
-    text = f"on rank {speaker}, " * (ranks.count > 1) + reports[speaker][0]
-    if folder:
+            text, _ = describe(self.model, batches.packed, batches.places, False)
+            self.say(f"outlier      | z-scores: loss {verdict.loss_z:.2f}, norm "
+                     f"{verdict.norm_z:.2f}; repeated with the weights after step {step}"
+                     f"{self.share}: {text}")
+        except (MemoryError, *self.device.Fault) as e:  # no reason to end a run
+            self.say(f"WARNING: no look at the outlier ({type(e).__name__}); batches: "
+                     f"{'; '.join(batches.places)}")
+
+    def give_up(self, queued, verdict):
+        reports = self.reports(queued)
+        speaker = next((rank for rank, (_, found) in enumerate(reports) if found), 0)
+        raise UserError(f"the loss of step {queued.number} is {verdict.loss} and the norm of its "
+                        f"gradient {verdict.norm}: {self.said_by(speaker)}{reports[speaker][0]}; "
+                        f"{self.advice(queued, speaker)}")
+
+    def reports(self, queued):
+        """[(what describe() says of a step, whether it has found a place)], one of each rank."""
+        return [describe(self.model, queued.batches.packed, queued.batches.places, True)]
+
+    def said_by(self, speaker):
+        """How the report of this rank begins; with ranks, "on rank 1, "."""
+        return ""
+
+    def advice(self, queued, speaker):
+        """What to do. The speaker is the rank whose report it follows; with ranks, all call this
+        at the same time."""
+        return "try a smaller -l, or look at the data"
+
+    def state(self, model):
+        """What the passes of a step depend on besides parameters and batches, for the notes of a
+        checkpoint and of a step: {name: what JSON can hold}. FP8 has scales."""
+        return dict(scales=[])
+
+    def set_state(self, model, notes):
+        """Set a model, whose parameters are set, to such notes; {} if they are lost."""
+
+
+class ExplainedAndKept:
+    """Keeps the step in the folder, for --replay."""
+
+    def advice(self, queued, speaker):
+        flags, folder, step, batches = self.flags, self.folder, self.model.step, queued.batches
         path = folder.path / f"replay_{step:08d}.npz"
-        notes = dict(model=folder.file(0, step).name, step=step, places=batches.places, attention=flags.attention,
-                     dtype=flags.dtype, recompute=flags.recompute, moments=flags.moments,
-                     scales=model.device.state())
-        file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
-        views = [carve(data, table) for data, _ in batches.packed]
-        np.savez(file, notes=json.dumps(notes), tokens=np.stack([batch.tokens for batch in views]),
-                 targets=np.stack([batch.targets for batch in views]))
-        if ranks.rank == speaker:
+        if self.rank == speaker:
+            notes = dict(model=folder.file(0, step).name, step=step, places=batches.places,
+                         attention=flags.attention, dtype=flags.dtype, recompute=flags.recompute,
+                         moments=flags.moments, **self.state(self.model))
+            file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
+            views = [carve(data, table) for data, _ in batches.packed]
+            tokens, targets = ([getattr(view, name) for view in views]
+                               for name in ("tokens", "targets"))
+            np.savez(file, notes=json.dumps(notes), tokens=np.stack(tokens),
+                     targets=np.stack(targets))
             replace_file(path, [file.getvalue()])
-        ranks.exchange(None, "its file")
-        advice += f"; --replay {path} shows this again"
-    raise UserError(f"the loss of step {step + 1} is {verdict.loss} and the norm of its gradient {verdict.norm}: "
-                    f"{text}; {advice}")
+        return f"{super().advice(queued, speaker)}; --replay {path} shows this again"
 
 
-def replay(path, architecture, flags, place):
-    """What --replay does: repeat the step of such a file, and say what is wrong. Returns the exit status."""
+def replay(flags, attach):
+    """What --replay does: repeat the step of such a file, and say what is wrong. attach() gives the
+    classes of the training and the model that the flags bring. Returns the exit status."""
     try:
-        with np.load(path) as file:
-            notes, tokens, targets = json.loads(str(file["notes"])), file["tokens"], file["targets"]
+        with np.load(flags.replay) as file:
+            notes = json.loads(str(file["notes"]))
+            tokens, targets = file["tokens"], file["targets"]
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as e:
         what = getattr(e, "strerror", None) or "it is no such file"
-        raise UserError(f"--replay {path}: could not be read ({what}); expected a replay_*.npz, of a run with -o whose "
-                        "loss was no longer a number") from None
-    checkpoint = Path(path).parent / notes["model"]
-    c = architecture.Config.from_file(checkpoint)
-    device = make_device(place, flags.dtype or notes["dtype"], c, flags.plain, flags.graph,
-                         moments=flags.moments or notes.get("moments", "fp32"))  # as the run, to take no more memory
-    model = architecture(c, device, *tokens.shape[1:], notes["attention"], notes["recompute"])
-    model.set_parameters(read_parameters(checkpoint, c))
-    device.go_on(notes.get("scales", []))
-    text, _ = describe(model, [pack_batch(*pair) for pair in zip(tokens, targets)], notes["places"], True)
+        raise UserError(f"--replay {flags.replay}: could not be read ({what}); expected a "
+                        "replay_*.npz, of a run with -o whose loss was no longer a "
+                        "number") from None
+    flags.model = str(Path(flags.replay).parent / notes["model"])
+    flags.batch_size, flags.seq_len = tokens.shape[1:]
+    flags.attention, flags.recompute = notes["attention"], notes["recompute"]
+    flags.dtype = flags.dtype or notes["dtype"]
+    flags.moments = flags.moments or notes.get("moments", "fp32")  # to take no more memory
+    flags.output = flags.sample = flags.hellaswag = flags.dry_run = flags.nvtx = None
+    Training, Model = attach()
+    training = Training(flags, Model)
+    training.choose_model()
+    training.device = training.make_device()
+    model = training.make_model()
+    training.set_state(model, notes)
+    packed = [pack_batch(*pair) for pair in zip(tokens, targets)]
+    text, _ = describe(model, packed, notes["places"], True)
     print(f"step {notes['step'] + 1}: {text}")
     return 0

@@ -1,40 +1,37 @@
-"""Text from a model after a prompt, written as it comes. train_gpt2.py's --sample calls `stream`.
+"""--sample: text from a model after a prompt, written as it comes.
 
-A token is drawn by the probabilities softmax(logits / temperature), among the top_k likeliest words alone. Below 1, a
-temperature makes likely words likelier; at 0 it is always the likeliest. The coins are those of the trainer's samples,
-the same in each run: at temperature 1, without top_k, tokens are drawn as there.
+A token is drawn by the probabilities softmax(logits / temperature), among the top_k likeliest words
+alone. Below 1, a temperature makes likely words likelier; at 0 it is always the likeliest. The
+coins are those of the trainer's samples, the same in each run: at temperature 1, without top_k,
+tokens are drawn as there.
 """
 import codecs
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from prepro_tinyshakespeare import UserError, words_of
+import numpy as np
 
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
-
-from train_gpt2 import coins, draw_token
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import coins, draw_token, words_of
 
 
 def choose(logits, coin, temperature, top_k):
-    """The token that a coin in [0, 1) draws from logits (V,), fp32. Of equal logits the first come first. top_k = 0
-    leaves all words in; temperature = 0 takes the likeliest."""
+    """The token that a coin in [0, 1) draws from logits (V,), fp32. Of equal logits the first come
+    first. top_k = 0 leaves all words in; temperature = 0 takes the likeliest."""
     temperature = np.float32(temperature)
     if temperature == 0:
         return int(np.argmax(logits))
     words = np.arange(len(logits))
     if 0 < top_k < len(logits):
-        words = np.sort(np.argsort(-logits, kind="stable")[:top_k])  # the others are not there: none can be drawn
+        words = np.sort(np.argsort(-logits, kind="stable")[:top_k])  # no other can be drawn
     kept = logits[words]
     if temperature != 1:
-        with np.errstate(over="ignore"):  # a small temperature makes minus infinity, which is never drawn
+        with np.errstate(over="ignore"):  # to minus infinity, which is never drawn
             kept = (kept - kept.max()) / temperature
     return int(words[draw_token(kept, coin)])
 
 
 def generate(model, tokens, count, temperature, top_k):
-    """Yield `count` token ids, each drawn from what the model expects after the tokens (a list) and those before it: of
-    them all, after the last T."""
+    """Yield `count` token ids, each drawn from what the model expects after the tokens (a list) and
+    those before it: of them all, after the last T."""
     tokens = list(tokens)
     for _, coin in zip(range(count), coins()):
         tokens.append(choose(model.next_logits(tokens[-model.T :]), coin, temperature, top_k))
@@ -42,8 +39,9 @@ def generate(model, tokens, count, temperature, top_k):
 
 
 def texts(tokens, words):
-    """Yield the text of token ids, piece by piece, each as soon as its characters are whole: a character of several
-    bytes may be cut into several tokens. words: {id: bytes}; an id without bytes is shown as a number."""
+    """Yield the text of token ids, piece by piece, each as soon as its characters are whole: a
+    character of several bytes may be cut into several tokens. words: {id: bytes}; an id without
+    bytes is shown as a number."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
         yield decoder.decode(words.get(token, f"<{token}>".encode()))
@@ -53,29 +51,37 @@ def texts(tokens, words):
 def stream(model, encode, words, text, count, temperature=1.0, top_k=0, write=None):
     """Write a text, and what the model makes of it in `count` more tokens, as they come.
 
-    encode(text) gives token ids, and words is {id: bytes}, of the model's own vocabulary. After an empty text the model
-    begins a new one. write(piece) takes each piece of text; by default it is printed at once. Raises UserError if the
-    text has words that the model does not.
+    encode(text) gives token ids, and words is {id: bytes}, of the model's own vocabulary. After an
+    empty text the model begins a new one. write(piece) takes each piece of text; by default it is
+    printed at once. Raises UserError if the text has words that the model does not.
     """
     write = write or (lambda piece: print(piece, end="", flush=True))
     c = model.config
     tokens = encode(text) or [min(c.EOT, c.V - 1)]
     if max(tokens) >= c.V:
-        raise UserError(f"the text to go on from has token {max(tokens)}, and the model has V = {c.V} words; expected "
-                        "a model of this vocabulary, or an empty text")
+        raise UserError(f"the text to go on from has token {max(tokens)}, and the model has V = "
+                        f"{c.V} words; expected a model of this vocabulary, or an empty text")
     write(text)
     for piece in texts(generate(model, tokens, count, temperature, top_k), words):
         if piece:
             write(piece)
 
 
-def go_on(model, flags):
-    """What --sample does with the trainer's flags, and a model, if one was trained. Returns the exit status. Raises
-    UserError."""
-    if not model:
-        raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing to say")
-    encoding = model.encoding()
-    stream(model, encoding.encode_ordinary, words_of(encoding), flags.sample, flags.sample_tokens, flags.temperature,
-           flags.top_k)
-    print()
-    return 0
+class Sampling:
+    """A run that goes on with a text, and does not train."""
+
+    def run(self):
+        flags = self.flags
+        self.choose_model()
+        if not self.from_file:
+            raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing "
+                            "to say")
+        self.device = self.make_device()
+        self.model, encoding = self.make_model(), self.config.encoding()
+        stream(self.model, encoding.encode_ordinary, words_of(encoding), flags.sample,
+               flags.sample_tokens, flags.temperature, flags.top_k)
+        print()
+        return 0
+
+    def model_size(self):
+        return 1, self.flags.seq_len
