@@ -6,7 +6,8 @@ Read this file from top to bottom, with kernels.cu beside it: the model as table
 forward beside the same layer backward; the update; the training loop. Whoever stops there has seen
 a GPT-2 train. Then comes what these stand on: the GPU, files and batches, a sample, the flags. The
 last section, "Faster", is there for speed alone: `--plain 1` leaves it out. What else the program
-can do is a chapter of its own under dev/, and dev/features.py lists them.
+can do is a chapter of its own under dev/, and dev/features.py lists them. Whatever a user can mend
+is raised as a UserError, in one line.
 
 Sizes have the same letters everywhere:
 
@@ -133,8 +134,8 @@ class Config:
     C: int = 768
     Vp: int = 50304
 
-    FILE = FileKind("checkpoint", 20240326, (3, 5), "a run with -o writes one, dev/convert.py "
-                    "another")
+    FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, "
+                    "dev/convert.py another")
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
     TOKEN_FILES = {TOKENS: np.dtype("<u2")}  # the kinds of token files that it reads
     SOURCES = (HERE / "kernels.cu",)
@@ -159,7 +160,7 @@ class Config:
     @classmethod
     def from_descriptor(cls, descriptor):
         """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL,
-        and d60, d72, d84 are llm.c's larger ones. Raises UserError."""
+        and d60, d72, d84 are llm.c's larger ones."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
             raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
                             "d999, such as d12")
@@ -269,8 +270,8 @@ class Config:
 
 
 def logit_rows(N):
-    """How many of N tokens have logits at a time: all would be a large tensor, but each part adds
-    to all of wte's gradient."""
+    """How many of N tokens have logits at a time: all would take much memory, but each part adds to
+    all of wte's gradient."""
     return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
@@ -325,8 +326,8 @@ def matrices(values):
 
 
 def kept_as(x, dtype):
-    """What an array of this type keeps of fp32 numbers: fp32 all; BF16 the upper half of the bits,
-    rounded; LOW the lower half, so that the number's bits are (upper << 16) + lower:
+    """fp32 numbers converted to a storage type: BF16 keeps the upper half of the bits, rounded, and
+    LOW the lower half, so that the number's bits are (upper << 16) + lower:
 
         fp32        sign, exponent, 7 bits of mantissa | 16 bits of mantissa
         in halves   BF16, what the products multiply   | LOW, signed: what rounding has changed
@@ -397,9 +398,8 @@ def classifier_launch(device, N, Vp, with_gradient):
 
 
 class GPT2:
-    """GPT-2 on a device, for batches of up to B sequences of T tokens. attention: "softmax", or
-    "relu" for att = max(0, q.k / sqrt(HS)). Everything is allocated here. Raises UserError if the
-    device is too small."""
+    """GPT-2 on a device, for batches of up to B sequences of T tokens, with softmax attention, or
+    "relu": att = max(0, q.k / sqrt(HS))."""
     Config = Config
     rank, count = 0, 1  # of several processes that each train on a part of a batch: which is it?
 
@@ -418,7 +418,7 @@ class GPT2:
 
     @classmethod
     def memory(cls, c, device, B, T):
-        """(bytes that the tables ask for, bytes that are free, the largest B that fits, or 0)."""
+        """(bytes that the tables ask for, bytes that are free, the largest B that fits)."""
         def bytes_of(B):
             return sum(layout(table)[-1] for table in cls.tables(c, device, B, T).values())
 
@@ -728,15 +728,13 @@ class GPT2:
     # ---- The update
 
     def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, seed=0, **others):
-        """Begin a step with these settings of AdamW; the others are 0 if not given. kernels.cu has
-        the struct."""
+        """Begin a step with these settings of AdamW; the others are 0 if not given."""
         self.step += 1
-        settings = dict.fromkeys(ADAMW, 0.0)
-        settings |= dict(learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2, eps=eps,
-                         correction1=1 / (1 - beta1**self.step),
-                         correction2=1 / (1 - beta2**self.step), step=self.step,
-                         seed=seed % 2**24, **others)  # below 2^24 fp32 has all whole numbers
-        self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
+        settings = dict(others, learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2,
+                        eps=eps, correction1=1 / (1 - beta1**self.step),
+                        correction2=1 / (1 - beta2**self.step), step=self.step,
+                        seed=seed % 2**24)  # below 2^24 fp32 has all whole numbers
+        self.device.put(self.adam.settings, [settings.get(name, 0) for name in ADAMW])
 
     def update_pass(self):
         """An AdamW step with the gradients that were added up."""
@@ -810,7 +808,7 @@ def scheduled_rate(step, steps, flags):
 
 
 class Training:
-    """A run: what happens when. flags: of main; Model: GPT2, or a subclass of it."""
+    """A run: what happens when."""
     rank, count = 0, 1  # as GPT2's
 
     def __init__(self, flags, Model):
@@ -820,14 +818,13 @@ class Training:
         self.times, self.losses = [], []  # of the steps of this run
 
     def train(self):
-        """Train from the model's step on, until all steps are done or a signal comes. Raises
-        UserError when the loss is no longer a number."""
+        """Train from the model's step on, until all steps are done or a signal comes."""
         flags, steps = self.flags, self.flags.steps
         batches = self.next_batches()
         first = self.model.step
         for done in range(first, steps + 1):  # the last round only validates and samples
             self.stopping = self.told_to_stop(done)
-            if self.stopping or self.pauses(done):
+            if self.pauses(done):
                 self.pause(done, batches)
             if self.stopping or done == steps:
                 break
@@ -853,22 +850,23 @@ class Training:
         flags = self.flags
         return done > 0 and flags.sample_tokens > 0 and self.due(done, flags.sample_every)
 
+    def saves(self, done):
+        return self.stopping or done == self.flags.steps
+
     def pauses(self, done):
         """Whether anything but a step comes after `done` steps."""
-        return self.validates(done) or self.samples(done) or done == self.flags.steps
+        return self.validates(done) or self.samples(done) or self.saves(done)
 
     def pause(self, done, batches):
-        """Between two steps: look how the model does, and keep it."""
         if self.validates(done) and not self.stopping:
             self.validate(done)
         if self.samples(done) and not self.stopping:
             self.sample()
-        if self.stopping or done == self.flags.steps:
-            self.save(done)
+        if self.saves(done):
+            self.save(done, batches)
 
     def next_batches(self):
-        """The micro-batches of a step, packed, where they are in the data, and the position of the
-        first of them."""
+        """The micro-batches of a step, packed; their places in words; the first one's position."""
         if self.flags.overfit:
             self.train_data.open(0)
         batches = SimpleNamespace(position=self.train_data.position(), packed=[], places=[])
@@ -887,22 +885,23 @@ class Training:
         data, most = self.val_data, self.flags.val_batches
         data.open(0)
         count = data.batches if most < 0 else min(most, data.batches)
-        return sum(self.model.forward(*data.next_batch()) for _ in range(count)) / count
+        return self.total_loss(data.next_batch() for _ in range(count)) / count
+
+    def total_loss(self, batches):
+        """The sum of the mean losses of these batches."""
+        return sum(self.model.forward(*batch) for batch in batches)
 
     def sample(self):
         """Print what the model makes up."""
         text = decode(sample(self.model, self.flags.sample_tokens), self.config.words())
         self.say(f"generating:\n---\n{text}\n---")
 
-    def save(self, done):
+    def save(self, done, batches):
         """At the end of a run with -o: write the weights, in llm.c's format."""
         if self.flags.output:
             path = Path(self.flags.output) / f"model_{done:08d}.bin"
-            replace_file(path, map(self.on_host, checkpoint_parts(self.model)))
+            replace_file(path, map(self.device.get, checkpoint_parts(self.model)))
             self.say(f"wrote {path}")
-
-    def on_host(self, part):
-        return part if isinstance(part, np.ndarray) else self.device.get(part)
 
     def finish(self, queued):
         """Wait for a step that was queued, and report it."""
@@ -932,7 +931,7 @@ class Training:
                  f"{duration(count * median)}; validations, samples and checkpoints come on top")
 
     def no_update(self, queued, verdict):
-        """A step whose loss or norm was an outlier, or not a number, left the parameters alone."""
+        """Its loss or norm was an outlier, or not a number: the parameters are as before."""
         step = queued.number
         self.say(f"WARNING: step {step}: no update: loss {verdict.loss:.6f}, norm "
                  f"{verdict.norm:.6f}")
@@ -941,22 +940,25 @@ class Training:
             self.give_up(queued, verdict)
 
     def give_up(self, queued, verdict):
-        """The loss is not a number, and never will be again."""
         raise UserError(f"the loss of step {queued.number} is {verdict.loss} and the norm of its "
                         f"gradient {verdict.norm}: try a smaller -l, or look at the data: "
                         f"{'; '.join(queued.batches.places)}")
 
     def summarize(self):
-        tokens, times, losses = self.flags.total_batch, self.times, self.losses
+        times, losses = self.times, self.losses
         if times:
             median = float(np.median(times))
             self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-                     f"{tokens / median:,.0f} tok/s; training loss {losses[0]:.6f} -> "
-                     f"{losses[-1]:.6f}")
+                     f"{self.flags.total_batch / median:,.0f} tok/s; training loss "
+                     f"{losses[0]:.6f} -> {losses[-1]:.6f}")
         if self.signals:
-            kept = f"the weights are in {self.flags.output}" if self.flags.output else (
-                "without -o the weights are lost")
-            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; {kept}")
+            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; "
+                     f"{self.what_is_left()}")
+
+    def what_is_left(self):
+        """What there is of a run that was interrupted."""
+        output = self.flags.output
+        return f"the weights are in {output}" if output else "without -o the weights are lost"
 
     def say(self, line):
         print(line, flush=True)
@@ -964,7 +966,7 @@ class Training:
     # ---- Before the first step
 
     def run(self):
-        """Everything from the flags to the last line. Returns the exit status. Raises UserError."""
+        """Everything from the flags to the last line. Returns the exit status."""
         self.prepare()
         return self.start()
 
@@ -1011,8 +1013,7 @@ class Training:
         if flags.val_every:
             counts = [count_tokens(path, c)[0] for path in files_of(self.val_path)]
             fits = (min(counts) - 1) // T  # sequences; tinyshakespeare has 31
-            rows = max(1, min(B, fits // self.count))
-            self.val_data = DataLoader(self.val_path, rows, T, c, 0, self.rank, self.count)
+            self.val_data = DataLoader(self.val_path, max(1, min(B, fits)), T, c, 0)
         size = self.train_data.size
         flags.shuffle, flags.total_batch = int(self.train_data.shuffle), flags.total_batch or size
         if flags.total_batch % size:
@@ -1050,7 +1051,6 @@ class Training:
               f"{free / 2**30:.2f} GiB")
 
     def model_size(self):
-        """(B,T) of the largest batch."""
         return self.flags.batch_size, self.flags.seq_len
 
     def start(self):
@@ -1068,10 +1068,8 @@ class Training:
         """The model, with the parameters that it starts from."""
         c, flags = self.config, self.flags
         model = self.Model(c, self.device, *self.model_size(), flags.attention)
-        if self.from_file:
-            model.set_parameters(read_parameters(self.name, c))
-        else:
-            model.set_parameters(draw_parameters(c, flags.seed))
+        model.set_parameters(read_parameters(self.name, c) if self.from_file
+                             else draw_parameters(c, flags.seed))
         return model
 
 
@@ -1100,8 +1098,7 @@ class Kernel(NamedTuple):
     parameters: list  # (name, NumPy type, or None of an array, whether it is const)
 
     def plan(self, items, args, W, threads=None):
-        """(grid, block, arguments) of a launch over so many items, or (items along x, along y).
-        Raises UserError unless there are as many arguments as parameters."""
+        """(grid, block, arguments) of a launch over so many items, or (items along x, along y)."""
         if len(args) != len(self.parameters):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and "
                             f"is launched with {len(args)} arguments")
@@ -1115,11 +1112,10 @@ class Kernel(NamedTuple):
 
 
 SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
-# Arrays that go by value, in a struct of kernels.cu: {type: whether the kernel only reads them}
+# Arrays in a struct of kernels.cu: {type: whether the kernel only reads them}
 STRUCTS = {"Output": False, "Tiles": True}
-# What kernels.cu, once it is compiled, says of itself in constant arrays: the rows and threads of
-# attention's blocks, and their bytes of shared memory; the most threads of layernorm_backward's
-# blocks, those of a row, and a row's bytes.
+# Constant arrays in which kernels.cu, once compiled, says how attention's blocks and those of
+# layernorm_backward are to be launched.
 SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward", "maps"),
          "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
@@ -1131,27 +1127,25 @@ def without_comments(text):
 
 
 def read_kernels(sources):
-    """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither an array nor one of
-    SCALARS."""
+    """{name: Kernel} of CUDA files."""
     declaration = (r'BLOCK\(\s*(\d+)\s*,([^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
-    kernels, found = {}, []
-    for path in sources:
-        text = without_comments(path.read_text(encoding="utf-8"))
-        found += [(path, *words) for words in re.findall(declaration, text)]
+    kernels = {}
+    found = [(path, *words) for path in sources
+             for words in re.findall(declaration, without_comments(path.read_text("utf-8")))]
     for path, threads, covers, name, parameters in found:
         try:
             covers = [eval(f"lambda threads, W: {expression}") for expression in covers.split(",")]
             if min(function(int(threads), W) for function in covers for W in (4, 8)) < 1:
                 raise ValueError("a block covers nothing")
-        except Exception as e:  # whatever somebody wrote there
+        except Exception as e:
             raise UserError(f"{path.name}: BLOCK over {name}: {e}: expected arithmetic in threads "
                             "and W") from None
         kernels[name] = Kernel(name, int(threads), covers, [])
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)
             array = "*" in parameter or kind in STRUCTS
-            if not array and kind not in SCALARS:
+            if not (array or kind in SCALARS):
                 raise UserError(f"{path.name}: {name}: {kind} {label}: expected a pointer or "
                                 f"{', '.join([*SCALARS, *STRUCTS])}")
             const = STRUCTS.get(kind, "const" in parameter)
@@ -1163,7 +1157,7 @@ class Cuda:
     """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get
     waits for it. dtype: "bf16", "fp32", or "tf32", which is fp32 with matrix products that round
     their inputs to TF32; c: the Config that kernels are compiled for; beside: more CUDA files to
-    compile behind kernels.cu. Raises UserError."""
+    compile behind kernels.cu."""
     name, memory, launched = "cuda", "device memory", "the start"
     OPTIONS = ("-std=c++17",)
     DTYPES = ("fp32", "tf32", "bf16")
@@ -1217,7 +1211,7 @@ class Cuda:
         self.kernels = read_kernels(sources)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
-            for name, fields in SIZES.items():  # attention_sizes, layernorm_sizes
+            for name, fields in SIZES.items():
                 at = module.get_global(name)
                 values = self.cupy.ndarray(len(fields), np.int32, at).get().tolist()
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
@@ -1261,8 +1255,8 @@ class Cuda:
         return array
 
     def launch(self, name, items, *args, threads=None, shared=0):
-        """Run a kernel over so many items. The BLOCK(...) over it says how many of them a block
-        covers. Each block has `shared` bytes of dynamic shared memory."""
+        """Run a kernel over so many items, each block with `shared` bytes of dynamic shared
+        memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and "
                             "train_gpt2.py launches it")
@@ -1311,14 +1305,12 @@ class Cuda:
 
 
 def has_gpu():
-    """Whether NVIDIA's driver reports a GPU: asked of the driver itself, since CuPy takes a second
-    to import."""
-    try:
+    """Whether NVIDIA's driver reports a GPU. CuPy would take a second to import."""
+    with contextlib.suppress(OSError):
         driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-        found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-        return found and count.value > 0
-    except OSError:
-        return False
+        driver.cuInit(0)
+        return driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return False
 
 
 def device_class(name, plain=False):
@@ -1330,7 +1322,7 @@ def device_class(name, plain=False):
 
 
 def make_device(name, dtype, c, plain=False, graph=True, beside=()):
-    """A device with the kernels of a config (see Cuda). Raises UserError."""
+    """A device, as Cuda's and Cpu's __init__ have it."""
     device = device_class(name, plain)(dtype, c, beside)
     device.graph = graph  # "Faster" records a step's launches
     return device
@@ -1340,8 +1332,7 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=()):
 
 
 def read_header(path, kind, *others):
-    """The 256 ints of a file's header. Raises UserError if it is of none of these kinds, or of
-    another version."""
+    """The 256 ints of a file's header, which is of one of these kinds."""
     try:
         with open(path, "rb") as file:
             start = file.read(HEADER_BYTES)
@@ -1350,24 +1341,32 @@ def read_header(path, kind, *others):
                         f"{kind.remedy}") from None
     header = np.frombuffer(start[: len(start) // 4 * 4], "<i4").tolist()
     kinds = {kind.magic: kind for kind in (kind, *others)}
-    if header and header[0] not in kinds:
-        expected = " or ".join(map(str, kinds))
-        raise UserError(f"{path}: begins with {header[0]}, and a {kind.name} with {expected}: "
-                        f"{kind.remedy}")
-    kind = kinds[header[0]] if header else kind
-    if len(header) < 256:
-        raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; expected a "
-                        f"{kind.name}: {kind.remedy}")
-    if header[1] not in kind.versions:
+    magic = header[0] if header else kind.magic
+    kind, wrong = kinds.get(magic, kind), None
+    if magic not in kinds:
+        names, found = " or a ".join({kind.name: 0 for kind in kinds.values()}), name_of_file(magic)
+        wrong = f"is {found}; expected a {names}" if found else (
+            f"begins with {magic}, and a {names} with {' or '.join(map(str, kinds))}")
+    elif len(header) < 256:
+        wrong = f"truncated within its header of {HEADER_BYTES} bytes; expected a {kind.name}"
+    elif header[1] not in kind.versions:
         old = " (an old format)" if header[1] < kind.versions[0] else ""
-        expected = " or ".join(map(str, kind.versions))
-        raise UserError(f"{path}: {kind.name} of version {header[1]}{old}; expected version "
-                        f"{expected}: {kind.remedy}")
+        wrong = (f"{kind.name} of version {header[1]}{old}; expected version "
+                 f"{' or '.join(map(str, kind.versions))}")
+    if wrong:
+        raise UserError(f"{path}: {wrong}: {kind.remedy}")
     return header
 
 
+def name_of_file(magic):
+    """What a file with this first number is, and what takes it; None if nobody here does."""
+    with contextlib.suppress(ModuleNotFoundError):  # the top-level files alone do not know
+        from dev.features import FILES
+        return FILES.get(magic)
+
+
 def check_size(path, kind, expected):
-    """Raise UserError unless the file has exactly the expected number of bytes."""
+    """Raise UserError unless the file has so many bytes."""
     size = os.path.getsize(path)
     if size != expected:
         what = "truncated" if size < expected else "too long"
@@ -1376,8 +1375,7 @@ def check_size(path, kind, expected):
 
 
 def mapped(path, table, start):
-    """(name, values) of the tensors of a table, which lie in a file from byte `start` on, mapped
-    into memory."""
+    """(name, values) of a table's tensors, in a file from byte `start` on, mapped into memory."""
     for row in table:
         yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
         start += row.nbytes
@@ -1398,8 +1396,7 @@ def checkpoint_parts(model):
 
 
 def in_file_order(c, views, real):
-    """The tensors of a checkpoint as a file has them, matrix by matrix: arrays of the device, or
-    zeros."""
+    """The tensors of a checkpoint as a file has them, matrix by matrix."""
     for row in c.file_table(real):
         absent = np.zeros(0 if hasattr(views, row.name) else row.size, row.dtype)
         parts = matrices(getattr(views, row.name, absent))
@@ -1407,8 +1404,7 @@ def in_file_order(c, views, real):
 
 
 def draw_parameters(c, seed):
-    """(name, values) of random parameters, fp32. Each tensor has a generator of its own, so that
-    all cores can draw."""
+    """(name, values) of random parameters. Each has a generator of its own: all cores draw."""
     def draw(i, row):
         values = np.random.default_rng([seed, i]).standard_normal(row.whole_shape, np.float32)
         values *= row.std
@@ -1422,13 +1418,13 @@ def draw_parameters(c, seed):
 
 
 def files_of(pattern):
-    """The paths of the files that a pattern such as data/fineweb_train_*.bin matches, sorted as
-    llm.c does; or, if none does, that of a file of this name."""
+    """The paths that a pattern such as data/fineweb_train_*.bin matches, sorted as in llm.c; or,
+    if none does, that of a file of this name."""
     return sorted(glob.glob(str(pattern))) or [str(pattern)]
 
 
 def count_tokens(path, c=Config):
-    """(how many tokens a token file has, their NumPy type). Raises UserError."""
+    """(how many tokens a token file has, their NumPy type)."""
     header = read_header(path, *c.TOKEN_FILES)
     [(kind, dtype)] = [item for item in c.TOKEN_FILES.items() if item[0].magic == header[0]]
     check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
@@ -1436,8 +1432,7 @@ def count_tokens(path, c=Config):
 
 
 def read_tokens(path, c):
-    """The tokens of a token file, mapped into memory. Raises UserError unless all ids are below
-    V."""
+    """The tokens of a token file, mapped into memory."""
     count, dtype = count_tokens(path, c)
     tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if count else np.zeros(0, dtype)
     check_tokens(path, tokens, c.V)
@@ -1445,7 +1440,7 @@ def read_tokens(path, c):
 
 
 def check_tokens(path, tokens, V):
-    """Raise UserError unless all ids are in 0..V-1."""
+    """Raise UserError unless all ids are below V."""
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
         bad = int(np.argmax((tokens < 0) | (tokens >= V)))
         raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}, and the model has V = {V} "
@@ -1454,10 +1449,9 @@ def check_tokens(path, tokens, V):
 
 class DataLoader:
     """Hands out the batches of a token file, or of all that a pattern matches, and begins again at
-    their end. The rest of a file that fills no batch is skipped. With shuffle, files come in a
-    random order, another in each epoch, and so do the batches of each file, as in llm.c. By
-    default, files are shuffled if there are several. Of several ranks, each takes its own B*T
-    tokens of every batch, in an order of its own."""
+    their end. The rest of a file that fills no batch is skipped. With shuffle, the default for
+    several files, files come in another random order in each epoch, and so do the batches of each
+    file, as in llm.c. Each rank takes its own B*T tokens of every batch, in an order of its own."""
 
     def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
         self.paths, self.rank, self.size = files_of(pattern), rank, count * B * T  # of a batch
@@ -1512,8 +1506,7 @@ class DataLoader:
 
 
 def pack_batch(tokens, targets=0):
-    """(the bytes of a batch's arena, (B,T)), of tokens and targets, each (B,T) int32; without
-    targets they are 0."""
+    """(the bytes of a batch's arena, (B,T)), of tokens and targets, each (B,T) int32."""
     table = batch_table(*tokens.shape)
     data = np.zeros(layout(table)[-1], np.uint8)
     batch = carve(data, table)
@@ -1531,7 +1524,7 @@ def pack_batch(tokens, targets=0):
 
 
 def read_tokenizer(path):
-    """The bytes of each token, from a gpt2_tokenizer.bin. Raises UserError."""
+    """The bytes of each token, from a gpt2_tokenizer.bin."""
     count = read_header(path, TOKENIZER)[2]
     data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
     while at < len(data) and len(words) < count:
@@ -1552,8 +1545,7 @@ def words_of(encoding):
 
 @functools.cache
 def vocabulary():
-    """{token id: its bytes}: by gpt2_tokenizer.bin if it is here, else by tiktoken, else the single
-    bytes only."""
+    """{token id: its bytes}: by gpt2_tokenizer.bin, else tiktoken, else the single bytes only."""
     if Path("gpt2_tokenizer.bin").exists():
         return dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
     try:
@@ -1571,8 +1563,7 @@ def decode(tokens, words):
 
 
 def coins():
-    """llm.c's random numbers in [0, 1), fp32, the same in each sample: xorshift64* (Vigna 2014)
-    from the state 1337."""
+    """llm.c's random numbers in [0, 1), the same in each sample: xorshift64* (Vigna 2014)."""
     state, bits = 1337, 2**64 - 1
     while True:
         state ^= state >> 12
@@ -1582,8 +1573,7 @@ def coins():
 
 
 def draw_token(logits, coin):
-    """The token that a coin in [0, 1) draws, by the probabilities softmax(logits), in fp32 and
-    float64 as in llm.c."""
+    """The token that a coin in [0, 1) draws from softmax(logits), in llm.c's precisions."""
     top = logits.max()
     shift = top - np.clip(top, -80, 80)  # logits as they are, unless exp would overflow or be all 0
     weights = np.exp(logits - shift)
@@ -1593,8 +1583,7 @@ def draw_token(logits, coin):
 
 
 def sample(model, count):
-    """Token ids (count), each drawn from what the model expects after end-of-text and the last T,
-    by a forward pass."""
+    """Token ids, each drawn by a forward pass over the last T, end-of-text first."""
     tokens = [min(model.config.EOT, model.config.V - 1)]
     for _, coin in zip(range(count), coins()):
         tokens.append(draw_token(model.next_logits(tokens[-model.T :]), coin))
@@ -1604,8 +1593,9 @@ def sample(model, count):
 # ---- Flags and main
 
 
-def number(kind, least, below=math.inf):
-    """The type of a flag: text as an int or a float, at least `least` and below `below`."""
+def number(kind, least, below=math.inf, alone=None):
+    """The type of a flag: text as an int or a float, at least `least` and below `below`. alone:
+    what the flag means by itself."""
     def convert(text):
         if not least <= kind(text) < below:
             upper = ", and finite" if kind is float else ""
@@ -1614,6 +1604,7 @@ def number(kind, least, below=math.inf):
             raise argparse.ArgumentTypeError(f"{text}: expected at least {least}{upper}")
         return kind(text)
     convert.__name__ = kind.__name__  # as argparse calls it where text is no number at all
+    convert.alone = alone
     return convert
 
 
@@ -1626,14 +1617,14 @@ def named(text):
 
 named.__name__ = "name"  # as --help has it
 COUNT, COUNT_OR_0, COUNT_OR_ALL = number(int, 1), number(int, 0), number(int, -1)
-SWITCH, RATE, BETA = number(int, 0, 2), number(float, 0), number(float, 0, 1)
+SWITCH, RATE, BETA = number(int, 0, 2, alone=1), number(float, 0), number(float, 0, 1)
 EPS = number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
 ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit", "seed"
 
 # A flag's letter, long name, type or choices, default (None: see set_defaults), what it is.
 FLAGS = [
-    ("-i", "--train-data", named, None, "token file to train on, or a pattern of several in quotes "
-     "(default: tinyshakespeare, prepared if it is missing)"),
+    ("-i", "--train-data", named, None, "token file to train on, or in quotes a pattern of "
+     "several (default: tinyshakespeare, prepared if missing)"),
     ("-j", "--val-data", named, None, "token file to validate on (default: -i's, with val for "
      "train)"),
     ("-e", "--model", named, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: "
@@ -1642,8 +1633,8 @@ FLAGS = [
     ("-o", "--output", named, None, "folder for the weights, which are written at the end "
      "(default: none)"),
     ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
-    ("-d", "--total-batch", COUNT, None, "tokens in a step, a multiple of B*T: gradients are "
-     "accumulated over -d/(B*T) micro-batches (default: B*T)"),
+    ("-d", "--total-batch", COUNT, None, "tokens in a step, which accumulates gradients over "
+     "-d/(B*T) micro-batches (default: B*T)"),
     ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a "
      "CPU)"),
     ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
@@ -1651,37 +1642,35 @@ FLAGS = [
      "falls; wsd: late"),
     ("-u", "--warmup", COUNT_OR_0, 0, "steps in which the rate rises, except if it is constant"),
     ("-q", "--final-fraction", RATE, 1.0, "what the learning rate falls to, as a fraction of it"),
-    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
-    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations, and one after the last; 0: "
-     "none"),
-    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
-    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples, and one after the last; 0: "
-     "none"),
-    ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
     ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
     (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
     (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
     (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
-    (None, "--clip", RATE, 1.0, "largest norm of a step's gradient, which is scaled down to it; 0 "
-     "for none"),
-    ("-sl", "--loss-limit", RATE, 0.0, "skip an update if the loss's z-score in the last 128 is "
-     "above it; 0: none"),
-    ("-sg", "--norm-limit", RATE, 0.0, "skip an update if the norm's is above it; 0: none"),
-    ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, to see whether it can "
-     "be learned"),
-    (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order, 0: in the files' "
-     "(default: 1 for several)"),
+    (None, "--clip", RATE, 1.0, "norm that a step's gradient is scaled down to; 0: none"),
+    ("-sl", "--loss-limit", RATE, 0.0, "skip an update if the z-score of its loss in the last "
+     "128 is above this; 0: none"),
+    ("-sg", "--norm-limit", RATE, 0.0, "the same for its norm"),
+    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
+    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations; 0: none"),
+    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
+    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples; 0: none"),
+    ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
+    ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, over and over"),
+    (None, "--attention", ("softmax", "relu"), "softmax", "or relu: max(0, q.k / sqrt(HS))"),
+    (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order (default: for several "
+     "files)"),
     (None, "--seed", COUNT_OR_0, 42, "of the initial parameters, and of all that is drawn"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: "
      "bf16; on a CPU fp32)"),
-    (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py, which is "
-     "there for speed"),
-    (None, "--graph", SWITCH, 1, "on a GPU, launch a step's kernels as one graph (1) or one by one "
-     "(0)"),
-    (None, "--attention", ("softmax", "relu"), "softmax", "attention's weights: softmax, or max(0, "
-     "q.k / sqrt(HS))"),
+    (None, "--plain", SWITCH, 0, "1: on a GPU, without the section Faster of train_gpt2.py"),
+    (None, "--graph", SWITCH, 1, "0: on a GPU, launch kernels one by one, not as one graph"),
 ]
+
+# Headlines of --help: {the first flag below one: headline}.
+GROUPS = {"--train-data": "data and model", "--batch-size": "the size of a step",
+          "--learning-rate": "the update", "--steps": "how long, and what to see meanwhile",
+          "--overfit": "experiments, and what is random", "--device": "the machine"}
 
 # A run that is told neither what to train nor on what has other defaults, tuned on tinyshakespeare:
 # about a minute on two cores, and seconds on a GPU.
@@ -1692,23 +1681,28 @@ SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=
 DEFAULT_T = {"cpu": 64, "cuda": 1024}
 
 
-def parse_flags(description, table, arguments=None, defaults=True):
-    """The flags of a command line. Without defaults, a flag that is not given is None. Raises
-    UserError."""
+def parse_flags(description, table, arguments=None, defaults=True, groups=()):
+    """The flags of a command line. Without defaults, a flag that is not given is None. groups: the
+    headlines of --help, {the first flag below: headline}."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                      exit_on_error=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    group = parser
     for letter, name, kind, default, text in table:
+        group = parser.add_argument_group(groups[name]) if name in groups else group
         form = dict(type=kind, metavar=getattr(kind, "__name__", "").upper())
         if isinstance(kind, tuple):
             form = dict(choices=kind)
-        if kind is SWITCH:  # by itself it means 1
-            form |= dict(nargs="?", const=1)
+        if getattr(kind, "alone", None):
+            form |= dict(nargs="?", const=kind.alone)
         shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(*filter(None, (letter, name)), help=text + shown,
-                            default=default if defaults else None, **form)
+        group.add_argument(*filter(None, (letter, name)), help=text + shown,
+                           default=default if defaults else None, **form)
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(flag == "-h" and value[:1] != "-" for flag, value in itertools.pairwise(given)):
+        raise UserError("-h is help, and takes no value; --help lists the flags")
     try:
-        flags, unknown = parser.parse_known_args(arguments)
+        flags, unknown = parser.parse_known_args(given)
     except argparse.ArgumentError as e:
         what = str(e).removeprefix("argument ")
         raise UserError(f"{what}; --help lists the flags") from None
@@ -1719,7 +1713,7 @@ def parse_flags(description, table, arguments=None, defaults=True):
 
 
 def set_defaults(flags, scratch):
-    """Set those of the trainer's flags that are None and have a default."""
+    """Set the trainer's flags that are None and have a default."""
     defaults = {name.removeprefix("--").replace("-", "_"): default
                 for _, name, _, default, _ in FLAGS}
     if scratch:
@@ -1739,9 +1733,9 @@ def duration(seconds):
 
 @contextlib.contextmanager
 def stop_signals():
-    """Hands out a list, which gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends
-    the program."""
-    came, before = [], {}
+    """A list that gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the
+    program."""
+    came, numbers = [], (signal.SIGINT, signal.SIGTERM)
 
     def handler(number, frame):
         came.append(number)
@@ -1750,25 +1744,25 @@ def stop_signals():
         with contextlib.suppress(OSError):  # print may be interrupted
             os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, handler)
+    before = [signal.signal(number, handler) for number in numbers]
     try:
         yield came
     finally:
-        for number, old in before.items():
+        for number, old in zip(numbers, before):
             signal.signal(number, old)
 
 
 def main(arguments=None, Model=GPT2):
-    """Everything from the flags to the last line. Returns the exit status. Raises UserError."""
+    """Everything from the flags to the last line. Returns the exit status."""
     try:
-        from dev.features import FLAGS as more_flags, run_with
+        from dev.features import FLAGS as more_flags, GROUPS as more_groups, run_with
     except ModuleNotFoundError as e:  # the top-level files alone train, too
         if e.name not in ("dev", "dev.features"):
             raise
-        more_flags, run_with = [], None
+        more_flags, more_groups, run_with = [], {}, None
     table = {row[1]: (*row[:4], row[4].format(kind=Model.Config)) for row in [*FLAGS, *more_flags]}
-    flags = parse_flags("Train from raw kernels.", table.values(), arguments, defaults=False)
+    flags = parse_flags("Train from raw kernels.", table.values(), arguments, defaults=False,
+                        groups=GROUPS | more_groups)
     flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
     training = FastTraining if flags.device == "cuda" and not flags.plain else Training
     if run_with:
@@ -1820,14 +1814,14 @@ def address(array):
 
 
 def aligned_bytes(size):
-    """Zeros whose address is a multiple of 128. A tensor map wants one of 64."""
+    """Zeros whose address is a multiple of 128."""
     memory = np.zeros(size + 127, np.uint8)
     start = -memory.ctypes.data % 128
     return memory[start : start + size]
 
 
 def cache_folder():
-    """Where what took long to make is kept: $XDG_CACHE_HOME/train_gpt2, or ~/.cache/train_gpt2."""
+    """Where what took long to make is kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
 
 
@@ -1840,18 +1834,16 @@ def read_cache(name):
 
 
 def write_cache(name, values):
-    """Keep a dict for later runs, together with what others have kept since; where it cannot be
-    written, it is lost."""
+    """Keep a dict for later runs, besides what others have kept since, if that can be written."""
     with contextlib.suppress(OSError, UserError):
         text = json.dumps(read_cache(name) | values)
         replace_file(cache_folder() / f"{name}.json", [text.encode()])
 
 
 class FastCuda(Cuda):
-    """Cuda with all that is there for speed alone. cuBLASLt multiplies as cuBLAS does. But a graph
-    can hold what it does, where CuPy refuses cuBLAS, and products have epilogues: work on out
-    before it leaves the registers. CuPy does not wrap it, so ctypes calls it, in the library that
-    CuPy has loaded. Numbers without a name are cublasLt.h's."""
+    """Cuda with cuBLASLt in the place of cuBLAS. A graph can hold its products, and they have
+    epilogues: work on out before it leaves the registers. CuPy has loaded the library and does not
+    wrap it, so ctypes calls it. Numbers without a name are cublasLt.h's."""
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
     NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
@@ -1885,7 +1877,7 @@ class FastCuda(Cuda):
 
     def tiles(self, array, B, T):
         """What Hopper's copy engine has to know of an array (B,T,channels) in bf16, of which it
-        copies boxes of 64 tokens and 64 channels: 128 bytes, by value. Raises UserError."""
+        copies boxes of 64 tokens and 64 channels: 128 bytes, by value."""
         if not self.attention_sizes.maps:
             return array
         key = B, T, array.data.ptr, array.size
@@ -1931,10 +1923,10 @@ class FastCuda(Cuda):
                 (7, ctypes.c_int(epilogue)), (8, address(bias)), (11, address(aux)),
                 (12, ctypes.c_int64(out.shape[1]))]
 
-    def describe(self, epilogue, out, a, b, bias, aux, *more):
+    def describe(self, epilogue, out, a, b, *more):
         """A product as cuBLASLt wants it: (description, layout of b, of a, of out)."""
         (transpose_b, _), (transpose_a, _), _ = strides = [stride_of(x) for x in (b, a, out)]
-        attributes = self.attributes(transpose_a, transpose_b, epilogue, out, bias, aux, *more)
+        attributes = self.attributes(transpose_a, transpose_b, epilogue, out, *more)
         description = self.create("MatmulDesc", self.compute, self.TYPES["f4"],
                                   attributes=attributes)
         layouts = []
@@ -1977,10 +1969,10 @@ class FastCuda(Cuda):
         self.multiply(*self.plans[key], accumulate, out, a, b)
 
     def choose(self, name, plan, accumulate, out, a, b):
-        """The fastest algorithm for a product, by timing it on its own operands when it first comes
-        up. The choice is saved, so that later runs add up in the same order: the same seed, the
-        same bits. An accumulating product cannot be timed, since repeating it changes out; it
-        reuses the plain product's choice, or takes the first that is offered."""
+        """The fastest algorithm for a product, timed on its own operands when it first comes up.
+        It is saved, so that later runs add up in the same order: the same seed, the same bits. An
+        accumulating product cannot be timed, since repeating it changes out; it reuses the plain
+        product's choice, or takes the first on offer."""
         known = (self.choices.get(str((*name, accumulate)))
                  or self.choices.get(str((*name, False))))
         if known:
@@ -2013,9 +2005,8 @@ class FastCuda(Cuda):
         return best
 
     def repeat(self, graphs, key, work):
-        """Do work(): plainly the first time, which chooses algorithms. The second time it is
-        recorded as a graph, and from then on one launch of that does it all, without gaps between
-        kernels."""
+        """Do work(): plainly the first time, which chooses algorithms; the second time it is
+        recorded as a graph. From then on one launch does it all, without gaps between kernels."""
         if not self.graph or key not in graphs:
             work()
             graphs[key] = None
@@ -2031,8 +2022,7 @@ class FastCuda(Cuda):
         graphs[key].launch()
 
     def fetch(self, array):
-        """A function that waits for the work queued so far, and returns what array has then. The
-        copy is queued behind that work."""
+        """Queue a copy to the host, and return a function that waits for it and returns it."""
         stream, host = self.cupy.cuda.get_current_stream(), self.cupyx.empty_like_pinned(array)
         array.get(stream=stream, out=host, blocking=False)
         copied = stream.record()

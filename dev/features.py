@@ -14,17 +14,21 @@ from typing import NamedTuple
 
 from dev.ranks.launchers import launched
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import COUNT, COUNT_OR_0, FLAGS as PLAIN_FLAGS, RATE, SWITCH, named, number
+from train_gpt2 import (COUNT, COUNT_OR_0, COUNT_OR_ALL, FLAGS as PLAIN_FLAGS, RATE, SWITCH, named,
+                        number)
 
-LEVEL = number(int, 0, 3)
+LEVEL = number(int, 0, 3, alone=1)
 FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the place of that
-    ("-o", "--output", named, None, "folder for main.log and checkpoints; one comes at the end "
+    ("-o", "--output", named, None, "new folder for main.log and checkpoints; one comes at the end "
      "(default: none)"),
     ("-n", "--checkpoint-every", COUNT_OR_0, 0, "steps between checkpoints that -y 1 can go on "
      "from; 0 for none"),
     ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "keep the N newest of them; 0: all"),
     ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "also keep every M-th step's; 0: none"),
-    ("-y", "--resume", SWITCH, 0, "1: go on from the newest whole checkpoint in -o"),
+    ("-y", "--resume", SWITCH, 0, "1: go on with the run in -o, from its newest whole checkpoint "
+     "or its start"),
+    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most, each B*T, of all "
+     "ranks together; -1: all"),
     ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch of a rank"),
     ("-d", "--total-batch", COUNT, None, "tokens in a step of all ranks, a multiple of B*T times "
      "their number: gradients are accumulated over micro-batches (default: one of each rank)"),
@@ -52,7 +56,20 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
     (None, "--replay", named, None, "find what was not finite in a step, from the file that a run "
      "wrote of it"),
 ]
+GROUPS = {"--checkpoint-every": "runs that can go on", "--gpus": "several GPUs",
+          "--moments": "less memory", "--nvtx": "more to see",
+          "--sample": "instead of training"}  # as train_gpt2.GROUPS
 
+FILES = {  # by the first number of a header: what the file is, and what takes it
+    20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
+    20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
+    20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",
+    20240520: "a file of GPT-2's tokens, which train_gpt2.py trains on (-i)",
+    20240522: "a file of HellaSwag's questions, which train_gpt2.py scores (--hellaswag)",
+    20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",
+    20240801: "a file of Llama 3's tokens, which dev/llama3/train_llama3.py trains on (-i)",
+    20240803: "a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains (-e)",  # or its state
+}
 NEEDS = {  # flags that mean nothing without another one
     "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
     "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample",
@@ -64,6 +81,10 @@ class Feature(NamedTuple):
     asked: Callable  # of the flags and the ranks (None: one process), whether they bring it
     model: str = ""  # the subclass, as module:class
     training: str = ""
+
+
+def trains(flags):
+    return flags.sample is None and not flags.dry_run
 
 
 FEATURES = [
@@ -79,8 +100,10 @@ FEATURES = [
     Feature("zero", lambda flags, ranks: ranks and flags.zero, "dev.ranks.zero:Sharded"),
     Feature("ranks", lambda flags, ranks: ranks, "dev.ranks.ranks:Ranked",
             "dev.ranks.ranks:RankedTraining"),
-    Feature("runs", lambda flags, ranks: flags.output and not flags.dry_run,
+    Feature("runs", lambda flags, ranks: flags.output and trains(flags),
             training="dev.runs.folder:Kept"),
+    Feature("checkpoint", lambda flags, ranks: flags.output and flags.sample is not None
+            and not flags.dry_run, training="dev.runs.folder:Resumed"),
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
     Feature("moments", lambda flags, ranks: flags.moments == "bf16",
             "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),
@@ -96,11 +119,10 @@ PAIRS = {
     ("recompute 1", "Llama3"): ("dev.precision.recompute:LlamaInside", ""),
     ("recompute 2", "Llama3"): ("dev.precision.recompute:LlamaLayers", ""),
     ("fp8", "ranks"): ("dev.precision.fp8:Fp8Ranked", ""),
-    ("fp8", "runs"): ("", "dev.precision.fp8:Fp8Kept"),
+    ("fp8", "explain"): ("", "dev.precision.fp8:Fp8Explained"),
     ("hellaswag", "runs"): ("", "dev.runs.hellaswag:ScoredAndKept"),
     ("hellaswag", "ranks"): ("", "dev.runs.hellaswag:ScoredByRanks"),
     ("moments", "zero"): ("dev.precision.moments:ShardedMoments", ""),
-    ("ranks", "runs"): ("", "dev.ranks.ranks:RanksKept"),
     ("explain", "runs"): ("", "dev.runs.replay:ExplainedAndKept"),
     ("explain", "ranks"): ("", "dev.ranks.ranks:RanksExplained"),
 }
@@ -120,12 +142,18 @@ def stack(base, layers, own):
 
 
 def attach(flags, Training, Model, ranks=None, folder=None):
-    """(training, model): the classes of a run with the features that its flags bring."""
+    """(training, model): the classes of a run with the features that its flags bring. Sets the
+    defaults of features' flags."""
+    plain = {name for _, name, *_ in PLAIN_FLAGS}
+    for _, name, _, default, _ in FLAGS:
+        key = name.removeprefix("--").replace("-", "_")
+        if name not in plain and getattr(flags, key) is None:
+            setattr(flags, key, default)
     asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
     names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
     pairs = [PAIRS[pair] for pair in PAIRS if names >= {*pair}]
-    models = [model for model, _ in pairs] + [feature.model for feature in asked.values()]
-    trainings = [training for _, training in pairs] + [feature.training for feature in asked.values()]
+    layers = [*pairs, *((feature.model, feature.training) for feature in asked.values())]
+    models, trainings = zip(*layers)
     return (stack(Training, trainings, dict(ranks=ranks, folder=folder)),
             stack(Model, models, dict(ranks=ranks)))
 
@@ -149,7 +177,7 @@ def run_with(flags, Training, Model):
     """What train_gpt2.main does with its flags. Returns the exit status."""
     check_needs(flags)
     if flags.replay:
-        return load("dev.runs.replay:replay")(flags, Training, Model)
+        return load("dev.runs.replay:replay")(flags, lambda: attach(flags, Training, Model))
     if launched() if flags.gpus is None else flags.gpus > 1:
         start = load("dev.ranks.launch:start")
         return start(flags, lambda ranks: train(flags, Training, Model, ranks))
@@ -158,13 +186,8 @@ def run_with(flags, Training, Model):
 
 def train(flags, Training, Model, ranks=None):
     """Train, as one of several ranks or alone."""
-    folder = None
-    if flags.output and not flags.dry_run:
-        folder = load("dev.runs.folder:RunFolder")(flags, ranks)  # to go on, it sets what is not
-    plain = {name for _, name, *_ in PLAIN_FLAGS}  # given as it was
-    for _, name, _, default, _ in FLAGS:
-        key = name.removeprefix("--").replace("-", "_")
-        if name not in plain and getattr(flags, key) is None:
-            setattr(flags, key, default)
+    folder, table = None, {row[1]: row for row in [*PLAIN_FLAGS, *FLAGS]}
+    if flags.output and not flags.dry_run:  # to go on, it sets what is not given as it was
+        folder = load("dev.runs.folder:RunFolder")(flags, ranks, Model.Config, table.values())
     training, model = attach(flags, Training, Model, ranks, folder)
     return training(flags, model).run()
