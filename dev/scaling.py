@@ -3,10 +3,10 @@
     python dev/scaling.py                     # GPT-2 124M, B=32 a GPU, up to 1,024 GPUs
     python dev/scaling.py -e d48 -b 8 -z 1    # another model, with ZeRO-1
 
-What a step is, is not said here again. The trainer's own model and Ranks do one on paper: with a device that computes
-nothing, sends nothing, and notes what it is asked for. Then two queues are simulated: the kernels, and NCCL's
-collectives, one after the other, beside the kernels or before them, as events order them. A kernel takes the time that
-its work takes on one GPU. A collective takes that of a ring: its bytes through the slowest link, and the hops.
+The step is not modelled twice. The trainer's own model, with the features of a run, does one on paper: with a device
+that computes nothing, sends nothing, and notes what it is asked for. Then two queues are simulated: the kernels, and
+NCCL's collectives, one after the other, beside the kernels or before them, as events order them. A kernel takes the
+time that its work takes on one GPU. A collective takes that of a ring: its bytes through the slowest link, and hops.
 """
 import contextlib
 import functools
@@ -21,16 +21,16 @@ from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import (BF16, COUNT, LEVEL, SWITCH, UserError, named, parse_flags,  # noqa: E402
-                                    read_kernels, run)
+from prepro_tinyshakespeare import UserError, run  # noqa: E402
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
+from dev import features  # noqa: E402
 from dev.benchmark import work_of  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
-from dev.moments import KERNELS as MOMENTS  # noqa: E402
-from dev.ranks import Ranks  # noqa: E402
-from train_gpt2 import ALONE, GPT2  # noqa: E402
+from dev.precision.moments import SOURCE as MOMENTS  # noqa: E402
+from dev.ranks.ranks import Ranks  # noqa: E402
+from train_gpt2 import BF16, COUNT, GPT2, SWITCH, Training, named, parse_flags, read_kernels  # noqa: E402
 
 # ---- What was measured, on H200s in bf16, and what was not
 
@@ -90,17 +90,17 @@ PHASES = "forward", "backward", "update"
 class Paper:
     """A GPU, and NCCL, that do nothing. The tape has what they were asked for: ("run", phase, seconds) of a kernel,
     ("send", phase, [(kind, bytes), ...]) of the collectives of one launch, ("wait", phase, None) for all of them."""
-    name, memory, real, W, fp8 = "cuda", "paper", BF16, 8, False
+    name, memory, real, W = "cuda", "paper", BF16, 8
     multiprocessors, max_shared = 132, 226 * 1024
     attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0, maps=0)
     layernorm_sizes = SimpleNamespace(threads=384, row_threads=32, shared_of_row=1)
     put = lambda self, array, values: None
     free_bytes = lambda self: math.inf
-    replay = lambda self, graphs, key, work, count: work()
+    repeat = lambda self, graphs, key, work: work()
+    tiles = lambda self, array, B, T: None
 
     def __init__(self, case, c):
         self.case, self.c, self.kernels = case, c, read_kernels([*c.SOURCES, MOMENTS])
-        self.moment = BF16 if case.moments == "bf16" else np.float32
         self.compiled_for, self.phase, self.tape = c.switches(), "", []
 
     def empty(self, nbytes):
@@ -113,8 +113,6 @@ class Paper:
         self.tape.append(("run", self.phase, LAUNCH + amount / RATES.get(name, RATES[unit])))
 
     matmul = lambda self, out, a, b, *arguments, **more: self.launch("matmul", 1, out, a, b)
-    tables, tensor_map = lambda self, c, B, T: {}, lambda self, B, T, array: None
-    adopt = begin_step = end_step = lambda self, *arguments: None
     zero = lambda self, array: self.launch("memset", 1, array)
 
     @contextlib.contextmanager
@@ -138,8 +136,8 @@ class Paper:
 class PaperRanks(Ranks):
     """Rank 0 of so many, which has the most to do: it has the tails."""
 
-    def __init__(self, count, zero, via):
-        self.rank, self.count, self.zero, self.via, self.parts = 0, count, zero, via, {}
+    def __init__(self, count, via):
+        self.rank, self.count, self.via = 0, count, via
 
 
 @functools.cache
@@ -148,8 +146,10 @@ def raw_tape(case):
     architecture = Llama3 if case.model.startswith("llama3") else GPT2
     c = architecture.Config.from_descriptor(case.model)
     paper = Paper(case, c)
-    model = architecture(c, paper, case.B, case.T, recompute=case.recompute,
-                         ranks=PaperRanks(case.gpus, case.zero, paper) if case.gpus > 1 else ALONE)
+    flags = parse_flags("", features.FLAGS, ["-z", str(case.zero), "--recompute", str(case.recompute), "--moments",
+                                             case.moments])
+    ranks = PaperRanks(case.gpus, paper) if case.gpus > 1 else None
+    model = features.attach(flags, Training, architecture, ranks)[1](c, paper, case.B, case.T)
     for phase in PHASES:
         setattr(model, f"{phase}_pass", functools.partial(paper.within, phase, getattr(model, f"{phase}_pass")))
     paper.tape.clear()
@@ -301,7 +301,7 @@ FLAGS = [("-e", "--model", named, "d12", "descriptor: d12, d48, llama3:d12, llam
          ("-t", "--seq-len", COUNT, 1024, "T, tokens in a sequence"),
          ("-d", "--total-batch", COUNT, None, "tokens in a step where they stay the same (default: the recipe's)"),
          ("-z", "--zero", SWITCH, 0, "1: ZeRO-1"),
-         (None, "--recompute", LEVEL, 0, "1 or 2, as train_gpt2.py has it"),
+         (None, "--recompute", features.LEVEL, 0, "1 or 2, as train_gpt2.py has it"),
          (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's"),
          (None, "--gpus-per-node", COUNT, 8, "GPUs that NVLink connects")]
 FEW, MANY, LIMIT = (1, 2, 4, 8, 64, 1024), [2**i for i in range(1, 15)], 0.05

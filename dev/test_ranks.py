@@ -578,7 +578,7 @@ def poisoned(self):
     real(self)
     latest = max(latest, self.step)  # also when the step is done again
     if rank == 1 and latest == 5:
-        self.acts.residual[0, 2, 3] = float("nan")
+        self.acts.residual[2, 3] = float("nan")
 train_gpt2.GPT2.embedding_forward = poisoned
 """), folder / "out"
     text = train(device, 2, folder, output, *SMALL, "-n", 3, "--graph", 0, trainer=program, status=1)
