@@ -9,18 +9,19 @@ from pathlib import Path
 import numpy as np
 
 from dev.ranks.ranks import cut
-from train_gpt2 import BF16, Row, carve, layout
+from train_gpt2 import BF16, Row, layout
 
 SOURCE = Path(__file__).resolve().with_name("moments.cu")
 
 
 def in_bf16(tables):
-    """A model's tables, with moments in bf16. The arena "moments" has for each tensor that AdamW
+    """A model's tables, with moments in bf16. What AdamW needs besides has, for each tensor that it
     updates here: the place of its first number among all parameters; the numbers of a piece of it;
     and how far it is from a piece to that of the next layer."""
     moments = [row._replace(dtype=BF16) for row in tables["adam m"]]
-    places = Row("places", (3, len(moments)), np.uint64)
-    return tables | {"adam m": moments, "adam v": moments, "moments": [places]}
+    update = [row for row in tables["update"] if row.name != "places"]
+    return tables | {"adam m": moments, "adam v": moments,
+                     "update": [*update, Row("places", (3, len(moments)), np.uint64)]}
 
 
 class Bf16Moments:
@@ -32,18 +33,16 @@ class Bf16Moments:
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
-        table = self.tables(self.config, self.device, self.B, self.T)["moments"]
-        self.places = carve(self.arenas["moments"], table).places
-        self.device.put(self.places, self.find_places())
+        self.device.put(self.adam.places, self.places())
 
-    def find_places(self):
+    def places(self):
         """(3, tensors), as in_bf16 says. A tensor that is whole is one piece."""
         table = self.config.parameter_table()
         sizes = [row.size for row in table]
         return [[start // 4 for start in layout(table)[:-1]], sizes, sizes]
 
     def adamw_launch(self, kernel, *args):
-        super().adamw_launch("adamw_bf16", *args, self.places)
+        super().adamw_launch("adamw_bf16", *args, self.adam.places)
 
 
 class Bf16MomentsTraining:
@@ -60,7 +59,7 @@ class ShardedMoments:
     def tables(cls, c, device, B, T):
         return in_bf16(super().tables(c, device, B, T))
 
-    def find_places(self):
+    def places(self):
         table, found = self.config.parameter_table(), []
         for row, start in zip(table, layout(table)):
             layers, piece, tail = cut(row, self.count)
