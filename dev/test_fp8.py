@@ -18,14 +18,15 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-import dev.fp8  # noqa: E402
 from dev.cuda.kernel import orders  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
+from dev.precision import fp8  # noqa: E402
+from dev.precision.fp8 import fp8_device  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
-from prepro_tinyshakespeare import BF16, has_gpu, to_bf16, to_float  # noqa: E402
-from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, poisoned_model, run,  # noqa: E402
-                       read_debug_state, summary)
-from train_gpt2 import GPT2, Config, make_device, pack_batch, read_parameters  # noqa: E402
+from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, model_class,  # noqa: E402
+                       poisoned_model, read_debug_state, run, summary)
+from train_gpt2 import (BF16, GPT2, Config, has_gpu, make_device, pack_batch, read_parameters,  # noqa: E402
+                        to_bf16, to_float)
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
 
@@ -63,8 +64,8 @@ def numbers(device_name):
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     every = np.arange(2**16).astype(np.uint16)
     every_byte = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    yield "values", dev.fp8.Fp8Cpu.VALUES[:127], every_byte[:127], EXACT
-    yield "values below 0", dev.fp8.Fp8Cpu.VALUES[128:255], every_byte[128:255], EXACT
+    yield "values", fp8.Fp8OnCpu.VALUES[:127], every_byte[:127], EXACT
+    yield "values below 0", fp8.Fp8OnCpu.VALUES[128:255], every_byte[128:255], EXACT
     for scale, count in itertools.product((1.0, 0.37, 300.0, 1e-6, 1e30), (2**16, 8, 1000)):
         some = every if count == 2**16 else np.random.default_rng(count).choice(every, count)
         inp, out8 = on_device(device, some.view(BF16)), on_device(device, np.zeros(count + 64, np.uint8))
@@ -135,7 +136,7 @@ def steps_of(model, count, micros=1):
     for _ in range(count):
         batches = [rng.integers(model.config.V, size=(2, model.B, model.T), dtype=np.int32) for _ in range(micros)]
         model.train_step(*(pack_batch(*batch) for batch in batches), learning_rate=1e-3)
-        losses.append(model.report()().loss)
+        losses.append(model.report().loss)
     return losses
 
 
@@ -147,8 +148,8 @@ def twins(device_name):
     for architecture, recompute, casts in ((GPT2, 0, 0), (GPT2, 1, 0), (GPT2, 2, 2), (Llama3, 0, 1), (Llama3, 2, 3)):
         results = []
         for learns in (True, False):
-            place = make_device(device_name, "fp8", architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
-                                graph=False)  # each launch is to be counted
+            place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
+                               graph=False)  # each launch is to be counted
             place.architecture = architecture
             model = poisoned_model(place, 2, 23, recompute=recompute, C=64, NH=2)  # rows need no multiples
             losses = []
@@ -156,11 +157,11 @@ def twins(device_name):
                 if not learns:
                     place.known.clear()
                     place.known = Forgetful()
-                with mock.patch.object(type(place).__mro__[2], "launch", autospec=True,
-                                       side_effect=type(place).__mro__[2].launch) as watched:
+                below = type(place).__mro__[1 + type(place).__mro__.index(fp8.Fp8)]
+                with mock.patch.object(below, "launch", autospec=True, side_effect=below.launch) as watched:
                     losses += steps_of(model, 1, 2)
                 made = sum(call.args[1] == "to_fp8" for call in watched.mock_calls)
-            results.append((losses, model.master(), made))
+            results.append((losses, model.master_numbers(), made))
         name = f"{architecture.__name__} {recompute=}"
         yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
         yield f"{name}: parameters", results[0][1], results[1][1], EXACT
@@ -177,18 +178,18 @@ class Forgetful(dict):
 
 def products(device_name):
     """The products forward and backward are those of the twins, times the scales, which come from the step before."""
-    place = make_device(device_name, "fp8", Config(C=64, NH=2))
+    place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
     model = poisoned_model(place, 2, 24, C=64, NH=2)
     steps_of(model, 3)
-    n, V = place.count, dev.fp8
+    n, V = place.count, fp8
     before = place.get(place.all_scales)[:, 1]
     batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 24), dtype=np.int32))
     model.set_batch(batch)
-    place.begin_step(model, [batch])
+    place.begin_step()
     model.forward_pass()
     a, p, l = model.layers[1][2], model.layers[1][0], 1
-    order = [row.name for row in dev.fp8.fp8_rows(model.config)]
+    order = [row.name for row in fp8.fp8_rows(model.config)]
     for weight, bias, inp, out in (("qkvw", "qkvb", "ln1", "qkv"), ("fcw", "fcb", "ln2", "fch")):
         i = order.index(weight) * model.config.L + l
         x, w = to_float(place.get(getattr(a, inp))), to_float(place.get(getattr(p, weight)))
@@ -219,7 +220,7 @@ def scales_alone(device_name):
     """A validation before a step changes nothing of it, and runs have the same bits, without a graph too."""
     results = []
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
-        place = make_device(device_name, "fp8", Config(C=64, NH=2), graph=graph)
+        place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
         place.architecture = GPT2
         model, losses = poisoned_model(place, 2, 24, C=64, NH=2), []
         for _ in range(3):
@@ -240,13 +241,13 @@ def fixture(device_name):
     c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
     truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
     for dtype in ("bf16", "fp8"):
-        place = make_device(device_name, dtype, c)
-        model = GPT2(c, place, *truth.x.shape)
+        place = fp8_device(device_name, c) if dtype == "fp8" else make_device(device_name, dtype, c)
+        model = model_class(GPT2, "--dtype", dtype)(c, place, *truth.x.shape)
         model.set_parameters(read_parameters(FIXTURES / "gpt2_tiny.bin", c))
         if dtype == "fp8":
-            place.begin_step(model, [pack_batch(truth.x, truth.y)])
+            model.begin_step([pack_batch(truth.x, truth.y)])
         found = gradients(model, (truth.x, truth.y))
-        loss = model.report()().loss
+        loss = model.report().loss
         check(f"{dtype}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
         errors[dtype] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
                          for name, wish in truth.gradients.items()}
@@ -256,7 +257,7 @@ def fixture(device_name):
 
 
 def refusals(device_name):
-    check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", make_device, device_name, "fp8",
+    check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", fp8_device, device_name,
                   Config(C=32, NH=1), True)
 
 
