@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import fcntl
 import glob
-import hashlib
 import json
 import os
 import queue
@@ -37,6 +36,7 @@ from pathlib import Path
 import numpy as np
 
 from dev.cpu.device import available_memory
+from dev.ranks.ranks import cut, sketch
 from dev.runs.replay import bad_place
 from dev.terminal import say
 from prepro_tinyshakespeare import UserError, make_header, replace_file
@@ -64,7 +64,6 @@ def state_table(c, count, rank):
     dev/ranks/zero.py)."""
     if not count:
         return c.file_table()
-    from dev.ranks.ranks import cut
     in_memory = {row.name: row for row in c.parameter_table()}
     # words may be padded in memory alone
     cuts = [(row.name, *cut(in_memory.get(row.name, row), count)) for row in c.file_table()]
@@ -381,18 +380,6 @@ MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", 
               "sample_tokens", "hellaswag", "sample", "temperature", "top_k", "dry_run", "replay",
               "seed", "gpus", "zero", "log_ranks")
 PATHS = {"train_data": "-i", "val_data": "-j", "hellaswag": "--hellaswag", "model": "-e"}
-
-
-def sketch(path):
-    """A hash of a file's size and of 16 parts of it: whole checkpoints and data take too long to
-    read."""
-    size, digest = os.path.getsize(path), hashlib.sha256()
-    digest.update(str(size).encode())
-    with open(path, "rb") as file:
-        for i in range(16):
-            file.seek(i * size // 16)
-            digest.update(file.read(2**16))
-    return digest.hexdigest()[:12]
 
 
 def from_anywhere(name, value):
