@@ -327,7 +327,7 @@ def code_of(modules):
     found = {}
     for name in modules:
         path, folder = Path(sys.modules[name].__file__), "/".join(name.split(".")[:-1])
-        for file in (path, *path.parent.glob("*.cu"), *path.parent.glob("*.h")):
+        for file in (path, *path.parent.glob("*.cu*"), *path.parent.glob("*.h")):
             found[f"{folder}/{file.name}"] = file
     return found
 
