@@ -1,9 +1,11 @@
-"""Where the ranks of a job find each other, agree on small things, and notice that one of them is gone.
+"""Where the ranks of a job find each other, agree on small things, and notice that one of them is
+gone.
 
-Rank 0 listens, and each other rank connects to it over TCP. Where it listens, and the job's token, they know from the
-environment, or from a file that only their user can read. When all are there, nobody listens any more. The connections
-stay: they carry small messages, each a length in 4 bytes and then JSON, and signs of life. A rank whose connection
-ends, that gives no sign of life, or that does not come to where the others wait, ends the job on all ranks.
+Rank 0 listens, and each other rank connects to it over TCP. Where it listens, and the job's token,
+they know from the environment, or from a file that only their user can read. When all are there,
+nobody listens any more. The connections stay: they carry small messages, each a length in 4 bytes
+and then JSON, and signs of life. A rank whose connection ends, that gives no sign of life, or that
+does not come to where the others wait, ends the job on all ranks.
 """
 import contextlib
 import hashlib
@@ -29,14 +31,15 @@ HERE = str(Path(__file__).resolve().parents[2])
 BEAT = 1.0  # seconds between signs of life
 SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
 FIRST = 600.0  # seconds for all ranks to connect their devices, and for each of the first steps
-LONG = 3600.0  # seconds that ranks wait for each other while one of them may compile, evaluate or write
+LONG = 3600.0  # seconds that ranks wait while one of them may compile, evaluate or write
 ADMISSION = 5.0  # seconds in which a connection has to prove that it knows the token
-JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
-       "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")  # variables in which the jobs of a user differ
+JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+       "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")  # jobs of a user differ here
 
 
 def first_host(nodes):
-    """The first of the hosts of a list as Slurm writes it, "gpu[03-05,9],login1" for example; or ""."""
+    """The first of the hosts of a list as Slurm writes it, "gpu[03-05,9],login1" for example;
+    or ""."""
     first = re.match(r"([^,\[]|\[[^]]*\])*", nodes)[0]
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
 
@@ -50,18 +53,22 @@ def number(name, default):
 
 
 class Point:
-    """Where the ranks of this job meet. host, port and token come from the environment if it has all three. Or rank 0
-    chooses them, and writes them to a file in a folder that all ranks see: -o, or the cache's."""
+    """Where the ranks of this job meet. host, port and token come from the environment if it has
+    all three. Or rank 0 chooses them, and writes them to a file in a folder that all ranks see: -o,
+    or the cache's."""
 
     def __init__(self, ranks_here, count, output):
         environment, job = os.environ, [os.environ.get(name, "") for name in JOB]
         self.here, self.path = ranks_here == count, None  # here: all are on this machine
-        self.host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        self.host = (environment.get("MASTER_ADDR")
+                     or first_host(environment.get("SLURM_STEP_NODELIST", "")))
         self.host = "127.0.0.1" if self.here else self.host
         beside = number("MASTER_PORT", 0) + 1  # torchrun itself listens on that port
-        self.port, self.token = number("TRAIN_GPT2_PORT", beside), environment.get("TRAIN_GPT2_TOKEN")
+        self.port = number("TRAIN_GPT2_PORT", beside)
+        self.token = environment.get("TRAIN_GPT2_TOKEN")
         if not (self.host and self.port > 1 and self.token):
-            self.path = Path(output or cache_folder()) / f"ranks_{hashlib.sha256(repr(job).encode()).hexdigest()[:12]}"
+            job = hashlib.sha256(repr(job).encode()).hexdigest()[:12]
+            self.path = Path(output or cache_folder()) / f"ranks_{job}"
 
     def listen(self):
         """A socket that listens there."""
@@ -69,16 +76,18 @@ class Point:
             self.host, self.port = "127.0.0.1" if self.here else socket.gethostname(), 0
             self.token = self.token or secrets.token_hex(16)
         try:
-            server = socket.create_server(("127.0.0.1" if self.here else "", self.port), backlog=1024)
+            host = "127.0.0.1" if self.here else ""
+            server = socket.create_server((host, self.port), backlog=1024)
         except OSError as e:
-            raise UserError(f"the ranks cannot meet at port {self.port} ({e.strerror}): set TRAIN_GPT2_PORT to a free "
-                            "one, the same for all") from None
+            raise UserError(f"the ranks cannot meet at port {self.port} ({e.strerror}): set "
+                            "TRAIN_GPT2_PORT to a free one, the same for all") from None
         if self.path:
             text = f"{self.host} {server.getsockname()[1]} {self.token}"
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as e:
-                raise UserError(f"-o {self.path.parent}: {e.strerror}; expected a folder to write to") from None
+                raise UserError(f"-o {self.path.parent}: {e.strerror}; expected a folder to write "
+                                "to") from None
             mask = os.umask(0o177)  # so that the file has mode 0600 from its first byte on
             try:
                 replace_file(self.path, [text.encode()])
@@ -87,11 +96,13 @@ class Point:
         return server
 
     def find(self):
-        """(host, port), and the token is known. Raises OSError or ValueError while there is no such file."""
+        """(host, port), and the token is known. Raises OSError or ValueError while there is no such
+        file."""
         if self.path:
             found = os.stat(self.path)
             if found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise ValueError(f"{self.path} can be read or written by others than its owner, this user")
+                raise ValueError(f"{self.path} can be read or written by others than its owner, "
+                                 "this user")
             self.host, port, self.token = self.path.read_text().split()
             self.port = int(port)
         return self.host, self.port
@@ -125,7 +136,8 @@ def where():
 
 
 class Meeting:
-    """The connections of a rank. Made when all ranks are there. Raises UserError, naming those that are missing."""
+    """The connections of a rank. Made when all ranks are there. Raises UserError, naming those that
+    are missing."""
 
     def __init__(self, rank, count, ranks_here, output):
         self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
@@ -146,8 +158,11 @@ class Meeting:
         self.watcher = threading.Thread(target=self.watch, daemon=True)
         self.watcher.start()
         boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name
-        space = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}" if boot.exists() else ""
-        self.people = dict(enumerate(self.exchange([socket.gethostname(), os.getpid(), space], "the start", FIRST)))
+        space = ""
+        if boot.exists():
+            space = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+        own = [socket.gethostname(), os.getpid(), space]
+        self.people = dict(enumerate(self.exchange(own, "the start", FIRST)))
         machines = [[host, space] for host, _, space in self.people.values()]
         self.here, self.deadline = machines.count(machines[self.rank]), time.monotonic() + FIRST
 
@@ -160,34 +175,39 @@ class Meeting:
     def admit_all(self):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         with contextlib.suppress(ValueError):  # of a system that has no use for so many
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection is one; shells often allow 1,024
+            # A connection is one; shells often allow 1,024
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         server, end = self.point.listen(), time.monotonic() + self.wait
         server.settimeout(0.2)
         try:
             while len(self.links) < self.count - 1:
                 if time.monotonic() > end:
                     missing = ", ".join(str(r) for r in range(1, self.count) if r not in self.links)
-                    reason = (f"rank {missing} of {self.count} has not come to {self.point} in {self.wait:.0f} s: "
-                              "expected all to be started, with the same token; TRAIN_GPT2_WAIT is the time")
+                    reason = (f"rank {missing} of {self.count} has not come to {self.point} in "
+                              f"{self.wait:.0f} s: expected all to be started, with the same "
+                              "token; TRAIN_GPT2_WAIT is the time")
                     self.send(self.links, "end", reason, [])
                     raise UserError(reason)
                 with contextlib.suppress(TimeoutError):
-                    threading.Thread(target=self.admit, args=(server.accept()[0],), daemon=True).start()
+                    link, _ = server.accept()
+                    threading.Thread(target=self.admit, args=(link,), daemon=True).start()
         finally:
             server.close()
             if self.point.path:
                 self.point.path.unlink(missing_ok=True)
 
     def admit(self, link):
-        """Let in a process that proves that it knows the token, is one of the ranks, and is not here yet."""
+        """Let in a process that proves that it knows the token, is one of the ranks, and is not
+        here yet."""
         try:
             link.settimeout(ADMISSION)
             link.sendall(question := secrets.token_bytes(32))
             numbers, proof = receive(link, 8), receive(link, 32)
             rank, count = struct.unpack("<II", numbers)
             with self.sending:
-                good = (hmac.compare_digest(proof, sign(self.point.token, question + numbers)) and count == self.count
-                        and 0 < rank < count and rank not in self.links)
+                knows = hmac.compare_digest(proof, sign(self.point.token, question + numbers))
+                good = (knows and count == self.count and 0 < rank < count
+                        and rank not in self.links)
                 if good:
                     link.sendall(sign(self.point.token, proof))
                     self.links[rank] = link
@@ -211,23 +231,26 @@ class Meeting:
             except (OSError, ValueError) as e:
                 trouble = e
             if time.monotonic() > end:
-                raise UserError(f"rank {self.rank} of {self.count} has not been let in at {self.point} in "
-                                f"{self.wait:.0f} s ({trouble}): expected rank 0 to run, with the same token and "
-                                "number of ranks; TRAIN_GPT2_WAIT is the time") from None
+                raise UserError(f"rank {self.rank} of {self.count} has not been let in at "
+                                f"{self.point} in {self.wait:.0f} s ({trouble}): expected rank 0 "
+                                "to run, with the same token and number of ranks; TRAIN_GPT2_WAIT "
+                                "is the time") from None
             time.sleep(0.1)
 
     # ---- Messages
 
     def send(self, ranks, *message):
-        """Send a message to each of these, unless its connection has ended, which the watcher notices."""
+        """Send a message to each of these, unless its connection has ended, which the watcher
+        notices."""
         data = json.dumps(message).encode()
         for rank in ranks:
             with self.sending, contextlib.suppress(OSError):
                 self.links[rank].sendall(struct.pack("<I", len(data)) + data)
 
     def exchange(self, value, about, patience=LONG):
-        """[what each rank has given], numbers and strings and lists and dicts of them, when all ranks have called this.
-        After so many seconds of patience, those that have not end the job."""
+        """[what each rank has given], numbers and strings and lists and dicts of them, when all
+        ranks have called this. After so many seconds of patience, those that have not end the
+        job."""
         if about != "the next step":  # something else comes before it, which may take as long
             self.patience, self.deadline = LONG, self.deadline and time.monotonic() + 1.25 * LONG
         if self.rank:
@@ -240,13 +263,14 @@ class Meeting:
             return self.answers.pop(about)
 
     def expect_same(self, own):
-        """Raise UserError, the same on all ranks, unless own, {what: its value}, is the same on all."""
+        """Raise UserError, the same on all ranks, unless own, {what: its value}, is the same on
+        all."""
         everyone = self.exchange(own, "the start")
         for rank, other in enumerate(everyone):
             for what in sorted(everyone[0].keys() | other.keys()):
                 if other.get(what) != everyone[0].get(what):
-                    raise UserError(f"{self.name(rank)}: {what} is {other.get(what)}, and on rank 0 "
-                                    f"{everyone[0].get(what)}: expected the same on all ranks")
+                    raise UserError(f"{self.name(rank)}: {what} is {other.get(what)}, and on rank "
+                                    f"0 {everyone[0].get(what)}: expected the same on all ranks")
 
     def post(self, rank, about, value, patience):
         """On rank 0: what a rank has given. When all have, they get each other's."""
@@ -257,7 +281,8 @@ class Meeting:
                 return
             del self.posts[about]
             everything = [values[r] for r in range(self.count)]
-            self.answer(about, everything)  # first: a rank that has the answer to "the end" closes its connection
+            # First here: a rank that has the answer to "the end" closes its connection
+            self.answer(about, everything)
             self.send(self.links, "answer", about, everything)
 
     def answer(self, about, values):
@@ -275,42 +300,47 @@ class Meeting:
             self.post(rank, *message)
         elif kind == "answer":
             self.answer(*message)
-        elif kind == "failed" and not self.failing.wait(2):  # rank 0 itself may be about to say the same
+        elif kind == "failed" and not self.failing.wait(2):  # rank 0 may be about to say the same
             self.end(f"{self.name(rank)}: {message[0]}")
         elif kind == "end":
             self.obey(*message)
 
     def agree(self, stop, pauses):
-        """Whether a rank has a signal to stop; its number is then in stop on all. All ask before each step. A rank that
-        asks later than another by more than the patience is said to hang: SILENCE, or three of the longest steps if
-        that is more; LONG, if something pauses the steps until then; FIRST for the first three, which choose products
-        and record graphs."""
-        told, now = self.exchange([stop[:1], bool(pauses)], "the next step", self.patience), time.monotonic()
-        numbers, pauses = [number for some, _ in told for number in some], any(each for _, each in told)
+        """Whether a rank has a signal to stop; its number is then in stop on all. All ask before
+        each step. A rank that asks later than another by more than the patience is said to hang:
+        SILENCE, or three of the longest steps if that is more; LONG, if something pauses the steps
+        until then; FIRST for the first three, which choose products and record graphs."""
+        told = self.exchange([stop[:1], bool(pauses)], "the next step", self.patience)
+        now, numbers = time.monotonic(), [number for some, _ in told for number in some]
         if self.calls > 3 and self.patience < LONG or self.calls == 3:
             self.longest = max(self.longest, now - self.last)
         self.calls, self.last = self.calls + 1, now
-        self.patience = LONG if pauses or numbers else FIRST if self.calls < 4 else max(SILENCE, 3 * self.longest)
-        self.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs of life come first
+        self.patience = FIRST if self.calls < 4 else max(SILENCE, 3 * self.longest)
+        if numbers or any(each for _, each in told):
+            self.patience = LONG
+        self.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs come first
         stop += [] if stop else numbers[:1]
         return bool(numbers)  # a signal that has come since counts for the next step, on all
 
     # ---- The watch
 
     def watch(self):
-        """Read what comes, give signs of life, and look at the clock, in a thread, until the job ends."""
+        """Read what comes, give signs of life, and look at the clock, in a thread, until the job
+        ends."""
         selector, data = selectors.DefaultSelector(), dict.fromkeys(self.links, b"")
         for rank, link in self.links.items():
             selector.register(link, selectors.EVENT_READ, rank)
         looked, beat = time.monotonic(), 0.0
-        heard = dict.fromkeys(self.links, looked + (self.wait if self.rank else 0))  # rank 0 may still wait for others
+        # Rank 0 may still wait for others.
+        heard = dict.fromkeys(self.links, looked + (self.wait if self.rank else 0))
         while selector.get_map():
             events, now = selector.select(BEAT), time.monotonic()
             if now - looked > SILENCE / 2:  # this machine has slept itself
                 heard = {rank: max(when, now) for rank, when in heard.items()}
                 with self.news:
                     self.deadline = self.deadline and self.deadline + now - looked
-                    self.posts = {about: (begun + now - looked, *rest) for about, (begun, *rest) in self.posts.items()}
+                    self.posts = {about: (begun + now - looked, *rest)
+                                  for about, (begun, *rest) in self.posts.items()}
             looked = now
             for key, _ in events:
                 rank, part = key.data, b""
@@ -322,7 +352,8 @@ class Meeting:
                         self.lose(rank, now - heard[rank])
                     continue
                 heard[rank], data[rank] = now, data[rank] + part
-                while len(data[rank]) >= 4 and len(data[rank]) >= (size := 4 + struct.unpack("<I", data[rank][:4])[0]):
+                while len(data[rank]) >= 4 and len(data[rank]) >= (
+                        size := 4 + struct.unpack("<I", data[rank][:4])[0]):
                     message, data[rank] = data[rank][4:size], data[rank][size:]
                     self.take(rank, *json.loads(message))
             if now - beat > BEAT:
@@ -337,14 +368,15 @@ class Meeting:
                     self.look_for_hangs(now)
 
     def look_for_hangs(self, now):
-        """On rank 0, which alone sees all posts: end the job if a rank does not come to where others wait, or if none
-        comes."""
+        """On rank 0, which alone sees all posts: end the job if a rank does not come to where
+        others wait, or if none comes."""
         with self.news:
             for about, (begun, patience, values) in self.posts.items():
                 late = [r for r in range(self.count) if r not in values]
                 if now - begun > patience:
                     who = " and ".join(map(self.name, late))
-                    self.end(f"{who} has not come to {about}, where others have waited for {now - begun:.0f} s", late)
+                    self.end(f"{who} has not come to {about}, where others have waited for "
+                             f"{now - begun:.0f} s", late)
             if self.deadline and now > self.deadline and "the next step" not in self.posts:
                 at = {}
                 for rank in range(self.count):
@@ -353,22 +385,25 @@ class Meeting:
                     f"rank {', '.join(ranks)} at {place}" for place, ranks in at.items()))
 
     def lose(self, rank, silence):
-        """End the job because of a rank that is gone, or hangs. If it hangs, another may have killed it just now."""
+        """End the job because of a rank that is gone, or hangs. If it hangs, another may have
+        killed it just now."""
         if silence > SILENCE / 2:
             self.end(f"{self.name(rank)}, has given no sign of life for {silence:.0f} s", [rank])
         else:
             self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
 
     def end(self, reason, hanging=()):
-        """End the job on all ranks, because of some of them that hang, which are killed, or that are gone. This rank's
-        main thread may hang too: then its own watcher ends it, when all have been told why."""
+        """End the job on all ranks, because of some of them that hang, which are killed, or that
+        are gone. This rank's main thread may hang too: then its own watcher ends it, when all have
+        been told why."""
         people = [self.people[rank] for rank in hanging if rank != self.rank]
         self.send(self.links, "end", reason, people)
         self.leaving.set()
         self.obey(reason, people, speaks=True)
 
     def obey(self, reason, people, speaks=False):
-        """Kill what hangs on this machine, and leave at once, since the main thread may wait for it."""
+        """Kill what hangs on this machine, and leave at once, since the main thread may wait for
+        it."""
         host, process, space = self.people[self.rank]
         for other in people:
             if [other[0], other[2]] == [host, space] and other[1] != process:
