@@ -8,6 +8,7 @@ in another way, a file with what was written, and a refusal with what it must sa
 """
 import argparse
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import math
@@ -31,15 +32,16 @@ from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
 from dev.cuda.heads import launch_trainers  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
-from dev.nvtx import annotate, put_ranges  # noqa: E402
-from prepro_tinyshakespeare import (BF16, LOW, TOKEN_FILE, TOKENIZER, UserError, kept_as,  # noqa: E402
-                                    read_header, read_tokenizer, to_float, write_tokens)
+from dev.features import FILES  # noqa: E402
+from dev.runs.nvtx import DEVICE, MODEL, Annotated, with_ranges  # noqa: E402
+from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
 from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES,  # noqa: E402
-                       KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, poison,
-                       poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
-from train_gpt2 import (ADAMW, GPT2, Config, DataLoader, Verdict, arena_tables,  # noqa: E402
-                        batch_table, carve, coins, draw_parameters, draw_token, has_gpu, layout, make_device,
-                        memory_of, pack_batch, read_kernels, read_parameters, scheduled_rate)
+                       KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, model_class,
+                       poison, poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
+from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENIZER, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
+                        batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, layout, make_device,
+                        pack_batch, read_header, read_kernels, read_parameters, read_tokenizer, scheduled_rate,
+                        to_float)
 
 
 def run_prepared(prepare, tests, device, only):
@@ -77,27 +79,27 @@ def accumulated_steps(device):
     """A step of several micro-batches has the mean of their losses and of their gradients, which AdamW's first moment
     shows; on a fast GPU, be it run, recorded or replayed."""
     model, alone, losses = poisoned_model(device, 2, 20), [], []
-    batches, parameters = words(257, 3, 2, 2, 20), model.master()
+    batches, parameters = words(257, 3, 2, 2, 20), model.master_numbers()
     for batch in batches:
         alone.append(np.concatenate([array.ravel() for array in gradients(model, batch).values()], dtype=np.float64))
-        losses.append(model.report()().loss)
+        losses.append(model.report().loss)
     for count in (3, 3, 3, 2, 1):
         packed = [pack_batch(*batch) for batch in batches[:count]]
         model.train_step(*packed, learning_rate=0.0, beta1=0, clip=0)
-        norm, loss, *_ = model.report()()
+        norm, loss, *_ = model.report()
         mean = sum(alone[:count]) / count
         yield f"loss of {count}", loss, np.mean(losses[:count]), KERNEL_LIMIT
         limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third is rounded anew
         yield f"norm of {count}", norm, np.linalg.norm(mean), limit
         yield f"m of {count}", device.get(model.arenas["adam m"].view(np.float32)), mean, limit
     yield "steps", model.step, 5, EXACT
-    yield "the parameters stay", model.master(), parameters, EXACT
+    yield "the parameters stay", model.master_numbers(), parameters, EXACT
 
 
 def repeated_steps(device):
     """Runs of one seed end in the same bits, in steps of two shapes. Their steps are made by train_step, with reports
-    that are read late, or pass by pass. A fast GPU records train_step's second step of each shape as a graph, and after
-    that no more memory is taken."""
+    that are read late where the device can, or pass by pass. A fast GPU records train_step's second step of each shape
+    as a graph, and after that no more memory is taken."""
     runs, memory, settings = [], [], dict(learning_rate=1e-2, weight_decay=0.1, clip=0.5)
     for pass_by_pass in (False, False, True):
         model, reports, generator = poisoned_model(device, 2, 20), [], np.random.default_rng(1)
@@ -109,13 +111,14 @@ def repeated_steps(device):
                 gradients(model, (x, y))
                 model.set_adamw(**settings)
                 model.update_pass()
-                reports.append(model.report()())
+                reports.append(model.report())
             else:
                 model.train_step(pack_batch(x, y), **settings)
-                reports.append(model.report())
+                late = hasattr(device, "fetch")
+                reports.append(device.fetch(model.adam.verdict) if late else model.report())
             if device.name == "cuda":
                 memory.append((device.free_bytes(), device.cupy.get_default_memory_pool().total_bytes()))
-        reports = [report if pass_by_pass else report() for report in reports]
+        reports = [Verdict(*report().tolist()) if callable(report) else report for report in reports]
         runs.append([reports, *(device.get(model.arenas[name]) for name in ("adam m", "adam v", "parameters"))])
     for name, *found, by_passes in zip(("losses, norms", "m", "v", "parameters"), *runs):
         yield name, np.stack(found), np.stack([by_passes] * 2), EXACT
@@ -132,7 +135,7 @@ def clipped_gradients(device):
         norm = np.linalg.norm(np.float64(gradient))
         model.set_adamw(clip=clip * norm, beta1=0)
         model.update_pass()
-        yield f"norm, clip {clip}", model.report()().norm, norm
+        yield f"norm, clip {clip}", model.report().norm, norm
         yield f"m, clip {clip}", device.get(model.arenas["adam m"].view(np.float32)), left * gradient
         yield f"gradient, clip {clip}", device.get(model.arenas["gradients"].view(np.float32)), gradient, EXACT
 
@@ -143,7 +146,7 @@ def other_ways(device):
     for recompute, rows in ((0, 42), (1, 42), (0, 7)):
         with mock.patch("train_gpt2.LOGIT_ROWS", rows):
             model = poisoned_model(device, 2, 21, recompute=recompute)
-            found.append(gradients(model, *batches) | {"loss": model.report()().loss})
+            found.append(gradients(model, *batches) | {"loss": model.report().loss})
             memory.append(model.arenas["activations"].nbytes)
     for i, way in ((1, "recomputed"), (2, "in parts")):
         check(f"{device.dtype} other ways: less memory {way}", memory[i] < memory[0], f"{memory[i]} < {memory[0]}")
@@ -159,10 +162,10 @@ def computed_again(device):
         found, memory = [], []
         for recompute in (0, 2):
             model = poisoned_model(device, 2, 21, kind, recompute)
-            found.append(gradients(model, *batches) | {"loss": np.float32(model.report()().loss)})
+            found.append(gradients(model, *batches) | {"loss": np.float32(model.report().loss)})
             for _ in range(3):  # on a fast GPU: run, recorded, replayed
                 model.train_step(*[pack_batch(*batch) for batch in batches[:2]], learning_rate=1e-2)
-            found[-1] |= {f"master, {kind}": model.master(), "verdict": device.get(model.adam.verdict)}
+            found[-1] |= {f"master, {kind}": model.master_numbers(), "verdict": device.get(model.adam.verdict)}
             memory.append(model.arenas["activations"].nbytes)
         check(f"{device.dtype} computed again: less memory", memory[1] < memory[0], f"{memory[1]} < {memory[0]}")
         for name, array in found[1].items():
@@ -174,13 +177,12 @@ def moments_in_bf16(device):
     """
     batch, runs = pack_batch(*words(257, 2, 2, 20)), {}
     for moment, seed, again in ((np.float32, 0, 0), (np.float32, 1, 0), (BF16, 0, 0), (BF16, 0, 1), (BF16, 1, 0)):
-        with mock.patch.object(device, "moment", moment):
-            model, losses = poisoned_model(device, 2, 20), []
-            for _ in range(12):
-                model.train_step(batch, learning_rate=5e-3, seed=seed)
-                losses.append(model.report()().loss)
+        model, losses = poisoned_model(device, 2, 20, moments="bf16" if moment == BF16 else "fp32"), []
+        for _ in range(12):
+            model.train_step(batch, learning_rate=5e-3, seed=seed)
+            losses.append(model.report().loss)
         runs[moment, seed, again] = np.array(losses), device.get(model.arenas["parameters"])
-        size, wish = model.arenas["adam v"].nbytes, model.adamw_grads.size * np.dtype(moment).itemsize
+        size, wish = model.arenas["adam v"].nbytes, model.arenas["gradients"].nbytes // 4 * np.dtype(moment).itemsize
         yield "bytes of a moment", size, wish, EXACT
     for i, what in enumerate(("losses", "parameters")):
         yield f"{what} with fp32 moments and another seed", runs[np.float32, 1, 0][i], runs[np.float32, 0, 0][i], EXACT
@@ -195,12 +197,12 @@ def mean_moments(device):
     """After 1,500 steps of one gradient the mean of the second moment in bf16 is right, where rounding to nearest would
     have stopped it below a third of that."""
     gradient, steps = np.float32(0.01), 1500
-    with mock.patch.object(device, "moment", BF16):
-        model = poisoned_model(device, 2, 20)
-        device.put(model.arenas["gradients"].view(np.float32), np.full(model.adamw_grads.size, gradient))
-        for _ in range(steps):
-            model.set_adamw(learning_rate=0.0)
-            model.update_pass()
+    model = poisoned_model(device, 2, 20, moments="bf16")
+    gradients = model.arenas["gradients"].view(np.float32)
+    device.put(gradients, np.full(gradients.size, gradient))
+    for _ in range(steps):
+        model.set_adamw(learning_rate=0.0)
+        model.update_pass()
     for name, wish, limit in (("m", gradient, 1e-4), ("v", gradient**2 * (1 - 0.999**steps), 1e-3)):
         found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))
         yield f"the mean of {name}", np.mean(found, dtype=np.float64), wish, limit
@@ -334,10 +336,10 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
 SMALL = Config(maxT=40, V=257, L=1, NH=1, C=32, Vp=384)
 PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
 GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
-    "checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
+    "GPT-2 checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
     "debug state": (DEBUG_STATE[Config], (2, 8), 4 * (2 * 16 + 16 * 257 + 1) + PARAMETERS,
                     lambda path: read_debug_state(path, SMALL)),
-    "token file": (TOKEN_FILE, (100,), 200, lambda path: DataLoader(path, 2, 8, 257)),
+    "token file": (TOKENS, (100,), 200, lambda path: DataLoader(path, 2, 8, SMALL)),
     "tokenizer": (TOKENIZER, (100, 99), 100, read_tokenizer),
 }
 BAD_FILES = [  # kind, what the message says (a regular expression), {index: int32} that makes it so, and the size from
@@ -351,13 +353,13 @@ BAD_FILES = [  # kind, what the message says (a regular expression), {index: int
         ("begins with 1", {0: 1}),
         (r"version 0 \(an old format\)", {1: 0}),
         ("version 9; expected", {1: 9}))),
-    ("checkpoint", "too long", {1: 5}),  # of bf16, and twice as long as its header promises
-    ("checkpoint", "maxT ?= ?0", {2: 0}),
-    ("checkpoint", "V ?= ?-1", {3: -1}),
-    ("checkpoint", "L ?= ?1073741824", {4: 2**30}),
-    ("checkpoint", "NH ?= ?3.* divisible|divisible by NH ?= ?3", {5: 3}),
-    ("checkpoint", "C ?= ?48.* multiple of 32", {6: 48}),
-    ("checkpoint", "V ?= ?257.* not to exceed Vp", {7: 256}),
+    ("GPT-2 checkpoint", "too long", {1: 5}),  # of bf16, and twice as long as its header promises
+    ("GPT-2 checkpoint", "maxT ?= ?0", {2: 0}),
+    ("GPT-2 checkpoint", "V ?= ?-1", {3: -1}),
+    ("GPT-2 checkpoint", "L ?= ?1073741824", {4: 2**30}),
+    ("GPT-2 checkpoint", "NH ?= ?3.* divisible|divisible by NH ?= ?3", {5: 3}),
+    ("GPT-2 checkpoint", "C ?= ?48.* multiple of 32", {6: 48}),
+    ("GPT-2 checkpoint", "V ?= ?257.* not to exceed Vp", {7: 256}),
     ("debug state", "B = 0", {2: 0}),
     ("debug state", "truncated", {2: 2**30}),
     ("debug state", "T = -1", {3: -1}),
@@ -409,6 +411,28 @@ def bad_files(device_name, folder):
         check(f"{label}: {wish or 'a good one'}", ok, "" if ok else repr(found))
 
 
+def other_kinds(device_name, folder):
+    """A good file of another kind is named, with the program that takes it: of all kinds that any module knows."""
+    path, header, top = folder / "file.bin", np.zeros(256, "<i4"), HERE.parent
+    for label, magic, name, program in (
+            ("GPT-2 checkpoint", 20240803, "a Llama 3 checkpoint", r"dev/llama3/train_llama3.py trains \(-e\)"),
+            ("GPT-2 checkpoint", 20240527, "AdamW's state", "-y 1"),
+            ("GPT-2 checkpoint", 20240520, "GPT-2's tokens", "-i"),
+            ("GPT-2 checkpoint", 20240522, "HellaSwag's questions", "--hellaswag"),
+            ("token file", 20240326, "a GPT-2 checkpoint", r"train_gpt2.py trains \(-e\)"),
+            ("token file", 20240328, "GPT-2's tokenizer", "gpt2_tokenizer.bin"),
+            ("tokenizer", 20240327, "a debug state of GPT-2", "test_gpt2.py .*--state"),
+            ("debug state", 20240801, "Llama 3's tokens", r"train_llama3.py trains on \(-i\)")):
+        kind, read, header[0] = GOOD_FILES[label][0], GOOD_FILES[label][-1], magic
+        header.tofile(path)
+        check_refusal(label, f"{path}: is .*{name}, .*{program}.*; expected a {kind.name}: {kind.remedy}", read, path)
+    sources = [file.read_text(encoding="utf-8") for file in (*top.glob("*.py"), *HERE.rglob("*.py"))]
+    magics = {int(magic) for text in sources for magic in re.findall(r"FileKind\(\s*\"[^\"]+\", (\d+)", text)}
+    check("all kinds of files are known", magics == FILES.keys(), magics ^ FILES.keys())
+    programs = {name for text in FILES.values() for name in re.findall(r"\S+\.py", text)}
+    check("their programs exist", programs and all((top / name).exists() for name in programs), programs)
+
+
 def good_files(device_name, folder):
     """What is written is read again, in fp32 and in bf16, and a full disk leaves the old file as it was."""
     path, copy = folder / "model.bin", folder / "copy.bin"
@@ -422,7 +446,7 @@ def good_files(device_name, folder):
         for other in models:
             other.set_parameters(read_parameters(path, SMALL))
             write_checkpoint(copy, other)
-            master, again = other.master(), np.fromfile(copy, other.device.real, offset=1024)
+            master, again = other.master_numbers(), np.fromfile(copy, other.device.real, offset=1024)
             wish = halves(master.astype(np.float64))[0] if other.device.real == BF16 else master
             check(f"checkpoint: written in {dtype}, read and written in {other.device.dtype}",
                   np.array_equal(master, to_float(numbers)) and np.array_equal(again, wish))
@@ -439,8 +463,8 @@ def good_files(device_name, folder):
     tokens = words(257, 41)
     with contextlib.redirect_stdout(None):
         write_tokens(path, tokens)
-    check("token file: its header", read_header(path, TOKEN_FILE) == [20240520, 1, 41] + 253 * [0])
-    data = DataLoader(path, 2, 8, 257)
+    check("token file: its header", read_header(path, TOKENS) == [20240520, 1, 41] + 253 * [0])
+    data = DataLoader(path, 2, 8, SMALL)
     for start in (0, 16, 0):
         batch = [tokens[i : i + 16].reshape(2, 8) for i in (start, start + 1)]
         check(f"token file: the batch from {start}", np.array_equal(data.next_batch(), batch))
@@ -536,7 +560,7 @@ def random_numbers(device_name, folder):
 def outliers(device_name, folder):
     """llm.c's z-scores of a row of losses in which one is an outlier, as its own program prints them."""
     device = device_of(device_name, "fp32", 64, 2)
-    table = arena_tables(Config(L=1, NH=2, C=64), device, 1, 8)["update"]
+    table = GPT2.tables(Config(L=1, NH=2, C=64), device, 1, 8)["update"]
     arena, found = device.empty(layout(table)[-1]), []
     device.zero(arena)
     update = carve(arena, table)
@@ -555,6 +579,7 @@ def token_order(device_name, folder):
     """Files come in llm.c's order, and their batches: an epoch has each batch of each file once, without the tails. The
     permutations are those that llm.c's Mersenne Twister makes, by its own program."""
     sizes = (12 * 16 + 1, 5 * 16 + 9, 16 + 1)  # of 12, 5 and 1 batches of (2,8)
+    WORDS, fewer = (dataclasses.replace(SMALL, V=V, Vp=5056) for V in (5000, 1000))
     with contextlib.redirect_stdout(None):
         for i, size in enumerate(sizes):
             write_tokens(folder / f"part_{i}.bin", np.arange(size) + 1000 * i)
@@ -564,15 +589,15 @@ def token_order(device_name, folder):
 
     in_order = [0 + 16 * i for i in range(12)] + [1000 + 16 * i for i in range(5)] + [2000]
     one, several = str(folder / "part_0.bin"), str(folder / "part_*.bin")
-    yield "one file, in order", np.array(starts(DataLoader(one, 2, 8, 5000), 13)), np.array([*in_order[:12], 0]), EXACT
+    yield "one file, in order", np.array(starts(DataLoader(one, 2, 8, WORDS), 13)), np.array([*in_order[:12], 0]), EXACT
     shuffled = [16 * i for i in (1, 0, 9, 10, 5, 8, 3, 2, 4, 11, 7, 6)]
-    yield "one file, shuffled", np.array(starts(DataLoader(one, 2, 8, 5000, True), 12)), np.array(shuffled), EXACT
-    data = DataLoader(several, 2, 8, 5000, False)
+    yield "one file, shuffled", np.array(starts(DataLoader(one, 2, 8, WORDS, True), 12)), np.array(shuffled), EXACT
+    data = DataLoader(several, 2, 8, WORDS, False)
     yield "several files, in order", np.array(starts(data, 19)), np.array([*in_order, 0]), EXACT
     data.next_batch()
     data.open(0)
     yield "and from the first again", np.array(starts(data, 18)), np.array(in_order), EXACT
-    data, epochs = DataLoader(several, 2, 8, 5000), []
+    data, epochs = DataLoader(several, 2, 8, WORDS), []
     for _ in range(3):
         epochs.append(starts(data, 18))
         yield "an epoch of several files", np.sort(epochs[-1]), np.array(in_order), EXACT
@@ -585,10 +610,10 @@ def token_order(device_name, folder):
     wish = [[1, 3, 9, 7, 6, 0, 8, 4, 5, 2], [2, 5, 9, 0, 3, 1, 4, 8, 6, 7], [2, 4, 0, 7, 6, 5, 11, 1, 8, 10, 9, 3]]
     check("llm.c's permutations", found == wish, f"{found}")
     check_refusal("pattern", r"none_\*.bin: could not be read .*expected a token file", DataLoader,
-                  str(folder / "none_*.bin"), 2, 8, 5000)
-    check_refusal("pattern", r"part_2.bin: 17 tokens, .* needs B\*T\+1 = 33", DataLoader, several, 4, 8, 5000)
+                  str(folder / "none_*.bin"), 2, 8, WORDS)
+    check_refusal("pattern", r"part_2.bin: 17 tokens, .* needs B\*T\+1 = 33", DataLoader, several, 4, 8, WORDS)
     check_refusal("pattern", "part_1.bin: token 0 is 1000, and the model has V = 1000", lambda: starts(
-        DataLoader(several, 2, 8, 1000, False), 13))
+        DataLoader(several, 2, 8, fewer, False), 13))
 
 
 def limits(device_name, folder):
@@ -810,16 +835,19 @@ def races(device_name, folder):
 
 
 def steps_of_a_graph(device_name, folder):
-    """A step is counted once, whether it is run, recorded or replayed, and before its graph is launched: a Ctrl-C that
-    comes during that launch finds it counted."""
-    done, launched = [], []
-    stream = mock.MagicMock()
-    stream.end_capture.return_value.launch = lambda: launched.append(len(done))
+    """A step is run, then recorded and launched, then only launched. It is counted once, and before that: a Ctrl-C that
+    comes during the launch finds it counted."""
+    done, stream = [], mock.MagicMock()
+    stream.end_capture.return_value.launch = lambda: done.append("launched")
     device, graphs = mock.Mock(graph=True, capturing=stream), {}
     for _ in range(4):
-        train_gpt2.FastCuda.replay(device, graphs, "shape", lambda: done.append("run"), lambda: done.append("replayed"))
-    check("steps of a graph are counted once each", done == ["run", "run", "replayed", "replayed"], f"{done}")
-    check("and before they are launched", launched == [2, 3, 4], f"{launched}")
+        train_gpt2.FastCuda.repeat(device, graphs, "shape", lambda: done.append("run"))
+    check("a step is run, recorded, launched", done == ["run", "run", *["launched"] * 3], f"{done}")
+    model, counted = poisoned_model(device_of(device_name, "fp32", 32, 1), 2, 20), []
+    with mock.patch.object(model.device, "repeat", lambda *args: counted.append(model.step)):
+        for _ in range(3):
+            model.train_step(*[pack_batch(*words(257, 2, 2, 20))] * 2)
+    check("steps are counted once each, before they are launched", counted == [1, 1, 2, 2, 3, 3], f"{counted}")
 
 
 class Ranges:
@@ -839,38 +867,37 @@ class Ranges:
 def profiler_ranges(device_name, folder):
     """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
     device, nvtx = device_of(device_name, "fp32", 32, 1), Ranges()
-    with mock.patch.multiple(device, create=True, launch=device.launch, matmul=device.matmul, zero=device.zero,
-                             graph=True):
-        plain, model = (poisoned_model(device, 2, 20, recompute=2) for _ in range(2))
-        put_ranges(model, nvtx)
-        check("ranges: no graph", not device.graph)
-        batch = pack_batch(*words(257, 2, 2, 20))
-        for each in (plain, model):
-            each.train_step(batch)
-        step = [path for path in nvtx.all if path[0] == "step 1"]
-        check("ranges: all are closed, and the other model's launches have their own", not nvtx.open)
-        passes = [path[1] for path in step if len(path) == 2]
-        check("ranges: passes", passes == ["forward_pass", "backward_pass", "update_pass"], passes)
-        for l in (0, 1):
-            own = [path[3:] for path in step if path[1:3] == ("backward_pass", f"layer_backward {l}") and path[3:]]
-            kernels = [path[0] for path in own if len(path) == 1 and not path[0].startswith("matmul ")]
-            wish = [f"layer_forward {l}", "matmul_backward_bias", "layernorm_backward", "add_partials",
-                    "attention_backward_q", "attention_backward_kv", "add_partials", "layernorm_backward",
-                    "add_partials"]
-            check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
-            products = [path[0] for path in own if len(path) == 1 and path[0].startswith("matmul ")]
-            wish = ["32 x 128 x 40", "40 x 128 x 32", "128 x 32 x 40", "40 x 32 x 128", "32 x 32 x 40", "40 x 32 x 32",
-                    "96 x 32 x 40", "40 x 32 x 96"]
-            check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
-            again = [path[1] for path in own if path[0] == f"layer_forward {l}" and len(path) == 2]
-            wish = "matmul 40 x 96 x 32" in again and "attention_forward" not in again
-            check(f"ranges: layer {l} again", wish, again)
-        with mock.patch.object(device, "kernels", {}):
-            check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
-        check("ranges: closed behind an error", not nvtx.open, nvtx.open)
-    yield "parameters with ranges", model.master(), plain.master(), EXACT
-    if device_name == "cpu":
-        check_refusal("ranges", "--nvtx 1: .*expected --device cuda", annotate, model)
+    plain, batch = poisoned_model(device, 2, 20, recompute=2), pack_batch(*words(257, 2, 2, 20))
+    ranged = copy.copy(device)
+    ranged.__class__ = with_ranges(type(device), DEVICE, nvtx)
+    model = with_ranges(type(plain), MODEL, nvtx)(plain.config, ranged, 2, 20)
+    model.set_parameters((name, device.get(array)) for name, array in vars(plain.params).items())
+    for each in (plain, model):
+        each.train_step(batch)
+    step = [path for path in nvtx.all if path[0] == "step 1"]
+    check("ranges: all are closed", not nvtx.open and len(step) > 100, f"{nvtx.open} {len(step)}")
+    passes = [path[1] for path in step if len(path) == 2]
+    check("ranges: passes", passes == ["forward_pass", "backward_pass", "update_pass"], passes)
+    for l in (0, 1):
+        own = [path[3] for path in step if path[1:3] == ("backward_pass", f"layer_backward {l}") and len(path) == 4]
+        kernels = [name for name in own if not name.startswith("matmul ")]
+        wish = [*["residual_layernorm_forward"] * 2, "matmul_backward_bias", "layernorm_backward", "add_partials",
+                "attention_backward_q", "attention_backward_kv", "add_partials", "layernorm_backward", "add_partials"]
+        check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
+        products = [name for name in own if name.startswith("matmul ")]
+        wish = ["40 x 96 x 32", "40 x 32 x 32", "40 x 128 x 32",  # of the forward pass, again
+                "32 x 128 x 40", "40 x 128 x 32", "128 x 32 x 40", "40 x 32 x 128", "32 x 32 x 40", "40 x 32 x 32",
+                "96 x 32 x 40", "40 x 32 x 96"]
+        check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
+    with mock.patch.object(ranged, "kernels", {}):
+        check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
+    check("ranges: closed behind an error", not nvtx.open, nvtx.open)
+    yield "parameters with ranges", model.master_numbers(), plain.master_numbers(), EXACT
+
+    class Made:
+        make_device = lambda self: SimpleNamespace(graph=True)
+
+    check("ranges: no graph", not type("Ranged", (Annotated, Made), {})().make_device().graph)
 
 
 def models_too_large(device_name, folder):
@@ -881,30 +908,33 @@ def models_too_large(device_name, folder):
     def allocate(nbytes):
         raise AssertionError("allocated before it was refused")
 
-    def tables(B, recompute):
-        return memory_of(c, device, B, 40, recompute)[0]
+    Model, Recomputing = model_class(GPT2), model_class(GPT2, "--recompute", "2")
+
+    def tables(Model, B):
+        return Model.memory(c, device, B, 40)[0]
 
     sizes = device.attention_sizes
     with mock.patch.object(device, "empty", allocate):
-        check_refusal("model", r"\(?.*-DCHANNELS=32.*-DCHANNELS=64", GPT2, dataclasses.replace(c, C=64), device, 1, 1)
-        check_refusal("model", "-t 41: .* at most maxT = 40 tokens", GPT2, c, device, 1, 41)
+        check_refusal("model", r"\(?.*-DCHANNELS=32.*-DCHANNELS=64", Model, dataclasses.replace(c, C=64), device, 1, 1)
+        check_refusal("model", "-t 41: .* at most maxT = 40 tokens", Model, c, device, 1, 41)
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
-                check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
-        room = tables(3, 0)
+                check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", Model, c, device, 1, 1)
+        room = tables(Model, 3)
         for free, B, wish in ((room, 4, r"the largest -b that fits is 3\b.* --recompute 2"),
                               (room, 50, r"the largest -b that fits is 3\b"),
-                              (tables(4, 0) - 1, 4, r"the largest -b that fits is 3\b"),
-                              (tables(1, 2) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
+                              (tables(Model, 4) - 1, 4, r"the largest -b that fits is 3\b"),
+                              (tables(Recomputing, 1) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
             with mock.patch.object(device, "free_bytes", lambda free=free: free):
-                check_refusal(f"model of -b {B}", wish, GPT2, c, device, B, 40)
+                check_refusal(f"model of -b {B}", wish, Model, c, device, B, 40)
     with mock.patch.object(device, "free_bytes", lambda: room):
-        model = GPT2(c, device, 3, 40)
+        model = Model(c, device, 3, 40)
     found = sum(arena.nbytes for arena in model.arenas.values())
     yield "bytes that a model takes, as foretold", found, room, EXACT
-    for moment, recompute, wish in ((np.float32, 0, 12.5), (np.float32, 1, 9.5), (np.float32, 2, 6.0), (BF16, 2, 5.5)):
-        bf16 = SimpleNamespace(real=BF16, moment=moment, tables=lambda *sizes: {}, free_bytes=lambda: 0)
-        found, *_ = memory_of(Config(), bf16, 32, 1024, recompute)
+    for moments, recompute, wish in (("fp32", 0, 12.5), ("fp32", 1, 9.5), ("fp32", 2, 6.0), ("bf16", 2, 5.5)):
+        bf16 = SimpleNamespace(real=BF16, free_bytes=lambda: 0)
+        Model = model_class(GPT2, "--moments", moments, "--recompute", f"{recompute}")
+        found, *_ = Model.memory(Config(), bf16, 32, 1024)
         check(f"124M, B=32, --recompute {recompute}", found <= wish * 2**30, f"{found / 2**30:.2f} <= {wish} GiB")
 
 
@@ -964,19 +994,39 @@ def command_line(device_name, folder):
     check("train_gpt2.py: its log", ok, "" if ok else repr(lines))
 
 
-def without_the_cpu_folder(device_name, folder):
-    """The files of the top level alone say what a CPU needs."""
+def top_level_files(device_name, folder):
+    """The files of the top level alone train on a GPU, and with dev/cpu on a CPU, to the bits of the whole program.
+    Without it they say what a CPU needs."""
+    token_files(folder)
+    alone = folder / "alone"
+    alone.mkdir()
     for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
-        shutil.copy(HERE.parent / name, folder)
-    done = subprocess.run([sys.executable, folder / "train_gpt2.py", "--device", "cpu"], capture_output=True, text=True,
-                          cwd=folder)
-    ok = done.returncode == 1 and re.fullmatch("error: this needs dev.*: restore it\n", done.stderr)
-    check("train_gpt2.py: without dev/cpu", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+        shutil.copy(HERE.parent / name, alone)
+    arguments = ("--device", device_name, "-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8",
+                 "-x", "3", "-s", "0", "--dtype", "fp32")
+
+    def train(program, *arguments):
+        return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, cwd=folder)
+
+    if device_name == "cpu":
+        done = train(alone / "train_gpt2.py", "--device", "cpu")
+        ok = done.returncode == 1 and re.fullmatch("error: this needs dev.*: restore it\n", done.stderr)
+        check("train_gpt2.py: without dev/cpu", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+        shutil.copytree(HERE / "cpu", alone / "dev" / "cpu", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, program in (("few", alone), ("all", HERE.parent)):
+        done = train(program / "train_gpt2.py", *arguments, "-o", name)
+        ok = done.returncode == 0 and "step    3/3" in done.stdout
+        check(f"train_gpt2.py: with {name} files", ok, "" if ok else f"{done.stdout[-300:]} {done.stderr!r}")
+    few, whole = (folder / name / "model_00000003.bin" for name in ("few", "all"))
+    check("train_gpt2.py: the same bits", few.read_bytes() == whole.read_bytes())
+    done = train(alone / "train_gpt2.py", "--recompute", "1")
+    ok = done.returncode == 1 and "--recompute is no flag" in done.stderr
+    check("train_gpt2.py: without features, their flags are none", ok, "" if ok else done.stderr)
 
 
 def tensor_maps_of_a_gpu(device_name, folder):
     """What cuTensorMapEncodeTiled is asked, by its documentation, and that what it makes goes to a kernel by value: for
-    CuPy that is an array of one number. It is made once."""
+    CuPy that is an array of one number. It is made once, and where kernels.cu has no use for it, not at all."""
     asked = []
 
     class Driver:
@@ -989,20 +1039,21 @@ def tensor_maps_of_a_gpu(device_name, folder):
 
     B, T, channels, status = 3, 5, 192, 0
     array = SimpleNamespace(data=SimpleNamespace(ptr=4096), size=B * T * channels)
-    for maps in (0, 1):
-        device = SimpleNamespace(maps={}, attention_sizes=SimpleNamespace(maps=maps))
-        with mock.patch("ctypes.CDLL", return_value=Driver()):
-            made = [train_gpt2.Cuda.tensor_map(device, B, T, array) for _ in range(2)]
-        yield f"{maps}: one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
-        yield f"{maps}: the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
-        yield f"{maps}: its bytes", made[0].view(np.uint8), 7 * maps, EXACT
+    device = SimpleNamespace(maps={}, attention_sizes=SimpleNamespace(maps=0))
+    check("without a use, the array itself", train_gpt2.FastCuda.tiles(device, array, B, T) is array and not asked)
+    device.attention_sizes.maps = 1
+    with mock.patch("ctypes.CDLL", return_value=Driver()):
+        made = [train_gpt2.FastCuda.tiles(device, array, B, T) for _ in range(2)]
+    yield "one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
+    yield "the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
+    yield "its bytes", made[0].view(np.uint8), 7, EXACT
     # bf16, 3 dimensions, address; sizes; strides in bytes; a box of 64 x 64; every element; swizzle 3 of 128 bytes
     wish = [9, 3, 4096, [channels, T, B], [2 * channels, 2 * channels * T], [64, 64, 1], [1, 1, 1], 0, 3, 2, 0, 0]
     check("asked once, for a box of 64 tokens and channels", asked == [wish], asked)
     device.maps, status = {}, 1
     with mock.patch("ctypes.CDLL", return_value=Driver()):
         check_refusal("GPU", "cuTensorMapEncodeTiled failed with status 1: B=3, T=5, 192 channels",
-                      train_gpt2.Cuda.tensor_map, device, B, T, array)
+                      train_gpt2.FastCuda.tiles, device, array, B, T)
 
 
 def faults_of_a_gpu(device_name, folder):
@@ -1021,7 +1072,7 @@ def faults_of_a_gpu(device_name, folder):
 
     arguments = ["--device", device_name, "-e", TINY, "-b", "2", "-t", "8", "-x", "3", "-v", "0", "-s", "0",
                  "-i", folder / "tokens.bin", "-j", folder / "tokens.bin", "-o", folder / "fault"]
-    with (contextlib.redirect_stdout(None), mock.patch("train_gpt2.make_device", return_value=device),
+    with (contextlib.redirect_stdout(None), mock.patch.object(train_gpt2.Training, "make_device", return_value=device),
           mock.patch.multiple(device, create=True, launch=launch, launched=None, Fault=Broken)):
         check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or a .* before it",
                       train_gpt2.main, [str(argument) for argument in arguments])
@@ -1032,9 +1083,10 @@ def faults_of_a_gpu(device_name, folder):
 
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
-    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, random_numbers, outliers,
-                 token_order, limits, kernel_files, orders, races, steps_of_a_graph, profiler_ranges, models_too_large,
-                 command_line, without_the_cpu_folder, tensor_maps_of_a_gpu, faults_of_a_gpu):
+    for test in (bad_files, other_kinds, good_files, packed_batches, first_parameters, schedules, samples,
+                 random_numbers, outliers, token_order, limits, kernel_files, orders, races, steps_of_a_graph,
+                 profiler_ranges, models_too_large, command_line, top_level_files, tensor_maps_of_a_gpu,
+                 faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 

@@ -1,4 +1,4 @@
-"""Test dev/eval/hellaswag.py: its reader on files made by hand, and its losses against a count in NumPy.
+"""Test HellaSwag: the reader on files made by hand, and losses against a count in NumPy.
 
     python dev/eval/test_hellaswag.py
 
@@ -15,16 +15,16 @@ from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from prepro_tinyshakespeare import FileKind, to_float
+from dev.eval.hellaswag import progress_line  # before NumPy: what it imports says how its threads are to wait
 
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np
 
-from dev.eval.hellaswag import Example, mean_losses, progress_line, read_examples, score
 from dev.llama3.train_llama3 import Llama3
+from dev.runs.hellaswag import Example, mean_losses, read_examples, score
 from dev.test_files import check_refusal
 from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, LIMITS, SMALL_MODEL, check, device_of, poisoned_model,
                        read_debug_state, run, summary)
-from train_gpt2 import GPT2, make_device, read_parameters
+from train_gpt2 import GPT2, FileKind, make_device, read_parameters, to_float
 
 HERE = Path(__file__).resolve().parent
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
@@ -160,7 +160,7 @@ def agrees(name, model, examples, truth):
     ordered = np.sort(truth, axis=1)
     near = np.min(ordered[:, 1] - ordered[:, 0])
     right = sum(int(np.argmin(row)) == example.label for row, example in zip(truth, examples))
-    with mock.patch("dev.eval.hellaswag.mean_losses", return_value=means):  # not again
+    with mock.patch("dev.runs.hellaswag.mean_losses", return_value=means):  # not again
         found = score(model, examples)
     check(f"{name}, score {found}", found == (right, len(examples)) and near > 2e-4, f"{right}, {near:.1e} apart")
 
@@ -261,7 +261,7 @@ def rules(folder):
 MISTAKES = [  # what the one line says, and the flags
     ("-t 35: HellaSwag's example 5 has 39 tokens", "-t", "35"), ("absent.bin: could not be read", "-e", "absent.bin"),
     ("none.bin: could not be read .*dev/data/hellaswag.py writes one", "--data", "none.bin"),
-    ("begins with 20240522, .* 20240326 or 20240803", "-e", "hellaswag.bin"),
+    ("is a file of HellaSwag's questions, .* expected a GPT-2 checkpoint or a Llama 3 c", "-e", "hellaswag.bin"),
     ("token 400, and the model has V = 331", "--data", "words.bin"), ("--nonsense is no flag", "--nonsense"),
     ("--batch-size.* 0: expected at least 1", "-b", "0"), ("maxT = 40", "-t", "41"),
 ]

@@ -1,4 +1,4 @@
-"""Test dev/eval/sample.py: what is drawn against a formula in NumPy, and the pieces of its text against the whole.
+"""Test dev/runs/sample.py: what is drawn against a formula in NumPy, and the pieces of its text against the whole.
 
     python dev/eval/test_sample.py
 """
@@ -9,14 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from prepro_tinyshakespeare import byte_encoding, decode, words_of
+from prepro_tinyshakespeare import byte_encoding
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
-from dev.eval.sample import choose, generate, stream, texts
+from dev.runs.sample import choose, generate, stream, texts
 from dev.test_files import check_refusal
 from test_gpt2 import EXACT, check, device_of, poisoned_model, run, summary
-from train_gpt2 import coins, sample
+from train_gpt2 import coins, decode, sample, words_of
 
 
 def first_coins(count):
