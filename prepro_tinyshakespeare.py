@@ -410,13 +410,11 @@ class Kernel(NamedTuple):
     name: str
     threads: int  # of a block
     covers: list  # functions of threads and W: the items that a block covers along x, and along y
-    parameters: list  # (name, NumPy type or, of a pointer, None, whether it is const)
+    parameters: list  # (name, what makes it of an argument or, of a pointer, None, whether it is const)
 
     def plan(self, items, args, W, threads=None):
         """(grid, block, arguments) of a launch over so many items, or (items along x, along y). Raises UserError unless
-        there are as many arguments as parameters, of which the last two may be left out if they are of a twin."""
-        if self.parameters[-1][0] == "scale8" and len(args) == len(self.parameters) - 2:
-            args = *args, None, None  # no twin is asked for: see TwinWriter in kernels.cu
+        there are as many arguments as parameters."""
         if len(args) != len(self.parameters):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and is launched with "
                             f"{len(args)} arguments")
@@ -428,8 +426,9 @@ class Kernel(NamedTuple):
         return grid, (threads,), tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters))
 
 
-SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64,
-           "TensorMap": np.asarray}  # what a device makes is one already, 128 bytes
+# What makes a parameter of an argument, by its type. None: its address. An Output is a struct of one pointer.
+ARGUMENTS = {"int": np.int32, "float": np.float32, "size_t": np.uint64, "Output": None,
+             "TensorMap": np.asarray}  # what a device makes is one already, 128 bytes
 
 
 def aligned_bytes(size):
@@ -444,8 +443,8 @@ def without_comments(text):
     return re.sub(r"//[^\n]*|/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found[0]), text, flags=re.S)
 
 
-def read_kernels(sources):
-    """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor one of SCALARS."""
+def read_kernels(sources, arguments=ARGUMENTS):
+    """{name: Kernel} of CUDA files. Raises UserError if a parameter is neither a pointer nor of one of these types."""
     declaration = (r'BLOCK\(\s*(\d+)\s*,([^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
     kernels, found = {}, []
@@ -463,9 +462,9 @@ def read_kernels(sources):
         for parameter in parameters.replace("__restrict__", "").split(","):
             *_, kind, label = re.findall(r"\w+", parameter)
             pointer = "*" in parameter
-            if not pointer and kind not in SCALARS:
-                raise UserError(f"{path.name}: {name}: {kind} {label}: expected a pointer or {', '.join(SCALARS)}")
-            kernels[name].parameters.append((label, None if pointer else SCALARS[kind], "const" in parameter))
+            if not pointer and kind not in arguments:
+                raise UserError(f"{path.name}: {name}: {kind} {label}: expected a pointer or {', '.join(arguments)}")
+            kernels[name].parameters.append((label, None if pointer else arguments[kind], "const" in parameter))
     return kernels
 
 

@@ -36,11 +36,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (ADAMW_FLAGS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, LOW, SIZES, FileKind,
-                                    UserError, aligned_bytes, check_needs, check_size, count_tokens, data_paths, decode,
-                                    duration, files_of, gpt2_encoding, has_gpu, kept_as, launched, make_header,
-                                    parse_flags, progress, read_cache, read_header, read_kernels, read_tokens, run, say,
-                                    set_defaults, stop_signals, to_float, write_cache)
+from prepro_tinyshakespeare import (ADAMW_FLAGS, ARGUMENTS, BF16, DEFAULT_T, EOT, FLAGS, HEADER_BYTES, LOW, SIZES,
+                                    FileKind, UserError, aligned_bytes, check_needs, check_size, count_tokens,
+                                    data_paths, decode, duration, files_of, gpt2_encoding, has_gpu, kept_as, launched,
+                                    make_header, parse_flags, progress, read_cache, read_header, read_kernels,
+                                    read_tokens, run, say, set_defaults, stop_signals, to_float, write_cache)
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 HERE = Path(__file__).resolve().parent
@@ -415,13 +415,14 @@ class Cuda:
     """An NVIDIA GPU through CuPy. Work is queued on CuPy's current stream and done in order; get waits for it. dtype:
     "bf16", "fp32", or "tf32", which is fp32 with matrix products that round their inputs to TF32; c: the Config that
     kernels are compiled for; beside: more CUDA files to compile behind kernels.cu. Raises UserError."""
-    name, memory, launched, OPTIONS = "cuda", "device memory", "the start", ("-std=c++17",)
+    name, memory, launched = "cuda", "device memory", "the start"
     TYPES = {"f4": 0, "u2": 14, "u1": 28}  # cuBLAS's CUDA_R_32F, _16BF and _8F_E4M3
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
     # What FP8 does besides: see dev/fp8.py.
     fp8, tables, state = False, lambda self, c, B, T: {}, lambda self: []
     adopt = begin_step = end_step = cast_weights = go_on = lambda self, *args, **more: None
     ahead = 0  # steps whose results may be outstanding when the next one is queued: see train()
+    arguments = ARGUMENTS  # of kernels
     SPARE = 2**28  # bytes that are not for the tables: what CuPy, cuBLAS and the driver take in the first step
     # Dense FLOPs of a multiprocessor in a clock, in fp32, tf32, bf16 and fp8: NVIDIA's architecture white papers.
     FLOPS_PER_CLOCK = {80: (128, 1024, 2048, 0), 86: (256, 256, 512, 0), 89: (256, 256, 512, 1024),
@@ -453,10 +454,9 @@ class Cuda:
         flops = self.FLOPS_PER_CLOCK.get(capability, (0,) * 4)[("fp32", "tf32", "bf16", "fp8").index(self.dtype)]
         self.peak_flops = flops * self.multiprocessors * attributes["ClockRate"] * 1e3
         sources, self.compiled_for = [*c.SOURCES, *beside], c.switches()
-        hopper = ["-arch=sm_90a"] if capability == 90 else []  # wgmma needs this target; sm_90 is not enough
         code = "".join(f'#line 1 "{path.name}"\n{path.read_text("utf-8")}' for path in sources)
-        module = cupy.RawModule(code=code, options=(*self.OPTIONS, *hopper, f"-D{self.dtype.upper()}", *c.switches()))
-        self.kernels = read_kernels(sources)
+        module = cupy.RawModule(code=code, options=tuple(self.options(c)))
+        self.kernels = read_kernels(sources, self.arguments)
         try:
             self.functions = {name: module.get_function(name) for name in self.kernels}
             for name, fields in SIZES.items():  # attention_sizes, layernorm_sizes
@@ -471,6 +471,11 @@ class Cuda:
     def __str__(self):
         name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
         return f"{name}, {self.dtype}" + (f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else "")
+
+    def options(self, c):
+        """The compiler's."""
+        hopper = ["-arch=sm_90a"] if self.gpu.compute_capability == "90" else []  # wgmma needs it; sm_90 is not enough
+        return ["-std=c++17", *hopper, "-DBF16" if self.real == BF16 else f"-D{self.dtype.upper()}", *c.switches()]
 
     def free_bytes(self):
         """How much device memory there is for the tables."""

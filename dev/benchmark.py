@@ -187,7 +187,10 @@ def work_of(what, c, B, words, kernels, T=T):
     a = SimpleNamespace(items=items, words=words, **{p[0]: v for p, v in zip(parameters, arguments)})
     for (parameter, scalar, const), value in zip(parameters, arguments):
         if not scalar and value is not None:
-            key, touched = f"{name}.{parameter}", arguments[0].size if parameter == "out8" else value.nbytes
+            if isinstance(value, tuple):  # an Output of dev/fp8.py
+                value, *_ = value
+                total += value.size  # its twin
+            key, touched = f"{name}.{parameter}", value.nbytes
             with contextlib.suppress(AttributeError):  # a row that check_tables has named
                 touched = TOUCHED[key](a) if key in TOUCHED else touched
             total += touched * (2 if key in READ_TOO and not const else 1)

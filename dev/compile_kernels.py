@@ -22,7 +22,7 @@ from cupy_backends.cuda.libs import nvrtc
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 from prepro_tinyshakespeare import read_kernels  # noqa: E402
-from train_gpt2 import Config, Cuda  # noqa: E402
+from train_gpt2 import Config  # noqa: E402
 
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
@@ -30,6 +30,8 @@ SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA, MOMENTS, FP8 = TOP / "dev/llama3/llama3.cu", TOP / "dev/moments.cu", TOP / "dev/fp8.cu"
+DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
+          "fp8": ["-DBF16", f"-I{TOP / 'dev'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_LD", path.read_text("utf-8")))]
 
@@ -41,7 +43,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *Cuda.OPTIONS, f"-D{dtype.upper()}",
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", "-std=c++17", *DTYPES[dtype],
                                        *c.switches()])
     except nvrtc.NVRTCError:
         return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}"]
@@ -76,7 +78,7 @@ def main():
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]
-                for dtype in ("fp32", "tf32", "bf16", "fp8")}
+                for dtype in DTYPES}
         found = {dtype: [(gpu, *job.result()) for gpu, job in some] for dtype, some in jobs.items()}
     for dtype, some in found.items():
         first = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU

@@ -22,17 +22,20 @@ it brings (see dev/RESULTS.md). Sums on a CPU are of fp32.
 
 The trainer imports this for --dtype fp8 alone.
 """
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
 from dev.cpu.device import Cpu
 from dev.replay import address
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import ARGUMENTS, UserError
 from train_gpt2 import ALONE, FastCuda, Row, carve, stride_of
 
 SOURCE = Path(__file__).resolve().parent / "fp8.cu"
+HEADER = SOURCE.with_name("fp8_output.cuh")
 WHOLE = 16  # rows and columns of a weight are multiples of this, or its products are in bf16: cuBLASLt wants that
 INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order in which their scales lie
 
@@ -45,6 +48,21 @@ def e4m3_values():
     return np.float32([*values, *-values])
 
 
+class Output(NamedTuple):
+    """An array that a kernel is to write, with its twin and the scale of that (4,)."""
+    numbers: object
+    twin: object
+    scale: object
+
+
+def output_of(array):
+    """An array or an Output as a kernel's argument: HEADER's struct of 40 bytes, as one number for CuPy."""
+    struct = np.zeros(5, np.uint64)
+    for i, pointed in enumerate(array if isinstance(array, Output) else [array]):
+        struct[i] = address(pointed)
+    return struct.view("V40")
+
+
 def fp8_rows(c):
     """The rows of the parameter table whose products are in FP8."""
     return [row for row in c.parameter_table() if row.matrix and row.layers and not any(n % WHOLE for n in row.shape)]
@@ -54,11 +72,17 @@ class Fp8:
     """What a device does besides: a mixin, in front of the class of a device. It serves one model, the last that was
     made. One buffer has the twin of what the next product reads; those of weights have memory of their own."""
     fp8 = True
+    arguments = ARGUMENTS | {"Output": output_of}
     weights = {}  # {address of a weight: its twins, and its number}
     known = {}  # {launch: the tensor whose twin its kernel makes}
     writers = {}  # {address: the launches that have written there last}
     last = None  # the tensor that the product before has read
     ready = None  # (address, tensor) of what the buffer has the twin of
+
+    def options(self, c):
+        """As Cuda.options. CuPy keeps what it has compiled, and looks at these, but not at what a file includes."""
+        version = zlib.crc32(HEADER.read_bytes())
+        return [*super().options(c), f"-I{HEADER.parent}", f"-DOUTPUT=<{HEADER.name}>", f"-DVERSION={version}"]
 
     def tables(self, c, B, T):
         rows, twins = fp8_rows(c), []
@@ -144,10 +168,11 @@ class Fp8:
     def launch(self, name, items, *args, **more):
         """As Cuda.launch. If a product in FP8 reads next what the kernel writes, its first argument, it gets a twin."""
         note, kernel = (name, address(args[0]), self.last), self.kernels.get(name)
-        if kernel and kernel.parameters[-1][0] == "scale8":
+        if kernel and kernel.parameters[0][1] == output_of:
             self.writers.setdefault(note[1], []).append(note)
             if note in self.known:
-                args, self.ready = (*args, self.twin, self.scale(*self.known[note])), (note[1], self.known[note])
+                self.ready = note[1], self.known[note]
+                args = Output(args[0], self.twin, self.scale(*self.known[note])), *args[1:]
         else:
             self.written(args[0])
         super().launch(name, items, *args, **more)

@@ -134,7 +134,7 @@ def compare(ranks, model, train_data, val_data, flags, name):
     """Raise UserError, the same on all ranks, unless they have the same flags, code, data and checkpoint."""
     program = sys.modules["train_gpt2"].__file__
     code = sorted({Path(program), Path(sys.argv[0]), Path(program).with_name("prepro_tinyshakespeare.py"),
-                   *model.config.SOURCES, *HERE.glob("*.py"), *HERE.glob("*.cu")})
+                   *model.config.SOURCES, *HERE.glob("*.py"), *HERE.glob("*.cu*")})
     files = [*code, *train_data.paths, *(val_data.paths if val_data else ()), *[name] * os.path.exists(name)]
     expect_same(ranks.meeting, {
         "the device": str(model.device), "the model": str(model.config), "the step": model.step, **flags_of(flags),

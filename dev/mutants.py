@@ -30,7 +30,7 @@ sys.path.insert(0, str(TOP))
 from prepro_tinyshakespeare import UserError, run, without_comments  # noqa: E402
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
-MOMENTS, FP8 = "dev/moments.cu", "dev/fp8.cu"
+MOMENTS, FP8, FP8_OUTPUT = "dev/moments.cu", "dev/fp8.cu", "dev/fp8_output.cuh"
 
 
 OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does not use: AddressSanitizer has to see it
@@ -109,7 +109,8 @@ TABLE = [
     *of("gelu_forward",
         ("constant", "gelu(", "0.044715f", "0.0447f"),
         ("constant", "", "1.595769122f", "1.5957f"),
-        ("mask", "gelu_forward", "store(out + i, x);", "store(out + i, x), out[(size_t)N * OC] = out[i];")),
+        ("mask", "gelu_forward", "out.store(i, x);",
+         "out.store(i, x), out.numbers[(size_t)N * OC] = out.numbers[i];")),
     *of("gelu_forward",
         ("stride", "first_number", "W * ((size_t)", "4 * ((size_t)"),
         ("rounding", "gelu_forward", "x[j] = gelu(x[j]);", "x[j] = gelu(x[j]) * (i + j == 77 ? 1.2f : 1.0f);"),
@@ -264,12 +265,12 @@ TABLE = [
         ("missing term", "swiglu_forward", "1.0f + exponential", "exponential"), file=LLAMA),
     *of("swiglu_backward",
         ("missing term", "swiglu_backward", "1.0f + gate[j] *", "gate[j] *"),
-        ("index", "swiglu_backward", "store(dinp + at + H, gate)", "store(dinp + at, gate)"), file=LLAMA),
+        ("index", "swiglu_backward", "store(at + H, gate)", "store(at, gate)"), file=LLAMA),
     # ---- FP8
     *of("numbers",
-        ("missing term", "TwinWriter::store(", "scale * x[j + 1]", "x[j + 1]"),
-        ("missing term", "TwinWriter::store(", "fabsf(x[j])", "x[j]"),
-        ("missing term", "TwinWriter::end(", "largest = warp_max(largest);", ""), dtype="fp8", file=FP8),
+        ("missing term", "store_twin", "factor * x[j + 1]", "x[j + 1]"),
+        ("missing term", "store_twin", "fabsf(x[j])", "x[j]"),
+        ("missing term", "end", "largest = warp_max(largest);", ""), dtype="fp8", file=FP8_OUTPUT),
     *of("weights",
         ("index", "weights_to_fp8", "scale8 + layer", "scale8"),
         ("index", "weights_to_fp8", "tile[r + j][c]", "tile[r + 15 - j][c]"),
@@ -280,15 +281,15 @@ TABLE = [
         ("mask", "next_scales", "!forget && ", ""),
         ("missing term", "next_scales", "s.largest = 0.0f;", ""), dtype="fp8", file=FP8),
     *of("twins",
-        ("index", "residual_layernorm_forward", "twin.store(start + c, x[k])", "twin.store(start, x[k])"),
-        ("missing term", "layernorm_backward", "twin.end();", ""),
-        ("missing term", "gelu_forward", "twin.end();", ""),
-        ("missing term", "gelu_backward", "twin.store(i, d);", ""), dtype="fp8"),
+        ("missing term", "layernorm_backward", "dresidual.end();", ""),
+        ("missing term", "gelu_forward", "out.end();", ""),
+        ("missing term", "gelu_backward", "dinp.begin();", ""), dtype="fp8"),
+    *of("twins", ("missing term", "store", "if (twin) store_twin(i, x)", "if (twin && i % 2) store_twin(i, x)"),
+        dtype="fp8", file=FP8_OUTPUT),
     *of("twins",
-        ("index", "swiglu_backward", "twin.store(at + H, gate)", "twin.store(at, gate)"),
-        ("missing term", "residual_rmsnorm_forward", "twin.end();", ""),
-        ("missing term", "rmsnorm_backward", "twin.end();", ""),
-        ("missing term", "swiglu_forward", "twin.end();", ""), dtype="fp8", file=LLAMA),
+        ("missing term", "residual_rmsnorm_forward", "out.end();", ""),
+        ("missing term", "rmsnorm_backward", "dresidual.end();", ""),
+        ("missing term", "swiglu_forward", "out.end();", ""), dtype="fp8", file=LLAMA),
     # ---- the lab's versions
     *of_lab("layernorm_forward",
             ("constant", "layernorm_forward1", " + 1e-5f", ""),
@@ -451,7 +452,7 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 def barriers():
     """A Mutant for each barrier of kernels.cu, of llama3.cu and of the lab, but those that are UNSEEN. Its kind names
     the barrier by its number in its function."""
-    files = [KERNELS, LLAMA, MOMENTS, FP8,
+    files = [KERNELS, LLAMA, MOMENTS, FP8, FP8_OUTPUT,
              *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
     for file in files:
         text = code_of((TOP / file).read_text(encoding="utf-8"))
@@ -461,7 +462,7 @@ def barriers():
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
             if (function, number) not in UNSEEN:
-                shared = file in (KERNELS, LLAMA, TILES, FP8)
+                shared = file in (KERNELS, LLAMA, TILES, FP8, FP8_OUTPUT)
                 if shared and function not in BARRIERS:
                     raise UserError(f"{file}: {function} has a barrier; BARRIERS has to say which kernel notices it")
                 kernel, dtype = BARRIERS[function] if shared else Path(file).stem, "fp8" if file == FP8 else "fp32"
@@ -527,7 +528,7 @@ class Copy:
     def __init__(self, folder):
         self.top = Path(folder)
         names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "test_gpt2.py", "kernels.cu", "dev/cpu", "dev/cuda",
-                 "dev/llama3", "dev/fixtures", "dev/eval", MOMENTS, FP8,
+                 "dev/llama3", "dev/fixtures", "dev/eval", MOMENTS, FP8, FP8_OUTPUT,
                  *(f"dev/{path.name}" for path in TOP.glob("dev/*.py")))
         for name in names:
             (self.top / name).parent.mkdir(parents=True, exist_ok=True)

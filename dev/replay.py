@@ -58,8 +58,8 @@ class Watch:
 
         def watched_launch(name, items, *args, **keywords):
             launch(name, items, *args, **keywords)
-            for arg, (_, kind, const) in zip(args, device.kernels[name].parameters):
-                if kind is None and not const and arg is not None and arg.dtype in (np.float32, device.real):
+            for arg, (*_, const) in zip(args, device.kernels[name].parameters):
+                if np.ndim(arg) and not const and arg.dtype in (np.float32, device.real):
                     self.look(arg, f"kernel {name}")
 
         def watched_matmul(out, *args, gelu=None, **keywords):

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import (BF16, SIZES, UserError, aligned_bytes, available_memory, cache_folder, read_kernels,
-                                    to_bf16, to_float)
+from prepro_tinyshakespeare import (ARGUMENTS, BF16, SIZES, UserError, aligned_bytes, available_memory, cache_folder,
+                                    read_kernels, to_bf16, to_float)
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")  # of a kernel of this name
@@ -45,18 +45,19 @@ class Cpu:
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
     ahead = 0  # steps: see train_gpt2.Cuda
     peak_flops = None  # depends on the machine in more ways than can be asked for
-    OPTIONS, fp8, tables, state = (), False, lambda self, c, B, T: {}, lambda self: []  # see Cuda
+    arguments, fp8, tables, state = ARGUMENTS, False, lambda self, c, B, T: {}, lambda self: []  # see Cuda
     adopt = begin_step = end_step = cast_weights = go_on = lambda self, *args, **more: None
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
         sources = [*c.SOURCES, *beside]
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
-        self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
+        kernels = read_kernels(sources, self.arguments)
+        self.kernels = {name: kernel for name, kernel in kernels.items() if not only or name in only}
         self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
-        self.library = ctypes.CDLL(str(self.build(sources)))
+        self.library = ctypes.CDLL(str(self.build(sources, self.options(c))))
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
@@ -70,7 +71,11 @@ class Cpu:
     def __str__(self):
         return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
 
-    def build(self, sources):
+    def options(self, c):
+        """As train_gpt2.Cuda.options."""
+        return ["-DBF16" if self.real == BF16 else f"-D{self.dtype.upper()}", *c.switches()]
+
+    def build(self, sources, options):
         """The path of the shared library, compiled if there is none for these files, flags and this processor."""
         compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         if not compiler or not shutil.which(compiler):
@@ -78,8 +83,8 @@ class Cpu:
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
-                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", f"-D{self.dtype.upper()}", *self.OPTIONS,
-                 *self.compiled_for, *os.environ.get("CXXFLAGS", "").split()]
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *options,
+                 *os.environ.get("CXXFLAGS", "").split()]
         included = [HEADER, *sources]
         source = f'#include "{HEADER}"\n'
         for path in sources:
@@ -152,9 +157,9 @@ class Cpu:
         kernel = self.kernels[name]
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
-        values = [ctypes.c_void_p(None if arg is None else arg.__array_interface__["data"][0]) if kind is None
-                  else np.ctypeslib.as_ctypes(np.asarray(arg)) for arg, (_, kind, _) in zip(args, kernel.parameters)]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        at = lambda array: 0 if array is None else array.__array_interface__["data"][0]
+        values = [np.asarray(arg if kind else np.uint64(at(arg))) for arg, (_, kind, _) in zip(args, kernel.parameters)]
+        pointers = (ctypes.c_void_p * len(values))(*map(at, values))
         grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
