@@ -547,13 +547,11 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // gaps at the end. What bounds attention is that each product waits for the one before. Several blocks on a
 // multiprocessor, or several groups of warps of a block, fill each other's gaps, as far as their registers allow.
 
-// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels. A CPU
-// does as Hopper if it is asked to.
-#if (defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(AS_HOPPER)) && defined(BF16) && (HS == 64 || HS == 128)
-#define HOPPER 1
-#else
+// With -DHOPPER it is done by instructions that only Hopper has. A CPU can do as Hopper.
+#ifndef HOPPER
 #define HOPPER 0
 #endif
+static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "-DHOPPER: bf16 and heads of 64 or 128 only");
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread moves at a time: 16 bytes if HS allows it
@@ -575,11 +573,10 @@ constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
 constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
 
-// What the host has to know: rows and threads of a block, for which it takes these in place of BLOCK's; its bytes of
-// shared memory, forward and backward; and whether it is to make TensorMaps.
+// What the host has to know: rows and threads of a block, for which it takes these in place of BLOCK's; and its bytes
+// of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real),
-    HOPPER}; }
+    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
 
 // What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
 struct Part {
@@ -642,24 +639,19 @@ __device__ __forceinline__ int at(int row, int c) {
     return HOPPER ? (row / 64 * (HP / 64) + c / 64) * 4096 + row % 64 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
 }
 
-// What Hopper's copy engine has to know of an array (B,T,heads,HS): cuTensorMapEncodeTiled makes it, on the host. It is
-// an argument by value, because what lies in device memory would have to be fenced.
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-
-// What a tile is copied from: one head's channels of a sequence of such an array.
-struct Head {
-    const real* first;  // those of token 0
-    int stride, T;      // numbers from a token to the next, and tokens
-    const TensorMap* map;
-    int b, channel;     // the sequence, and the head's first channel
-};
-__device__ __forceinline__ Head head_of(const real* array, const TensorMap& map, int T, int heads, int b, int h) {
-    return {array + ((size_t)b * T * heads + h) * HS, heads * HS, T, &map, b, h * HS};
-}
-
+// Tiles is an array (B,T,heads,HS) that tiles are copied from, and a Head is one head's channels of a sequence of it.
 // load_tile starts to copy rows first..first+rows-1 of a head into a tile, which has zeros beyond T and HS.
 // tiles_arrive waits for all tiles. Arrivals are what a block knows of those on their way. Every thread must call each.
 #if !HOPPER
+struct Tiles { const real* numbers; };
+struct Head {
+    const real* first;  // those of token 0
+    int stride, T;      // numbers from a token to the next, and tokens
+};
+__device__ __forceinline__ Head head_of(const Tiles& array, int T, int heads, int b, int h) {
+    return {array.numbers + ((size_t)b * T * heads + h) * HS, heads * HS, T};
+}
+
 struct Arrivals {};
 __device__ __forceinline__ Arrivals arrivals_start() { return {}; }
 __device__ __forceinline__ void boxes_arrive(Arrivals&) {}
@@ -683,6 +675,15 @@ __device__ __forceinline__ void load_tile(real* tile, const Head& head, int firs
 // On Hopper one thread asks the copy engine for boxes, and the others have nothing to do with it: no addresses, which
 // would take a fifth of attention's time and registers that another block needs. A barrier in shared memory counts the
 // bytes. Its phase ends when they are all there and thread 0 has said that there are no more. Phases have parities.
+// What the engine has to know of an array is a tensor map, which cuTensorMapEncodeTiled makes on the host. It is an
+// argument by value, because what lies in device memory would have to be fenced.
+struct alignas(64) Tiles { unsigned char map[128]; };
+struct Head {
+    const Tiles* array;
+    int b, channel;  // the sequence, and the head's first channel
+};
+__device__ __forceinline__ Head head_of(const Tiles& array, int, int, int b, int h) { return {&array, b, h * HS}; }
+
 #ifdef __CUDACC__
 using Barrier = unsigned long long;
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
@@ -698,7 +699,7 @@ __device__ __forceinline__ void barrier_wait(Barrier& barrier, int parity) {
                  ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 // Starts to copy 8,192 bytes: of sequence b, tokens t..t+63 and 64 channels. Those that do not exist are zeros.
-__device__ __forceinline__ void copy_box(real* box, const TensorMap* map, int channel, int t, int b, Barrier& barrier) {
+__device__ __forceinline__ void copy_box(real* box, const Tiles* map, int channel, int t, int b, Barrier& barrier) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8192;"
                  ::"r"(shared_address(&barrier)) : "memory");
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -733,7 +734,7 @@ __device__ __forceinline__ void load_tile(real* tile, const Head& head, int firs
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
             if (threadIdx.x == 0)
-                copy_box(tile + at(row, c), head.map, head.channel + c, first + row, head.b, *arrivals.barrier);
+                copy_box(tile + at(row, c), head.array, head.channel + c, first + row, head.b, *arrivals.barrier);
 }
 #endif
 
@@ -922,8 +923,8 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
 }
 
 // Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
-// number `start` of out and has a row every `stride` numbers. They pass through the warp's rows of the block's own tile. When all
-// threads are here, nobody needs that or another tile any more. HEAD_LANES neighbouring lanes store a row together,
+// `start` in out and has a row every `stride` numbers. They pass through the warp's rows of the block's own tile. When
+// all threads are here, nobody needs that or another tile any more. HEAD_LANES neighbouring lanes store a row together,
 // HEAD_PACK numbers each. A lane keeps to its columns, and leaves the sums of its rows in of_lanes
 // (THREADS / HEAD_LANES, HP), unless that is null. The place of the other tiles is large enough for two of these.
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;
@@ -974,8 +975,8 @@ __device__ __forceinline__ void store_sums(float* sums, const float* of_lanes, i
 // (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
-    Output out, float* __restrict__ lse, const real* __restrict__ qkv, const __grid_constant__ TensorMap qkv_map,
-    float scale, int relu, int T, int NH, int NKV) {
+    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
     Arrivals arrivals = arrivals_start();
@@ -983,7 +984,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     int row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
     auto values = [&](int stage) { return keys(stage) + KEYS * LD; };
-    auto head = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
+    auto head = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
         load_tile<KEYS>(keys(stage), head(NH + part.kv), key, arrivals);
         load_tile<KEYS>(values(stage), head(NH + NKV + part.kv), key, arrivals);
@@ -1059,8 +1060,8 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     Output dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse, const real* __restrict__ out,
-    const real* __restrict__ qkv, const real* __restrict__ dout, const __grid_constant__ TensorMap qkv_map,
-    const __grid_constant__ TensorMap dout_map, float scale, int relu, int T, int NH, int NKV) {
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Arrivals arrivals = arrivals_start();
@@ -1068,13 +1069,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
     auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto values = [&](int stage) { return keys(stage) + TILE * LD; };
-    auto head = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
+    auto head = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
         load_tile<TILE>(keys(stage), head(NH + part.kv), key, arrivals);
         load_tile<TILE>(values(stage), head(NH + NKV + part.kv), key, arrivals);
     };
     load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
-    load_tile<ROWS>(douts, head_of(dout, dout_map, T, NH, part.b, part.h), part.first, arrivals);
+    load_tile<ROWS>(douts, head_of(dout, T, NH, part.b, part.h), part.first, arrivals);
     load_stage(0, 0);
     // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
     constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
@@ -1142,8 +1143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     Output dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
-    const real* __restrict__ qkv, const real* __restrict__ dout, const __grid_constant__ TensorMap qkv_map,
-    const __grid_constant__ TensorMap dout_map, float scale, int relu, int T, int NH, int NKV) {
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
@@ -1152,10 +1153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     int stride = (NH + 2 * NKV) * HS;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
-    auto head_of_qkv = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
+    auto head_of_qkv = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
         load_tile<TILE>(queries(stage), head_of_qkv(part.h + head), query, arrivals);
-        load_tile<TILE>(douts(stage), head_of(dout, dout_map, T, NH, part.b, part.h + head), query, arrivals);
+        load_tile<TILE>(douts(stage), head_of(dout, T, NH, part.b, part.h + head), query, arrivals);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
         if (which < 2)
             copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);

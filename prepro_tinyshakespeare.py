@@ -426,13 +426,12 @@ class Kernel(NamedTuple):
         return grid, (threads,), tuple(kind(arg) if kind else arg for arg, (_, kind, _) in zip(args, self.parameters))
 
 
-# What makes a parameter of an argument, by its type. None: its address. An Output is a struct of one pointer.
-ARGUMENTS = {"int": np.int32, "float": np.float32, "size_t": np.uint64, "Output": None,
-             "TensorMap": np.asarray}  # what a device makes is one already, 128 bytes
+# What makes a parameter of an argument, by its type. None: its address. Output and Tiles are structs of one pointer.
+ARGUMENTS = {"int": np.int32, "float": np.float32, "size_t": np.uint64, "Output": None, "Tiles": None}
 
 
 def aligned_bytes(size):
-    """Zeros whose address is a multiple of 128. A TensorMap wants one of 64."""
+    """Zeros whose address is a multiple of 128. A tensor map wants one of 64."""
     memory = np.zeros(size + 127, np.uint8)
     start = -memory.ctypes.data % 128
     return memory[start : start + size]
@@ -470,7 +469,7 @@ def read_kernels(sources, arguments=ARGUMENTS):
 
 # What kernels.cu, once it is compiled, says of itself in constant arrays: the rows and threads of attention's blocks,
 # and their bytes of shared memory; the most threads of layernorm_backward's blocks, those of a row, and a row's bytes.
-SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward", "maps"),
+SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward"),
          "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
 

@@ -447,7 +447,6 @@ class Cuda:
             raise UserError(f"this GPU has compute capability {capability / 10}, and the kernels need {least / 10} "
                             f"({name}) or later: train with {remedy}")
         self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
-        self.maps = {}  # {array: its tensor map}
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024  # the rest is for kernels' own arrays
         self.multiprocessors = attributes["MultiProcessorCount"]
@@ -474,8 +473,7 @@ class Cuda:
 
     def options(self, c):
         """The compiler's."""
-        hopper = ["-arch=sm_90a"] if self.gpu.compute_capability == "90" else []  # wgmma needs it; sm_90 is not enough
-        return ["-std=c++17", *hopper, "-DBF16" if self.real == BF16 else f"-D{self.dtype.upper()}", *c.switches()]
+        return ["-std=c++17", "-DBF16" if self.real == BF16 else f"-D{self.dtype.upper()}", *c.switches()]
 
     def free_bytes(self):
         """How much device memory there is for the tables."""
@@ -509,22 +507,9 @@ class Cuda:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
-    def tensor_map(self, B, T, array):
-        """What Hopper's copy engine has to know of an array (B,T,channels) in bf16, of which it copies boxes of 64
-        tokens and 64 channels: 128 bytes, a kernel's argument. Zeros if kernels.cu has no use for it. Raises
-        UserError."""
-        key = B, T, array.data.ptr, array.size
-        if key not in self.maps:
-            self.maps[key] = made = aligned_bytes(128)
-            width, numbers = array.size // (B * T), lambda kind, *values: (kind * len(values))(*values)
-            status = self.attention_sizes.maps and ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-                ctypes.c_void_p(made.ctypes.data), 9, 3, address(array),  # bf16, in three dimensions
-                numbers(ctypes.c_uint64, width, T, B), numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
-                numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
-                0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time from memory, zeros beyond
-            if status:
-                raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, {width} channels")
-        return self.maps[key].view("V128")  # one number, for CuPy, that goes by value
+    def tiles(self, array, B, T):
+        """What attention reads tiles of an array (B,T,channels) from: the array itself."""
+        return array
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """out (I,J) = a (I,K) @ b (K,J), plus bias (J) in each row; or, with accumulate, out += a @ b.
@@ -596,9 +581,8 @@ def launch_attention(device, kernel, arrays, tiled, B, T, NH, NKV, scale, relu):
     tiles of the arrays `tiled`, (N,channels)."""
     sizes, heads = device.attention_sizes, NKV if kernel == "attention_backward_kv" else NH
     shared = sizes.shared_forward if kernel == "attention_forward" else sizes.shared_backward
-    maps = [device.tensor_map(B, T, array) for array in tiled]
-    device.launch(kernel, -(-T // sizes.rows) * B * heads, *arrays, *tiled, *maps, scale, relu, T, NH, NKV,
-                  threads=sizes.threads, shared=shared)
+    device.launch(kernel, -(-T // sizes.rows) * B * heads, *arrays, *[device.tiles(array, B, T) for array in tiled],
+                  scale, relu, T, NH, NKV, threads=sizes.threads, shared=shared)
 
 
 def layernorm_backward_launch(device, N):
@@ -1230,10 +1214,12 @@ class FastCuda(Cuda):
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
     NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
+    hopper = False  # whether kernels are compiled with -DHOPPER
 
     def __init__(self, dtype, c, beside=(), graph=True):
         super().__init__(dtype, c, beside)
         import cupyx.profiler
+        self.maps = {}  # {array: its tensor map}
         self.cupyx, self.graph, self.fused_gelu, self.plans = cupyx, graph, self.dtype == "bf16", {}
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # CUDA's default stream cannot be captured
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
@@ -1245,6 +1231,31 @@ class FastCuda(Cuda):
         versions = self.library.cublasLtGetVersion(), self.cupy.cuda.runtime.driverGetVersion()
         self.cache = re.sub(r"\W+", "_", f"matmul {self} {versions}")
         self.choices = read_cache(self.cache)  # {product: the algorithm that an earlier run has chosen for it}
+
+    def options(self, c):
+        """As Cuda.options. On Hopper attention has instructions of its own for bf16 and heads of 64 or 128 channels."""
+        if self.gpu.compute_capability != "90":
+            return super().options(c)
+        self.hopper = self.real == BF16 and c.C // c.NH in (64, 128)
+        return [*super().options(c), "-arch=sm_90a", *["-DHOPPER"] * self.hopper]  # wgmma needs more than sm_90
+
+    def tiles(self, array, B, T):
+        """As Cuda.tiles. With -DHOPPER it is a tensor map of the array, from which Hopper's copy engine copies boxes of
+        64 tokens and 64 channels: 128 bytes. Raises UserError."""
+        if not self.hopper:
+            return array
+        key = B, T, array.data.ptr, array.size
+        if key not in self.maps:
+            self.maps[key] = made = aligned_bytes(128)
+            width, numbers = array.size // (B * T), lambda kind, *values: (kind * len(values))(*values)
+            status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+                ctypes.c_void_p(made.ctypes.data), 9, 3, address(array),  # bf16, in three dimensions
+                numbers(ctypes.c_uint64, width, T, B), numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
+                numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
+                0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time from memory, zeros beyond
+            if status:
+                raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {B=}, {T=}, {width} channels")
+        return self.maps[key].view("V128")  # one number, for CuPy, that goes by value
 
     def call(self, name, *args):
         """Call a function of cuBLASLt."""

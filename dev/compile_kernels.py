@@ -41,10 +41,11 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     a list of faults. Kernels of the files beside it may spill `spilled` bytes."""
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
+    hopper = ["-DHOPPER"] * (gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in (64, 128))  # as FastCuda
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
         nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", "-std=c++17", *DTYPES[dtype],
-                                       *c.switches()])
+                                       *hopper, *c.switches()])
     except nvrtc.NVRTCError:
         return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}"]
     log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}

@@ -55,7 +55,7 @@ def of(kernel, *rows, dtype="fp32", file=KERNELS, flag=""):
     return [Mutant(kind, kernel, dtype, where, old, new, file, flag) for kind, where, old, new in rows]
 
 
-AS_HOPPER = "-DAS_HOPPER"
+AS_HOPPER = "-DHOPPER"
 CUT_OFF = ("rounding", "from_float(real&", "two_bf16(x, 0.0f)", "__float_as_uint(x) >> 16")
 
 TABLE = [
@@ -226,7 +226,7 @@ TABLE = [
         ("index", "boxes_arrive(Arrivals& arrivals)", "if (threadIdx.x == 0) barrier_arrive", "barrier_arrive"),
         ("index", "load_tile(real* tile, const Head& head, int first, Arrivals& arrivals)", "head.channel + c",
          "head.channel"),
-        ("index", "head_of", "map, b, h * HS", "map, 0, h * HS"),
+        ("index", "head_of(const Tiles& array, int, int,", "b, h * HS", "0, h * HS"),
         ("index", "multiply_transposed(float (&d)[1]", "part.group - part.first", "0"),
         dtype="bf16", flag=AS_HOPPER),
     *of("attention_backward",
@@ -236,7 +236,7 @@ TABLE = [
         ("missing wait", "attention_backward_kv", "products_arrive<EARLY_DV>", "products_arrive<2>"),
         ("missing wait", "attention_backward_kv", "products_arrive<0>(dk);", ""),
         ("missing wait", "tiles_arrive", "copies_arrive<0>();", ""),
-        ("index", "attention_backward_kv", "dout_map, T, NH", "qkv_map, T, NH"),
+        ("index", "attention_backward_kv", "head_of(dout, T, NH", "head_of(qkv, T, NH"),
         dtype="bf16", flag=AS_HOPPER),
     # ---- llama3.cu
     *of("rmsnorm_forward",

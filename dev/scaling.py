@@ -92,7 +92,7 @@ class Paper:
     ("send", phase, [(kind, bytes), ...]) of the collectives of one launch, ("wait", phase, None) for all of them."""
     name, memory, real, W, fp8 = "cuda", "paper", BF16, 8, False
     multiprocessors, max_shared = 132, 226 * 1024
-    attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0, maps=0)
+    attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0)
     layernorm_sizes = SimpleNamespace(threads=384, row_threads=32, shared_of_row=1)
     put = lambda self, array, values: None
     free_bytes = lambda self: math.inf
@@ -113,7 +113,7 @@ class Paper:
         self.tape.append(("run", self.phase, LAUNCH + amount / RATES.get(name, RATES[unit])))
 
     matmul = lambda self, out, a, b, *arguments, **more: self.launch("matmul", 1, out, a, b)
-    tables, tensor_map = lambda self, c, B, T: {}, lambda self, B, T, array: None
+    tables, tiles = lambda self, c, B, T: {}, lambda self, array, B, T: array
     adopt = begin_step = end_step = lambda self, *arguments: None
     zero = lambda self, array: self.launch("memset", 1, array)
 

@@ -604,7 +604,7 @@ def limits(device_name, folder):
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
 BLOCK(32, threads)
 extern "C" __global__ void fill(float* out, float value, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -642,7 +642,7 @@ def kernel_files(device_name, folder):
 
 ORDER_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
 template <int a, int b> struct Numbers { float x[a * b]; };
 BLOCK(128, threads)
 extern "C" __global__ void turns(int* turn, int* count) {
@@ -989,20 +989,21 @@ def tensor_maps_of_a_gpu(device_name, folder):
 
     B, T, channels, status = 3, 5, 192, 0
     array = SimpleNamespace(data=SimpleNamespace(ptr=4096), size=B * T * channels)
-    for maps in (0, 1):
-        device = SimpleNamespace(maps={}, attention_sizes=SimpleNamespace(maps=maps))
-        with mock.patch("ctypes.CDLL", return_value=Driver()):
-            made = [train_gpt2.Cuda.tensor_map(device, B, T, array) for _ in range(2)]
-        yield f"{maps}: one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
-        yield f"{maps}: the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
-        yield f"{maps}: its bytes", made[0].view(np.uint8), 7 * maps, EXACT
+    device = SimpleNamespace(maps={}, hopper=True)
+    with mock.patch("ctypes.CDLL", return_value=Driver()):
+        made = [train_gpt2.FastCuda.tiles(device, array, B, T) for _ in range(2)]
+    yield "one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
+    yield "the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
+    yield "its bytes", made[0].view(np.uint8), 7, EXACT
     # bf16, 3 dimensions, address; sizes; strides in bytes; a box of 64 x 64; every element; swizzle 3 of 128 bytes
     wish = [9, 3, 4096, [channels, T, B], [2 * channels, 2 * channels * T], [64, 64, 1], [1, 1, 1], 0, 3, 2, 0, 0]
     check("asked once, for a box of 64 tokens and channels", asked == [wish], asked)
     device.maps, status = {}, 1
     with mock.patch("ctypes.CDLL", return_value=Driver()):
         check_refusal("GPU", "cuTensorMapEncodeTiled failed with status 1: B=3, T=5, 192 channels",
-                      train_gpt2.Cuda.tensor_map, device, B, T, array)
+                      train_gpt2.FastCuda.tiles, device, array, B, T)
+    device.hopper = False
+    check("elsewhere it is the array", train_gpt2.FastCuda.tiles(device, array, B, T) is array)
 
 
 def faults_of_a_gpu(device_name, folder):

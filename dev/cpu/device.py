@@ -52,12 +52,14 @@ class Cpu:
     def __init__(self, dtype, c, beside=(), only=None):
         sources = [*c.SOURCES, *beside]
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
-        kernels = read_kernels(sources, self.arguments)
-        self.kernels = {name: kernel for name, kernel in kernels.items() if not only or name in only}
         self.real = BF16 if self.dtype in ("bf16", "fp8") else np.float32
+        options = self.options(c)
+        self.hopper = "-DHOPPER" in options  # see tiles
+        kernels = read_kernels(sources, self.arguments | ({"Tiles": np.asarray} if self.hopper else {}))
+        self.kernels = {name: kernel for name, kernel in kernels.items() if not only or name in only}
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
-        self.library = ctypes.CDLL(str(self.build(sources, self.options(c))))
+        self.library = ctypes.CDLL(str(self.build(sources, options)))
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
@@ -72,8 +74,9 @@ class Cpu:
         return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
 
     def options(self, c):
-        """As train_gpt2.Cuda.options."""
-        return ["-DBF16" if self.real == BF16 else f"-D{self.dtype.upper()}", *c.switches()]
+        """As train_gpt2.Cuda.options, and the user's."""
+        dtype = "-DBF16" if self.real == BF16 else f"-D{self.dtype.upper()}"
+        return [dtype, *c.switches(), *os.environ.get("CXXFLAGS", "").split()]
 
     def build(self, sources, options):
         """The path of the shared library, compiled if there is none for these files, flags and this processor."""
@@ -83,8 +86,7 @@ class Cpu:
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
-                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *options,
-                 *os.environ.get("CXXFLAGS", "").split()]
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *options]
         included = [HEADER, *sources]
         source = f'#include "{HEADER}"\n'
         for path in sources:
@@ -165,8 +167,10 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def tensor_map(self, B, T, array):
-        """As train_gpt2.Cuda.tensor_map; what cuda.h reads is simpler."""
+    def tiles(self, array, B, T):
+        """As train_gpt2.Cuda.tiles. With CXXFLAGS=-DHOPPER a tensor map; what cuda.h reads is simpler."""
+        if not self.hopper:
+            return array
         made = aligned_bytes(128)
         made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
         return made
