@@ -27,10 +27,6 @@ once; and what a block needs twice waits in registers or in shared memory, or in
 // a kernel says what its items are. W is the count of numbers of type real in 16 bytes.
 #define BLOCK(threads, ...)
 
-#ifdef FP8  // all is as in bf16, but for what linear layers multiply: see TwinWriter
-#define BF16
-#endif
-
 // The shared memory whose size is chosen at launch. The alignment is for the swizzle that at() describes.
 #ifndef DYNAMIC_SHARED  // dev/cpu/cuda.h has its own
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
@@ -154,31 +150,25 @@ __device__ __forceinline__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
 
 constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 
-// With --dtype fp8, what a linear layer's product reads exists twice: out (n) as a real, and its twin out8 (n), which
-// is out * scale in 8 bits, because tensor cores multiply those twice as fast. A thread hands a TwinWriter what it has
-// stored; dev/fp8.cu has the rest. If out8 is null, and in any other dtype, it does nothing: skip it at first.
-struct alignas(16) Scale { float inverse, scale, largest; };  // of a tensor; the largest magnitude is this step's
-
-struct TwinWriter {
-#ifdef FP8
-    unsigned char* out8;
-    Scale* scale8;
-    float scale, before, largest;
-    __device__ TwinWriter(unsigned char* out8, Scale* scale8);
-    template <int n> __device__ void store(size_t i, Pack<n> x);  // stores the twins of out[i..i+n-1]
-    __device__ void end();                                        // every lane of a warp must call it
-#else
-    __device__ TwinWriter(unsigned char*, Scale*) {}
-    template <int n> __device__ void store(size_t, Pack<n>) {}
-    __device__ void end() {}
-#endif
-};
-
 // In an element-wise kernel each thread takes W numbers. This is the first of them.
 __device__ __forceinline__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
 // The row that number i is in, if rows have C numbers. It divides 32 bits, which takes a fifth of the time of 64.
 __device__ __forceinline__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
+
+// An array that a kernel writes and a matrix product reads. A thread calls begin, stores its numbers, and calls end
+// together with its whole warp. Both do nothing here. -DOUTPUT names a file with another Output, which may need them.
+#ifdef OUTPUT
+#include OUTPUT
+#else
+struct Output {
+    real* numbers;
+    __device__ void begin() {}
+    template <int n>
+    __device__ void store(size_t i, Pack<n> x) { ::store(numbers + i, x); }  // numbers[i..i+n-1] = x
+    __device__ void end() {}
+};
+#endif
 
 // ---- encoder: token and position embeddings ----
 
@@ -254,14 +244,14 @@ constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
 // Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
-    real* __restrict__ out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
-    float* residual, const float* before, const real* __restrict__ branch, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N, unsigned char* __restrict__ out8, Scale* scale8) {
+    Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy, float* residual,
+    const float* before, const real* __restrict__ branch, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
     size_t start = (size_t)row * C;
-    TwinWriter twin(out8, scale8);
+    out.begin();
     Pack<4> x[packs_of<4, 32>];
     EACH_PACK(4, 32) x[k] = load<4>((branch ? before : residual) + start + c);
     if (branch) {
@@ -280,10 +270,9 @@ extern "C" __global__ void residual_layernorm_forward(
     EACH_PACK(4, 32) {
         Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
         for (int i = 0; i < 4; i++) x[k][i] = (x[k][i] - m) * s * w[i] + b[i];
-        store(out + start + c, x[k]);
-        twin.store(start + c, x[k]);
+        out.store(start + c, x[k]);
     }
-    twin.end();
+    out.end();
     if (threadIdx.x % 32 == 0) mean[row] = m, rstd[row] = s;
 }
 
@@ -316,12 +305,11 @@ constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
-    real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
-    const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ mean,
-    const float* __restrict__ rstd, int N, unsigned char* __restrict__ out8, Scale* scale8) {
+    Output dresidual, float* __restrict__ partials, const real* __restrict__ dout, const real* __restrict__ inp,
+    const real* __restrict__ weight, const float* __restrict__ mean, const float* __restrict__ rstd, int N) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
-    TwinWriter twin(out8, scale8);  // of dresidual
+    dresidual.begin();
     int rows = blockDim.x / ROW_THREADS, place = threadIdx.x / ROW_THREADS;  // which of them is the thread's
     real* stages = shared + place * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
@@ -330,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         EACH_PACK(W, ROW_THREADS) {  // a thread copies what it will read itself, so no barrier is needed
             copy16(to + c, inp + start + c, true);
             copy16(to + C + c, dout + start + c, true);
-            copy16(to + 2 * C + c, dresidual + start + c, true);
+            copy16(to + 2 * C + c, dresidual.numbers + start + c, true);
         }
         copies_end();
     };
@@ -382,12 +370,11 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
                     sums[1][k][i] += d[i];
                     sums[2][k][i] += g[i];
                 }
-                store(dresidual + (size_t)row * C + c, g);
-                twin.store((size_t)row * C + c, g);
+                dresidual.store((size_t)row * C + c, g);
             }
         }
     }
-    twin.end();
+    dresidual.end();
     float* of_place = reinterpret_cast<float*>(shared);  // (rows of a block, C), where the rows were
 #pragma unroll
     for (int which = 0; which < 3; which++) {
@@ -560,13 +547,11 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // gaps at the end. What bounds attention is that each product waits for the one before. Several blocks on a
 // multiprocessor, or several groups of warps of a block, fill each other's gaps, as far as their registers allow.
 
-// Hopper has a second kind of tensor core instruction, which is used for bf16 and heads of 64 or 128 channels. A CPU
-// does as Hopper if it is asked to.
-#if (defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(AS_HOPPER)) && defined(BF16) && (HS == 64 || HS == 128)
-#define HOPPER 1
-#else
+// With -DHOPPER it is done by instructions that only Hopper has. A CPU can do as Hopper.
+#ifndef HOPPER
 #define HOPPER 0
 #endif
+static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "-DHOPPER: bf16 and heads of 64 or 128 only");
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread moves at a time: 16 bytes if HS allows it
@@ -588,11 +573,10 @@ constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
 constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
 
-// What the host has to know: rows and threads of a block, for which it takes these in place of BLOCK's; its bytes of
-// shared memory, forward and backward; and whether it is to make TensorMaps.
+// What the host has to know: rows and threads of a block, for which it takes these in place of BLOCK's; and its bytes
+// of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real),
-    HOPPER}; }
+    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
 
 // What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
 struct Part {
@@ -655,24 +639,19 @@ __device__ __forceinline__ int at(int row, int c) {
     return HOPPER ? (row / 64 * (HP / 64) + c / 64) * 4096 + row % 64 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
 }
 
-// What Hopper's copy engine has to know of an array (B,T,heads,HS): cuTensorMapEncodeTiled makes it, on the host. It is
-// an argument by value, because what lies in device memory would have to be fenced.
-struct alignas(64) TensorMap { unsigned char bytes[128]; };
-
-// What a tile is copied from: one head's channels of a sequence of such an array.
-struct Head {
-    const real* first;  // those of token 0
-    int stride, T;      // numbers from a token to the next, and tokens
-    const TensorMap* map;
-    int b, channel;     // the sequence, and the head's first channel
-};
-__device__ __forceinline__ Head head_of(const real* array, const TensorMap& map, int T, int heads, int b, int h) {
-    return {array + ((size_t)b * T * heads + h) * HS, heads * HS, T, &map, b, h * HS};
-}
-
+// Tiles is an array (B,T,heads,HS) that tiles are copied from, and a Head is one head's channels of a sequence of it.
 // load_tile starts to copy rows first..first+rows-1 of a head into a tile, which has zeros beyond T and HS.
 // tiles_arrive waits for all tiles. Arrivals are what a block knows of those on their way. Every thread must call each.
 #if !HOPPER
+struct Tiles { const real* numbers; };
+struct Head {
+    const real* first;  // those of token 0
+    int stride, T;      // numbers from a token to the next, and tokens
+};
+__device__ __forceinline__ Head head_of(const Tiles& array, int T, int heads, int b, int h) {
+    return {array.numbers + ((size_t)b * T * heads + h) * HS, heads * HS, T};
+}
+
 struct Arrivals {};
 __device__ __forceinline__ Arrivals arrivals_start() { return {}; }
 __device__ __forceinline__ void boxes_arrive(Arrivals&) {}
@@ -696,6 +675,15 @@ __device__ __forceinline__ void load_tile(real* tile, const Head& head, int firs
 // On Hopper one thread asks the copy engine for boxes, and the others have nothing to do with it: no addresses, which
 // would take a fifth of attention's time and registers that another block needs. A barrier in shared memory counts the
 // bytes. Its phase ends when they are all there and thread 0 has said that there are no more. Phases have parities.
+// What the engine has to know of an array is a tensor map, which cuTensorMapEncodeTiled makes on the host. It is an
+// argument by value, because what lies in device memory would have to be fenced.
+struct alignas(64) Tiles { unsigned char map[128]; };
+struct Head {
+    const Tiles* array;
+    int b, channel;  // the sequence, and the head's first channel
+};
+__device__ __forceinline__ Head head_of(const Tiles& array, int, int, int b, int h) { return {&array, b, h * HS}; }
+
 #ifdef __CUDACC__
 using Barrier = unsigned long long;
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
@@ -711,7 +699,7 @@ __device__ __forceinline__ void barrier_wait(Barrier& barrier, int parity) {
                  ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
 }
 // Starts to copy 8,192 bytes: of sequence b, tokens t..t+63 and 64 channels. Those that do not exist are zeros.
-__device__ __forceinline__ void copy_box(real* box, const TensorMap* map, int channel, int t, int b, Barrier& barrier) {
+__device__ __forceinline__ void copy_box(real* box, const Tiles* map, int channel, int t, int b, Barrier& barrier) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8192;"
                  ::"r"(shared_address(&barrier)) : "memory");
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -746,7 +734,7 @@ __device__ __forceinline__ void load_tile(real* tile, const Head& head, int firs
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
             if (threadIdx.x == 0)
-                copy_box(tile + at(row, c), head.map, head.channel + c, first + row, head.b, *arrivals.barrier);
+                copy_box(tile + at(row, c), head.array, head.channel + c, first + row, head.b, *arrivals.barrier);
 }
 #endif
 
@@ -935,15 +923,14 @@ __device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value
 }
 
 // Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
-// out[start] and has a row every `stride` numbers. They pass through the warp's rows of the block's own tile. When all
-// threads are here, nobody needs that or another tile any more. HEAD_LANES neighbouring lanes store a row together,
+// `start` in out and has a row every `stride` numbers. They pass through the warp's rows of the block's own tile. When
+// all threads are here, nobody needs that or another tile any more. HEAD_LANES neighbouring lanes store a row together,
 // HEAD_PACK numbers each. A lane keeps to its columns, and leaves the sums of its rows in of_lanes
 // (THREADS / HEAD_LANES, HP), unless that is null. The place of the other tiles is large enough for two of these.
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;
 template <class F>
-__device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t start, size_t stride, int T,
-                                           const Part& part, real* own, const float (&x)[M][HP / 8][4], F factor,
-                                           float* of_lanes) {
+__device__ __forceinline__ void store_rows(Output& out, size_t start, size_t stride, int T, const Part& part,
+                                           real* own, const float (&x)[M][HP / 8][4], F factor, float* of_lanes) {
     __syncthreads();
     EACH_ROW
 #pragma unroll
@@ -962,8 +949,7 @@ __device__ __forceinline__ void store_rows(TwinWriter& twin, real* out, size_t s
             int row = part.warp + r + threadIdx.x % 32 / HEAD_LANES, t = part.first + row;
             Pack<HEAD_PACK> pack = load<HEAD_PACK>(own + at(row, c));
             if (t >= T) continue;
-            store(out + start + t * stride + c, pack);
-            twin.store(start + t * stride + c, pack);
+            out.store(start + t * stride + c, pack);
             sum = sum + pack;
         }
         if (of_lanes) store(of_lanes + threadIdx.x / HEAD_LANES * HP + c, sum);
@@ -989,9 +975,8 @@ __device__ __forceinline__ void store_sums(float* sums, const float* of_lanes, i
 // (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
-    real* __restrict__ out, float* __restrict__ lse, const real* __restrict__ qkv,
-    const __grid_constant__ TensorMap qkv_map, float scale, int relu, int T, int NH, int NKV,
-    unsigned char* __restrict__ out8, Scale* scale8) {
+    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
     real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
     Arrivals arrivals = arrivals_start();
@@ -999,7 +984,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     int row = part.first + part.warp;
     auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
     auto values = [&](int stage) { return keys(stage) + KEYS * LD; };
-    auto head = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
+    auto head = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
         load_tile<KEYS>(keys(stage), head(NH + part.kv), key, arrivals);
         load_tile<KEYS>(values(stage), head(NH + NKV + part.kv), key, arrivals);
@@ -1046,10 +1031,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
         if (column_of(0, 0) == 0 && t < T) lse[part.lse + t] = scale2 * maximum[m][half] + log2f(total[m][half]);
     }
-    TwinWriter twin(out8, scale8);
-    store_rows(twin, out, part.out, NH * HS, T, part, queries, output,
+    out.begin();
+    store_rows(out, part.out, NH * HS, T, part, queries, output,
                [&](int m, int half) { return 1.0f / total[m][half]; }, nullptr);
-    twin.end();
+    out.end();
 }
 
 // In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. dscores
@@ -1074,10 +1059,9 @@ __device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4
 // queries of a head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
-    real* __restrict__ dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,
-    const real* __restrict__ out, const real* __restrict__ qkv, const real* __restrict__ dout,
-    const __grid_constant__ TensorMap qkv_map, const __grid_constant__ TensorMap dout_map, float scale, int relu, int T,
-    int NH, int NKV, unsigned char* __restrict__ out8, Scale* scale8) {
+    Output dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse, const real* __restrict__ out,
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
     real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
     Arrivals arrivals = arrivals_start();
@@ -1085,13 +1069,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
     auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto values = [&](int stage) { return keys(stage) + TILE * LD; };
-    auto head = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
+    auto head = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int key) {
         load_tile<TILE>(keys(stage), head(NH + part.kv), key, arrivals);
         load_tile<TILE>(values(stage), head(NH + NKV + part.kv), key, arrivals);
     };
     load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
-    load_tile<ROWS>(douts, head_of(dout, dout_map, T, NH, part.b, part.h), part.first, arrivals);
+    load_tile<ROWS>(douts, head_of(dout, T, NH, part.b, part.h), part.first, arrivals);
     load_stage(0, 0);
     // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
     constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
@@ -1143,14 +1127,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         multiply<TILE>(dq, dscores, keys(stage));
         products_arrive<0>(dq);
     }
-    TwinWriter twin(out8, scale8);
     float* of_lanes = reinterpret_cast<float*>(tiles);
-    store_rows(twin, dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; }, of_lanes);
+    dqkv.begin();
+    store_rows(dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; }, of_lanes);
     if (sums) {
         __syncthreads();
         store_sums(sums, of_lanes, part.h, NH + 2 * NKV, T, part);
     }
-    twin.end();
+    dqkv.end();
 }
 
 // This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, for
@@ -1158,10 +1142,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 // weights are keys. Items: blocks of ROWS keys of a key head.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
-    real* __restrict__ dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
-    const real* __restrict__ qkv, const real* __restrict__ dout, const __grid_constant__ TensorMap qkv_map,
-    const __grid_constant__ TensorMap dout_map, float scale, int relu, int T, int NH, int NKV,
-    unsigned char* __restrict__ out8, Scale* scale8) {
+    Output dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH,
+    int NKV) {
     DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
     real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
@@ -1170,10 +1153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     int stride = (NH + 2 * NKV) * HS;
     auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
     auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
-    auto head_of_qkv = [&](int h) { return head_of(qkv, qkv_map, T, NH + 2 * NKV, part.b, h); };
+    auto head_of_qkv = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
     auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
         load_tile<TILE>(queries(stage), head_of_qkv(part.h + head), query, arrivals);
-        load_tile<TILE>(douts(stage), head_of(dout, dout_map, T, NH, part.b, part.h + head), query, arrivals);
+        load_tile<TILE>(douts(stage), head_of(dout, T, NH, part.b, part.h + head), query, arrivals);
         int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
         if (which < 2)
             copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);
@@ -1208,17 +1191,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<0>(dv);
         products_arrive<0>(dk);
     }
-    TwinWriter twin(out8, scale8);
     float *of_keys = reinterpret_cast<float*>(tiles), *of_values = of_keys + THREADS / HEAD_LANES * HP;
-    store_rows(twin, dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; }, of_keys);
-    store_rows(twin, dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; },
-               of_values);
+    dqkv.begin();
+    store_rows(dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; }, of_keys);
+    store_rows(dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; }, of_values);
     if (sums) {
         __syncthreads();
         store_sums(sums, of_keys, NH + part.kv, NH + 2 * NKV, T, part);
         store_sums(sums, of_values, NH + NKV + part.kv, NH + 2 * NKV, T, part);
     }
-    twin.end();
+    dqkv.end();
 }
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
@@ -1240,32 +1222,28 @@ __device__ __forceinline__ float gelu_derivative(float x) {
 
 // out (N,OC) = gelu(inp). Items: N*OC numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void gelu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int OC,
-                                        unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter twin(out8, scale8);
+extern "C" __global__ void gelu_forward(Output out, const real* __restrict__ inp, int N, int OC) {
+    out.begin();
     size_t i = first_number();
     if (i < (size_t)N * OC) {
         Pack<W> x = load<W>(inp + i);
         for (int j = 0; j < W; j++) x[j] = gelu(x[j]);
-        store(out + i, x);
-        twin.store(i, x);
+        out.store(i, x);
     }
-    twin.end();
+    out.end();
 }
 
 // dinp (N,OC) holds the gradient of the output, and becomes that of the input. Items: N*OC numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void gelu_backward(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC,
-                                         unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter twin(out8, scale8);
+extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ inp, int N, int OC) {
+    dinp.begin();
     size_t i = first_number();
     if (i < (size_t)N * OC) {
-        Pack<W> x = load<W>(inp + i), d = load<W>(dinp + i);
+        Pack<W> x = load<W>(inp + i), d = load<W>(dinp.numbers + i);
         for (int j = 0; j < W; j++) d[j] *= gelu_derivative(x[j]);
-        store(dinp + i, d);
-        twin.store(i, d);
+        dinp.store(i, d);
     }
-    twin.end();
+    dinp.end();
 }
 
 // ---- classifier: softmax, cross-entropy and its gradient ----

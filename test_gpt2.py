@@ -219,7 +219,7 @@ def test_as_hopper(only=None):
         C, NH = model_of(kernel, sizes)
         try:
             if C not in devices:
-                with mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} -DAS_HOPPER"):
+                with mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} -DHOPPER"):
                     devices[C] = Cpu("bf16", Config(C=C, NH=NH), only=(*ATTENTION, "add_partials"))
             version = next(version for version in kernel.versions if version.trainer)
             verdict = Bench(kernel, devices[C], sizes).check(version, {})

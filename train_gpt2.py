@@ -1116,7 +1116,7 @@ SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
 STRUCTS = {"Output": False, "Tiles": True}
 # Constant arrays in which kernels.cu, once compiled, says how attention's blocks and those of
 # layernorm_backward are to be launched.
-SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward", "maps"),
+SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward"),
          "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
 
@@ -1847,6 +1847,7 @@ class FastCuda(Cuda):
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
     NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
+    hopper = False  # whether kernels are compiled with -DHOPPER
     graph = True
 
     def __init__(self, dtype, c, beside=()):
@@ -1870,15 +1871,16 @@ class FastCuda(Cuda):
     def switches(self):
         """As Cuda's; and on Hopper, attention's section "Faster on Hopper", for bf16 and heads of
         64 or 128 channels."""
-        hopper = self.capability == 90 and self.real == BF16 and (
-            {"-DHS=64", "-DHS=128"} & set(self.compiled_for))
+        if self.capability != 90:
+            return super().switches()
+        self.hopper = self.real == BF16 and bool({"-DHS=64", "-DHS=128"} & set(self.compiled_for))
         # wgmma needs the target sm_90a; sm_90 is not enough
-        return [*super().switches(), *(["-arch=sm_90a", "-DHOPPER"] if hopper else [])]
+        return [*super().switches(), "-arch=sm_90a", *(["-DHOPPER"] if self.hopper else [])]
 
     def tiles(self, array, B, T):
         """What Hopper's copy engine has to know of an array (B,T,channels) in bf16, of which it
         copies boxes of 64 tokens and 64 channels: 128 bytes, by value."""
-        if not self.attention_sizes.maps:
+        if not self.hopper:
             return array
         key = B, T, array.data.ptr, array.size
         if key not in self.maps:

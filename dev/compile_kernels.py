@@ -29,6 +29,8 @@ SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA, MOMENTS, FP8 = (TOP / f"dev/{name}.cu" for name in ("llama3/llama3", "precision/moments", "precision/fp8"))
+DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
+          "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
 LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_LD", path.read_text("utf-8")))]
 
@@ -38,10 +40,11 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     a list of faults. Kernels of the files beside it may spill `spilled` bytes."""
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
+    hopper = ["-DHOPPER"] * (gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in (64, 128))  # as FastCuda
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *Cuda.OPTIONS, f"-D{dtype.upper()}",
-                                       *c.switches()])
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *Cuda.OPTIONS, *DTYPES[dtype],
+                                       *hopper, *c.switches()])
     except nvrtc.NVRTCError:
         return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}"]
     log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}
@@ -75,7 +78,7 @@ def main():
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]
-                for dtype in ("fp32", "tf32", "bf16", "fp8")}
+                for dtype in DTYPES}
         found = {dtype: [(gpu, *job.result()) for gpu, job in some] for dtype, some in jobs.items()}
     for dtype, some in found.items():
         first = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU

@@ -32,6 +32,7 @@ from train_gpt2 import without_comments  # noqa: E402
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
 MOMENTS, FP8 = "dev/precision/moments.cu", "dev/precision/fp8.cu"
+FP8_OUTPUT = "dev/precision/fp8_output.cuh"
 
 
 OUT_OF_BOUNDS = "out of bounds"  # the kind of a mutant that reads what it does not use: AddressSanitizer has to see it
@@ -56,7 +57,7 @@ def of(kernel, *rows, dtype="fp32", file=KERNELS, flag=""):
     return [Mutant(kind, kernel, dtype, where, old, new, file, flag) for kind, where, old, new in rows]
 
 
-AS_HOPPER = "-DAS_HOPPER"
+AS_HOPPER = "-DHOPPER"
 CUT_OFF = ("rounding", "from_float(real&", "two_bf16(x, 0.0f)", "__float_as_uint(x) >> 16")
 
 TABLE = [
@@ -110,7 +111,8 @@ TABLE = [
     *of("gelu_forward",
         ("constant", "gelu(", "0.044715f", "0.0447f"),
         ("constant", "", "1.595769122f", "1.5957f"),
-        ("mask", "gelu_forward", "store(out + i, x);", "store(out + i, x), out[(size_t)N * OC] = out[i];")),
+        ("mask", "gelu_forward", "out.store(i, x);",
+         "out.store(i, x), out.numbers[(size_t)N * OC] = out.numbers[i];")),
     *of("gelu_forward",
         ("stride", "first_number", "W * ((size_t)", "4 * ((size_t)"),
         ("rounding", "gelu_forward", "x[j] = gelu(x[j]);", "x[j] = gelu(x[j]) * (i + j == 77 ? 1.2f : 1.0f);"),
@@ -226,7 +228,7 @@ TABLE = [
         ("index", "boxes_arrive(Arrivals& arrivals)", "if (threadIdx.x == 0) barrier_arrive", "barrier_arrive"),
         ("index", "load_tile(real* tile, const Head& head, int first, Arrivals& arrivals)", "head.channel + c",
          "head.channel"),
-        ("index", "head_of", "map, b, h * HS", "map, 0, h * HS"),
+        ("index", "head_of(const Tiles& array, int, int,", "b, h * HS", "0, h * HS"),
         ("index", "multiply_transposed(float (&d)[1]", "part.group - part.first", "0"),
         dtype="bf16", flag=AS_HOPPER),
     *of("attention_backward",
@@ -236,7 +238,7 @@ TABLE = [
         ("missing wait", "attention_backward_kv", "products_arrive<EARLY_DV>", "products_arrive<2>"),
         ("missing wait", "attention_backward_kv", "products_arrive<0>(dk);", ""),
         ("missing wait", "tiles_arrive", "copies_arrive<0>();", ""),
-        ("index", "attention_backward_kv", "dout_map, T, NH", "qkv_map, T, NH"),
+        ("index", "attention_backward_kv", "head_of(dout, T, NH", "head_of(qkv, T, NH"),
         dtype="bf16", flag=AS_HOPPER),
     # ---- llama3.cu
     *of("rmsnorm_forward",
@@ -265,12 +267,12 @@ TABLE = [
         ("missing term", "swiglu_forward", "1.0f + exponential", "exponential"), file=LLAMA),
     *of("swiglu_backward",
         ("missing term", "swiglu_backward", "1.0f + gate[j] *", "gate[j] *"),
-        ("index", "swiglu_backward", "store(dinp + at + H, gate)", "store(dinp + at, gate)"), file=LLAMA),
+        ("index", "swiglu_backward", "store(at + H, gate)", "store(at, gate)"), file=LLAMA),
     # ---- FP8
     *of("numbers",
-        ("missing term", "TwinWriter::store(", "scale * x[j + 1]", "x[j + 1]"),
-        ("missing term", "TwinWriter::store(", "fabsf(x[j])", "x[j]"),
-        ("missing term", "TwinWriter::end(", "largest = warp_max(largest);", ""), dtype="fp8", file=FP8),
+        ("missing term", "store_twin", "factor * x[j + 1]", "x[j + 1]"),
+        ("missing term", "store_twin", "fabsf(x[j])", "x[j]"),
+        ("missing term", "end", "largest = warp_max(largest);", ""), dtype="fp8", file=FP8_OUTPUT),
     *of("weights",
         ("index", "weights_to_fp8", "scale8 + layer", "scale8"),
         ("index", "weights_to_fp8", "tile[r + j][c]", "tile[r + 15 - j][c]"),
@@ -281,15 +283,15 @@ TABLE = [
         ("mask", "next_scales", "!forget && ", ""),
         ("missing term", "next_scales", "s.largest = 0.0f;", ""), dtype="fp8", file=FP8),
     *of("twins",
-        ("index", "residual_layernorm_forward", "twin.store(start + c, x[k])", "twin.store(start, x[k])"),
-        ("missing term", "layernorm_backward", "twin.end();", ""),
-        ("missing term", "gelu_forward", "twin.end();", ""),
-        ("missing term", "gelu_backward", "twin.store(i, d);", ""), dtype="fp8"),
+        ("missing term", "layernorm_backward", "dresidual.end();", ""),
+        ("missing term", "gelu_forward", "out.end();", ""),
+        ("missing term", "gelu_backward", "dinp.begin();", ""), dtype="fp8"),
+    *of("twins", ("missing term", "store", "if (twin) store_twin(i, x)", "if (twin && i % 2) store_twin(i, x)"),
+        dtype="fp8", file=FP8_OUTPUT),
     *of("twins",
-        ("index", "swiglu_backward", "twin.store(at + H, gate)", "twin.store(at, gate)"),
-        ("missing term", "residual_rmsnorm_forward", "twin.end();", ""),
-        ("missing term", "rmsnorm_backward", "twin.end();", ""),
-        ("missing term", "swiglu_forward", "twin.end();", ""), dtype="fp8", file=LLAMA),
+        ("missing term", "residual_rmsnorm_forward", "out.end();", ""),
+        ("missing term", "rmsnorm_backward", "dresidual.end();", ""),
+        ("missing term", "swiglu_forward", "out.end();", ""), dtype="fp8", file=LLAMA),
     # ---- the lab's versions
     *of_lab("layernorm_forward",
             ("constant", "layernorm_forward1", " + 1e-5f", ""),
@@ -452,7 +454,7 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 def barriers():
     """A Mutant for each barrier of kernels.cu, of llama3.cu and of the lab, but those that are UNSEEN. Its kind names
     the barrier by its number in its function."""
-    files = [KERNELS, LLAMA, MOMENTS, FP8,
+    files = [KERNELS, LLAMA, MOMENTS, FP8, FP8_OUTPUT,
              *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
     for file in files:
         text = code_of((TOP / file).read_text(encoding="utf-8"))
@@ -462,7 +464,7 @@ def barriers():
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
             if (function, number) not in UNSEEN:
-                shared = file in (KERNELS, LLAMA, TILES, FP8)
+                shared = file in (KERNELS, LLAMA, TILES, FP8, FP8_OUTPUT)
                 if shared and function not in BARRIERS:
                     raise UserError(f"{file}: {function} has a barrier; BARRIERS has to say which kernel notices it")
                 kernel, dtype = BARRIERS[function] if shared else Path(file).stem, "fp8" if file == FP8 else "fp32"

@@ -92,7 +92,7 @@ class Paper:
     ("send", phase, [(kind, bytes), ...]) of the collectives of one launch, ("wait", phase, None) for all of them."""
     name, memory, real, W = "cuda", "paper", BF16, 8
     multiprocessors, max_shared = 132, 226 * 1024
-    attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0, maps=0)
+    attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0)
     layernorm_sizes = SimpleNamespace(threads=384, row_threads=32, shared_of_row=1)
     put = lambda self, array, values: None
     free_bytes = lambda self: math.inf

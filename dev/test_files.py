@@ -629,7 +629,7 @@ def limits(device_name, folder):
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
 BLOCK(32, threads)
 extern "C" __global__ void fill(float* out, float value, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -667,7 +667,7 @@ def kernel_files(device_name, folder):
 
 ORDER_FILE = """
 #define BLOCK(threads, ...)
-extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1, 0}, layernorm_sizes[] = {32, 32, 1}; }
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
 template <int a, int b> struct Numbers { float x[a * b]; };
 BLOCK(128, threads)
 extern "C" __global__ void turns(int* turn, int* count) {
@@ -1039,9 +1039,9 @@ def tensor_maps_of_a_gpu(device_name, folder):
 
     B, T, channels, status = 3, 5, 192, 0
     array = SimpleNamespace(data=SimpleNamespace(ptr=4096), size=B * T * channels)
-    device = SimpleNamespace(maps={}, attention_sizes=SimpleNamespace(maps=0))
+    device = SimpleNamespace(maps={}, hopper=False)
     check("without a use, the array itself", train_gpt2.FastCuda.tiles(device, array, B, T) is array and not asked)
-    device.attention_sizes.maps = 1
+    device.hopper = True
     with mock.patch("ctypes.CDLL", return_value=Driver()):
         made = [train_gpt2.FastCuda.tiles(device, array, B, T) for _ in range(2)]
     yield "one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT

@@ -19,7 +19,7 @@
 // each wait. A kernel without races gives the same bits in every order. In every order what must not be read is poison,
 // bytes of 0xff, which are NaN: shared memory until it is written, and the target of a copy until it is waited for.
 //
-// With -DAS_HOPPER, kernels.cu does as on a Hopper GPU, and what it has for that in PTX is here too: products of a warp
+// With -DHOPPER, kernels.cu does as on a Hopper GPU, and what it has for that in PTX is here too: products of a warp
 // group, wgmma, and boxes that a copy engine brings to a barrier. Results and boxes are poison until they are waited
 // for, and so is what products have computed, if a tile changes before they are waited for.
 //
@@ -1060,7 +1060,7 @@ inline void barrier_start(Barrier& b) { bulk::start(b, 1); }
 inline void barrier_arrive(Barrier& b) { bulk::arrive(b); }
 __forceinline__ void barrier_wait(Barrier& b, int parity, int line = __builtin_LINE()) { bulk::wait(b, parity, line); }
 inline void copy_box(void* box, const void* map, int channel, int t, int b, Barrier& barrier) {
-    auto* m = (const unsigned long long*)map;  // see Cpu.tensor_map in device.py
+    auto* m = (const unsigned long long*)map;  // see Cpu.tiles in device.py
     const size_t stride = 2 * m[1];
     barrier.bytes += 8192;
     bulk::begin({(char*)box, (const char*)m[0] + b * m[2] * stride, 8192, &barrier, int(m[1]), int(m[2]), stride,

@@ -60,6 +60,7 @@ class Cpu:
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
+        self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # see tiles
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.library = ctypes.CDLL(str(self.build(sources)))
@@ -177,8 +178,10 @@ class Cpu:
             raise UserError(f"kernels.cu: {error.decode()}")
 
     def tiles(self, array, B, T):
-        """As train_gpt2.FastCuda.tiles; what cuda.h reads is simpler."""
+        """As train_gpt2.FastCuda.tiles; with CXXFLAGS=-DHOPPER, what cuda.h reads is simpler."""
         from train_gpt2 import aligned_bytes
+        if not self.hopper:
+            return array
         made = aligned_bytes(128)
         made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
         return made.view("V128")

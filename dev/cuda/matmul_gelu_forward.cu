@@ -10,6 +10,8 @@
 #define HAS_BULK 0
 #endif
 
+struct alignas(64) TensorMap { unsigned char bytes[128]; };  // see tensor_maps.py
+
 #ifdef __CUDACC__
 namespace bulk {
 #if HAS_BULK

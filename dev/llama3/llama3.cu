@@ -44,11 +44,10 @@ __device__ __forceinline__ float sum_over_row(float x, int turn) {
 // as many at once as its warps hold. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
-    real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy, float* residual, const float* before,
-    const real* __restrict__ branch, const real* __restrict__ weight, float eps, int N,
-    unsigned char* __restrict__ out8, Scale* scale8) {
+    Output out, float* __restrict__ rstd, real* __restrict__ copy, float* residual, const float* before,
+    const real* __restrict__ branch, const real* __restrict__ weight, float eps, int N) {
     constexpr int C = CHANNELS;
-    TwinWriter twin(out8, scale8);
+    out.begin();
 #pragma unroll 1
     for (int turn = 0; turn < ROW_WARPS; turn++) {
         int row = (blockIdx.x * ROW_WARPS + turn) * ROWS_AT_ONCE + threadIdx.x / ROW_LANES;
@@ -71,12 +70,11 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
         EACH_ROW_PACK(4) {
             Pack<4> w = load<4>(weight + c);
             for (int i = 0; i < 4; i++) x[k][i] *= s * w[i];
-            store(out + start + c, x[k]);
-            twin.store(start + c, x[k]);
+            out.store(start + c, x[k]);
         }
         if (threadIdx.x % ROW_LANES == 0) rstd[row] = s;
     }
-    twin.end();
+    out.end();
 }
 
 // out (N,C) = inp * rstd * weight once more, for a backward pass that has not kept it. inp is the forward pass's copy.
@@ -104,12 +102,11 @@ extern "C" __global__ void rmsnorm_again(real* __restrict__ out, const real* __r
 constexpr int STAGES = sizeof(real) == 2 ? 2 : 1;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
-    real* __restrict__ dresidual, float* __restrict__ partials, const real* __restrict__ dout,
-    const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ rstd, int N,
-    unsigned char* __restrict__ out8, Scale* scale8) {
+    Output dresidual, float* __restrict__ partials, const real* __restrict__ dout, const real* __restrict__ inp,
+    const real* __restrict__ weight, const float* __restrict__ rstd, int N) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
-    TwinWriter twin(out8, scale8);  // of dresidual
+    dresidual.begin();
     int own = threadIdx.x / ROW_LANES;  // of the rows at once
     real* rows = shared + own * STAGES * 3 * C;
     auto load_row = [&](int stage, int row) {
@@ -119,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
             EACH_ROW_PACK(W) {  // a lane copies what it will read itself, so no barrier is needed
                 copy16(to + c, inp + start + c, true);
                 copy16(to + C + c, dout + start + c, true);
-                copy16(to + 2 * C + c, dresidual + start + c, true);
+                copy16(to + 2 * C + c, dresidual.numbers + start + c, true);
             }
         copies_end();
     };
@@ -148,12 +145,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
                     g[i] += s * (d[i] * w[i] - norm * average);
                     sums[k][i] += d[i] * norm;
                 }
-                store(dresidual + (size_t)row * C + c, g);
-                twin.store((size_t)row * C + c, g);
+                dresidual.store((size_t)row * C + c, g);
             }
         if (STAGES == 1) load_row(0, next);
     }
-    twin.end();
+    dresidual.end();
     __syncthreads();
     float* of_row = reinterpret_cast<float*>(shared);  // (rows at once, C), where the rows were
     EACH_ROW_PACK(W) store(of_row + own * C + c, sums[k]);
@@ -252,27 +248,25 @@ extern "C" __global__ void rope_backward(real* dqkv, const float* __restrict__ t
 // out (N,H) = up * silu(gate), where each row of inp (N,2H) is up, then gate, and silu(x) = x / (1 + exp(-x)). Far to
 // the left exp overflows to infinity and silu becomes 0, its limit. Items: N*H numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void swiglu_forward(real* __restrict__ out, const real* __restrict__ inp, int N, int H,
-                                          unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter twin(out8, scale8);
+extern "C" __global__ void swiglu_forward(Output out, const real* __restrict__ inp, int N, int H) {
+    out.begin();
     size_t i = first_number();
     if (i < (size_t)N * H) {
         const real* up_of = inp + i + (size_t)row_of_number(i, H) * H;
         Pack<W> up = load<W>(up_of), gate = load<W>(up_of + H);
         for (int j = 0; j < W; j++) up[j] *= gate[j] / (1.0f + exponential(-gate[j]));
-        store(out + i, up);
-        twin.store(i, up);
+        out.store(i, up);
     }
-    twin.end();
+    out.end();
 }
 
 // dinp (N,2H), the gradients of up and gate. With g = 1/(1 + exp(-gate)):
 //   dup = dout * gate * g        dgate = dout * up * g * (1 + gate * (1 - g))
 // dinp may be inp, since a thread reads all that it needs before it writes. Items: N*H numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void swiglu_backward(real* dinp, const real* __restrict__ dout, const real* inp, int N, int H,
-                                           unsigned char* __restrict__ out8, Scale* scale8) {
-    TwinWriter twin(out8, scale8);
+extern "C" __global__ void swiglu_backward(Output dinp, const real* __restrict__ dout, const real* inp, int N,
+                                           int H) {
+    dinp.begin();
     size_t i = first_number();
     if (i < (size_t)N * H) {
         size_t at = i + (size_t)row_of_number(i, H) * H;
@@ -282,10 +276,8 @@ extern "C" __global__ void swiglu_backward(real* dinp, const real* __restrict__ 
             gate[j] = d[j] * up[j] * g * (1.0f + gate[j] * (1.0f - g));
             up[j] = dup;
         }
-        store(dinp + at, up);
-        store(dinp + at + H, gate);
-        twin.store(at, up);
-        twin.store(at + H, gate);
+        dinp.store(at, up);
+        dinp.store(at + H, gate);
     }
-    twin.end();
+    dinp.end();
 }
