@@ -169,7 +169,8 @@ class Cpu:
             return 0 if array is None else array.__array_interface__["data"][0]
 
         # An array goes by its address, but a struct, of type void, by value.
-        by_value = (kind or arg is not None and arg.dtype.kind == "V" for arg, (_, kind, _) in zip(args, kernel.parameters))
+        by_value = (kind or arg is not None and arg.dtype.kind == "V"
+                    for arg, (_, kind, _) in zip(args, kernel.parameters))
         values = [np.asarray(arg if whole else np.uint64(at(arg))) for arg, whole in zip(args, by_value)]
         pointers = (ctypes.c_void_p * len(values))(*map(at, values))
         grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
