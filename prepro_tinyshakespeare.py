@@ -155,7 +155,7 @@ FLAGS = [
     ("-q", "--final-fraction", RATE, None, "what the learning rate falls to, as a fraction of it (default: 1)"),
     ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
     ("-v", "--val-every", COUNT_OR_0, None, "steps between validations, and one after the last; 0: none (default: 20)"),
-    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, each B*T a rank, at most; -1: all"),
+    ("-m", "--val-batches", COUNT_OR_ALL, 20, "most batches of a validation, each B*T, of all ranks together; -1: all"),
     ("-s", "--sample-every", COUNT_OR_0, None, "steps between samples, and one after the last; 0: none (default: 20)"),
     ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
     ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),

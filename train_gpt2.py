@@ -1049,8 +1049,10 @@ def train(model, train_data, val_data, steps, flags, stop, folder=None, examples
         if validates:
             val_data.open(0)
             count = val_data.batches if flags.val_batches < 0 else min(flags.val_batches, val_data.batches)
-            val_loss = sum(model.forward(*val_data.next_batch()) for _ in range(count)) / count
-            val_loss = sum(ranks.exchange(val_loss, "a validation")) / ranks.count
+            val_batches = (val_data.next_batch() for _ in range(count))
+            own = itertools.islice(val_batches, ranks.rank, None, ranks.count)  # every N-th of N ranks; maybe none
+            val_sum = sum(model.forward(*batch) for batch in own)
+            val_loss = sum(ranks.exchange(val_sum, "a validation")) / count
             say(f"val loss {val_loss:.6f}")
             log(f"s:{done} tel:{val_loss:.4f}")
         if validates and examples and done:
@@ -1161,7 +1163,7 @@ def work(architecture, flags, place, ranks=ALONE):
     train_data = DataLoader(train_path, B, T, c.V, flags.shuffle, ranks)
     if flags.val_every:
         fits = min(count_tokens(path)[0] - 1 for path in files_of(val_path)) // T  # sequences; tinyshakespeare has 31
-        val_data = DataLoader(val_path, max(1, min(B, fits // ranks.count)), T, c.V, False, ranks)
+        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c.V, False)
     flags.seq_len, flags.shuffle, flags.total_batch = T, int(train_data.shuffle), flags.total_batch or train_data.size
     if flags.total_batch % train_data.size:
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {train_data.size}, "

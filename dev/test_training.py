@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +29,7 @@ import turns  # noqa: E402
 from prepro_tinyshakespeare import FLAGS, launched, parse_flags, write_tokens  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, check, run, summary  # noqa: E402
-from train_gpt2 import Config  # noqa: E402
+from train_gpt2 import Alone, Config  # noqa: E402
 
 TINY = HERE / "fixtures" / "gpt2_tiny.bin"
 LOG = """s:0 tel:11.0092
@@ -294,7 +295,7 @@ def recipes_of_nodes(folder):
         check(f"{path.stem}: what it changes", changed == {"batch_size", "val_batches", "zero", "steps"}, changed)
         tokens = 16 * flags.batch_size * flags.seq_len
         check(f"{path.stem}: 16 ranks have the tokens of a step", tokens == flags.total_batch, tokens)
-        sequences = 16 * flags.val_batches * flags.batch_size
+        sequences = flags.val_batches * flags.batch_size  # of all ranks
         check(f"{path.stem}: sequences of a validation, llm.c's", sequences == 160 * 64, sequences)
         for name in environment.keys() & {*node, "SLURM_JOB_ID"}:
             done = run_recipe(folder, path, **environment | {name: ""})
@@ -368,6 +369,56 @@ def twins(folder):
     check("bf16 is not fp32, and near it", 1e-5 < np.abs(bf16 - fp32).max() < 0.1, np.abs(bf16 - fp32).max())
 
 
+class Thread(Alone):
+    """A rank that is a thread of this process. Its ranks share a list of what each gives."""
+
+    def __init__(self, rank, count, given, barrier):
+        self.rank, self.count, self.given, self.barrier = rank, count, given, barrier
+
+    def exchange(self, value, about):
+        self.given[self.rank] = value
+        self.barrier.wait(20)
+        return [*self.given]
+
+
+class OneToken:
+    """A model whose loss on a batch is the mean of its tokens. seen: the first tokens of all sequences it was given."""
+    Config, step, seen = Config, 0, []
+
+    def __init__(self, config, device, B, T, attention, recompute, ranks):
+        self.config, self.device, self.B, self.T, self.ranks = config, device, B, T, ranks
+
+    def set_parameters(self, tensors):
+        pass
+
+    def forward(self, tokens, targets):
+        self.seen.extend(tokens[:, 0].tolist())
+        return float(np.float32(tokens.mean() / 3))
+
+
+def validations(folder):
+    """A validation takes the same sequences, each once, and prints the same loss on any number of ranks: where they do
+    not divide its batches, where some ranks have none, and where -b shrinks to fit the file."""
+    T, longer, shorter = 8, 31, 6  # sequences of the files
+    first = np.random.default_rng(3).permutation(200)[:longer]  # tokens of the sequences
+    for name, count in (("val", longer), ("short_val", shorter), ("train", longer)):
+        write_tokens(folder / f"{name}.bin", np.append(np.repeat(first[:count], T), 1))
+    for name, batches, sequences in (("val", 5, 20), ("val", 2, 8), ("val", -1, 28), ("short_val", -1, 4)):
+        arguments = (f"--device cpu --dtype fp32 -e {TINY} -b 4 -t {T} -x 0 -s 0 -i {folder / 'train.bin'} "
+                     f"-j {folder / name}.bin -m {batches}").split()
+        for count in (1, 2, 3, 4):
+            given, barrier, OneToken.seen = [None] * count, threading.Barrier(count), []
+            jobs = [threading.Thread(target=train_gpt2.work, args=(
+                OneToken, parse_flags("", FLAGS, arguments, defaults=False), "cpu",
+                Thread(rank, count, given, barrier))) for rank in range(count)]
+            with mock.patch.object(train_gpt2, "stop_signals", lambda: contextlib.nullcontext([])):
+                text = output_of(lambda jobs=jobs: [*(job.start() for job in jobs), *(job.join() for job in jobs)])
+            what, wish = f"{name}, -m {batches}, {count} ranks", first[:sequences].tolist()
+            check(f"{what}: its sequences", sorted(OneToken.seen) == sorted(wish), OneToken.seen)
+            losses = re.findall(r"^val loss (\S+)$", text, re.MULTILINE)
+            check(f"{what}: its loss", losses == [f"{np.mean(wish) / 3:.6f}"] * count, losses)
+
+
 def steps_by_turns(folder):
     """A version's time is the median of its runs, beside the first's. A run's is that of its later steps. A commit's
     files are unpacked, and flags behind those of all win."""
@@ -411,7 +462,7 @@ def test_training():
     """All of these, each in a folder of its own."""
     torch = importlib.util.find_spec("torch")
     for test in (logs, rows_of_sweep, sections, tables, whole_sweep, recipes, recipes_of_nodes,
-                 steps_by_turns, *([twins] if torch else [])):
+                 validations, steps_by_turns, *([twins] if torch else [])):
         with tempfile.TemporaryDirectory() as folder:
             run(f"training, {test.__name__.replace('_', ' ')}:", test, Path(folder))
     if not torch:
