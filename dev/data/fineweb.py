@@ -238,7 +238,10 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
 
 @contextlib.contextmanager
 def locked(folder):
-    """While this program writes into a folder, another may not. Raises UserError."""
+    """Make a folder. While this program writes into it, another may not. If an error comes before the folder has a
+    shard or a downloaded file, and this program made it, it is removed. Raises UserError."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,6 +249,13 @@ def locked(folder):
     except BlockingIOError:
         raise UserError(f"{folder}: another program writes shards there; wait for it, or give another --output"
                         ) from None
+    except (Exception, KeyboardInterrupt):
+        if folder in made and not any(path.suffix in (".bin", ".parquet") for path in folder.rglob("*")):
+            shutil.rmtree(folder)
+            for path in made[1:]:
+                with contextlib.suppress(OSError):  # somebody else has put something there
+                    path.rmdir()
+        raise
     finally:
         os.close(handle)
 
@@ -262,7 +272,6 @@ def main(arguments=None):
     folder = Path(flags.output or f"data/{name}{'' if flags.input else version}")
     encoding = gpt2_encoding()
     workers = flags.workers or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count())
-    folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         downloads, before = folder / f"{name}_download", read_progress(progress_path(folder, name))
         source, commit = ("--input", None) if flags.input else (f"{repo} {sample}", before.get("commit"))

@@ -478,7 +478,8 @@ def hub_troubles(folder):
                           ("stops", "sent a part of it and then stopped"), ("stumbles", None),
                           ("closed", r"could not be reached \(.*\): connect to the network"),
                           ("offline", "HF_HUB_OFFLINE forbids .*: unset it")):
-        out = folder / trouble.replace(" ", "_")
+        parent = folder / trouble.replace(" ", "_")
+        out = parent / "shards"
         serve(trouble, **{repo: {"a" * 40: {name: content}}})
         with mock.patch("time.sleep", lambda seconds: None), mock.patch.multiple(
                 "huggingface_hub.constants", HF_HUB_OFFLINE=trouble == "offline", ENDPOINT=(
@@ -488,6 +489,15 @@ def hub_troubles(folder):
         left = {path.name: path.read_bytes() for path in out.rglob("*") if path.suffix in (".parquet", ".incomplete")}
         whole = [] if wish else [content]  # which is no Parquet, as the program says of it
         check(f"the hub, {trouble}: no part of a file is left", list(left.values()) == whole, sorted(left))
+        check(f"the hub, {trouble}: a folder is left only for a file", parent.exists() == (wish is None))
+    serve("404", **{repo: {"a" * 40: {name: content}}})
+    for i, found in enumerate(((), ("own_val_000000.bin",), ("notes.txt",))):  # folders that were there before
+        out = folder / f"before{i}"
+        out.mkdir()
+        for file in found:
+            (out / file).touch()
+        check_refusal("the hub, a folder that was there", "no such thing", in_process, fineweb, "--output", out)
+        check("the hub, a folder that was there: as it was", {p.name for p in out.iterdir()} == {*found})
     with mock.patch.dict(sys.modules, {"huggingface_hub": None}):
         check_refusal("the hub", "huggingface_hub is missing .*pip install", hub.download, repo, name)
 
