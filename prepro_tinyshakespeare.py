@@ -363,6 +363,17 @@ LLAMA_TOKEN_FILE = FileKind("token file", 20240801, (7,), "dev/llama3/tokens.py 
 TOKEN_FILES = {TOKEN_FILE: np.dtype("<u2"), LLAMA_TOKEN_FILE: np.dtype("<u4")}  # the types of their tokens
 TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it tiktoken is used")
 
+KINDS = {  # what a file is, by the first number of its header, and what takes it
+    20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
+    20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
+    20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",
+    20240520: "a file of GPT-2's tokens, which train_gpt2.py trains on (-i)",
+    20240522: "a file of HellaSwag's questions, which train_gpt2.py scores (--hellaswag)",
+    20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",
+    20240801: "a file of Llama 3's tokens, which dev/llama3/train_llama3.py trains on (-i)",
+    20240803: "a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains (-e)",  # or a debug state of Llama 3
+}
+
 
 def read_header(path, kind, *others):
     """The 256 ints of a file's header. Raises UserError if it is of none of these kinds, or of another version."""
@@ -375,8 +386,10 @@ def read_header(path, kind, *others):
     kinds = {kind.magic: kind for kind in (kind, *others)}
     if header and header[0] not in kinds:
         legacy = "; a file without a header is of an old format" if kind is TOKEN_FILE else ""
-        expected = " or ".join(map(str, kinds))
-        raise UserError(f"{path}: begins with {header[0]}, and a {kind.name} with {expected}{legacy}: {kind.remedy}")
+        magics, names = " or ".join(map(str, kinds)), " or a ".join(dict.fromkeys(k.name for k in kinds.values()))
+        if header[0] in KINDS:
+            raise UserError(f"{path}: is {KINDS[header[0]]}; expected a {names}: {kind.remedy}")
+        raise UserError(f"{path}: begins with {header[0]}, and a {names} with {magics}{legacy}: {kind.remedy}")
     kind = kinds[header[0]] if header else kind
     if len(header) < 256:
         raise UserError(f"{path}: truncated within its header of {HEADER_BYTES} bytes; "

@@ -102,7 +102,7 @@ class Config:
     C: int = 768
     Vp: int = 50304
 
-    FILE = FileKind("checkpoint", 20240326, (3, 5), "a run with -o writes one, dev/convert.py another")
+    FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, dev/convert.py another")
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
     SOURCES = (HERE / "kernels.cu",)
     MODELS = ("gpt2_124M.bin", "d12", "d3")  # without -e: a checkpoint, if it is here; on a GPU; on a CPU

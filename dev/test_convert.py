@@ -299,7 +299,8 @@ def refusals(folder):
             ints[int(i[1:])] = value
         return ints.tobytes()
 
-    for wish, bad in (("begins with 5, and a checkpoint with 20240326 or 20240803", header(_0=5)),
+    for wish, bad in (("begins with 5, and a GPT-2 checkpoint or a Llama 3 checkpoint with 20240326 or 20240803",
+                       header(_0=5)),
                       ("version 4; expected version 3 or 5", header(_1=4)), ("truncated: ", good[:-1]),
                       ("too long", good + b"1"), ("truncated within its header", good[:1000]),
                       ("V not to exceed Vp", header(_3=257)), ("C to be divisible by NH", header(_5=3)),

@@ -32,7 +32,7 @@ from dev.cuda.heads import launch_trainers  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from dev.nvtx import annotate, put_ranges  # noqa: E402
-from prepro_tinyshakespeare import (BF16, LOW, TOKEN_FILE, TOKENIZER, UserError, kept_as,  # noqa: E402
+from prepro_tinyshakespeare import (BF16, KINDS, LOW, TOKEN_FILE, TOKENIZER, UserError, kept_as,  # noqa: E402
                                     read_header, read_tokenizer, to_float, write_tokens)
 from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES,  # noqa: E402
                        KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, poison,
@@ -407,6 +407,27 @@ def bad_files(device_name, folder):
         found = refusal(read, path)
         ok = found == wish or found and wish and re.fullmatch(f"{path}: .*({wish}).*", found)
         check(f"{label}: {wish or 'a good one'}", ok, "" if ok else repr(found))
+
+
+def other_kinds(device_name, folder):
+    """A good file of another kind is named, with the program that takes it: of all kinds that any module knows."""
+    path, header, top = folder / "file.bin", np.zeros(256, "<i4"), HERE.parent
+    for label, magic, name, program in (
+            ("checkpoint", 20240803, "a Llama 3 checkpoint", r"dev/llama3/train_llama3.py trains \(-e\)"),
+            ("checkpoint", 20240527, "AdamW's state", "-y 1"), ("checkpoint", 20240520, "GPT-2's tokens", "-i"),
+            ("checkpoint", 20240522, "HellaSwag's questions", "--hellaswag"),
+            ("token file", 20240326, "a GPT-2 checkpoint", r"train_gpt2.py trains \(-e\)"),
+            ("token file", 20240328, "GPT-2's tokenizer", "gpt2_tokenizer.bin"),
+            ("tokenizer", 20240327, "a debug state of GPT-2", "test_gpt2.py .*--state"),
+            ("debug state", 20240801, "Llama 3's tokens", r"train_llama3.py trains on \(-i\)")):
+        kind, read, header[0] = GOOD_FILES[label][0], GOOD_FILES[label][-1], magic
+        header.tofile(path)
+        check_refusal(label, f"{path}: is .*{name}, .*{program}.*; expected a {kind.name}: {kind.remedy}", read, path)
+    sources = [file.read_text(encoding="utf-8") for file in (*top.glob("*.py"), *HERE.rglob("*.py"))]
+    magics = {int(magic) for text in sources for magic in re.findall(r"FileKind\(\s*\"[^\"]+\", (\d+)", text)}
+    check("all kinds of files are known", magics == KINDS.keys(), magics ^ KINDS.keys())
+    programs = {name for text in KINDS.values() for name in re.findall(r"\S+\.py", text)}
+    check("their programs exist", programs and all((top / name).exists() for name in programs), programs)
 
 
 def good_files(device_name, folder):
@@ -1032,9 +1053,10 @@ def faults_of_a_gpu(device_name, folder):
 
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
-    for test in (bad_files, good_files, packed_batches, first_parameters, schedules, samples, random_numbers, outliers,
-                 token_order, limits, kernel_files, orders, races, steps_of_a_graph, profiler_ranges, models_too_large,
-                 command_line, without_the_cpu_folder, tensor_maps_of_a_gpu, faults_of_a_gpu):
+    for test in (bad_files, other_kinds, good_files, packed_batches, first_parameters, schedules, samples,
+                 random_numbers, outliers, token_order, limits, kernel_files, orders, races, steps_of_a_graph,
+                 profiler_ranges, models_too_large, command_line, without_the_cpu_folder, tensor_maps_of_a_gpu,
+                 faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 

@@ -261,7 +261,7 @@ def rules(folder):
 MISTAKES = [  # what the one line says, and the flags
     ("-t 35: HellaSwag's example 5 has 39 tokens", "-t", "35"), ("absent.bin: could not be read", "-e", "absent.bin"),
     ("none.bin: could not be read .*dev/data/hellaswag.py writes one", "--data", "none.bin"),
-    ("begins with 20240522, .* 20240326 or 20240803", "-e", "hellaswag.bin"),
+    ("is a file of HellaSwag's questions, .* expected a GPT-2 checkpoint or a Llama 3 c", "-e", "hellaswag.bin"),
     ("token 400, and the model has V = 331", "--data", "words.bin"), ("--nonsense is no flag", "--nonsense"),
     ("--batch-size.* 0: expected at least 1", "-b", "0"), ("maxT = 40", "-t", "41"),
 ]

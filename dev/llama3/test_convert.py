@@ -230,7 +230,7 @@ def refusals(folder):
             ints[int(index[1:])] = value
         return ints.tobytes()
 
-    for wish, content in (("begins with 20240327, and a checkpoint with 20240326 or 20240803",
+    for wish, content in (("is a debug state of GPT-2, .*; expected a GPT-2 checkpoint or a Llama 3 checkpoint: ",
                            (FIXTURES / "gpt2_tiny_debug_state.bin").read_bytes()),
                           ("sizes from 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
                           ("truncated: ", good[:-1]), ("too long", good + b"1"), ("too long", header(_1=5)),

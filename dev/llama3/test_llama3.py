@@ -138,8 +138,10 @@ def files(device_name, folder):
     tensors["fcw"], tensors["fcprojw"] = np.zeros((2, 2 * fraction.H, 64)), np.zeros((2, 64, fraction.H))
     path.write_bytes(format_a(fraction, tensors))
     check_refusal("format A", "ffn_dim_multiplier = 1.* cut off", Config3.from_file, path)
-    check_refusal("a GPT-2's", "begins with 20240326, and a Llama 3 checkpoint with 20240803", Config3.from_file, TINY)
-    check_refusal("for GPT-2", "begins with 20240803, and a checkpoint with 20240326", Config.from_file, GQA)
+    check_refusal("a GPT-2's", "is a GPT-2 checkpoint, which train_gpt2.py trains .-e.; expected a Llama 3 "
+                  "checkpoint: dev/convert.py", Config3.from_file, TINY)
+    check_refusal("for GPT-2", "is a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains .-e.; expected a "
+                  "GPT-2 checkpoint: a run with -o", Config.from_file, GQA)
 
 
 def bad_files(device_name, folder):
@@ -178,7 +180,7 @@ def command_line(device_name, folder):
             *((None, *tiny, "--dtype", dtype, "-o", f"{dtype}_{n}") for dtype in ("fp32", "bf16") for n in (1, 2)),
             *((None, *tiny, "--dtype", "fp32", *flags, "-o", name) for name, *flags in others),
             (None, *tiny[2:], "-e", "llama3:d1", "-t", "9", "-g", "0"),
-            ("begins with 20240326", *tiny, "-e", TINY), ("-e d1.5: expected", "-e", "d1.5"),
+            ("is a GPT-2 checkpoint, which train_gpt2.py", *tiny, "-e", TINY), ("-e d1.5: expected", "-e", "d1.5"),
             ("token 9 is 331, and the model has V = 331 words", *tiny, "-i", "larger.bin")):
         done = subprocess.run([sys.executable, HERE / "train_llama3.py", "--device", device_name, *flags], cwd=folder,
                               capture_output=True, text=True)

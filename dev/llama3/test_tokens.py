@@ -137,7 +137,7 @@ def files(folder):
     check_refusal("token file", "large.bin: token 17 is 51000, and the model has V = 50257", read_tokens,
                   folder / "large.bin", 50257)
     header = np.fromfile(folder / "large.bin", "<i4")
-    for wish, index, value in (("begins with 5, and a token file with 20240520 or 20240801", 0, 5),
+    for wish, index, value in (("begins with 5, and a token file with 20240520 or 20240801:", 0, 5),
                                ("version 1 .*; expected version 7: dev/llama3/tokens.py", 1, 1),
                                ("truncated: ", 2, 41), ("too long", 2, 39), ("token 0 is 4294967295", 256, -1)):
         content = header.copy()
