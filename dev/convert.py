@@ -15,7 +15,9 @@ GPT-2       In a folder a linear layer's weight is (in, out), and in a checkpoin
             of zeros below its V words, so that they are a multiple of 128.
 Llama 3     In a checkpoint RoPE rotates neighbouring rows 2i and 2i+1 of a query or key head together, as in Meta's own
             files; in a folder it rotates rows i and i + HS/2. And a checkpoint has zeros for the biases that GPT-2 has,
-            and wte once more as lm_head if the two are tied.
+            and wte once more as lm_head if the two are tied. config.json keeps as llm_c what only a checkpoint's
+            header says, so that a checkpoint becomes a folder and the same bytes again. (One of llm.c's master
+            comes back in the format of its branch llama3.)
 
 A folder that is written also gets GPT-2's tokenizer, if the model has GPT-2's words. No file says whether a model was
 trained with `--attention relu`, which transformers does not know.
@@ -24,6 +26,7 @@ A safetensors file is the length of a JSON text in 8 bytes; that text, {name: {d
 numbers. So NumPy maps it into memory, bfloat16 too, and a model is converted tensor by tensor.
 """
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -58,6 +61,10 @@ BUFFERS = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"  # no weights: w
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # GPT-2's linear layers
 ROTATED = "q_proj.weight", "k_proj.weight"  # Llama's, of which RoPE rotates the results
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # RoPE's
+
+# What a Llama 3 checkpoint's header says and config.json has no names for: it only has the H that these make, and
+# factor 8 for scaled 1 and 8.
+HEADER = {"multiple_of": (int,), "ffn_multiplier": (int, float), "scaled": (int,), "minor": (int,)}
 
 # A checkpoint's tensors, and the folder's whose rows they hold one after the other. {} is the layer. None has no name
 # in the folder: zeros.
@@ -154,6 +161,18 @@ def mlp_numbers(C, H):
     return None
 
 
+def with_header(path, c, kept):
+    """The Config3 with the numbers of HEADER that a config.json kept. Raises UserError unless c has the same sizes."""
+    ok = (isinstance(kept, dict) and kept.keys() == HEADER.keys()
+          and all(type(kept[name]) in types and abs(kept[name]) < 2**31 for name, types in HEADER.items())
+          and kept["multiple_of"] > 0 and kept["ffn_multiplier"] > 0)
+    found = dataclasses.replace(c, **kept) if ok else None
+    if not ok or (found.H, found.factor) != (c.H, c.factor):
+        raise UserError(f"{path}: llm_c is {kept}; expected {', '.join(HEADER)} that make intermediate_size {c.H} and "
+                        f"RoPE's factor {c.factor}, or no llm_c")
+    return found
+
+
 def read_llama(path, config):
     """The Config3 of the dict of a config.json. Raises UserError."""
     maxT, V, L, NH, NKV, C, H = sizes_of(path, config, (
@@ -170,7 +189,7 @@ def read_llama(path, config):
     kind = rope.get("rope_type") or rope.get("type") or "default"
     scaling, factor, scaled = {name: rope.get(name) for name in SCALING}, rope.get("factor"), 0
     if kind != "default":
-        if (kind, scaling) != ("llama3", SCALING) or factor not in range(2, 1024):
+        if (kind, scaling) != ("llama3", SCALING) or factor not in range(2, 2**16):
             raise UserError(f"{path}: RoPE is of type {kind} with factor {factor}, {scaling}; expected default, or "
                             f"llama3 with a whole factor and {SCALING}")
         scaled = 1 if factor == 8 else int(factor)
@@ -184,6 +203,8 @@ def read_llama(path, config):
         raise UserError(f"{path}: rms_norm_eps is {eps} and rope_theta {theta}; expected numbers above 0")
     # Of the versions 3.1 and 3.2, the tied models are 3.2.
     c = Config3(maxT, V, L, NH, C, 0, NKV, *mlp, eps, theta, scaled, 1 + tied, tied)
+    if config.get("llm_c") is not None:
+        c = with_header(path, c, config["llm_c"])
     c.check(path)
     return c
 
@@ -194,7 +215,8 @@ def write_llama(c):
             "num_key_value_heads": c.NKV, "hidden_size": c.C, "intermediate_size": c.H, "head_dim": c.C // c.NH,
             "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rms_norm_eps": c.eps,
             "rope_theta": c.theta, "tie_word_embeddings": c.tied,
-            "rope_scaling": {"rope_type": "llama3", "factor": float(c.factor), **SCALING} if c.scaled else None}
+            "rope_scaling": {"rope_type": "llama3", "factor": float(c.factor), **SCALING} if c.scaled else None,
+            "llm_c": {name: getattr(c, name) for name in HEADER}}
 
 
 class Architecture(NamedTuple):

@@ -126,6 +126,40 @@ def round_trips(folder):
         check(f"{path.stem}: the same again", (folder / "again.bin").read_bytes() == path.read_bytes())
 
 
+def same_bytes(folder):
+    """A checkpoint becomes a folder and the same bytes again, also where config.json has no word for what its header
+    says. A config.json with other sizes than that is refused, and one without it, as others write them, is not."""
+    good, path, again = (FIXTURES / "llama_gqa.bin").read_bytes(), folder / "one.bin", folder / "again.bin"
+    c = Config3.from_file(FIXTURES / "llama_gqa.bin")
+    for i, (ints, floats) in enumerate((
+            ({8: 1}, {0: 112.5 / 256}), ({8: 112}, {0: 0.125}), ({8: 56}, {0: 0.3}), ({8: 14}, {}), ({9: 0}, {}),
+            ({9: 1}, {}), ({9: 8}, {}), ({9: 32}, {}), ({9: 3000}, {}), ({11: 0}, {}), ({11: 3}, {}),
+            ({2: 131072}, {}), ({}, {1: 1e-6, 2: 10000.0}))):
+        content = np.frombuffer(good, "<i4").copy()
+        for index, number in ints.items():
+            content[index] = number
+        for index, number in floats.items():
+            content.view("<f4")[256 + index] = number
+        path.write_bytes(content.tobytes())
+        convert.checkpoint_to_folder(path, folder / f"{i}")
+        convert.folder_to_checkpoint(str(folder / f"{i}"), again)
+        check(f"a header with {ints} {floats}: the same again", again.read_bytes() == path.read_bytes())
+    path = folder / "0" / "config.json"
+    whole = json.loads(path.read_text())
+    for wish, change in (("expected .* intermediate_size", {"multiple_of": 1024}), ("expected", {"multiple_of": "1"}),
+                         ("expected", {"multiple_of": 0}), ("expected", {"ffn_multiplier": None}),
+                         ("expected", {"ffn_multiplier": float("inf")}), ("expected", {"minor": 1.5}),
+                         ("expected", {"minor": 2**31}), ("expected", {"scaled": 32}), ("expected", {"scaled": True}),
+                         ("expected", {"more": 1})):
+        path.write_text(json.dumps(whole | {"llm_c": whole["llm_c"] | change}))
+        check_refusal("kept", f"config.json: llm_c is .*{wish}.*, or no llm_c", convert.read_config, path.parent)
+    for kept in ([1], "x", {}):
+        path.write_text(json.dumps(whole | {"llm_c": kept}))
+        check_refusal("kept", "config.json: llm_c is .*expected .*or no llm_c", convert.read_config, path.parent)
+    path.write_text(json.dumps(whole | {"llm_c": None}))
+    check("without it, numbers that make the same sizes", convert.read_config(path.parent).H == c.H)
+
+
 def other_types(folder):
     """Numbers are rounded to bf16 where it is asked for, and become fp32 as they are."""
     for i, (stored, asked, made) in enumerate(((np.float32, BF16, BF16), (BF16, np.float32, np.float32),
@@ -265,7 +299,7 @@ def transformers_logits(folder):
         check(f"{fixture}, saved by transformers", (folder / "again.bin").read_bytes() == path.read_bytes())
 
 
-TESTS = [round_trips, other_types, configs, refusals]
+TESTS = [round_trips, same_bytes, other_types, configs, refusals]
 
 
 def test_convert(tests=TESTS):
