@@ -4,12 +4,13 @@
 """
 import base64
 import contextlib
+import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -107,10 +108,11 @@ def files(folder):
     text = "the abc\n\nabc <|end_of_text|> 123\n\n" * 20
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     (folder / "book.txt").write_text(text)
-    done = subprocess.run([sys.executable, HERE / "tokens.py", "--input", "book.txt", "--name", "a_book"], cwd=folder,
-                          capture_output=True, text=True)
-    ok = done.returncode == 0 and "tokenizer.json: 270 tokens" in done.stdout
-    check("tokens.py", ok, "" if ok else f"{done.stdout} {done.stderr}")
+    tokens.encoding.cache_clear()
+    arguments, out = ["tokens.py", "--input", "book.txt", "--name", "a_book"], io.StringIO()
+    with working_in(folder), mock.patch.object(sys, "argv", arguments), contextlib.redirect_stdout(out):
+        tokens.main()
+    check("tokens.py", "tokenizer.json: 270 tokens" in out.getvalue(), out.getvalue())
     words = tokens.vocabulary(folder / "tokenizer.json")
     parts = [read_tokens(folder / f"data/a_book/a_book_{part}.bin", len(words)) for part in ("val", "train")]
     found = np.concatenate(parts)
@@ -137,7 +139,7 @@ def files(folder):
     check_refusal("token file", "large.bin: token 17 is 51000, and the model has V = 50257", read_tokens,
                   folder / "large.bin", 50257)
     header = np.fromfile(folder / "large.bin", "<i4")
-    for wish, index, value in (("begins with 5, and a token file with 20240520 or 20240801:", 0, 5),
+    for wish, index, value in (("begins with 5, and a token file with 20240520 or 20240801;", 0, 5),
                                ("version 1 .*; expected version 7: dev/llama3/tokens.py", 1, 1),
                                ("truncated: ", 2, 41), ("too long", 2, 39), ("token 0 is 4294967295", 256, -1)):
         content = header.copy()
@@ -147,20 +149,31 @@ def files(folder):
 
 
 def refusals(folder):
-    """Of what is no tokenizer of Llama 3, each in one line."""
+    """Of what is no tokenizer of Llama 3, each in one line; one with as many words as Llama 3's is none of these."""
     bytelevel = {"type": "ByteLevel", "use_regex": True}
     for name, wish, content in (
             ("tokenizer.json", "could not be read", None), ("tokenizer.model", "could not be read", None),
+            *(("tokenizer.json", f"its {wish}", tokenizer_json(**change)) for wish, change in (
+                ("model is of type Unigram, not BPE", {"model": {"type": "Unigram", "vocab": []}}),
+                ("normalizer is of type NFC, not none", {"normalizer": {"type": "NFC"}}),
+                ("pre_tokenizer has the steps ByteLevel, not Split, ByteLevel", {"pre_tokenizer": bytelevel}),
+                ("pre_tokenizer has the steps Split, not", {"pre_tokenizer": SPLIT}),
+                ("pre_tokenizer has the steps Split, Split, ByteLevel, not", {"pre_tokenizer": {
+                    "type": "Sequence", "pretokenizers": [SPLIT, SPLIT, bytelevel]}}),
+                ("pre_tokenizer has the steps Digits, ByteLevel, not", {"pre_tokenizer": {
+                    "type": "Sequence", "pretokenizers": [{"type": "Digits"}, bytelevel]}}))),
             *((name, "expected Llama 3's tokenizer", content) for name, content in (
                 *(("tokenizer.json", content) for content in (b"{", b"[]", b"\xff", b"{}")),
-                ("tokenizer.json", tokenizer_json(model={"type": "Unigram", "vocab": []})),
-                ("tokenizer.json", tokenizer_json(normalizer={"type": "NFC"})),
-                *(("tokenizer.json", tokenizer_json(pre_tokenizer=step)) for step in (bytelevel, SPLIT, None)),
+                ("tokenizer.json", tokenizer_json(pre_tokenizer=None)),
                 ("tokenizer.json", tokenizer_json(model={"type": "BPE", "vocab": {"\u4e00": 0}})),
                 ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>"), ("tokenizer.model", b"YQ== x\n"),
                 ("tokenizer.model", b"!!!! 1\n"))),
             ("tokenizer.json", r"has no <\|begin_of_text\|>", tokenizer_json(added_tokens=[])),
-            ("tokenizer.model", "has no token for byte 0; expected", tokenizer_model(BYTES[:255]))):
+            ("tokenizer.model", "has no token for byte 0; expected", tokenizer_model(BYTES[:255])),
+            ("tokenizer.model", r"its <\|begin_of_text\|> is token 268, not 128000; .* GPT-2's words",
+             tokenizer_model(WORDS[:268])),
+            ("tokenizer.json", r"its <\|begin_of_text\|> is token 32000, not 128000", tokenizer_json(added_tokens=[
+                {"id": 32000, "content": "<|begin_of_text|>"}]))):
         path = folder / name
         if content is None:
             path.unlink(missing_ok=True)
@@ -168,12 +181,16 @@ def refusals(folder):
             path.write_bytes(content)
         tokens.encoding.cache_clear()
         check_refusal(name, f"{path}: .*{wish}", tokens.encoding, path)
+    path.with_suffix(".model").write_bytes(tokenizer_model([*WORDS, *(
+        b"\xff" + i.to_bytes(3, "big") for i in range(128000 - len(WORDS)))]))
+    words = tokens.encoding(path.with_suffix(".model"))
+    check("128,000 words", (words.n_vocab, words.encode_single_token("<|begin_of_text|>")) == (128256, 128000))
 
 
 def test_tokens():
     """All of these, each in a folder of its own."""
-    for test in (words_and_ids, files, refusals):
-        with tempfile.TemporaryDirectory() as folder:
+    for test, begin in ((words_and_ids, len(WORDS)), (files, len(WORDS)), (refusals, tokens.BEGIN_ID)):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(tokens, "BEGIN_ID", begin):
             run(f"tokens, {test.__name__.replace('_', ' ')}:", test, Path(folder))
 
 

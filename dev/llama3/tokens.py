@@ -4,7 +4,8 @@
     python dev/llama3/tokens.py --input book.txt                       # data/book_llama/book_llama_{train,val}.bin
 
 The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json, or Meta's tokenizer.model. Without --tokenizer
-it is the one in the current folder, and without that GPT-2's. The text is split into documents as by
+it is the one in the current folder, and without that GPT-2's. A tokenizer of other words is refused, since no model
+here has them. The text is split into documents as by
 prepro_tinyshakespeare.py, with <|begin_of_text|> before each. A file is 256 int32 (magic 20240801, version 7, count),
 then the tokens as uint32.
 """
@@ -19,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from prepro_tinyshakespeare import (END_OF_TEXT, LLAMA_TOKEN_FILE, PRINTING, TEXT_FLAGS, UserError, gpt2_encoding,
                                     parse_flags, prepare, read_text, run, vocabulary as gpt2_vocabulary, words_of)
 
-BEGIN_OF_TEXT = "<|begin_of_text|>"
+# Stands between two texts, as GPT-2's end-of-text. Its id is how the trainer knows a model with Llama 3's vocabulary of
+# 128,256 words from one with GPT-2's.
+BEGIN_OF_TEXT, BEGIN_ID = "<|begin_of_text|>", 128000
 # How Llama 3 cuts a text into the pieces that become tokens each on its own; a tokenizer.json says it by itself.
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
            r"|\s+(?!\S)|\s+")
@@ -44,9 +47,13 @@ def read_json(path):
     byte_of = {chr(b): b for b in PRINTING} | {chr(256 + i): b for i, b in enumerate(others)}
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     steps = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])
-    [pattern] = [step["pattern"]["Regex"] for step in steps if step["type"] == "Split"]
-    if content["model"]["type"] != "BPE" or content.get("normalizer") or steps[-1]["type"] != "ByteLevel":
-        raise ValueError
+    names, model, normalizer = ", ".join(step["type"] for step in steps), content["model"], content.get("normalizer")
+    for ok, problem in ((model["type"] == "BPE", f"model is of type {model['type']}, not BPE"),
+                        (not normalizer, f"normalizer is of type {normalizer and normalizer['type']}, not none"),
+                        (names == "Split, ByteLevel", f"pre_tokenizer has the steps {names}, not Split, ByteLevel")):
+        if not ok:
+            raise UserError(f"{path}: its {problem}; expected Llama 3's tokenizer")
+    pattern = steps[0]["pattern"]["Regex"]
     ids = {bytes(map(byte_of.__getitem__, word)): i for word, i in content["model"]["vocab"].items()
            if word not in special}
     return pattern, ids, special
@@ -78,6 +85,9 @@ def encoding(path=None):
     if missing or BEGIN_OF_TEXT not in special:
         lack = f"token for byte {missing[0]}" if missing else BEGIN_OF_TEXT
         raise UserError(f"{path}: has no {lack}; expected a tokenizer of Llama 3")
+    if special[BEGIN_OF_TEXT] != BEGIN_ID:
+        raise UserError(f"{path}: its {BEGIN_OF_TEXT} is token {special[BEGIN_OF_TEXT]}, not {BEGIN_ID}; expected a "
+                        "tokenizer of Llama 3, since the trainer has models of its words and of GPT-2's words only")
     return tiktoken.Encoding(str(path), pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
 
 

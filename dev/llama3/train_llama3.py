@@ -35,7 +35,7 @@ from prepro_tinyshakespeare import (EOT, HEADER_BYTES, LLAMA_TOKEN_FILE, TOKEN_F
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
-from dev.llama3.tokens import encoding, vocabulary  # noqa: E402
+from dev.llama3.tokens import BEGIN_ID, encoding, vocabulary  # noqa: E402
 from train_gpt2 import GPT2, PARTIAL_ROWS, Config, Row, logit_rows, main, read_parameters  # noqa: E402
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
@@ -45,7 +45,6 @@ META = {  # Meta's models, by their descriptors
     "llama3.2:3B": dict(L=28, NH=24, NKV=8, C=3072, ffn_multiplier=1.0, scaled=32),
     "llama3.2:1B": dict(L=16, NH=32, NKV=8, C=2048, ffn_multiplier=1.4, scaled=32),
 }
-BEGIN_ID = 128000  # stands between two texts in Llama's vocabulary of 128,256 words, as EOT in GPT-2's
 
 
 def whole_numbers_only(header):
