@@ -363,7 +363,7 @@ LLAMA_TOKEN_FILE = FileKind("token file", 20240801, (7,), "dev/llama3/tokens.py 
 TOKEN_FILES = {TOKEN_FILE: np.dtype("<u2"), LLAMA_TOKEN_FILE: np.dtype("<u4")}  # the types of their tokens
 TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it tiktoken is used")
 
-KINDS = {  # what a file is, by the first number of its header, and what takes it
+KINDS = {  # by the first number of a header: what the file is, and what takes it
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
     20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
     20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",

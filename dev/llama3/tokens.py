@@ -5,9 +5,8 @@
 
 The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json, or Meta's tokenizer.model. Without --tokenizer
 it is the one in the current folder, and without that GPT-2's. A tokenizer of other words is refused, since no model
-here has them. The text is split into documents as by
-prepro_tinyshakespeare.py, with <|begin_of_text|> before each. A file is 256 int32 (magic 20240801, version 7, count),
-then the tokens as uint32.
+here has them. The text is split into documents as by prepro_tinyshakespeare.py, with <|begin_of_text|> before each. A
+file is 256 int32 (magic 20240801, version 7, count), then the tokens as uint32.
 """
 import base64
 import functools
