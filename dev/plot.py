@@ -328,7 +328,8 @@ def label_of(run, others):
     losses = [name for name in ("loss", "val loss") if name in last]
     same = [other.name for other in others if losses and all(
         np.array_equal(other.series.get(name, ()), run.series[name], equal_nan=True) for name in losses)]
-    name = run.name if len(run.name) <= 70 else f"{run.name[:40]}…{run.name[-29:]}"
+    name, most = run.name, 70 if same else 100  # letters, so that the line is no wider than the chart
+    name = name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"
     return f"{key} {figure_of(key, last[key])}  {name}" + (f" (same losses as {same[0]:.15})" if same else "")
 
 
