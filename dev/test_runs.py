@@ -259,7 +259,8 @@ def kept_checkpoints(device, folder):
         found = sorted(int(re.search(r"\d{8}", path.name)[0]) for path in kept.glob(pattern))
         start = [0] * (pattern == "run_*")  # the flags of the run since its start
         yield f"kept {pattern}", found, [*start, 4, 8, 11, 12], EXACT
-    gone, output = [], RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None))
+    gone = []
+    output = RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None, val_every=0))
     with mock.patch.object(Path, "unlink", lambda path, **_: gone.append(path.name)):
         output.remove(12)
     names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]
