@@ -139,11 +139,11 @@ FLAGS = [
     ("-j", "--val-data", named, None, "token file to validate on (default: -i's, with val for train)"),
     ("-e", "--model", named, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: {kind.MODELS[0]} if it "
      "is here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a CPU)"),
-    ("-o", "--output", named, None, "folder for main.log and checkpoints; one comes at the end (default: none)"),
+    ("-o", "--output", named, None, "new folder for main.log and checkpoints; one comes at the end (default: none)"),
     ("-n", "--checkpoint-every", COUNT_OR_0, 0, "steps between checkpoints that -y 1 can go on from; 0 for none"),
     ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "the newest so many of them are kept; 0: all"),
     ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "those of multiples of so many steps are kept forever; 0 for none"),
-    ("-y", "--resume", SWITCH, 0, "1: go on from the newest whole checkpoint in -o, if there is one"),
+    ("-y", "--resume", SWITCH, 0, "1: go on with the run in -o, from its newest whole checkpoint or its start"),
     ("-b", "--batch-size", COUNT, None, "B, sequences in a micro-batch of a rank (default: 4)"),
     ("-d", "--total-batch", COUNT, None, "tokens in a step of all ranks, a multiple of B*T times their number "
      "(default: that)"),

@@ -1136,12 +1136,13 @@ def work(architecture, flags, place, ranks=ALONE):
     kind, folder, val_data, examples = architecture.Config, None, None, ()
     if flags.output and not flags.dry_run:
         from dev.run_folder import RunFolder
-        folder = RunFolder(flags, ranks)  # to go on, it sets what is not given as it was
+        folder = RunFolder(flags, ranks, kind)  # to go on, it sets what is not given as it was
     name = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
     small = not name and place == "cpu"
     set_defaults(flags, place, not name)
     ranks.zero = ranks.count > 1 and bool(flags.zero)  # which -y 1 may have set
-    name = str(folder and folder.checkpoint or name or kind.MODELS[2 if small else 1])
+    flags.model = name or kind.MODELS[2 if small else 1]
+    name = str(folder and folder.checkpoint or flags.model)
     from_file = os.path.exists(name) or name.endswith(".bin")
     c = kind.from_file(name) if from_file else kind.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
@@ -1158,7 +1159,8 @@ def work(architecture, flags, place, ranks=ALONE):
         from dev.eval.sample import go_on
         return go_on(from_file and load(1), flags)
 
-    train_path, val_path = ranks.in_turn(lambda: c.data_paths(flags.train_data, flags.val_data))
+    paths = ranks.in_turn(lambda: c.data_paths(flags.train_data, flags.val_data))
+    train_path, val_path = flags.train_data, flags.val_data = paths
     train_path, flags.shuffle = (val_path, 0) if flags.overfit else (train_path, flags.shuffle)
     train_data = DataLoader(train_path, B, T, c.V, flags.shuffle, ranks)
     if flags.val_every:

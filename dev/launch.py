@@ -8,7 +8,6 @@
 The trainer imports this if there is more than one. dev/ranks.py has what they do in a step.
 """
 import ctypes
-import hashlib
 import itertools
 import os
 import secrets
@@ -24,6 +23,7 @@ import numpy as np
 
 from dev.meeting import SILENCE, Meeting
 from dev.ranks import Ranks
+from dev.run_folder import sketch
 from prepro_tinyshakespeare import UserError, launched
 
 HERE = Path(__file__).resolve().parent
@@ -103,17 +103,6 @@ def launch(count, place):
 
 
 # ---- Before the first step
-
-
-def sketch(path):
-    """A hash of a file's size and of 16 parts of it: whole checkpoints and data take too long to read."""
-    size, digest = os.path.getsize(path), hashlib.sha256()
-    digest.update(str(size).encode())
-    with open(path, "rb") as file:
-        for i in range(16):
-            file.seek(i * size // 16)
-            digest.update(file.read(2**16))
-    return digest.hexdigest()[:12]
 
 
 def expect_same(meeting, own):

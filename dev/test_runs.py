@@ -257,17 +257,18 @@ def kept_checkpoints(device, folder):
     train(device, folder, kept, "-n", 1, "-nk", 2, "-nm", 4)
     for pattern in ("DONE_*", "model_*", "state_*", "run_*"):
         found = sorted(int(re.search(r"\d{8}", path.name)[0]) for path in kept.glob(pattern))
-        yield f"kept {pattern}", found, [4, 8, 11, 12], EXACT
+        start = [0] * (pattern == "run_*")  # the flags of the run since its start
+        yield f"kept {pattern}", found, [*start, 4, 8, 11, 12], EXACT
     gone = []
+    output = RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None, val_every=0))
     with mock.patch.object(Path, "unlink", lambda path, **_: gone.append(path.name)):
-        RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None)).remove(12)
+        output.remove(12)
     names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]
     yield "DONE goes first", gone == names, True, EXACT
     alone = folder / "alone"
     train(device, folder, alone, "-n", 0)
-    yield "-o alone", sorted(path.name for path in alone.iterdir()) == ["main.log", "model_00000012.bin"], True, EXACT
-    train(device, folder, alone, "-n", 0)  # again, in the same folder
-    yield "-o alone, again: lines of the log", len((alone / "main.log").read_text().splitlines()), 12 + 4, EXACT
+    wish = ["main.log", "model_00000012.bin", "run_00000000.json"]
+    yield "-o alone", sorted(path.name for path in alone.iterdir()) == wish, True, EXACT
 
 
 def overfitted_batch(device, folder):
@@ -392,7 +393,8 @@ def full_disks(device, folder):
     check("full disk: the end says so too", ok, done.stderr)
     check("full disk: the training went on", "step   12/12" in done.stdout)
     yield "full disk: whole checkpoints", whole_ones(output), [3, 6], EXACT
-    rest = sorted(path.name for path in output.iterdir() if not re.search("0000000[36]|main.log", path.name))
+    rest = sorted(path.name for path in output.iterdir()
+                  if not re.search("0000000[36]|main.log|run_00000000", path.name))
     check("full disk: nothing else is left", rest == [], f"{rest}")
     train(device, folder, output, "-y", 1)
     same(bytes_of(output, 12), bytes_of(folder / "enough", 12), "after a full disk")
@@ -423,7 +425,7 @@ def full_disks(device, folder):
 
     crash = ("import sys; import train_gpt2, dev.run_folder as r\n"
              "def broken(*args): raise ZeroDivisionError('a crash')\n"
-             "r.replace_file, real = lambda path, chunks: real(path, chunks) if path.name == 'main.log' else broken(), "
+             "r.replace_file, real = lambda path, chunks: real(path, chunks) if '00000000' in path.name else broken(), "
              "r.replace_file\n"
              "train_gpt2.run(lambda: train_gpt2.main(sys.argv[1:]))")
     done = subprocess.run([sys.executable, "-c", crash, *command(device, folder, folder / "crash")[2:]], text=True,
@@ -465,12 +467,11 @@ def refusals(device, folder):
     (other / "part_train_1.bin").write_bytes(data)
     nothing, N = (lambda path: None), sum(row.size for row in Config.from_file(TINY).parameter_table())
     for wish, action, *flags in (
-            (r"-b 2, and now it is 1: expected the same", nothing, "-b", 1),
             (r"-t 8, and now it is 4: expected", nothing, "-t", 4),
             (r"-d 32, and now it is 64: expected", nothing, "-d", 64),
             (r"--shuffle 1, and now it is 0: expected", nothing, "--shuffle", 0),
-            (r"a run on \['part_train_0.bin', 1690\], and -i is \['part_val_0.bin'", nothing, "-a", 1),
-            (r"a run on \['part_train_1.bin', 1624\], and -i is \['part_train_1.bin', 1622\]", nothing,
+            (r"a run on \['part_train_0.bin', 1690, '\w+'\], and -i is \['part_val_0.bin'", nothing, "-a", 1),
+            (r"a run on \['part_train_1.bin', 1624, '\w+'\], and -i is \['part_train_1.bin', 1622, ", nothing,
              "-i", other / "part_train_*.bin"),
             (r"a run on 3 files, and -i is 2 files|a run on", nothing, "-i", folder / "part_train_[01].bin"),
             (r"-e .*gpt2_tiny.bin, and now it is d2: expected the same", nothing, "-e", "d2"),
@@ -489,10 +490,9 @@ def refusals(device, folder):
             (r"of another --shuffle than it says", change(20, 0)),
             (r"in file 3", change(120, 3)), (r"has \d+ batches", change(128, 99)),
             (r"of step 4; expected 3, as its name says", change(40, 4)),
-            (r"holds checkpoints of another run, up to step 3: go on from that with -y 1", nothing, "-y", 0),
-            (r"holds checkpoints of another run, up to step 3: go on from that with -y 1", nothing, "-y", 0, "-n", 0),
+            (r"holds an earlier run \(DONE_00000003, main.log, .*go on from that with -y 1", nothing, "-y", 0),
             (r"-x 2: expected 3 or more, the steps of .*model_00000003.bin", nothing, "-x", 2),
-            (r"run_00000003.json: could not be read \('data'\)",
+            (r"run_00000003.json: data is missing; expected",
              lambda p: (p / "run_00000003.json").write_text('{"flags": {}}')),
             (r"model_00000003.bin: truncated", cut("model_00000003.bin", 9999))):
         flags = flags if "-y" in flags else [*flags, "-y", 1]
@@ -500,7 +500,9 @@ def refusals(device, folder):
         line = text.splitlines()[-1]
         check(f"refused: {wish[:50]}", re.search(f"^error: .*{wish}", line) and text.count("error: ") == 1, line)
     for wish, action, *flags in ((r"WARNING: --learning-rate was 0.01 until step 3, and is 0.02 from now on", nothing,
-                                  "-l", 0.02), (r"WARNING: --steps was 3 until step 3, and is 4", nothing, "-x", 4)):
+                                  "-l", 0.02),
+                                 (r"WARNING: --batch-size was 2 until step 3, and is 1 from now on", nothing, "-b", 1),
+                                 (r"WARNING: --steps was 3 until step 3, and is 4", nothing, "-x", 4)):
         text = train(device, folder, damage(action), "-x", 3, *flags, "-y", 1)
         check(f"warned: {wish}", wish in text, text[-200:])
     for flags in (("--dry-run",), ("--dry-run", 1), ("--dry-run", "-v", 0)):
