@@ -79,7 +79,7 @@ CASES = [
     Case("bf16", "--dtype bf16", AGAIN, **QUICK),
     Case("bf16, accumulated", f"--dtype bf16 {D3}", AGAIN),
     Case("bf16 as on Hopper", f"--dtype bf16 {D3}", cxx="-DAS_HOPPER", needs="cpu"),
-    Case("from scratch", "-e d1 -t 16 -b 1 -x 2 --seed 7"),
+    Case("from scratch", "-e d2 -t 8 -b 1 -x 1 -n 0 -v 0 --seed 7"),
     Case("recompute 1", f"--recompute 1 --dtype fp32 {D3}", AGAIN, **QUICK),
     Case("recompute 2", f"--recompute 2 --dtype fp32 {D3}", AGAIN, **QUICK),
     Case("recompute 1, bf16", f"--recompute 1 --dtype bf16 {D3}"),
