@@ -246,11 +246,12 @@ def command(case, device, flags, ranks, more):
     return words + ["--gpus", str(ranks)] * (ranks > 1 and device == "cuda")
 
 
-def run_case(case, device, side, olds, key):
-    """Run a case in the folder `side`, from the folders of OLD's where it resumes. Returns the seconds it took."""
+def run_case(case, device, side, olds, known):
+    """Run a case in the folder `side`, from the folders of OLD's where it resumes. If it is `known` which tree and data
+    these are, a case that has been run there by the same is not run again. Returns the seconds it took."""
     folder, begun = side / named(case), time.monotonic()
-    mark = folder / "case.json"
-    if key and mark.exists() and json.loads(mark.read_text())["key"] == key:
+    mark, key = folder / "case.json", repr((known, device, case, USUAL, ENVIRONMENT))
+    if known and mark.exists() and json.loads(mark.read_text())["key"] == key:
         return 0.0
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -470,18 +471,20 @@ def compare_code(old, new, jobs):
 # ---- The program
 
 
-def run_tree(commit, cases, device, side, olds, jobs):
-    """Run the cases by a tree. Yields the seconds of each."""
-    key = "" if side != olds or os.path.isdir(commit) else " ".join(
-        [commit, device, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()])
-    locks, warm = {}, set()  # by what they compile: the first case of each compiles alone
+def run_tree(tree, cases, device, side, olds, jobs):
+    """Run the cases by the tree that is at TREE. Yields the seconds of each."""
+    locks, warm = {}, set()
+    data = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((olds.parent / "data").iterdir()))).hexdigest()
+    known = "" if side != olds or os.path.isdir(tree) else f"{tree} {data}"
 
     def work(case):
+        """A case; alone where it compiles what others use, and on a GPU while a dtype's algorithms are chosen."""
         dtype, moments = (re.findall(rf"{flag} (\S+)", case.flags)[-1:] for flag in ("--dtype", "--moments"))
-        build = case.model.split("_")[0] * (case.model != "gpt2_128"), *dtype, *moments, case.cxx
-        with contextlib.nullcontext() if build in warm else locks.setdefault(build, threading.Lock()):
-            seconds = run_case(case, device, side, olds, key)
-        warm.add(build)
+        kind = (*dtype,) if device == "cuda" else (case.model.split("_")[0], *dtype, *moments, case.cxx)
+        alone = kind not in warm or device == "cuda" and side == olds
+        with locks.setdefault(kind, threading.Lock()) if alone else contextlib.nullcontext():
+            seconds = run_case(case, device, side, olds, known)
+        warm.add(kind)
         return seconds
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -504,7 +507,7 @@ def main():
     parser.add_argument("--only", default="", help="cases whose name has this, a regular expression")
     parser.add_argument("--code", action="store_true", help="only the machine code")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    parser.add_argument("--jobs", type=int, help="cases at a time (default: 2 on a CPU, 1 on a GPU)")
+    parser.add_argument("--jobs", type=int, help="cases at a time (default: 2 on a CPU, 6 on a GPU)")
     parser.add_argument("--keep", type=Path, help="folder for the runs")
     flags = parser.parse_args()
     listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
@@ -517,7 +520,7 @@ def main():
         ["git", "rev-parse", "--verify", f"{x}^{{commit}}"], cwd=TOP, check=True, stdout=-1, text=True
         ).stdout.strip() for x in (flags.old, flags.new)]
     CACHE.mkdir(parents=True, exist_ok=True)
-    begun, results, jobs = time.monotonic(), [], flags.jobs or (2 if device == "cpu" else 1)
+    begun, results, jobs = time.monotonic(), [], flags.jobs or (2 if device == "cpu" else 6)
     with open(CACHE / "same_lock", "w") as lock, tempfile.TemporaryDirectory() as temporary:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has TREE
         work = (flags.keep or Path(temporary)).resolve()
