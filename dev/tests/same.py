@@ -387,9 +387,8 @@ def compare(case, olds, news):
     said = [(side / f"err{len(status) - 1}.txt").read_text() for side, status in zip(sides, statuses)]
     said = [(re.findall("^error: .*", text, re.M) or [text.strip()[-300:]])[0] for text in said]
     if statuses[0] != statuses[1]:
-        unknown = [tree for tree, text in zip(("OLD", "NEW"), said) if "is no flag" in text]
-        return [f"{unknown[0]} cannot do it: " * len(unknown[:1]) + f"exit status {statuses[0]} and {statuses[1]}: "
-                f"{said[0]!r} and {said[1]!r}"], 0, False
+        unknown = "".join(f"{tree} cannot do it: " for tree, x in zip(("OLD", "NEW"), said) if "is no flag" in x)
+        return [f"{unknown}exit status {statuses[0]} and {statuses[1]}: {said[0]!r} and {said[1]!r}"], 0, False
     if statuses[0][-1] and all(re.search("tiktoken", text) for text in said):
         return None, 0, False  # neither has GPT-2's vocabulary, which a prompt needs
     if bool(statuses[0][-1]) != case.fails:
@@ -525,9 +524,10 @@ def main():
         ["git", "rev-parse", "--verify", f"{x}^{{commit}}"], cwd=TOP, check=True, stdout=-1, text=True
         ).stdout.strip() for x in (flags.old, flags.new)]
     CACHE.mkdir(parents=True, exist_ok=True)
-    begun, results, jobs = time.monotonic(), [], flags.jobs or (2 if device == "cpu" else 6)
+    results, jobs = [], flags.jobs or (2 if device == "cpu" else 6)
     with open(CACHE / "same_lock", "w") as lock, tempfile.TemporaryDirectory() as temporary:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has TREE
+        begun = time.monotonic()
         work = (flags.keep or Path(temporary)).resolve()
         olds, news = work / "old", work / "new"
         data_files(work / "data")
