@@ -331,7 +331,7 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
 
 # ---- Files
 
-SMALL = Config(maxT=40, V=257, L=1, NH=1, C=32, Vp=384)
+SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
 GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
     "checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
@@ -412,7 +412,7 @@ def bad_files(device_name, folder):
 def good_files(device_name, folder):
     """What is written is read again, in fp32 and in bf16, and a full disk leaves the old file as it was."""
     path, copy = folder / "model.bin", folder / "copy.bin"
-    models = [GPT2(SMALL, device_of(device_name, dtype, 32, 1), 1, 1) for dtype in ("fp32", "bf16")]
+    models = [GPT2(SMALL, device_of(device_name, dtype, 64, 2), 1, 1) for dtype in ("fp32", "bf16")]
     for model, version in zip(models, (3, 5)):
         model.set_parameters(draw_parameters(SMALL, 42))
         write_checkpoint(path, model)
@@ -838,7 +838,7 @@ class Ranges:
 
 def profiler_ranges(device_name, folder):
     """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
-    device, nvtx = device_of(device_name, "fp32", 32, 1), Ranges()
+    device, nvtx = device_of(device_name, "fp32", 64, 2), Ranges()
     with mock.patch.multiple(device, create=True, launch=device.launch, matmul=device.matmul, zero=device.zero,
                              graph=True):
         plain, model = (poisoned_model(device, 2, 20, recompute=2) for _ in range(2))
@@ -859,11 +859,11 @@ def profiler_ranges(device_name, folder):
                     "add_partials"]
             check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
             products = [path[0] for path in own if len(path) == 1 and path[0].startswith("matmul ")]
-            wish = ["32 x 128 x 40", "40 x 128 x 32", "128 x 32 x 40", "40 x 32 x 128", "32 x 32 x 40", "40 x 32 x 32",
-                    "96 x 32 x 40", "40 x 32 x 96"]
+            wish = ["64 x 256 x 40", "40 x 256 x 64", "256 x 64 x 40", "40 x 64 x 256", "64 x 64 x 40", "40 x 64 x 64",
+                    "192 x 64 x 40", "40 x 64 x 192"]
             check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
             again = [path[1] for path in own if path[0] == f"layer_forward {l}" and len(path) == 2]
-            wish = "matmul 40 x 96 x 32" in again and "attention_forward" not in again
+            wish = "matmul 40 x 192 x 64" in again and "attention_forward" not in again
             check(f"ranges: layer {l} again", wish, again)
         with mock.patch.object(device, "kernels", {}):
             check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
@@ -875,7 +875,7 @@ def profiler_ranges(device_name, folder):
 
 def models_too_large(device_name, folder):
     """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
-    device = device_of(device_name, "fp32", 32, 1)
+    device = device_of(device_name, "fp32", 64, 2)
     c = dataclasses.replace(SMALL, L=24)
 
     def allocate(nbytes):
@@ -886,11 +886,11 @@ def models_too_large(device_name, folder):
 
     sizes = device.attention_sizes
     with mock.patch.object(device, "empty", allocate):
-        check_refusal("model", r"\(?.*-DCHANNELS=32.*-DCHANNELS=64", GPT2, dataclasses.replace(c, C=64), device, 1, 1)
+        check_refusal("model", r"\(?.*-DCHANNELS=64.*-DCHANNELS=128", GPT2, dataclasses.replace(c, C=128), device, 1, 1)
         check_refusal("model", "-t 41: .* at most maxT = 40 tokens", GPT2, c, device, 1, 41)
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
-                check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
+                check_refusal("model", "C = 64, NH = 2: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
         room = tables(3, 0)
         for free, B, wish in ((room, 4, r"the largest -b that fits is 3\b.* --recompute 2"),
                               (room, 50, r"the largest -b that fits is 3\b"),

@@ -573,7 +573,7 @@ def steps_that_are_not_finite(device, folder):
     before.pop("main.log")
     same({name: (output / name).read_bytes() for name in before}, before, "the last good checkpoint")
 
-    place = device_of(device, "fp32", 32, 1)
+    place = device_of(device, "fp32", 64, 2)
     model = poisoned_model(place, 2, 20)
     batches = [pack_batch(*batch) for batch in words(257, 2, 2, 2, 20)]
     for kernel, nth, argument, wish in (
