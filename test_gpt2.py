@@ -186,7 +186,7 @@ def test_kernels(device_name, dtype, only=None, names=KERNELS, models=COMPILED_F
         return device_of(device_name, dtype, *model, architecture=architecture, only=needed)
 
     if device_name == "cpu":  # a compiler takes a core
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(device_for, named))
     for kernel, version, sizes, model in wanted:
         device, title = device_for(model), f"{kernel.name} {sizes} {dtype}"
@@ -428,12 +428,28 @@ def read_flags(description, kernels):
     return flags
 
 
+def places_of(flags):
+    """(device's name, dtype) of each combination that the flags ask for."""
+    return [(name, dtype)
+            for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"])
+            for dtype in ([flags.dtype] if flags.dtype else LIMITS)]
+
+
 def each_device(flags):
-    """(device's name, dtype) of each combination that the flags ask for, after a line that says so."""
-    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
-        for dtype in [flags.dtype] if flags.dtype else LIMITS:
-            print(f"--- {name} {dtype}")
-            yield name, dtype
+    """The same, after a line that says so."""
+    for name, dtype in places_of(flags):
+        print(f"--- {name} {dtype}")
+        yield name, dtype
+
+
+# Of all tests in a dtype; on a CPU of two cores, if no kernel is compiled yet. Files, once, take another minute.
+MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIMITS, 2)}
+
+
+def say_how_long(flags):
+    """Print about how long all tests take."""
+    minutes = 1 + sum(MINUTES[name][dtype] for name, dtype in places_of(flags))
+    print(f"about {minutes:.0f} minutes; in one, python dev/tests/run.py --fast says the most important", flush=True)
 
 
 def each_kind(flags, name, dtype):
@@ -463,6 +479,7 @@ def main():
     kernels = flags.kernels or flags.only
     everything = not (kernels or flags.state)
     if everything:
+        say_how_long(flags)
         from dev.test_files import test_files, test_steps
         run("gradient of", finite_differences)
         run("rounding", rounding)

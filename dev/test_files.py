@@ -196,7 +196,7 @@ def mean_moments(device):
     have stopped it below a third of that."""
     gradient, steps = np.float32(0.01), 1500
     with mock.patch.object(device, "moment", BF16):
-        model = poisoned_model(device, 2, 20)
+        model = poisoned_model(device, 2, 20, L=1)
         device.put(model.arenas["gradients"].view(np.float32), np.full(model.adamw_grads.size, gradient))
         for _ in range(steps):
             model.set_adamw(learning_rate=0.0)
