@@ -631,6 +631,14 @@ def kernel_files(device_name, folder):
     check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block", 1, out)
     check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
     check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
+    if device_name == "cpu":  # a copy finds the library, but one with lines for a debugger is its own
+        (folder / "copy").mkdir()
+        copied = shutil.copy(path, folder / "copy")
+        for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
+            with mock.patch.dict("os.environ", CXXFLAGS=flag), contextlib.redirect_stdout(None):
+                found = {make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(file,)))()).library._name
+                         for file in (path, Path(copied))}
+            check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
     check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
