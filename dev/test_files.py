@@ -196,7 +196,7 @@ def mean_moments(device):
     have stopped it below a third of that."""
     gradient, steps = np.float32(0.01), 1500
     with mock.patch.object(device, "moment", BF16):
-        model = poisoned_model(device, 2, 20)
+        model = poisoned_model(device, 2, 20, L=1)
         device.put(model.arenas["gradients"].view(np.float32), np.full(model.adamw_grads.size, gradient))
         for _ in range(steps):
             model.set_adamw(learning_rate=0.0)
@@ -331,7 +331,7 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
 
 # ---- Files
 
-SMALL = Config(maxT=40, V=257, L=1, NH=1, C=32, Vp=384)
+SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
 GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
     "checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
@@ -433,7 +433,7 @@ def other_kinds(device_name, folder):
 def good_files(device_name, folder):
     """What is written is read again, in fp32 and in bf16, and a full disk leaves the old file as it was."""
     path, copy = folder / "model.bin", folder / "copy.bin"
-    models = [GPT2(SMALL, device_of(device_name, dtype, 32, 1), 1, 1) for dtype in ("fp32", "bf16")]
+    models = [GPT2(SMALL, device_of(device_name, dtype, 64, 2), 1, 1) for dtype in ("fp32", "bf16")]
     for model, version in zip(models, (3, 5)):
         model.set_parameters(draw_parameters(SMALL, 42))
         write_checkpoint(path, model)
@@ -652,6 +652,14 @@ def kernel_files(device_name, folder):
     check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block", 1, out)
     check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
     check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
+    if device_name == "cpu":  # a copy finds the library, but one with lines for a debugger is its own
+        (folder / "copy").mkdir()
+        copied = shutil.copy(path, folder / "copy")
+        for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
+            with mock.patch.dict("os.environ", CXXFLAGS=flag), contextlib.redirect_stdout(None):
+                found = {make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(file,)))()).library._name
+                         for file in (path, Path(copied))}
+            check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
     check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
@@ -859,7 +867,7 @@ class Ranges:
 
 def profiler_ranges(device_name, folder):
     """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
-    device, nvtx = device_of(device_name, "fp32", 32, 1), Ranges()
+    device, nvtx = device_of(device_name, "fp32", 64, 2), Ranges()
     with mock.patch.multiple(device, create=True, launch=device.launch, matmul=device.matmul, zero=device.zero,
                              graph=True):
         plain, model = (poisoned_model(device, 2, 20, recompute=2) for _ in range(2))
@@ -880,11 +888,11 @@ def profiler_ranges(device_name, folder):
                     "add_partials"]
             check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
             products = [path[0] for path in own if len(path) == 1 and path[0].startswith("matmul ")]
-            wish = ["32 x 128 x 40", "40 x 128 x 32", "128 x 32 x 40", "40 x 32 x 128", "32 x 32 x 40", "40 x 32 x 32",
-                    "96 x 32 x 40", "40 x 32 x 96"]
+            wish = ["64 x 256 x 40", "40 x 256 x 64", "256 x 64 x 40", "40 x 64 x 256", "64 x 64 x 40", "40 x 64 x 64",
+                    "192 x 64 x 40", "40 x 64 x 192"]
             check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
             again = [path[1] for path in own if path[0] == f"layer_forward {l}" and len(path) == 2]
-            wish = "matmul 40 x 96 x 32" in again and "attention_forward" not in again
+            wish = "matmul 40 x 192 x 64" in again and "attention_forward" not in again
             check(f"ranges: layer {l} again", wish, again)
         with mock.patch.object(device, "kernels", {}):
             check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
@@ -896,7 +904,7 @@ def profiler_ranges(device_name, folder):
 
 def models_too_large(device_name, folder):
     """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
-    device = device_of(device_name, "fp32", 32, 1)
+    device = device_of(device_name, "fp32", 64, 2)
     c = dataclasses.replace(SMALL, L=24)
 
     def allocate(nbytes):
@@ -907,11 +915,11 @@ def models_too_large(device_name, folder):
 
     sizes = device.attention_sizes
     with mock.patch.object(device, "empty", allocate):
-        check_refusal("model", r"\(?.*-DCHANNELS=32.*-DCHANNELS=64", GPT2, dataclasses.replace(c, C=64), device, 1, 1)
+        check_refusal("model", r"\(?.*-DCHANNELS=64.*-DCHANNELS=128", GPT2, dataclasses.replace(c, C=128), device, 1, 1)
         check_refusal("model", "-t 41: .* at most maxT = 40 tokens", GPT2, c, device, 1, 41)
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
-                check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
+                check_refusal("model", "C = 64, NH = 2: .* shared memory.*smaller heads", GPT2, c, device, 1, 1)
         room = tables(3, 0)
         for free, B, wish in ((room, 4, r"the largest -b that fits is 3\b.* --recompute 2"),
                               (room, 50, r"the largest -b that fits is 3\b"),
