@@ -37,9 +37,9 @@ os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 
 PROGRAMS = (
     "lab fp32, sanitized", "test_gpt2.py", "dev/test_ranks.py", "dev/llama3/test_llama3.py", "dev/test_runs.py",
-    "dev/test_run_folder.py", "lab tf32", "lab bf16", "dev/cuda/test_exercise.py", "dev/cuda/test_lab.py", "dev/test_training.py",
-    "dev/test_meeting.py", "dev/test_convert.py", "dev/llama3/test_convert.py", "dev/llama3/test_tokens.py",
-    "dev/test_plot.py", "dev/test_fp8.py",
+    "dev/test_run_folder.py", "lab tf32", "lab bf16", "dev/cuda/test_exercise.py", "dev/cuda/test_lab.py",
+    "dev/test_training.py", "dev/test_meeting.py", "dev/test_convert.py", "dev/llama3/test_convert.py",
+    "dev/llama3/test_tokens.py", "dev/test_plot.py", "dev/test_fp8.py",
 )
 LEFT_OUT = {"dev/test_files.py"}  # test_gpt2.py runs it
 
