@@ -30,8 +30,8 @@ from dev.cuda.adamw import halves
 from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, heads,
                                layernorm, transposed)
 from dev.cuda.kernel import words as chosen
-from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, model_of, noting, parse_sizes,
-                             stored)
+from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, launched_by, model_of, noting,
+                             parse_sizes, stored)
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
 from dev.precision.fp8 import fp8_device
@@ -80,10 +80,17 @@ def run(name, test, *args):
         check(name, False, f"{type(e).__name__}: {e}")
 
 
-@functools.cache
+made = {}  # {what a device is made for: [(its kernels, or None for all, the device)]}
+
+
 def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
     """A device, compiled once for an architecture. A CPU has only one kind, for which plain means nothing; only: the
-    kernels that it has, or all."""
+    kernels that it needs, or all."""
+    only = set(only) if only and name == "cpu" else None
+    devices = made.setdefault((name, dtype, C, NH, plain or name == "cpu", architecture), [])
+    for kernels, device in devices:
+        if kernels is None or only and only <= kernels:
+            return device
     c = architecture.Config(C=C, NH=NH)
     if only:
         device = Cpu(dtype, c, [MOMENTS], only)
@@ -92,6 +99,7 @@ def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
     else:
         device = make_device(name, dtype, c, plain, beside=[MOMENTS])
     device.architecture = architecture
+    devices.append((only, device))
     return device
 
 
@@ -158,7 +166,7 @@ KERNELS = ("encoder_forward", "encoder_backward", "layernorm_forward", "fused_re
            "gelu_backward", "crossentropy_forward", "classifier_fused", "global_norm", "add_loss", "judge", "adamw",
            "adamw_bf16")
 ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"  # of kernels.cu
-# C and NH; the fixtures' first
+# C and NH; the first is the fixture's and SMALL_MODEL's, and has all kernels
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 launched = set()  # the names of the kernels that tests have launched
 
@@ -177,10 +185,17 @@ def test_kernels(device_name, dtype, only=None, names=KERNELS, models=COMPILED_F
             if version.trainer and dtype in version.dtypes:
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
                            for sizes in (*kernel.checks, *kernel.trainer_checks)]
-    device_for = lambda model: device_of(device_name, dtype, *model, architecture=architecture)
+    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS])
+    for kernel, _, _, model in wanted:
+        named.setdefault(model, set()).add(kernel.name)
+
+    def device_for(model):  # the first one has all kernels, since other tests share it
+        needed = None if model == models[0] and not only else launched_by(named[model], known)
+        return device_of(device_name, dtype, *model, architecture=architecture, only=needed)
+
     if device_name == "cpu":  # a compiler takes a core
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(device_for, {model: True for *_, model in wanted}))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(device_for, named))
     for kernel, version, sizes, model in wanted:
         device, title = device_for(model), f"{kernel.name} {sizes} {dtype}"
         # Without CuPy's pool, which a sanitizer would take for one large array.
@@ -243,7 +258,8 @@ def poison(model, *arenas):
         model.device.put(model.arenas[name], np.full(model.arenas[name].nbytes, 255, np.uint8))
 
 
-SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=1, C=32, Vp=384)}  # the sizes of a model that steps are tested with
+# The sizes of a model that steps are tested with: C and NH are the fixture's, so that both share a library
+SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384)}
 
 
 def write_checkpoint(path, model):
@@ -429,12 +445,28 @@ def read_flags(description, kernels):
     return flags
 
 
+def places_of(flags):
+    """(device's name, dtype) of each combination that the flags ask for."""
+    return [(name, dtype)
+            for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"])
+            for dtype in ([flags.dtype] if flags.dtype else LIMITS)]
+
+
 def each_device(flags):
-    """(device's name, dtype) of each combination that the flags ask for, after a line that says so."""
-    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
-        for dtype in [flags.dtype] if flags.dtype else LIMITS:
-            print(f"--- {name} {dtype}")
-            yield name, dtype
+    """The same, after a line that says so."""
+    for name, dtype in places_of(flags):
+        print(f"--- {name} {dtype}")
+        yield name, dtype
+
+
+# Of all tests in a dtype; on a CPU of two cores, if no kernel is compiled yet. Files, once, take another minute.
+MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIMITS, 2)}
+
+
+def say_how_long(flags):
+    """Print about how long all tests take."""
+    minutes = 1 + sum(MINUTES[name][dtype] for name, dtype in places_of(flags))
+    print(f"about {minutes:.0f} minutes; in one, python dev/tests/run.py --fast says the most important", flush=True)
 
 
 def each_kind(flags, name, dtype):
@@ -450,7 +482,7 @@ def test_device(device_name, dtype, plain):
     """Matrix products, and the dumps that are here."""
     where = device_name, dtype, plain, GPT2
     for sizes in ((1, 1, 1), (27, 96, 288), (40, 768, 257), (300, 6, 32)):
-        run(f"{dtype} matmul {sizes}", matmul, device_of(device_name, dtype, 32, 1, plain), *sizes)
+        run(f"{dtype} matmul {sizes}", matmul, device_of(device_name, dtype, 64, 2, plain), *sizes)
     for state in ("gpt2_tiny", "gpt2_tiny_relu"):
         # To decay one tensor wrongly moves a loss by 1.5e-5 or more, to leave out the bias correction by 0.4, and
         # rounding by 1e-6.
@@ -464,6 +496,7 @@ def main():
     kernels = flags.kernels or flags.only
     everything = not (kernels or flags.state)
     if everything:
+        say_how_long(flags)
         from dev.test_files import test_files, test_steps
         run("gradient of", finite_differences)
         run("rounding", rounding)

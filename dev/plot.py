@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from prepro_tinyshakespeare import UserError, number, replace_file, run as run_main
+from prepro_tinyshakespeare import UserError, replace_file, run as run_main
+from train_gpt2 import number
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
@@ -40,6 +41,7 @@ LINES = [  # a line of main.log, and what its numbers behind the step are
 ]
 PRINTED = re.compile(r"step +(\d+)/\d+ \|.*\| +([\d,]+) tok/s(?:.*\| ([\d,]+) tokens$)?")
 SERIES = "loss", "val loss", "HellaSwag", "norm", "lr", "tok/s"
+LAST = 10**12  # no run has more steps, nor more tokens in a step: a larger number is a damaged one
 
 
 class Run(NamedTuple):
@@ -47,12 +49,17 @@ class Run(NamedTuple):
     series: dict  # {one of SERIES: (steps, values)}, float64 arrays in the steps' order
     tokens: int | None  # in a step
     data: str | None  # of OpenAI's figures those that compare: "fineweb", "edu"
-    skipped: str  # which lines were no lines of a main.log, or ""
+    skipped: str  # what was damaged in its files and left out, or ""
 
     @property
     def last(self):
         """The last step that anything is known of."""
         return int(max(steps[-1] for steps, _ in self.series.values()))
+
+
+def printable(text):
+    """Text for a chart or a terminal: a folder's name may hold bytes that are no UTF-8, or control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def read_text(path, what):
@@ -71,8 +78,11 @@ def read_log(path):
         try:
             [(step, *numbers), names] = next((match.groups(), names) for pattern, names in LINES
                                              if (match := pattern.fullmatch(line)))
-            for name, value in zip(names, map(float, numbers)):
-                found.setdefault(name, {})[int(step)] = value
+            step, numbers = int(step), [float(number) for number in numbers]
+            if step > LAST or any(3.5e38 < abs(number) < math.inf for number in numbers):  # more than fp32 holds
+                raise ValueError
+            for name, number in zip(names, numbers):
+                found.setdefault(name, {})[step] = number
         except (StopIteration, ValueError):  # no such line, or no number
             wrong += [i] * bool(line.strip())
     if not found:
@@ -86,21 +96,28 @@ def read_printed(path):
     """({step: tokens a second}, tokens in a step or None) of what the program has printed."""
     speeds, tokens = {}, None
     for match in map(PRINTED.match, read_text(path, "what the program printed").split("\n")[:-1]):
-        if match:
+        try:
             step, speed, total = (int(text.replace(",", "")) if text else 0 for text in match.groups())
+        except (AttributeError, ValueError):  # another line, or a damaged one
+            continue
+        if 1 <= step <= LAST and 1 <= speed <= LAST:
             speeds[step - 1] = float(speed)  # the line counts steps from 1
-            tokens = total // step if total else tokens
+            tokens = total // step if total and total // step <= LAST else tokens
     return speeds, tokens
 
 
 def read_flags(folder):
-    """The flags that the newest run_*.json in a folder keeps, or none. Raises UserError."""
+    """(the flags in the newest run_*.json of a folder, "") or ({}, what is wrong with that file)."""
     path = max(folder.glob("run_*.json"), default=None)
+    if path is None:
+        return {}, ""
     try:
-        return dict(json.loads(read_text(path, "a run's flags"))["flags"]) if path else {}
-    except (ValueError, LookupError, TypeError):
-        raise UserError(f'{path}: expected JSON such as {{"flags": {{"total_batch": 524288}}}}; remove it to draw '
-                        "without") from None
+        flags = dict(json.loads(path.read_text(encoding="utf-8"))["flags"])
+        if not (tokens := flags.get("total_batch")) or type(tokens) is int and 1 <= tokens <= LAST:
+            return flags, ""
+        return {}, f"{path}: ignored, total_batch is {tokens!r:.40}; expected a number of tokens"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {}, f'{path}: ignored; expected JSON such as {{"flags": {{"total_batch": 524288}}}}'
 
 
 def read_run(argument, tokens=None):
@@ -108,7 +125,7 @@ def read_run(argument, tokens=None):
     path = Path(argument)
     log = path / "main.log" if path.is_dir() else path
     found, skipped = read_log(log)
-    flags = read_flags(log.parent)
+    flags, ignored = read_flags(log.parent)
     speeds, printed = read_printed(log.parent / "log") if (log.parent / "log").is_file() else ({}, None)
     if speeds:
         found["tok/s"] = speeds
@@ -120,7 +137,8 @@ def read_run(argument, tokens=None):
     files = str(flags.get("train_data"))
     data = "edu" if "edu_fineweb" in files else "fineweb" if "fineweb" in files or "HellaSwag" in series else None
     name = log.resolve().parent.name if log.name == "main.log" else log.name
-    return Run(name, series, tokens or flags.get("total_batch") or printed, data, skipped)
+    return Run(printable(name), series, tokens or flags.get("total_batch") or printed, data,
+               "; ".join(filter(None, (skipped, ignored))))
 
 
 # ---- What to compare with
@@ -154,19 +172,22 @@ def figures(series, runs, data, sizes):
 
 
 def smoothed(values, width):
-    """The mean of the `width` values around each, an odd number; at the ends of those that are there. Values that are
-    no numbers are left out."""
-    there, window = np.isfinite(values), np.ones(width)
+    """The mean of the `width` values around each, an odd number. Near the first value, where a loss falls fast, the
+    mean is of as many values after as before; near the last, of the values that are there. Only finite values count."""
+    there, at = np.isfinite(values), np.arange(len(values))
+    first, end = at - np.minimum(at, width // 2), np.minimum(at + np.minimum(at, width // 2) + 1, len(values))
+    sums, counts = (np.concatenate([[0], np.cumsum(x)]) for x in (np.where(there, values, 0), there))
     with np.errstate(invalid="ignore"):
-        return np.convolve(np.where(there, values, 0), window, "same") / np.convolve(there, window, "same")
+        return (sums[end] - sums[first]) / (counts[end] - counts[first])
 
 
 # ---- The chart
 
 COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"  # Okabe and Ito (2008)
 GREY = "#707070"
-TITLES = {"loss": "Loss, nats a token", "HellaSwag": "HellaSwag, share of right answers",
-          "norm": "Norm of the gradient", "lr": "Learning rate", "tok/s": "Tokens a second"}  # of the panels
+TITLES = {"loss": "Loss, nats per token", "HellaSwag": "HellaSwag accuracy",
+          "norm": "Gradient norm", "lr": "Learning rate", "tok/s": "Tokens per second"}  # of the panels
+SCORES = "val loss", "HellaSwag"  # dots, of which there are few
 LONG = 500  # steps: the beginning of a longer run, its first 3%, may leave the panel at its top
 
 
@@ -217,52 +238,62 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
                         "--watch does without") from None
     matplotlib.use("agg")
     matplotlib.rcParams.update({
-        "svg.fonttype": "none", "svg.hashsalt": "train_gpt2", "font.family": "sans-serif", "font.size": 10,
+        "svg.fonttype": "none", "svg.hashsalt": "train_gpt2", "font.sans-serif": ["DejaVu Sans"], "font.size": 10,
         "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#a0a0a0",
         "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e8e8e8", "xtick.color": "#404040",
-        "ytick.color": "#404040", "axes.titlesize": 11, "axes.titlelocation": "left", "axes.axisbelow": True})
-    from matplotlib import pyplot, ticker
+        "ytick.color": "#404040", "axes.titlesize": 11, "axes.titlelocation": "left", "axes.axisbelow": True,
+        "axes.formatter.useoffset": False})
+    from matplotlib import lines, pyplot, ticker
 
+    colours = COLOURS
+    if len(runs) > len(COLOURS):
+        colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
     contents = {name: ("loss", "val loss") if name == "loss" else (name,) for name in TITLES}  # of each panel
     panels = [name for name in TITLES if any(key in run.series for run in runs for key in contents[name])]
-    small = [name for name in panels if name != "loss"]
-    across = 3 if len(small) == 3 else 2
-    rows = [["loss"] * 6] * 2 * ("loss" in panels) + [
-        [name for name in small[i : i + across] for _ in range(6 // len(small[i : i + across]))]
-        for i in range(0, len(small), across)]
-    figure, axes = pyplot.subplot_mosaic(rows, figsize=(9.6, 0.6 + 2.1 * len(rows)), sharex=True, layout="constrained")
-    marker = dict(marker="o", markersize=4, markeredgecolor="white", markeredgewidth=0.6, zorder=3)
+    heights = [3.8 if name == "loss" else 1.6 for name in panels]  # in inches
+    labels = [label_of(run, runs[:i]) for i, run in enumerate(runs)]
+    ncols = max(1, min(4, 120 // (max(map(len, labels)) + 8)))
+    figure, axes = pyplot.subplots(
+        len(panels), sharex=True, squeeze=False, height_ratios=heights, layout="constrained",
+        figsize=(9.6, 0.4 + sum(heights) + 0.19 * math.ceil(len(runs) / ncols)))
+    figure.legend([lines.Line2D([], [], color=colour, linewidth=2) for _, colour in zip(runs, colours)], labels,
+                  loc="outside upper left", ncols=ncols, frameon=False, fontsize=9, labelspacing=0.3)
 
-    for panel in panels:
-        ax, bounds = axes[panel], []
+    end = max(max(run.last, 1) * (run.tokens if x == "tokens" else 1) for run in runs)
+    for panel, height, ax in zip(panels, heights, axes[:, 0]):
+        bounds, drawn, widths = [], {}, set()
         for i, run in enumerate(runs):
             for name in filter(run.series.get, contents[panel]):
                 steps, values = run.series[name]
-                places, look = steps * (run.tokens if x == "tokens" else 1), dict(color=COLOURS[i % len(COLOURS)])
+                places, look = steps * (run.tokens if x == "tokens" else 1), dict(color=colours[i])
                 gid, width = f"run{i}-{name.replace(' ', '-')}", 2 * (len(values) // 100) + 1
-                if name in ("loss", "norm", "tok/s") and width > 1:  # as it is thin and pale, and smoothed over that
+                dots = dict(marker="o", markersize=4 if len(values) < 50 else 3, markeredgecolor="white",
+                            markeredgewidth=0.6, zorder=3) if name in SCORES or len(values) == 1 else {}
+                if name not in SCORES and name != "lr" and width > 1:  # pale as it is, and its mean
                     ax.plot(*thinned(places, values), linewidth=0.7, alpha=0.35, gid=gid, **look)
                     # Of a rate it is the mean of times that says how many tokens some steps together did a second.
-                    mean = 1 / smoothed(1 / values, width) if name == "tok/s" else smoothed(values, width)
-                    ax.plot(*thinned(places, mean), linewidth=1.4, gid=f"{gid}-smoothed", **look)
-                else:
-                    dots = marker if name in ("val loss", "HellaSwag") or len(values) == 1 else {}
-                    line = "none" if name == "val loss" and "loss" in run.series else "-"
-                    ax.plot(*thinned(places, values), linestyle=line, linewidth=1.4, gid=gid, **dots, **look)
-                late = values[steps >= 0.03 * run.last] if panel == "loss" and run.last >= LONG else values
+                    values = 1 / smoothed(1 / values, width) if name == "tok/s" else smoothed(values, width)
+                    gid += "-smoothed"
+                    widths.add(width)
+                line = "none" if name == "val loss" and "loss" in run.series else "-"
+                drawn.setdefault(name, []).extend(
+                    ax.plot(*thinned(places, values), linestyle=line, linewidth=1.4, gid=gid, **dots, **look))
+                if name != "tok/s":  # single steps are timed badly: only their mean has to be in the panel
+                    values = run.series[name][1]
+                cut = panel == "loss" and "loss" in run.series and run.last >= LONG
+                late = values[steps >= 0.03 * run.last] if cut else values
                 bounds += [values[np.isfinite(values)].min(initial=math.inf), late[np.isfinite(late)].max(initial=0)]
         key = contents[panel][-1]
         those = [run for run in runs if key in run.series]
-        lines = figures(key, those, data, sizes) if those and key in REACH else []
-        for value, label in lines:
-            ax.axhline(value, color=GREY, linewidth=0.8, linestyle=":", zorder=1, gid=f"figure-{label}")
-            if panel != panels[0]:
-                ax.annotate(label, (0, value), (4, 2), xycoords=("axes fraction", "data"), color=GREY, fontsize=8.5,
-                            textcoords="offset points")
+        others = figures(key, those, data, sizes) if those and key in REACH else []
+        for value, label in others:
+            ax.axhline(value, color=GREY, linewidth=0.8, linestyle=":", zorder=2.5, gid=f"figure-{label}")
         ax.set_title(TITLES[panel])
-        for axis in (ax.xaxis, ax.yaxis) if panel in ("norm", "tok/s") else (ax.xaxis,):
-            axis.set_major_formatter(short)
-        bounds = [bound for bound in bounds if math.isfinite(bound)] + [value for value, _ in lines]
+        ax.set_title(note_of(drawn, widths), loc="right", color=GREY, fontsize=9)
+        ax.tick_params(labelbottom=True)
+        if panel in ("norm", "lr", "tok/s"):
+            ax.yaxis.set_major_formatter(short)
+        bounds = [bound for bound in bounds if math.isfinite(bound)] + [value for value, _ in others]
         low, high = min(bounds, default=0), max(bounds, default=0)
         if panel == "norm" and 0 < 20 * low < high:
             ax.set_yscale("log")
@@ -271,34 +302,66 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
         elif low < high or panel in ("lr", "tok/s") and high:
             low = 0 if panel in ("lr", "tok/s") else low
             ax.set_ylim(low - 0.05 * (high - low) * (low != 0), high + 0.12 * (high - low))
-        if panel == panels[0]:
-            name_ends(ax, runs, contents[panel], lines)
-    if "loss" in panels:
-        axes["loss"].set_title("line: training, smoothed; dots: validation", loc="right", color=GREY, fontsize=9)
-    for name in set(rows[-1]):
-        axes[name].set_xlabel(x)
+        for line in drawn.values():
+            tell_apart(line)
+        others.sort()
+        least = np.ptp(ax.get_ylim()) * 0.2 / height
+        for place, (_, label) in zip(apart([value for value, _ in others], least), others):
+            ax.annotate(label, (1.005, place), xycoords=("axes fraction", "data"), va="center", fontsize=8.5,
+                        color=GREY, annotation_clip=False)
+    ax.set_xlim(-0.015 * end, 1.015 * end)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+    ax.xaxis.set_major_formatter(short)  # of all panels
+    for ax in axes[[0, -1], 0]:
+        ax.set_xlabel(x)
     out = io.BytesIO()
     figure.savefig(out, format=form, dpi=150, metadata={"Date": None} if form == "svg" else {"Software": None})
     pyplot.close(figure)
     return out.getvalue()
 
 
-def name_ends(ax, runs, names, lines):
-    """Beside a panel stand the names of its lines, as high as they end: each run's, with its last value of the last of
-    the names that it has, and those of the figures."""
-    low, high = ax.get_ylim()
-    ends = [(value, label, GREY) for value, label in lines]
-    for i, run in enumerate(runs):
-        for name in [name for name in names if name in run.series][-1:]:
-            value = run.series[name][1][-1]
-            place = value if math.isfinite(value) else high
-            label = f"{run.name}, {figure_of(name, value)}"
-            ends.append((min(max(place, low), high), label, COLOURS[i % len(COLOURS)]))
-    ends.sort()
-    least = (high - low) * min(0.055, 0.9 / max(1, len(ends)))
-    for place, (_, label, colour) in zip(apart([place for place, *_ in ends], least), ends):
-        ax.annotate(label, (1.005, place), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=colour,
-                    annotation_clip=False)
+def label_of(run, others):
+    """A run's line of the legend: its last validation loss, or what else there is, or the loss that is not finite; its
+    name; and which of the other runs has the same losses."""
+    last = {name: values[-1] for name, (_, values) in run.series.items()}
+    broken = [name for name in ("loss", "val loss") if not math.isfinite(last.get(name, 0))]
+    key = next(name for name in (*broken, "val loss", *SERIES) if name in last)
+    losses = [name for name in ("loss", "val loss") if name in last]
+    same = [other.name for other in others if losses and all(
+        np.array_equal(other.series.get(name, ()), run.series[name], equal_nan=True) for name in losses)]
+    name, most = run.name, 70 if same else 100  # letters, so that the line is no wider than the chart
+    name = name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"
+    return f"{key} {figure_of(key, last[key])}  {name}" + (f" (same losses as {same[0]:.15})" if same else "")
+
+
+def note_of(names, widths):
+    """What the lines of a panel are: beside its title, and only as far as it does not say so."""
+    mean = "mean of " + " to ".join(map(str, sorted({min(widths), max(widths)}))) + " steps" if widths else ""
+    if "loss" not in names:
+        return "validation" * ("val loss" in names) or mean
+    return ("line: training" + f", {mean}" * bool(mean)) + "; dots: validation" * ("val loss" in names)
+
+
+def tell_apart(lines):
+    """Make lines visible that lie on one another: each gets dashes in gaps of the others, and dots in rings."""
+    groups = []  # of lines with their points on the screen, which are those of the first to a pixel or so
+    for line in lines:
+        points = line.axes.transData.transform(line.get_xydata())
+        points = points[np.isfinite(points).all(1)]
+        for group in groups:
+            _, (xs, ys) = group[0]
+            there = (points[:, 0] >= xs.min()) & (points[:, 0] <= xs.max()) if xs.size else []
+            away = np.abs(np.interp(*points[there].T[:1], xs, ys) - points[there, 1]) if np.any(there) else []
+            if len(away) and np.quantile(away, 0.95) < 1:
+                group.append((line, points.T))
+                break
+        else:
+            groups.append([(line, points.T)])
+    for group in groups:
+        for i, (line, _) in enumerate(group):
+            line.set_markersize(line.get_markersize() + (len(group) - 1 - i) * min(3, 9 / len(group)))
+            if i and line.get_linestyle() == "-":  # the first, below them, stays whole
+                line.set_linestyle((6 * (len(group) - i), (6, 6 * (len(group) - 1))))
 
 
 # ---- The terminal
@@ -331,7 +394,7 @@ def sparkline(means, height):
 
 def panel(arguments, tokens, width, height):
     """The text of all runs, at most so wide and high: a line that cannot be drawn yet says why."""
-    runs = []
+    runs, width = [], max(width, 42)  # a narrower terminal folds the lines
     for argument in arguments:
         try:
             runs.append(read_run(argument, tokens))
@@ -358,7 +421,7 @@ def panel(arguments, tokens, width, height):
             lines.append(f"{name:10}{bottom} " + "".join(f" {figure_of(name, value):>9}" for value in ends))
     if len(lines) > height:
         lines[height - 1 :] = [f"{len(lines) - height + 1} lines more: they need a higher terminal"]
-    return "\n".join(line[:width] for line in lines)
+    return "\n".join(printable(line[:width]) for line in lines)
 
 
 def watch(arguments, tokens, seconds):
@@ -418,7 +481,7 @@ def main():
         print(panel(flags.runs, flags.tokens_per_step, size.columns, size.lines - 1))
         return
     names = [run.name for run in runs]
-    runs = [run._replace(name=argument) if names.count(run.name) > 1 else run
+    runs = [run._replace(name=printable(argument)) if names.count(run.name) > 1 else run
             for run, argument in zip(runs, flags.runs)]
     for run in runs:
         if run.skipped:

@@ -4,8 +4,9 @@
     python dev/sweep.py --device cpu --jobs 2     # one run on each of two cores
 
 Each run is train_gpt2.py with COMMON's flags and then its row's. It has a folder of its own in log_sweep/, with its
-main.log and output.txt, what it printed. A run whose output.txt is there is done, and is not made again. So a sweep
-that was stopped goes on where it was, and one with new rows makes those alone. Remove the folder to begin anew.
+main.log and output.txt, what it printed. A run whose output.txt is there is done, and is not made again; what another
+has left is removed, and it begins anew. So a sweep that was stopped goes on where it was, and one with new rows makes
+those alone. Remove the folder to begin anew.
 
 A run is judged by its loss on the whole validation file at its end. Runs that share a device slow each other down, so
 each shape is timed by itself too: a few steps, while nothing else runs.
@@ -103,6 +104,8 @@ def train(flags, folder, data, threads):
     if output.exists():
         return None
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():  # of a run that was stopped, or failed
+        path.unlink()
     begin = time.perf_counter()
     done = subprocess.run([sys.executable, str(HERE.parent / "train_gpt2.py"), *shlex.split(flags), "-i", data[0], "-j",
                            data[1], "-o", str(folder)], capture_output=True, text=True,

@@ -197,7 +197,7 @@ def mean_moments(device):
     """After 1,500 steps of one gradient the mean of the second moment in bf16 is right, where rounding to nearest would
     have stopped it below a third of that."""
     gradient, steps = np.float32(0.01), 1500
-    model = poisoned_model(device, 2, 20, moments="bf16")
+    model = poisoned_model(device, 2, 20, L=1, moments="bf16")
     gradients = model.arenas["gradients"].view(np.float32)
     device.put(gradients, np.full(gradients.size, gradient))
     for _ in range(steps):
@@ -333,7 +333,7 @@ def test_steps(device_name, dtype, plain, architecture=GPT2):
 
 # ---- Files
 
-SMALL = Config(maxT=40, V=257, L=1, NH=1, C=32, Vp=384)
+SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
 GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
     "GPT-2 checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
@@ -436,7 +436,7 @@ def other_kinds(device_name, folder):
 def good_files(device_name, folder):
     """What is written is read again, in fp32 and in bf16, and a full disk leaves the old file as it was."""
     path, copy = folder / "model.bin", folder / "copy.bin"
-    models = [GPT2(SMALL, device_of(device_name, dtype, 32, 1), 1, 1) for dtype in ("fp32", "bf16")]
+    models = [GPT2(SMALL, device_of(device_name, dtype, 64, 2), 1, 1) for dtype in ("fp32", "bf16")]
     for model, version in zip(models, (3, 5)):
         model.set_parameters(draw_parameters(SMALL, 42))
         write_checkpoint(path, model)
@@ -656,6 +656,14 @@ def kernel_files(device_name, folder):
     check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block", 1, out)
     check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
     check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
+    if device_name == "cpu":  # a copy finds the library, but one with lines for a debugger is its own
+        (folder / "copy").mkdir()
+        copied = shutil.copy(path, folder / "copy")
+        for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
+            with mock.patch.dict("os.environ", CXXFLAGS=flag), contextlib.redirect_stdout(None):
+                found = {make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(file,)))()).library._name
+                         for file in (path, Path(copied))}
+            check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
     check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
@@ -843,7 +851,7 @@ def steps_of_a_graph(device_name, folder):
     for _ in range(4):
         train_gpt2.FastCuda.repeat(device, graphs, "shape", lambda: done.append("run"))
     check("a step is run, recorded, launched", done == ["run", "run", *["launched"] * 3], f"{done}")
-    model, counted = poisoned_model(device_of(device_name, "fp32", 32, 1), 2, 20), []
+    model, counted = poisoned_model(device_of(device_name, "fp32", 64, 2), 2, 20), []
     with mock.patch.object(model.device, "repeat", lambda *args: counted.append(model.step)):
         for _ in range(3):
             model.train_step(*[pack_batch(*words(257, 2, 2, 20))] * 2)
@@ -866,7 +874,7 @@ class Ranges:
 
 def profiler_ranges(device_name, folder):
     """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
-    device, nvtx = device_of(device_name, "fp32", 32, 1), Ranges()
+    device, nvtx = device_of(device_name, "fp32", 64, 2), Ranges()
     plain, batch = poisoned_model(device, 2, 20, recompute=2), pack_batch(*words(257, 2, 2, 20))
     ranged = copy.copy(device)
     ranged.__class__ = with_ranges(type(device), DEVICE, nvtx)
@@ -885,9 +893,9 @@ def profiler_ranges(device_name, folder):
                 "attention_backward_q", "attention_backward_kv", "add_partials", "layernorm_backward", "add_partials"]
         check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
         products = [name for name in own if name.startswith("matmul ")]
-        wish = ["40 x 96 x 32", "40 x 32 x 32", "40 x 128 x 32",  # of the forward pass, again
-                "32 x 128 x 40", "40 x 128 x 32", "128 x 32 x 40", "40 x 32 x 128", "32 x 32 x 40", "40 x 32 x 32",
-                "96 x 32 x 40", "40 x 32 x 96"]
+        wish = ["40 x 192 x 64", "40 x 64 x 64", "40 x 256 x 64",  # of the forward pass, again
+                "64 x 256 x 40", "40 x 256 x 64", "256 x 64 x 40", "40 x 64 x 256", "64 x 64 x 40", "40 x 64 x 64",
+                "192 x 64 x 40", "40 x 64 x 192"]
         check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
     with mock.patch.object(ranged, "kernels", {}):
         check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
@@ -902,7 +910,7 @@ def profiler_ranges(device_name, folder):
 
 def models_too_large(device_name, folder):
     """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
-    device = device_of(device_name, "fp32", 32, 1)
+    device = device_of(device_name, "fp32", 64, 2)
     c = dataclasses.replace(SMALL, L=24)
 
     def allocate(nbytes):
@@ -915,11 +923,12 @@ def models_too_large(device_name, folder):
 
     sizes = device.attention_sizes
     with mock.patch.object(device, "empty", allocate):
-        check_refusal("model", r"\(?.*-DCHANNELS=32.*-DCHANNELS=64", Model, dataclasses.replace(c, C=64), device, 1, 1)
+        wider = dataclasses.replace(c, C=128)
+        check_refusal("model", r"\(?.*-DCHANNELS=64.*-DCHANNELS=128", Model, wider, device, 1, 1)
         check_refusal("model", "-t 41: .* at most maxT = 40 tokens", Model, c, device, 1, 41)
         for shared in (sizes.shared_forward, sizes.shared_backward):
             with mock.patch.object(device, "max_shared", shared - 1):
-                check_refusal("model", "C = 32, NH = 1: .* shared memory.*smaller heads", Model, c, device, 1, 1)
+                check_refusal("model", "C = 64, NH = 2: .* shared memory.*smaller heads", Model, c, device, 1, 1)
         room = tables(Model, 3)
         for free, B, wish in ((room, 4, r"the largest -b that fits is 3\b.* --recompute 2"),
                               (room, 50, r"the largest -b that fits is 3\b"),

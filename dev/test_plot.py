@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from unittest import mock
@@ -19,8 +20,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
-from dev.plot import (apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run, short, smoothed,
-                      sparkline, thinned)
+from dev.plot import (TITLES, apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run, short,
+                      smoothed, sparkline, thinned)
 from dev.test_files import check_refusal
 from test_gpt2 import EXACT, check, run, summary
 
@@ -83,6 +84,18 @@ def logs(folder):
         run = read_run(write(folder / "wrong", text))
         check(f"{name}: {wish}", same(run.series, HELD) and re.search(rf"main.log: skipped {wish}, which", run.skipped),
               run.skipped)
+    for name, line in (("bytes that are no UTF-8", b"s:5 tel:\xff\xfe.1"), ("zeros", bytes(40)),
+                       ("a step beyond all numbers", b"s:" + b"9" * 400 + b" tel:3.0"),
+                       ("one that no int takes", b"s:" + b"9" * 5000 + b" tel:3.0"),
+                       ("a step that makes the axis endless", b"s:4000000000000 tel:3.0"),
+                       ("more than fp32 holds", b"s:5 trl:1.0 lr:1.0 norm:-1.7e308")):
+        (folder / "wrong" / "main.log").write_bytes(LOG.encode() + line + b"\n")
+        run = read_run(folder / "wrong")
+        check(f"a damaged line, {name}, is skipped", same(run.series, HELD) and "skipped line 12," in run.skipped,
+              run.skipped[:200])
+    named = write(folder / "no \udcff UTF-8 \x1b")
+    check("a name that is no text can be drawn", draw([read_run(named)], "steps") and panel(
+        [named, folder / "\udcff"], None, 80, 20).encode())
     crlf = write(folder / "crlf", LOG.replace("\n", "\r\n"))
     check("lines that end as Windows's do", same(read_run(crlf).series, HELD))
     for wish, text in (("has no whole line yet; expected lines such as", ""), ("has no whole line yet", "s:0 tel:3.1"),
@@ -111,9 +124,24 @@ def tokens_and_speed(folder):
     check("flags that say nothing", read_run(one).tokens == 256)
     check("HellaSwag alone: FineWeb", read_run(one).data == "fineweb")
     check("neither: nothing", read_run(write(folder / "two", "s:0 tel:3.0\n")).data is None)
-    for content in ("{", "[]", '{"flags": 3}', "{}"):
+    large = f'{{"flags": {{"total_batch": {"9" * 5000}}}}}'
+    for content in ("{", "[]", '{"flags": 3}', "{}", "[" * 100000, "\0", large):
         write(one, run_00000400_json=content)
-        check_refusal("flags", "run_00000400.json: expected JSON such as .*total_batch.*; remove it", read_run, one)
+        run = read_run(one)
+        wish = "run_00000400.json: ignored; expected JSON such as .*total_batch.*"
+        check(f"{content[:40]} is ignored", re.search(wish, run.skipped) and run.tokens == 256, run.skipped)
+    for content in ('"many"', "[1]", "-3", "1.5", "true", "9" * 400):
+        write(one, run_00000400_json=f'{{"flags": {{"total_batch": {content}}}}}')
+        run = read_run(one)
+        check(f"total_batch {content[:40]} is ignored", "run_00000400.json: ignored, total_batch is " in run.skipped
+              and run.tokens == 256, run.skipped)
+    damaged = [f"step  {step}/4 | \udcff | {speed} tok/s | {total} tokens\n" for step, speed, total in (
+        (0, 1, 5), (5, ",", 1), (5, 0, 7), (5, "9" * 400, 1), ("9" * 400, 1, 1), ("9" * 5000, 1, 1), (5, 1, "9" * 400))]
+    whole = PRINTED[: PRINTED.rindex("\n") + 1]
+    (one / "log").write_text(whole + "".join(damaged), encoding="utf-8", errors="surrogateescape")
+    speeds, tokens = read_printed(one / "log")
+    check("damaged lines of what was printed", list(speeds.items()) == [
+        (0, 1241), (1, 1234567), (3, 228000), (4, 1)] and tokens == 256, (tokens, len(speeds)))
 
 
 # ---- Numbers
@@ -127,7 +155,8 @@ def numbers(folder):
     for width in (1, 3, 7):
         wish = []
         for i in range(40):
-            near = [values[j] for j in range(i - width // 2, i + width // 2 + 1) if 0 <= j < 40]
+            reach = min(i, width // 2)  # as many before as after, where the line begins
+            near = [values[j] for j in range(i - reach, i + reach + 1) if j < 40]
             near = [x for x in near if np.isfinite(x)]
             wish.append(sum(near) / len(near) if near else np.nan)
         found = smoothed(values, width)
@@ -240,6 +269,7 @@ def panels(folder):
     check("and what is wrong with them", lines[0].startswith("wrong: step 4, 400 tokens") and "skipped line 12" in text
           and f"{folder / 'absent'}: could not be read"[:80] in text and "one: step 4, 400 tokens" in text, lines[:2])
     text = panel([one] * 6, None, 80, 23)
+    check("a narrow terminal", panel([one], None, 20, 23).startswith("one: step 4"))
     check("80x24: six runs", text.count("\n") == 22 and text.endswith("\n20 lines more: they need a higher terminal"))
     check("none at all", panel([folder / "absent"], None, 80, 23).startswith(str(folder)[:20]))
 
@@ -300,14 +330,18 @@ def charts(folder):
         points = np.float64(re.findall(r"[ML] (\S+) (\S+)", path.get("d"))) - (left, top)
         inside.append(bool(((points >= -1e-3) & (points <= (width + 1e-3, height + 1e-3))).all()))
     check("nothing leaves its panel", len(inside) > 10 and all(inside), inside)
-    broken = of_scores(folder, (3.5, 3.4, "nan"), "val loss")
-    [y] = [float(text.get("y")) for text in ET.fromstring(draw([broken], "steps")).iter() if text.text == "scores, nan"]
-    check("a run that ends in NaN is named at the top", y < 40, y)
+    broken = write(folder / "broken", LOG + "s:5 trl:nan lr:1 norm:nan\n")
+    for ended, name in ((of_scores(folder, (3.5, 3.4, "nan"), "val loss"), "val loss nan  scores"),
+                        (read_run(broken), "loss nan  broken")):
+        texts = {text for text, _ in lines_of(draw([ended], "steps"))[1]}
+        check(f"a run that ends in NaN says so: {name}", name in texts, texts)
+    texts = lines_of(svg)[1]
     level = found["figure-OpenAI's 124M, 3.4250"][:, 1]
     a, b = np.polyfit(everything, order, 1)
     check("OpenAI's loss", np.abs(a * 3.424958 + b - level).max() < 1e-2, level)
-    check("the runs' names and last values", {"one, 8.5000", "two $x_1$ <&>, 8.5000", "OpenAI's 124M, 3.4250",
-          "llm.c's 124M, 3.2722", "OpenAI's 124M, 0.2945"} <= {text for text, *_ in texts}, texts)
+    wish = {"val loss 8.5000  one", "val loss 8.5000  two $x_1$ <&>", "OpenAI's 124M, 3.4250", "llm.c's 124M, 3.2722",
+            "OpenAI's 124M, 0.2945"}
+    check("the runs' names and last values", wish <= {text for text, *_ in texts}, texts)
     for x, scale in (("steps", 1), ("tokens", 256000)):
         found, texts = lines_of(draw([read_run(one, 256000)], x))
         ticks = {}
@@ -352,6 +386,90 @@ def charts(folder):
                       draw, runs, "steps")
 
 
+def words_of(svg):
+    """[(text, left, top, right, bottom)] of all that is written, with letters as wide as they are on average."""
+    found = []
+    for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
+        style, x, y = text.get("style"), float(text.get("x")), float(text.get("y"))
+        size = float(re.search(r"font-size: ([\d.]+)px", style)[1])
+        width = 0.58 * size * len(text.text)
+        left = x - width * {"start": 0, "middle": 0.5, "end": 1}[re.search(r"text-anchor: (\w+)", style)[1]]
+        found.append((text.text, left, y - 0.8 * size, left + width, y + 0.1 * size))
+    return found
+
+
+def collisions(svg):
+    """Pairs of texts that overlap, and texts that leave the picture."""
+    words, (*_, width, height) = words_of(svg), map(float, ET.fromstring(svg).get("viewBox").split())
+    return [(a[0], b[0]) for i, a in enumerate(words) for b in words[:i]
+            if a[1] < b[3] and b[1] < a[3] and a[2] < b[4] and b[2] < a[4]] + [
+        word for word in words if word[1] < -5 or word[2] < 0 or word[3] > width + 10 or word[4] > height]
+
+
+def pictures(folder):
+    """What a person has to be able to see: numbers on each x axis, words apart, each of two runs that are the same."""
+    steps = "".join(f"s:{s} trl:{3 + 8 / (s / 9 + 1):.4f} lr:0.000{s % 7} norm:{1 + 40 * (s < 5):.2f}\n" + (
+        f"s:{s} tel:{3.2 + 8 / (s / 9 + 1):.4f}\ns:{s} eval:{0.25 + s / 50000:.4f}\n" if s % 50 == 0 else "")
+        for s in range(601))
+    flags = '{"flags": {"total_batch": 524288, "train_data": "fineweb"}}'
+    letters = "a run with many settings in its name " * 7
+    few = [read_run(write(folder / "run", steps, run_00000000_json=flags))]
+    (folder / "run" / "log").write_text(PRINTED)
+    with_speed = [read_run(folder / "run")]
+    short_runs = [read_run(write(folder / "short", "".join(steps.splitlines(True)[:n]))) for n in (3, 6)]
+    two = [run._replace(name=f"{i} {letters[:200]}") for i, run in enumerate(few * 2)]
+    many = [run._replace(name=f"run {i}") for i, run in enumerate(few * 12)]
+    for name, runs in (("one run", few), ("one with speeds", with_speed), ("one step", short_runs[:1]),
+                       ("three steps", short_runs[1:]), ("long names", two), ("twelve", many)):
+        for x in ("steps", "tokens") if runs is few else ("steps",):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                svg = draw(runs, x)
+            check(f"{name}, {x}: no word on another", not collisions(svg) and not warned, (collisions(svg), warned))
+            words = words_of(svg)
+            titles = [word for word in words if word[0] in TITLES.values()]
+            for title, *_, y in titles:  # numbers between this panel's title and the next panel's, one below the other
+                below = min([other[4] for other in titles if other[4] > y + 1], default=1e9)
+                numbers = [word for word in words if re.fullmatch(r"[\d.]+[kMB]?", word[0]) and y < word[4] < below]
+                lowest = max((word[4] for word in numbers), default=0)
+                row = [word[0] for word in numbers if abs(word[4] - lowest) < 0.1]
+                check(f"{name}, {x}: {title}: numbers on the x axis", len(row) >= (1 if "step" in name else 4), row)
+    ticks = [float(text) for text, *_ in words_of(draw(short_runs[1:], "steps")) if re.fullmatch(r"[\d.]+", text)]
+    check("steps are whole numbers", not {0.5, 1.5} & set(ticks), ticks)
+    notes = [" ".join(word[0] for word in words_of(draw(runs, "steps"))) for runs in (few, short_runs)]
+    check("what is smoothed says over how many steps", notes[0].count("mean of 13 steps") == 2, notes[0])
+    check("what is not does not say it", not re.search("smoothed|mean of", notes[1]), notes[1])
+    check("nor are dots named where there are none", "dots" not in " ".join(word[0] for word in words_of(draw(
+        [read_run(write(folder / "trained", "s:0 trl:3 lr:0 norm:1\ns:1 trl:2 lr:0 norm:1\n"))], "steps"))))
+
+    def dashes(runs, name):
+        root = ET.fromstring(draw(runs, "steps"))
+        styles = [root.find(f".//{{*}}g[@id='run{i}-{name}']/{{*}}path").get("style") for i in range(len(runs))]
+        pattern = re.compile(r"stroke-dasharray: ([\d.]+),([\d.]+); stroke-dashoffset: ([\d.]+)")
+        found = [pattern.search(style) for style in styles]
+        return [match and tuple(map(float, match.groups())) for match in found]
+
+    for name in ("loss-smoothed", "norm-smoothed", "lr", "HellaSwag"):
+        first, *others = dashes([run._replace(name=str(i)) for i, run in enumerate(few * 3)], name)
+        seen = [next(k for k in range(3) if abs((k * on + offset) % (on + off)) < 1e-3 or abs(
+            (k * on + offset) % (on + off) - on - off) < 1e-3) for on, off, offset in others]
+        check(f"three identical runs: each {name} has a third", first is None and sorted(seen) == [1, 2] and all(
+            abs(off - 2 * on) < 1e-3 for on, off, _ in others), (first, others))
+    cut = read_run(write(folder / "cut", steps[: len(steps) // 2]))
+    check("one that was resumed from another is dashed", dashes([few[0], cut], "lr")[1] is not None)
+    other = read_run(write(folder / "other", re.sub(r"trl:(\d)", lambda match: f"trl:{int(match[1]) + 1}", steps)))
+    check("one that is elsewhere is not", dashes([few[0], other], "loss-smoothed") == [None, None])
+    svg = draw(two, "steps")
+    sizes = [np.ptp(np.float64(re.findall(r"-?[\d.]+", path.get("d")))) for i in (0, 1) for path in
+             [ET.fromstring(svg).find(f".//{{*}}g[@id='run{i}-val-loss']//{{*}}defs/{{*}}path")]]
+    check("dots of a run lie in rings of the same run", sizes[0] > sizes[1] + 2, sizes)
+    check("and it says so", any("(same losses as 0 a run with" in word[0] for word in words_of(svg)))
+    colours = re.findall(r"<g id=\"run\d+-lr\">\s*<path[^>]*stroke: (#\w+)", draw(many, "steps").decode())
+    check("twelve runs have twelve colours", len(set(colours)) == len(colours) == 12, colours)
+    check("a name that begins with _ is in the legend", any(
+        "  _x" in word[0] for word in words_of(draw([few[0]._replace(name="_x")], "steps"))))
+
+
 # ---- The program
 
 
@@ -373,7 +491,8 @@ def command_line(folder):
     check("plot.py: three runs", ok, "" if ok else repr(done))
     _, texts = lines_of((folder / "a.svg").read_bytes())
     texts = {text for text, *_ in texts}
-    check("plot.py: runs of one name have their paths'", {"one, 8.5000", "more/one, 8.5000", "tokens"} <= texts, texts)
+    wish = {"val loss 8.5000  one", "val loss 8.5000  more/one (same losses as one)", "tokens"}
+    check("plot.py: runs of one name have their paths'", wish <= texts, texts)
     call("one", "-o", "a.svg", "--tokens-per-step", "1000", "--x", "steps")
     texts = {text for text, _ in lines_of((folder / "a.svg").read_bytes())[1]}
     check("plot.py: --x steps", "steps" in texts and "tokens" not in texts)
@@ -433,7 +552,7 @@ def command_line(folder):
 
 
 def main():
-    for test in (logs, tokens_and_speed, numbers, reference_lines, sparklines, panels, charts, command_line):
+    for test in (logs, tokens_and_speed, numbers, reference_lines, sparklines, panels, charts, pictures, command_line):
         with tempfile.TemporaryDirectory() as folder:
             run(f"{test.__name__.replace('_', ' ')}:", test, Path(folder))
     return summary()

@@ -149,14 +149,14 @@ def check_followed(flags, table):
 
 
 def open_log(folder):
-    """folder/main.log, begun anew, or, without a folder, a file that forgets its lines. Raises UserError."""
+    """folder/main.log, a new one, or, without a folder, a file that forgets its lines. Raises UserError."""
     path = Path(folder) / "main.log" if folder else Path(os.devnull)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "w", buffering=1)
+        return open(path, "x" if folder else "w", buffering=1)
     except OSError as e:
         raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
-                        "give -o a folder that can be") from None
+                        "give -o a folder that can be, and that holds no run") from None
 
 
 def main(arguments=None):

@@ -16,6 +16,7 @@ import numpy as np
 from prepro_tinyshakespeare import UserError
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
+KERNELS, MOMENTS = HEADER.parents[2] / "kernels.cu", HEADER.parents[1] / "precision/moments.cu"
 GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")  # of a kernel of this name
 
 
@@ -56,7 +57,9 @@ class Cpu:
 
     def __init__(self, dtype, c, beside=(), only=None):
         from train_gpt2 import BF16, SIZES, read_kernels
-        sources = [*c.SOURCES, *beside]
+        # moments.cu is always there, so that a run with --moments bf16 needs no other library than one without.
+        always = [MOMENTS] * (KERNELS in c.SOURCES and MOMENTS.exists() and not only)
+        sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
@@ -92,16 +95,23 @@ class Cpu:
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
                  "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.OPTIONS, *self.switches(),
                  *os.environ.get("CXXFLAGS", "").split()]
-        included = [HEADER, *sources]
-        source = f'#include "{HEADER}"\n'
+        texts = {}
         for path in sources:
             text = with_poison(path.read_text(encoding="utf-8"))  # what is inline is not compiled until it is called
-            text = GLOBAL.sub(lambda found: found[0] if found[1] in self.kernels else "inline", text)
-            source += f'#line 1 "{path}"\n{text}\n'
-        source += "".join(f"CPU_KERNEL({name})\n" for name in self.kernels)
+            texts[path] = GLOBAL.sub(lambda found: found[0] if found[1] in self.kernels else "inline", text)
+
+        def program(called):
+            """What is compiled, with files called as called(path) says."""
+            return "".join([f'#include "{called(HEADER)}"\n',
+                            *(f'#line 1 "{called(path)}"\n{text}\n' for path, text in texts.items()),
+                            *(f"CPU_KERNEL({name})\n" for name in self.kernels)])
+
+        # Copies of the repository share libraries, unless a debugger is to find the lines of one of them.
+        debugged = any(flag.startswith("-g") for flag in flags)
+        source, named = program(str), program(str if debugged else lambda path: path.name)
         # -### prints what the driver would run, and so what -march=native means on this processor.
         target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
-        key = hashlib.sha256(b"\0".join([source.encode(), *(path.read_bytes() for path in included), target]))
+        key = hashlib.sha256(b"\0".join([named.encode(), HEADER.read_bytes(), target]))
         cache = cache_folder()
         library = cache / f"kernels_{key.hexdigest()[:16]}.so"
         if library.exists():

@@ -29,7 +29,7 @@ from train_gpt2 import GPT2, FileKind, make_device, read_parameters, to_float
 HERE = Path(__file__).resolve().parent
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
 DEBUG_STATE[Llama3.Config] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/torch_reference.py writes one")
-DEVICE_SIZES = {GPT2: (32, 1), Llama3: (64, 2)}  # C and NH of these
+DEVICE_SIZES = {GPT2: (64, 2), Llama3: (64, 2)}  # C and NH of these
 LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)), (2, (30, 31, 32, 33)),
            (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]  # of contexts and completions: the longest row has 39 tokens
 

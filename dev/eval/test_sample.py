@@ -79,7 +79,7 @@ def formula():
 def as_the_trainer():
     """Without settings, after an empty text, the tokens are those of the trainer's own samples; greedy ones are each
     the largest of a forward pass's logits."""
-    model = poisoned_model(device_of("cpu", "fp32", 32, 1), 1, 20)
+    model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
     tokens = list(generate(model, [256], 40, 1.0, 0))
     yield "the trainer's tokens", np.array(tokens), np.array(sample(model, 40)), EXACT
     found, pieces = list(generate(model, [256], 40, 0, 0)), []

@@ -29,7 +29,7 @@ fi
 cd "$SLURM_SUBMIT_DIR"
 export LAUNCH="srun --cpus-per-task=$SLURM_CPUS_PER_TASK --kill-on-bad-exit=0 python"
 status=0
-dev/recipes/gpt2_124M.sh -b 32 -m 20 -z 1 "$@" || status=$?
+dev/recipes/gpt2_124M.sh -b 32 -m 320 -z 1 "$@" || status=$?
 if [ "$status" = 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -22,4 +22,4 @@ for name in NODE_RANK MASTER_ADDR TRAIN_GPT2_TOKEN; do
 done
 export TRAIN_GPT2_TOKEN LAUNCH="torchrun --nnodes=2 --nproc-per-node=8 --node-rank=$NODE_RANK \
     --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
-exec dev/recipes/gpt2_124M.sh -b 32 -m 20 -z 1 "$@"
+exec dev/recipes/gpt2_124M.sh -b 32 -m 320 -z 1 "$@"
