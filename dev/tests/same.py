@@ -39,7 +39,7 @@ import numpy as np
 
 TOP = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
-TREE = CACHE / "same_tree"  # where each of the two trees is while it runs
+TREE = CACHE / "same_tree"  # where each of the two trees is while it runs; see own_tree
 PROGRAMS = {"gpt2": "train_gpt2.py", "llama": "train_llama3.py"}  # wherever they are in a tree
 # -ffp-contract=off: whether the compiler makes one operation of a product and a sum says nothing of the source.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": "-O1 -ffp-contract=off",
@@ -211,6 +211,19 @@ def data_files(folder):
 
 
 # ---- Running one tree
+
+
+@contextlib.contextmanager
+def own_tree():
+    """Make TREE a folder that no other same.py uses meanwhile. The first is best: kernels are compiled for its path."""
+    global TREE
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for i in itertools.count():
+        TREE = CACHE / f"same_tree{i or ''}"
+        with open(CACHE / f"same_lock{i or ''}", "w") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+            return
 
 
 def place(tree):
@@ -526,11 +539,9 @@ def main():
     trees = [x if os.path.isdir(x) else subprocess.run(
         ["git", "rev-parse", "--verify", f"{x}^{{commit}}"], cwd=TOP, check=True, stdout=-1, text=True
         ).stdout.strip() for x in (flags.old, flags.new)]
-    CACHE.mkdir(parents=True, exist_ok=True)
     results, jobs = [], flags.jobs or (2 if device == "cpu" else 6)
-    with open(CACHE / "same_lock", "w") as lock, tempfile.TemporaryDirectory() as temporary:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has TREE
-        begun = time.monotonic()
+    begun = time.monotonic()
+    with own_tree(), tempfile.TemporaryDirectory() as temporary:
         work = (flags.keep or Path(temporary)).resolve()
         olds, news = work / "old", work / "new"
         data_files(work / "data")
