@@ -39,7 +39,7 @@ import numpy as np
 
 TOP = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
-TREE = CACHE / "same_tree"  # where each of the two trees is while it runs
+TREE = CACHE / "same_tree"  # where each of the two trees is while it runs; see own_tree
 PROGRAMS = {"gpt2": "train_gpt2.py", "llama": "train_llama3.py"}  # wherever they are in a tree
 # -ffp-contract=off: whether the compiler makes one operation of a product and a sum says nothing of the source.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": "-O1 -ffp-contract=off",
@@ -100,8 +100,8 @@ CASES = [
     Case("constant", "-k constant --dtype fp32 -n 1 -nk 1 -nm 2"),
     Case("overfit", f"-a 1 --dtype fp32 {D3}"),
     Case("HellaSwag", "--hellaswag ../../data/hellaswag.bin -b 4 --dtype fp32"),
-    Case("outliers", "-b 1 -t 4 -x 134 -n 131 -v 0 -l 1e-4 -sl 0.3 -sg 0.3 --dtype fp32", AGAIN,
-         **QUICK),
+    Case("outliers", "-b 1 -t 3 -x 134 -n 131 -v 0 -l 1e-4 -sl 0.2 -sg 0.4 --dtype fp32", AGAIN,
+         **QUICK),  # skips steps 129, 130 and 132
     Case("not finite", "--dtype fp32 -l 1e30 -x 6", fails=True),
     Case("sample", "-e ../../data/gpt2.bin --sample A -g 12 --temperature 0.8 --top-k 40 --dtype fp32", usual=False),
     # Llama 3
@@ -134,7 +134,7 @@ CASES = [
     Case("recompute 2, two ranks", "--recompute 2 --dtype fp32 -z 1", ranks=2),
     Case("HellaSwag, two ranks", "--hellaswag ../../data/hellaswag.bin -b 4 --dtype fp32 -x 2",
          ranks=2),
-    Case("outliers, two ranks", "-b 1 -t 4 -x 131 -n 0 -v 0 -l 1e-4 -sl 0.3 -sg 0.3 --dtype fp32", ranks=2),
+    Case("outliers, two ranks", "-b 1 -t 3 -x 131 -n 0 -v 0 -l 1e-4 -sl 0.2 -sg 0.2 --dtype fp32", ranks=2),
     # Only on a GPU
     *(Case(f"{dtype}, {name}", f"--dtype {dtype} {D3} {flags}", then, needs="cuda")
       for dtype in ("fp32", "tf32", "bf16", "fp8")
@@ -213,6 +213,19 @@ def data_files(folder):
 # ---- Running one tree
 
 
+@contextlib.contextmanager
+def own_tree():
+    """Make TREE a folder that no other same.py uses meanwhile. The first is best: kernels are compiled for its path."""
+    global TREE
+    CACHE.mkdir(parents=True, exist_ok=True)
+    for i in itertools.count():
+        TREE = CACHE / f"same_tree{i or ''}"
+        with open(CACHE / f"same_lock{i or ''}", "w") as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+            return
+
+
 def place(tree):
     """Copy a tree to TREE: a folder as it is, without what git ignores; or a commit."""
     shutil.rmtree(TREE, ignore_errors=True)
@@ -289,7 +302,8 @@ def resumed_step(case, i):
 
 # ---- Comparing
 
-LINE = re.compile(r"step +\d+/\d+ \| loss \S+ \| norm +\S+ \| lr \S+|val loss .*|HellaSwag: .*|WARNING: step .*")
+LINE = re.compile(r"step +\d+/\d+ \| loss \S+ \| norm +\S+ \| lr \S+|val loss .*|HellaSwag: .*|WARNING: step .*|"
+                  r"outlier +\| z-scores: loss \S+ norm [^;]+")
 UNSTEADY = re.compile(r"compiling|estimate|memory|wrote|\d+ steps in")
 
 
@@ -352,9 +366,11 @@ def of_files(name, old, new, model):
         yield from first(name, old.decode().splitlines(), new.decode().splitlines())
     elif name.startswith("run_"):
         a, b = fields(json.loads(old)), fields(json.loads(new))
-        for key in sorted(a.keys() | b.keys()):
-            if a.get(key, "nothing") != b.get(key, "nothing"):
-                yield f"{name}: {key[1:]}: {a.get(key, 'nothing')!r} and {b.get(key, 'nothing')!r}"
+        pairs = {key: [x.get(key, "nothing") for x in (a, b)] for key in sorted(a.keys() | b.keys())}
+        pairs = {key: (x, y) for key, (x, y) in pairs.items() if x != y}
+        if pairs:
+            key, (x, y) = next(iter(pairs.items()))
+            yield f"{name}: {key[1:]}: {x!r} and {y!r}" + f", and {len(pairs) - 1} more fields" * (len(pairs) > 1)
     elif name.endswith(".npz"):
         a, b = (dict(np.load(io.BytesIO(x))) for x in (old, new))
         yield from (f"{name}: {key}" for key in sorted(a.keys() | b.keys())
@@ -523,11 +539,9 @@ def main():
     trees = [x if os.path.isdir(x) else subprocess.run(
         ["git", "rev-parse", "--verify", f"{x}^{{commit}}"], cwd=TOP, check=True, stdout=-1, text=True
         ).stdout.strip() for x in (flags.old, flags.new)]
-    CACHE.mkdir(parents=True, exist_ok=True)
     results, jobs = [], flags.jobs or (2 if device == "cpu" else 6)
-    with open(CACHE / "same_lock", "w") as lock, tempfile.TemporaryDirectory() as temporary:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time has TREE
-        begun = time.monotonic()
+    begun = time.monotonic()
+    with own_tree(), tempfile.TemporaryDirectory() as temporary:
         work = (flags.keep or Path(temporary)).resolve()
         olds, news = work / "old", work / "new"
         data_files(work / "data")
