@@ -79,7 +79,7 @@ CASES = [
     Case("tf32", f"--dtype tf32 {D3}", AGAIN),
     Case("bf16", "--dtype bf16", AGAIN, **QUICK),
     Case("bf16, accumulated", f"--dtype bf16 {D3}", AGAIN),
-    Case("bf16 as on Hopper", f"--dtype bf16 {D3}", cxx="-DAS_HOPPER", needs="cpu"),
+    Case("bf16 as on Hopper", f"--dtype bf16 {D3}", cxx="-DAS_HOPPER -DHOPPER", needs="cpu"),
     Case("from scratch", "-e d2 -t 8 -b 1 -x 1 -n 0 -v 0 --seed 7"),
     Case("recompute 1", f"--recompute 1 --dtype fp32 {D3}", AGAIN, **QUICK),
     Case("recompute 2", f"--recompute 2 --dtype fp32 {D3}", AGAIN, **QUICK),
@@ -365,8 +365,11 @@ def of_files(name, old, new, model):
     if name == "main.log":
         yield from first(name, old.decode().splitlines(), new.decode().splitlines())
     elif name.startswith("run_"):
-        a, b = fields(json.loads(old)), fields(json.loads(new))
-        pairs = {key: [x.get(key, "nothing") for x in (a, b)] for key in sorted(a.keys() | b.keys())}
+        a, b = fields(json.loads(old)), fields(json.loads(new))  # of algorithms, those that others chose are there, too
+        pairs = {key: [x.get(key, "nothing") for x in (a, b)] for key in sorted(a.keys() | b.keys())
+                 if key in a and key in b or ".products.algorithms." not in key}
+        pairs = {key: [re.sub(r"/(old|new)/", "/", x) if isinstance(x, str) else x for x in pair]
+                 for key, pair in pairs.items()}  # paths in the folders of the two trees
         pairs = {key: (x, y) for key, (x, y) in pairs.items() if x != y}
         if pairs:
             key, (x, y) = next(iter(pairs.items()))
@@ -415,6 +418,8 @@ def compare(case, olds, news):
         files = [{path.name: path.read_bytes() for path in side.glob(f"run{i}/*")} for side in sides]
         both = sorted(files[0].keys() & files[1].keys(), key=lambda name: (re.sub(r"\D", "", name)[:8], name))
         count, reworded = count + len(a) + len(both), reworded or words != others
+        if case.flags == "--help":  # in whatever order
+            a, b = sorted(a), sorted(b)
         differ = [*first("printed", a, b)]
         differ += [f"only {'OLD' if name in files[0] else 'NEW'} has {name}"
                    for name in sorted(files[0].keys() ^ files[1].keys())]
@@ -427,9 +432,11 @@ def compare(case, olds, news):
 # ---- Machine code
 
 KERNELS = "kernels.cu", "llama3.cu", "moments.cu", "fp8.cu"  # where a tree has them
+# -DHOPPER and -DOUTPUT: what the host says since 465c5e5; before that kernels.cu knew by itself.
 CODE = [("sm_80", "BF16", 768, 64, KERNELS[:3]), ("sm_80", "FP32", 768, 64, KERNELS[:3]),
-        ("sm_90a", "BF16", 768, 64, KERNELS[:3]), ("sm_90a", "FP32", 768, 64, KERNELS[:3]),
-        ("sm_90a", "FP8", 768, 64, KERNELS), ("sm_90a", "BF16", 1024, 128, KERNELS[:2])]
+        ("sm_90a", "BF16 -DHOPPER", 768, 64, KERNELS[:3]), ("sm_90a", "FP32", 768, 64, KERNELS[:3]),
+        ("sm_90a", "FP8 -DBF16 -DHOPPER -DOUTPUT=<fp8_output.cuh>", 768, 64, KERNELS),
+        ("sm_90a", "BF16 -DHOPPER", 1024, 128, KERNELS[:2])]
 OPTIONS = "-arch={} -std=c++17 -D{} -DCHANNELS={} -DHS={}"
 
 
@@ -444,14 +451,14 @@ def sections(elf):
 
 def code_of(job):
     """{section: digest} of one row of CODE and a tree's text, or what NVRTC has to say. In a process of its own."""
-    row, text = job
+    row, text, headers = job
     options = OPTIONS.format(*row).split()
-    kept = CACHE / f"same_code_{hashlib.sha256(repr((text, options)).encode()).hexdigest()[:20]}.json"
+    kept = CACHE / f"same_code_{hashlib.sha256(repr((text, headers, options)).encode()).hexdigest()[:20]}.json"
     if kept.exists():
         return json.loads(kept.read_text())
     import cupy  # noqa: F401  (finds and loads NVRTC)
     from cupy_backends.cuda.libs import nvrtc
-    program = nvrtc.createProgram(text, "kernels.cu", [], [])
+    program = nvrtc.createProgram(text, "kernels.cu", [*headers.values()], [*headers])
     try:
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError:
@@ -462,9 +469,11 @@ def code_of(job):
 
 
 def texts():
-    """The text of each row of CODE in the tree that is at TREE: its files, as far as there are any."""
+    """(text, {name: text} of headers) of each row of CODE in the tree that is at TREE: its files, as far as there are
+    any."""
     paths = {name: [*TREE.rglob(name)][:1] for name in KERNELS}
-    return ["".join(path.read_text("utf-8") for name in row[4] for path in paths[name]) for row in CODE]
+    headers = {path.name: path.read_text("utf-8") for path in TREE.rglob("*.cuh")}
+    return [("".join(path.read_text("utf-8") for name in row[4] for path in paths[name]), headers) for row in CODE]
 
 
 def compare_code(old, new, jobs):
@@ -475,7 +484,7 @@ def compare_code(old, new, jobs):
         print("skipped  machine code, which needs CuPy: pip install -r requirements.txt")
         return
     with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
-        pairs = [*zip(*(pool.map(code_of, zip(CODE, side)) for side in (old, new)))]
+        pairs = [*zip(*(pool.map(code_of, [(row, *text) for row, text in zip(CODE, side)]) for side in (old, new)))]
     for row, (a, b) in zip(CODE, pairs):
         name, *broken = f"code, {' '.join(map(str, row[:4]))}", *(x for x in (a, b) if isinstance(x, str))
         if broken:
