@@ -217,6 +217,13 @@ def data_of_a_run(device, folder):
     notes.write_text(json.dumps(run))
     yield "an older version's notes have no hash", train(output, "-y", 1, "-x", 5)[0], 0, EXACT
 
+    found = folder / "as found"
+    with mock.patch.object(Config, "MODELS", ("absent.bin", "d1", "d1")):
+        train(found, "-i", folder / "part_train_*.bin", "-b", 2, "-t", 8, "-x", 0, "-v", 0, "-s", 0)
+    notes = json.loads((found / "run_00000000.json").read_text())["flags"]
+    wish = ["d1", str(folder / "part_val_*.bin")]
+    check("notes have what was not given", [notes["model"], notes["val_data"]] == wish, f"{notes}")
+
 
 def tokens_of(data, count):
     """The next tokens that a loader hands out, so many."""
