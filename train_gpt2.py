@@ -921,14 +921,6 @@ class Training:
             flops = tokens // self.count * self.config.flops_per_token(self.model.T)
             line += f" | {flops / seconds / self.device.peak_flops:5.1%} of peak"
         self.say(f"{line} | {step * tokens:,} tokens")
-        if len(self.times) == 20:
-            self.estimate(step)
-
-    def estimate(self, step):
-        """Say how long the whole run will take."""
-        count, median = self.flags.steps - step + 20, float(np.median(self.times))
-        self.say(f"estimate     | {count} steps of {1e3 * median:.2f} ms take "
-                 f"{duration(count * median)}; validations, samples and checkpoints come on top")
 
     def no_update(self, queued, verdict):
         """Its loss or norm was an outlier, or not a number: the parameters are as before."""
@@ -1721,14 +1713,6 @@ def set_defaults(flags, scratch):
     for name, value in defaults.items():
         if getattr(flags, name) is None:
             setattr(flags, name, value)
-
-
-def duration(seconds):
-    """A time for a person: "3 h 20 min", "4 min 10 s" or "9 s"."""
-    minutes, hours = seconds // 60, seconds // 3600
-    if hours:
-        return f"{hours:.0f} h {minutes % 60:.0f} min"
-    return f"{minutes:.0f} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
 
 
 @contextlib.contextmanager

@@ -7,7 +7,13 @@ import sys
 
 import numpy as np
 
-from train_gpt2 import duration
+
+def duration(seconds):
+    """A time for a person: "3 h 20 min", "4 min 10 s" or "9 s"."""
+    minutes, hours = seconds // 60, seconds // 3600
+    if hours:
+        return f"{hours:.0f} h {minutes % 60:.0f} min"
+    return f"{minutes:.0f} min {seconds % 60:.0f} s" if minutes else f"{seconds:.0f} s"
 
 
 def progress(share=None, seconds_left=0):
@@ -35,5 +41,9 @@ class Terminal:
 
     def report(self, queued, verdict):
         super().report(queued, verdict)
-        done, steps = queued.number, self.flags.steps
-        progress(done / steps, (steps - done) * float(np.median(self.times[-100:])))
+        done, steps, median = queued.number, self.flags.steps, float(np.median(self.times[-100:]))
+        if len(self.times) == 20:
+            count = steps - done + 20
+            self.say(f"estimate     | {count} steps of {1e3 * median:.2f} ms take "
+                     f"{duration(count * median)}; validations, samples and checkpoints come on top")
+        progress(done / steps, (steps - done) * median)

@@ -4,7 +4,8 @@ import time
 
 import numpy as np
 
-from train_gpt2 import BF16, duration, to_bf16
+from dev.terminal import duration
+from train_gpt2 import BF16, to_bf16
 
 # A training step does its FLOPs at this share of the speed of one of its matrix products alone:
 # 0.62 for the 124M model in bf16 on an H200, 0.7 for the 1558M model, and on two CPU cores 0.4 to

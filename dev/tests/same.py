@@ -458,7 +458,8 @@ def code_of(job):
         return json.loads(kept.read_text())
     import cupy  # noqa: F401  (finds and loads NVRTC)
     from cupy_backends.cuda.libs import nvrtc
-    program = nvrtc.createProgram(text, "kernels.cu", [*headers.values()], [*headers])
+    contents, names = ([x.encode() for x in some] for some in (headers.values(), headers))
+    program = nvrtc.createProgram(text, "kernels.cu", contents, names)
     try:
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError:
