@@ -17,7 +17,7 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import (COUNT, COUNT_OR_0, COUNT_OR_ALL, FLAGS as PLAIN_FLAGS, RATE, SWITCH, named,
                         number)
 
-LEVEL = number(int, 0, 3, alone=1)
+LEVEL, SHARE = number(int, 0, 3, alone=1), number(float, 0, 1)
 FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the place of that
     ("-o", "--output", named, None, "new folder for main.log and checkpoints; one comes at the end "
      "(default: none)"),
@@ -44,6 +44,8 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
      "stochastic rounding"),
     (None, "--recompute", LEVEL, 0, "1: compute norms and what is inside of the MLP again: less "
      "memory, slower; 2: all of a layer but attention: least memory, slowest"),
+    (None, "--label-smoothing", SHARE, 0.0, "E: train on targets of 1-E for the right word and E/V "
+     "for each of the V words; validations are without"),
     (None, "--nvtx", SWITCH, 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; it "
      "implies --graph 0"),
     (None, "--hellaswag", named, None, "file of dev/data/hellaswag.py to score at each validation "
@@ -57,8 +59,8 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
      "wrote of it"),
 ]
 GROUPS = {"--checkpoint-every": "runs that can go on", "--gpus": "several GPUs",
-          "--moments": "less memory", "--nvtx": "more to see",
-          "--sample": "instead of training"}  # as train_gpt2.GROUPS
+          "--moments": "less memory", "--label-smoothing": "another loss",
+          "--nvtx": "more to see", "--sample": "instead of training"}  # as train_gpt2.GROUPS
 
 FILES = {  # by the first number of a header: what the file is, and what takes it
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
@@ -111,6 +113,8 @@ FEATURES = [
             "dev.precision.recompute:RecomputeInside"),
     Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
             "dev.precision.recompute:RecomputeLayers"),
+    Feature("label smoothing", lambda flags, ranks: flags.label_smoothing,
+            "dev.losses.label_smoothing:Smoothed", "dev.losses.label_smoothing:SmoothedTraining"),
     Feature("hint", lambda flags, ranks: flags.recompute != 2,
             "dev.precision.recompute:RecomputeHint"),
 ]

@@ -1,0 +1,39 @@
+/*
+Label smoothing: fused_classifier for --label-smoothing E, which compiles this file behind kernels.cu. Of each row of
+logits it takes the loss -sum over v of t[v] * log(softmax(logits)[v]), whose target distribution t is (1 - E) on the
+right word plus E / V on each of the V words (Szegedy et al. 2016, section 7). As the t[v] add up to 1, that is
+
+    log(sum(exp(logits - top))) - (1 - E) * (logits[target] - top) - E * average(logits - top)
+
+with top, the largest logit of the row, and its gradient is softmax - t.
+*/
+
+// losses (N) = the smoothed loss of each row of logits (N,Vp), which become its gradient times dloss, with zeros in the
+// padding. A block has a row and reads it three times: for top, for the two sums, and for the gradient. Rows of two
+// blocks a multiprocessor stay in L2 meanwhile. fused_classifier reads memory once, and shows how that is done. Items:
+// N rows.
+BLOCK(1024, 1)
+extern "C" __global__ void __launch_bounds__(1024) smoothed_classifier(
+    real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, float smoothing, int N,
+    int V, int Vp) {
+    int row = blockIdx.x, target = targets[row];
+    real* x = logits + (size_t)row * Vp;
+    float top = LOWEST, exponentials = 0.0f, differences = 0.0f;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) top = fmaxf(top, to_float(x[v]));
+    top = block_reduce<warp_max>(top, LOWEST);
+    for (int v = threadIdx.x; v < V; v += blockDim.x) {
+        float difference = to_float(x[v]) - top;
+        exponentials += exponential(difference);
+        differences += difference;
+    }
+    exponentials = block_reduce<warp_sum>(exponentials, 0.0f);
+    differences = block_reduce<warp_sum>(differences, 0.0f);
+    float right = 1.0f - smoothing, each = smoothing / V;  // the right word has both
+    if (threadIdx.x == 0) losses[row] = logf(exponentials) - right * (to_float(x[target]) - top) - each * differences;
+    __syncthreads();  // the logit of the target has been read
+    for (int v = threadIdx.x; v < Vp; v += blockDim.x) {
+        float gradient = 0.0f;
+        if (v < V) gradient = exponential(to_float(x[v]) - top) / exponentials - (v == target ? right : 0.0f) - each;
+        from_float(x[v], dloss * gradient);
+    }
+}

@@ -1,0 +1,39 @@
+"""--label-smoothing E: the model learns to expect the right word with probability 1 - E, and any of
+the V words with E / V besides (Szegedy et al. 2016, section 7). So it gains nothing by driving one
+logit far above the others:
+
+    t = (1 - E) * (1 at the right word, else 0) + E / V
+    loss = -sum(t * log(softmax(logits)))       gradient = softmax(logits) - t
+
+Only the loss of training is smoothed. Validations and HellaSwag ask how surprised the model is by
+the right word alone, so they compare with those of runs without it. See label_smoothing.cu.
+"""
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().with_suffix(".cu")
+
+
+class Smoothed:
+    """A model whose training loss is smoothed."""
+    smoothing = 0.0  # E, which the run sets
+
+    def loss_forward(self, rows, logits, with_gradient=False):
+        if not with_gradient:
+            super().loss_forward(rows, logits)
+            return
+        c, a, N = self.config, self.acts, len(logits)
+        targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
+        self.device.launch("smoothed_classifier", N, logits, a.losses[rows], targets, dloss,
+                           self.smoothing, N, c.V, c.Vp)
+
+
+class SmoothedTraining:
+    """A run of such a model: its device has label_smoothing.cu too."""
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, SOURCE)
+
+    def make_model(self):
+        model = super().make_model()
+        model.smoothing = self.flags.label_smoothing
+        return model
