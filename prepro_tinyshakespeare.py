@@ -8,8 +8,7 @@ before it and after every blank line, so that each speech of a play is a documen
 first 32,768 tokens are for validation (the first tenth of a text too short for that), the rest for
 training. A file is 256 int32 (magic 20240520, version 1, count), then the tokens as uint16.
 
-It is the ground floor: it imports none of the other programs, and they all stand on its errors and
-on its way to write a file.
+It is the ground floor: all other programs stand on its errors and on its way to write a file.
 """
 import argparse
 import http.client
@@ -77,7 +76,8 @@ def replace_file(path, chunks):
 
 # ---- Text and tokens
 
-TEXT_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TEXT_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
+            "input.txt")
 TINYSHAKESPEARE = Path("data/tinyshakespeare/tiny_shakespeare_{}.bin")  # {}: train or val
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
@@ -85,8 +85,8 @@ PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # as L
 
 
 def gpt2_encoding():
-    """GPT-2's byte-pair encoding (50,257 tokens). tiktoken downloads it once, or takes it from
-    TIKTOKEN_CACHE_DIR. Raises UserError if it can do neither."""
+    """GPT-2's byte-pair encoding, 50,257 tokens: downloaded once, or from TIKTOKEN_CACHE_DIR.
+    Raises UserError."""
     try:
         import tiktoken
         return tiktoken.get_encoding("gpt2")
@@ -177,13 +177,12 @@ def prepare_python_reference():
 # ---- The program
 
 
-def text_flags(description, arguments=None):
+def text_flags(description):
     """A parser of the flags of a program that reads a text."""
     parser = argparse.ArgumentParser(description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="a UTF-8 text, instead of downloading tinyshakespeare")
-    parser.add_argument("--name", help="writes data/NAME/NAME_{train,val}.bin (default: the input's "
-                                       "name)")
+    parser.add_argument("--name", help="writes data/NAME/NAME_{train,val}.bin (default: of --input)")
     return parser
 
 

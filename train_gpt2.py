@@ -1608,55 +1608,57 @@ def named(text):
 
 
 named.__name__ = "name"  # as --help has it
-COUNT, COUNT_OR_0, COUNT_OR_ALL = number(int, 1), number(int, 0), number(int, -1)
-SWITCH, RATE, BETA = number(int, 0, 2, alone=1), number(float, 0), number(float, 0, 1)
-EPS = number(float, 1e-37)  # the smallest numbers of fp32 would be 0 on a GPU
+TYPES = {  # of flags, by their names in the tables of flags
+    "name": named, "count": number(int, 1), "count or 0": number(int, 0), "rate": number(float, 0),
+    "count or -1": number(int, -1), "switch": number(int, 0, 2, alone=1),
+    "level": number(int, 0, 3, alone=1), "share": number(float, 0, 1),
+    "eps": number(float, 1e-37)}  # the smallest numbers of fp32 would be 0 on a GPU
 ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit", "seed"
 
 # A flag's letter, long name, type or choices, default (None: see set_defaults), what it is.
 FLAGS = [
-    ("-i", "--train-data", named, None, "token file to train on, or in quotes a pattern of "
+    ("-i", "--train-data", "name", None, "token file to train on, or in quotes a pattern of "
      "several (default: tinyshakespeare, prepared if missing)"),
-    ("-j", "--val-data", named, None, "token file to validate on (default: -i's, with val for "
+    ("-j", "--val-data", "name", None, "token file to validate on (default: -i's, with val for "
      "train)"),
-    ("-e", "--model", named, None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: "
+    ("-e", "--model", "name", None, "checkpoint; or, from scratch, {kind.DESCRIPTORS} (default: "
      "{kind.MODELS[0]} if it is here, else {kind.MODELS[1]} on a GPU and {kind.MODELS[2]} on a "
      "CPU)"),
-    ("-o", "--output", named, None, "folder for the weights, which are written at the end "
+    ("-o", "--output", "name", None, "folder for the weights, which are written at the end "
      "(default: none)"),
-    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch"),
-    ("-d", "--total-batch", COUNT, None, "tokens in a step, which accumulates gradients over "
+    ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
+    ("-d", "--total-batch", "count", None, "tokens in a step, which accumulates gradients over "
      "-d/(B*T) micro-batches (default: B*T)"),
-    ("-t", "--seq-len", COUNT, None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a "
+    ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a "
      "CPU)"),
-    ("-l", "--learning-rate", RATE, 3e-4, "learning rate"),
+    ("-l", "--learning-rate", "rate", 3e-4, "learning rate"),
     ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate "
      "falls; wsd: late"),
-    ("-u", "--warmup", COUNT_OR_0, 0, "steps in which the rate rises, except if it is constant"),
-    ("-q", "--final-fraction", RATE, 1.0, "what the learning rate falls to, as a fraction of it"),
-    ("-c", "--weight-decay", RATE, 0.0, "AdamW's weight decay, of matrices and embeddings only"),
-    (None, "--beta1", BETA, 0.9, "AdamW's decay of the first moment"),
-    (None, "--beta2", BETA, 0.999, "AdamW's decay of the second moment"),
-    (None, "--eps", EPS, 1e-8, "AdamW's epsilon"),
-    (None, "--clip", RATE, 1.0, "norm that a step's gradient is scaled down to; 0: none"),
-    ("-sl", "--loss-limit", RATE, 0.0, "skip an update if the z-score of its loss in the last "
+    ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises, except if it is constant"),
+    ("-q", "--final-fraction", "rate", 1.0, "what the learning rate falls to, as a fraction of it"),
+    ("-c", "--weight-decay", "rate", 0.0, "AdamW's weight decay, of matrices and embeddings only"),
+    (None, "--beta1", "share", 0.9, "AdamW's decay of the first moment"),
+    (None, "--beta2", "share", 0.999, "AdamW's decay of the second moment"),
+    (None, "--eps", "eps", 1e-8, "AdamW's epsilon"),
+    (None, "--clip", "rate", 1.0, "norm that a step's gradient is scaled down to; 0: none"),
+    ("-sl", "--loss-limit", "rate", 0.0, "skip an update if the z-score of its loss in the last "
      "128 is above this; 0: none"),
-    ("-sg", "--norm-limit", RATE, 0.0, "the same for its norm"),
-    ("-x", "--steps", COUNT_OR_ALL, None, "steps to train; -1: an epoch (default: -1)"),
-    ("-v", "--val-every", COUNT_OR_0, 20, "steps between validations; 0: none"),
-    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most; -1: all"),
-    ("-s", "--sample-every", COUNT_OR_0, 20, "steps between samples; 0: none"),
-    ("-g", "--sample-tokens", COUNT_OR_0, 64, "tokens of a sample"),
-    ("-a", "--overfit", SWITCH, 0, "1: train on the first batch of -j alone, over and over"),
+    ("-sg", "--norm-limit", "rate", 0.0, "the same for its norm"),
+    ("-x", "--steps", "count or -1", None, "steps to train; -1: an epoch (default: -1)"),
+    ("-v", "--val-every", "count or 0", 20, "steps between validations; 0: none"),
+    ("-m", "--val-batches", "count or -1", 20, "batches of a validation, at most; -1: all"),
+    ("-s", "--sample-every", "count or 0", 20, "steps between samples; 0: none"),
+    ("-g", "--sample-tokens", "count or 0", 64, "tokens of a sample"),
+    ("-a", "--overfit", "switch", 0, "1: train on the first batch of -j alone, over and over"),
     (None, "--attention", ("softmax", "relu"), "softmax", "or relu: max(0, q.k / sqrt(HS))"),
-    (None, "--shuffle", SWITCH, None, "1: batches in llm.c's random order (default: for several "
+    (None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: for several "
      "files)"),
-    (None, "--seed", COUNT_OR_0, 42, "of the initial parameters, and of all that is drawn"),
+    (None, "--seed", "count or 0", 42, "of the initial parameters, and of all that is drawn"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "tf32: fp32, products in TF32 (default: "
      "bf16; on a CPU fp32)"),
-    (None, "--plain", SWITCH, 0, "1: on a GPU, without the section Faster of train_gpt2.py"),
-    (None, "--graph", SWITCH, 1, "0: on a GPU, launch kernels one by one, not as one graph"),
+    (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster of train_gpt2.py"),
+    (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one, not as one graph"),
 ]
 
 # Headlines of --help: {the first flag below one: headline}.
@@ -1681,6 +1683,7 @@ def parse_flags(description, table, arguments=None, defaults=True, groups=()):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser
     for letter, name, kind, default, text in table:
+        kind = TYPES.get(kind, kind)
         group = parser.add_argument_group(groups[name]) if name in groups else group
         form = dict(type=kind, metavar=getattr(kind, "__name__", "").upper())
         if isinstance(kind, tuple):
@@ -1750,7 +1753,7 @@ def main(arguments=None, Model=GPT2):
     flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
     training = FastTraining if flags.device == "cuda" and not flags.plain else Training
     if run_with:
-        return run_with(flags, training, Model)
+        return run_with(flags, training, Model, table.values())
     return training(flags, Model).run()
 
 

@@ -14,48 +14,47 @@ from typing import NamedTuple
 
 from dev.ranks.launchers import launched
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import (COUNT, COUNT_OR_0, COUNT_OR_ALL, FLAGS as PLAIN_FLAGS, RATE, SWITCH, named,
-                        number)
 
-LEVEL, SHARE = number(int, 0, 3, alone=1), number(float, 0, 1)
 FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the place of that
-    ("-o", "--output", named, None, "new folder for main.log and checkpoints; one comes at the end "
-     "(default: none)"),
-    ("-n", "--checkpoint-every", COUNT_OR_0, 0, "steps between checkpoints that -y 1 can go on "
+    ("-o", "--output", "name", None, "new folder for main.log and checkpoints; one comes at the "
+     "end (default: none)"),
+    ("-n", "--checkpoint-every", "count or 0", 0, "steps between checkpoints that -y 1 can go on "
      "from; 0 for none"),
-    ("-nk", "--checkpoints-kept", COUNT_OR_0, 0, "keep the N newest of them; 0: all"),
-    ("-nm", "--checkpoints-major", COUNT_OR_0, 0, "also keep every M-th step's; 0: none"),
-    ("-y", "--resume", SWITCH, 0, "1: go on with the run in -o, from its newest whole checkpoint "
+    ("-nk", "--checkpoints-kept", "count or 0", 0, "keep the N newest of them; 0: all"),
+    ("-nm", "--checkpoints-major", "count or 0", 0, "also keep every M-th step's; 0: none"),
+    ("-y", "--resume", "switch", 0, "1: go on with the run in -o, from its newest whole checkpoint "
      "or its start"),
-    ("-m", "--val-batches", COUNT_OR_ALL, 20, "batches of a validation, at most, each B*T, of all "
-     "ranks together; -1: all"),
-    ("-b", "--batch-size", COUNT, 4, "B, sequences in a micro-batch of a rank"),
-    ("-d", "--total-batch", COUNT, None, "tokens in a step of all ranks, a multiple of B*T times "
+    ("-m", "--val-batches", "count or -1", None, "batches of a validation, at most, each B*T, of "
+     "all ranks together; -1: all (default: 20)"),
+    ("-b", "--batch-size", "count", None, "B, sequences in a micro-batch of a rank "
+     "(default: 4)"),
+    ("-d", "--total-batch", "count", None, "tokens in a step of all ranks, a multiple of B*T times "
      "their number: gradients are accumulated over micro-batches (default: one of each rank)"),
-    (None, "--gpus", COUNT, None, "train on N of this machine's GPUs; 1: alone (default: alone, or "
-     "as one of the ranks that torchrun, srun or mpirun has started)"),
-    ("-z", "--zero", SWITCH, 0, "1: each of several ranks has a share of AdamW's moments and fp32 "
-     "parameters (ZeRO)"),
-    (None, "--log-ranks", SWITCH, 0, "1: each rank but the first adds what it prints to "
+    (None, "--gpus", "count", None, "train on N of this machine's GPUs; 1: alone (default: alone, "
+     "or as one of the ranks that torchrun, srun or mpirun has started)"),
+    ("-z", "--zero", "switch", 0, "1: each of several ranks has a share of AdamW's moments and "
+     "fp32 parameters (ZeRO)"),
+    (None, "--log-ranks", "switch", 0, "1: each rank but the first adds what it prints to "
      "-o/rank_*.txt"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
     (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's; bf16 takes half the memory, with "
      "stochastic rounding"),
-    (None, "--recompute", LEVEL, 0, "1: compute norms and what is inside of the MLP again: less "
+    (None, "--recompute", "level", 0, "1: compute norms and what is inside of the MLP again: less "
      "memory, slower; 2: all of a layer but attention: least memory, slowest"),
-    (None, "--label-smoothing", SHARE, 0.0, "E: train on targets of 1-E for the right word and E/V "
-     "for each of the V words; validations are without"),
-    (None, "--nvtx", SWITCH, 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; it "
-     "implies --graph 0"),
-    (None, "--hellaswag", named, None, "file of dev/data/hellaswag.py to score at each validation "
+    (None, "--label-smoothing", "share", 0.0, "E: train on targets of 1-E for the right word and "
+     "E/V for each of the V words; validations are without"),
+    (None, "--nvtx", "switch", 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; "
+     "it implies --graph 0"),
+    (None, "--hellaswag", "name", None, "file of dev/data/hellaswag.py to score at each validation "
      "but the first"),
     (None, "--sample", str, None, "go on with this text, for -g tokens, and do not train"),
-    (None, "--temperature", RATE, 1.0, "of --sample: below 1 likely tokens are likelier still; 0: "
-     "only the likeliest"),
-    (None, "--top-k", COUNT_OR_0, 0, "of --sample: choose among the K likeliest tokens; 0: all"),
-    (None, "--dry-run", SWITCH, 0, "1: print sizes and an estimate of the time, and do not train"),
-    (None, "--replay", named, None, "find what was not finite in a step, from the file that a run "
+    (None, "--temperature", "rate", 1.0, "of --sample: below 1 likely tokens are likelier still; "
+     "0: only the likeliest"),
+    (None, "--top-k", "count or 0", 0, "of --sample: choose among the K likeliest tokens; 0: all"),
+    (None, "--dry-run", "switch", 0, "1: print sizes and an estimate of the time, and do not "
+     "train"),
+    (None, "--replay", "name", None, "find what was not finite in a step, from the file that a run "
      "wrote of it"),
 ]
 GROUPS = {"--checkpoint-every": "runs that can go on", "--gpus": "several GPUs",
@@ -148,10 +147,9 @@ def stack(base, layers, own):
 def attach(flags, Training, Model, ranks=None, folder=None):
     """(training, model): the classes of a run with the features that its flags bring. Sets the
     defaults of features' flags."""
-    plain = {name for _, name, *_ in PLAIN_FLAGS}
     for _, name, _, default, _ in FLAGS:
         key = name.removeprefix("--").replace("-", "_")
-        if name not in plain and getattr(flags, key) is None:
+        if getattr(flags, key) is None:
             setattr(flags, key, default)
     asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
     names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
@@ -159,7 +157,7 @@ def attach(flags, Training, Model, ranks=None, folder=None):
     layers = [*pairs, *((feature.model, feature.training) for feature in asked.values())]
     models, trainings = zip(*layers)
     return (stack(Training, trainings, dict(ranks=ranks, folder=folder)),
-            stack(Model, models, dict(ranks=ranks)))
+            stack(Model, models, dict(ranks=ranks, flags=flags)))
 
 
 def check_needs(flags):
@@ -177,21 +175,21 @@ def check_needs(flags):
                         "another -v")
 
 
-def run_with(flags, Training, Model):
-    """What train_gpt2.main does with its flags. Returns the exit status."""
+def run_with(flags, Training, Model, table):
+    """What train_gpt2.main does with its flags, of this table. Returns the exit status."""
     check_needs(flags)
     if flags.replay:
         return load("dev.runs.replay:replay")(flags, lambda: attach(flags, Training, Model))
     if launched() if flags.gpus is None else flags.gpus > 1:
         start = load("dev.ranks.launch:start")
-        return start(flags, lambda ranks: train(flags, Training, Model, ranks))
-    return train(flags, Training, Model)
+        return start(flags, lambda ranks: train(flags, Training, Model, table, ranks))
+    return train(flags, Training, Model, table)
 
 
-def train(flags, Training, Model, ranks=None):
+def train(flags, Training, Model, table, ranks=None):
     """Train, as one of several ranks or alone."""
-    folder, table = None, {row[1]: row for row in [*PLAIN_FLAGS, *FLAGS]}
+    folder = None
     if flags.output and not flags.dry_run:  # to go on, it sets what is not given as it was
-        folder = load("dev.runs.folder:RunFolder")(flags, ranks, Model.Config, table.values())
+        folder = load("dev.runs.folder:RunFolder")(flags, ranks, Model.Config, table)
     training, model = attach(flags, Training, Model, ranks, folder)
     return training(flags, model).run()

@@ -36,7 +36,7 @@ def declared(code):
         return "macro", (found[1],)
     if found := re.match(r"using (\w+) =|struct [^{]*?(\w+) \{", code) or re.search(r"operator\W+(\w+)", head):
         return "type", (found[found.lastindex],)
-    if found := re.search(r"(?!static_assert)\b(\w+)\(", head):
+    if not head.startswith("static_assert") and (found := re.search(r"\b(\w+)\(", head)):
         return kind, (found[1],)
     return "constant", tuple(re.findall(r"(\w+)(?:\[\w*\])* = ", code) or re.findall(r"(\w+)(?:\[\])?;", code))
 

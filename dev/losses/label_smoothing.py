@@ -15,7 +15,6 @@ SOURCE = Path(__file__).resolve().with_suffix(".cu")
 
 class Smoothed:
     """A model whose training loss is smoothed."""
-    smoothing = 0.0  # E, which the run sets
 
     def loss_forward(self, rows, logits, with_gradient=False):
         if not with_gradient:
@@ -24,7 +23,7 @@ class Smoothed:
         c, a, N = self.config, self.acts, len(logits)
         targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
         self.device.launch("smoothed_classifier", N, logits, a.losses[rows], targets, dloss,
-                           self.smoothing, N, c.V, c.Vp)
+                           self.flags.label_smoothing, N, c.V, c.Vp)
 
 
 class SmoothedTraining:
@@ -32,8 +31,3 @@ class SmoothedTraining:
 
     def make_device(self, *beside):
         return super().make_device(*beside, SOURCE)
-
-    def make_model(self):
-        model = super().make_model()
-        model.smoothing = self.flags.label_smoothing
-        return model

@@ -83,7 +83,6 @@ def model(device):
     c, (B, T), E = Config(**SIZES), (2, 6), 0.3
     batches = [(words(c.V, B, T), words(c.V, B, T)) for _ in range(2)]
     plain, smooth = (model_class(GPT2, *flags)(c, device, B, T) for flags in ((), ("--label-smoothing", str(E))))
-    smooth.smoothing = E
     for each in (plain, smooth):
         each.set_parameters(draw_parameters(c, 1))
     wish = 0

@@ -40,7 +40,7 @@ from dev.ranks.ranks import cut, sketch
 from dev.runs.replay import bad_place
 from dev.terminal import say
 from prepro_tinyshakespeare import UserError, make_header, replace_file
-from train_gpt2 import (FLAGS, HEADER_BYTES, WINDOW, Config, FileKind, Row, checkpoint_parts,
+from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, WINDOW, Config, FileKind, Row, checkpoint_parts,
                         count_tokens, files_of, in_file_order, mapped, read_header,
                         read_parameters, to_float)
 
@@ -403,6 +403,7 @@ def numbers(values, shape):
 
 def is_flag(kind, value):
     """Whether a flag of this kind, a type or choices, may have a value."""
+    kind = TYPES.get(kind, kind)
     if value is None or isinstance(kind, tuple):
         return value is None or value in kind
     try:
