@@ -1,8 +1,8 @@
 """The folder of a training run, -o: its log, its checkpoints, and how the run goes on from the
 newest of them.
 
-A checkpoint that a run can go on from is these files, which are written in this order and go in the
-opposite one:
+A checkpoint that a run can go on from has these files, which are written in this order and removed
+in the opposite one:
 
     model_00000500.bin          the parameters after 500 steps, as llm.c has them; with --ema,
                                 ema_00000500.bin has their average

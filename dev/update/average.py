@@ -4,9 +4,9 @@
 
 The last steps of a training jump about a good place, and the mean of where they were is nearer to
 it (Polyak and Juditsky 1992); Karras et al. (2024, "Analyzing and Improving the Training Dynamics
-of Diffusion Models", section 3) measure for how long to average. With D = 0.999 these are about the
-last 1,000 steps. The average begins as the parameters that the run starts from. It is fp32, of the
-fp32 parameters, and training itself never reads it. A step without an update leaves it alone.
+of Diffusion Models", section 3) measure how long the average should be. D = 0.999 averages over
+about the last 1,000 steps. It starts as the run's first parameters. It is kept in fp32, from
+AdamW's fp32 parameters, and training never reads it. A step without an update leaves it alone.
 
 With -o it is written beside each model_*.bin as ema_*.bin, an fp32 checkpoint like any other: -e
 and --sample take it. A run that goes on (-y 1) reads it from there.
@@ -25,7 +25,7 @@ FILE = "ema_{:08d}.bin"
 
 class Averaged:
     """A model that keeps an average of its parameters in an arena of its own."""
-    decay = 0.0
+    decay = 0.0  # D
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -40,7 +40,7 @@ class Averaged:
         self.add_to_average(self.decay, self.adam.verdict)
 
     def begin_average(self):
-        """The average of one: the parameters as they are."""
+        """Set the average to the parameters."""
         self.add_to_average(0.0, None)
 
     def add_to_average(self, decay, verdict):
