@@ -1,6 +1,6 @@
 /*
 The hand-written kernels of a GPT-2 training step, in the order in which a step meets them, each forward next to its
-backward; dev/fp8.cu and dev/moments.cu have those of two flags besides. train_gpt2.py compiles this file with NVRTC for
+backward; what a feature needs besides is in its own file under dev/. train_gpt2.py compiles this file with NVRTC for
 a GPU, or with a C++ compiler and dev/cpu/cuda.h for a CPU. It reads the kernels' names, arguments and grids from this
 text. A BLAS library multiplies the linear layers' matrices.
 
@@ -1356,7 +1356,7 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
 // An update is skipped if the z-score of the loss or of the norm is above its limit, unless that is 0.
 struct AdamW {
     float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip, loss_limit, norm_limit;
-    float seed, step;  // whole numbers, for dev/moments.cu
+    float seed, step;  // whole numbers, for what is rounded at random
 };
 
 // What the host reads of a step, perhaps when the next one is already queued, and what adamw obeys. A z-score says how

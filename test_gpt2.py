@@ -264,7 +264,7 @@ SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384)}
 
 def write_checkpoint(path, model):
     """Write a checkpoint of a model, as a run does."""
-    replace_file(path, map(model.device.get, checkpoint_parts(model)))
+    replace_file(path, map(model.device.get, checkpoint_parts(model.config, model.params, model.device.real)))
 
 
 def model_class(architecture, *given):

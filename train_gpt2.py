@@ -900,7 +900,8 @@ class Training:
         """At the end of a run with -o: write the weights, in llm.c's format."""
         if self.flags.output:
             path = Path(self.flags.output) / f"model_{done:08d}.bin"
-            replace_file(path, map(self.device.get, checkpoint_parts(self.model)))
+            parts = checkpoint_parts(self.config, self.model.params, self.device.real)
+            replace_file(path, map(self.device.get, parts))
             self.say(f"wrote {path}")
 
     def finish(self, queued):
@@ -1380,11 +1381,10 @@ def read_parameters(path, c):
     return mapped(path, table, os.path.getsize(path) - sum(row.nbytes for row in table))
 
 
-def checkpoint_parts(model):
-    """What a checkpoint of a model consists of: headers, then the parameters."""
-    c, real = model.config, model.device.real
+def checkpoint_parts(c, params, real):
+    """What a checkpoint of these parameters consists of: headers, then the tensors."""
     yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
-    yield from in_file_order(c, model.params, real)
+    yield from in_file_order(c, params, real)
 
 
 def in_file_order(c, views, real):

@@ -44,6 +44,8 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
      "memory, slower; 2: all of a layer but attention: least memory, slowest"),
     (None, "--label-smoothing", "share", 0.0, "E: train on targets of 1-E for the right word and "
      "E/V for each of the V words; validations are without"),
+    (None, "--ema", "share", None, "D: keep an average of the weights, ema = D*ema + (1-D)*weights "
+     "after each update, and write it to -o as ema_*.bin (default: none)"),
     (None, "--nvtx", "switch", 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; "
      "it implies --graph 0"),
     (None, "--hellaswag", "name", None, "file of dev/data/hellaswag.py to score at each validation "
@@ -59,7 +61,8 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
 ]
 GROUPS = {"--checkpoint-every": "runs that can go on", "--gpus": "several GPUs",
           "--moments": "less memory", "--label-smoothing": "another loss",
-          "--nvtx": "more to see", "--sample": "instead of training"}  # as train_gpt2.GROUPS
+          "--ema": "after the update", "--nvtx": "more to see",
+          "--sample": "instead of training"}  # as train_gpt2.GROUPS
 
 FILES = {  # by the first number of a header: what the file is, and what takes it
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
@@ -74,7 +77,7 @@ FILES = {  # by the first number of a header: what the file is, and what takes i
 NEEDS = {  # flags that mean nothing without another one
     "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
     "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample",
-    "log_ranks": "output"}
+    "log_ranks": "output", "ema": "output"}
 
 
 class Feature(NamedTuple):
@@ -88,6 +91,7 @@ def trains(flags):
     return flags.sample is None and not flags.dry_run
 
 
+# What wraps stands above what it wraps: make_model of the first row ends last.
 FEATURES = [
     Feature("terminal", lambda flags, ranks: True, training="dev.terminal:Terminal"),
     Feature("nvtx", lambda flags, ranks: flags.nvtx, training="dev.runs.nvtx:Annotated"),
@@ -108,6 +112,8 @@ FEATURES = [
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
     Feature("moments", lambda flags, ranks: flags.moments == "bf16",
             "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),
+    Feature("average", lambda flags, ranks: flags.ema is not None,
+            "dev.update.average:Averaged", "dev.update.average:AveragedTraining"),
     Feature("recompute 1", lambda flags, ranks: flags.recompute == 1,
             "dev.precision.recompute:RecomputeInside"),
     Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
@@ -128,6 +134,11 @@ PAIRS = {
     ("moments", "zero"): ("dev.precision.moments:ShardedMoments", ""),
     ("explain", "runs"): ("", "dev.runs.replay:ExplainedAndKept"),
     ("explain", "ranks"): ("", "dev.ranks.ranks:RanksExplained"),
+    ("average", "runs"): ("", "dev.update.average:AveragedAndKept"),
+}
+EXCLUDES = {  # {names of features that do not go together: why, and what to do}
+    ("average", "zero"): "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a "
+                         "share of them: expected --zero 0",
 }
 
 
@@ -153,6 +164,9 @@ def attach(flags, Training, Model, ranks=None, folder=None):
             setattr(flags, key, default)
     asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
     names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
+    for pair, why in EXCLUDES.items():
+        if names >= {*pair}:
+            raise UserError(why)
     pairs = [PAIRS[pair] for pair in PAIRS if names >= {*pair}]
     layers = [*pairs, *((feature.model, feature.training) for feature in asked.values())]
     models, trainings = zip(*layers)

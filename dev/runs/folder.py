@@ -1,10 +1,11 @@
 """The folder of a training run, -o: its log, its checkpoints, and how the run goes on from the
 newest of them.
 
-A checkpoint that a run can go on from is four files, which are there in this order and go in the
-opposite one:
+A checkpoint that a run can go on from has these files, which are written in this order and removed
+in the opposite one:
 
-    model_00000500.bin          the parameters after 500 steps, as llm.c has them
+    model_00000500.bin          the parameters after 500 steps, as llm.c has them; with --ema,
+                                ema_00000500.bin has their average
     state_00000500_00000.bin    llm.c's state: AdamW's moments, fp32 parameters, the position in the
                                 data; one each rank
     run_00000500.json           what llm.c has no place for: flags, data, outlier windows, the
@@ -369,8 +370,8 @@ class Writer:
 CHECKPOINT = ("model_{:08d}.bin", "state_{:08d}_{:05d}.bin", "run_{:08d}.json",
               "DONE_{:08d}")  # in the order of writing
 # Names of files that are never overwritten, and of what a kill leaves
-OF_A_RUN = re.compile(r"main\.log(\.old)?|(model|state|run|DONE|replay)_\d{8}(_\d{5})?(\.\w+)?")
-LEFT = re.compile(r"(main\.log.*|(model|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp"
+OF_A_RUN = re.compile(r"main\.log(\.old)?|(model|ema|state|run|DONE|replay)_\d{8}(_\d{5})?(\.\w+)?")
+LEFT = re.compile(r"(main\.log.*|(model|ema|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp"
                   r"|ranks_[0-9a-f]{12}.*")
 # Flags, when a run goes on: what must agree, and what may differ. Of others there is a warning.
 MUST_AGREE = {"model": "-e", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",
@@ -620,8 +621,10 @@ class RunFolder:
     def remove(self, step):
         for i in reversed(range(len(CHECKPOINT))):
             pattern = CHECKPOINT[i].format(step, 0).replace("_00000.bin", "_?????.bin")
+            pattern = pattern.replace("model_", "*_")  # also the others of Kept.weights
             for path in sorted(self.path.glob(pattern)):
-                if path != self.file(2, 0):  # with which the run goes on without a checkpoint
+                # the run goes on with run_00000000.json without a checkpoint
+                if OF_A_RUN.fullmatch(path.name) and path != self.file(2, 0):
                     path.unlink(missing_ok=True)
 
     def begin(self, training, model):
@@ -637,7 +640,7 @@ class RunFolder:
             self.exchange(None, "a look at the folder")
             self.go_on(training, model)
             if self.flags.checkpoint_every:
-                self.prepare(model)
+                self.prepare(training, model)
             return
         self.lock, mark = self.locked(), self.path / f"main.log.{os.getpid()}.tmp"
         mark.touch()
@@ -664,7 +667,7 @@ class RunFolder:
             self.write_notes(self.notes_of(training, model))
         self.open_log(model.step)
         if self.flags.checkpoint_every:
-            self.prepare(model)
+            self.prepare(training, model)
 
     def open_log(self, step):
         """Open main.log to append to it. Lines that the run is going to log again, or that are
@@ -690,13 +693,14 @@ class RunFolder:
         """Whether each of several ranks has a share of AdamW's numbers."""
         return self.count > 1 and bool(self.flags.zero)
 
-    def prepare(self, model):
+    def prepare(self, training, model):
         """Make a writer with room for a whole checkpoint."""
         if not self.writer:
             c = model.config
             table = state_table(c, self.count if self.shared else 0, self.rank)
-            parameters = () if self.rank else c.file_table(model.device.real)
-            nbytes = sum(row.nbytes for row in [*3 * table, *parameters])
+            whole = [] if self.rank else [c.file_table(real)
+                                          for _, real in training.weights(model).values()]
+            nbytes = sum(row.nbytes for rows in (*3 * [table], *whole) for row in rows)
             self.writer = Writer(model.device, nbytes, self.ranks.here if self.ranks else 1)
 
     def go_on(self, training, model):
@@ -818,12 +822,14 @@ class RunFolder:
         """Write a checkpoint: a whole one, or only the parameters. One that is there already stays.
         prunes: whether old ones are removed behind it, which a run that went wrong still needs."""
         model = training.model
-        self.prepare(model)
+        self.prepare(training, model)
         self.writer.wait()
         step, begun = model.step, time.perf_counter()
         if whole and self.file(3, step).exists() or self.rank and not whole:
             return
-        files = {self.file(0, step): checkpoint_parts(model)} if not self.rank else {}
+        files = {} if self.rank else {
+            self.path / name.format(step): checkpoint_parts(model.config, views, real)
+            for name, (views, real) in training.weights(model).items()}
         if whole:
             files[self.file(1, step, self.rank)] = state_parts(model, position, self.shared)
         notes, agreed = self.notes_of(training, model), False
@@ -899,6 +905,11 @@ class Kept(Resumed):
     def data_paths(self):
         self.flags.train_data, self.flags.val_data = paths = super().data_paths()
         return paths
+
+    def weights(self, model):
+        """{name of a file: (views of whole parameters, their type)}, which rank 0 writes into each
+        checkpoint. A feature may add to them; OF_A_RUN knows the names."""
+        return {CHECKPOINT[0]: (model.params, model.device.real)}
 
     def make_model(self):
         model = super().make_model()

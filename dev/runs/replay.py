@@ -225,8 +225,7 @@ class ExplainedAndKept:
         path = folder.path / f"replay_{step:08d}.npz"
         if self.rank == speaker:
             notes = dict(model=folder.file(0, step).name, step=step, places=batches.places,
-                         attention=flags.attention, dtype=flags.dtype, recompute=flags.recompute,
-                         moments=flags.moments, **self.state(self.model))
+                         flags=vars(flags), **self.state(self.model))
             file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
             views = [carve(data, table) for data, _ in batches.packed]
             tokens, targets = ([getattr(view, name) for view in views]
@@ -249,12 +248,13 @@ def replay(flags, attach):
         raise UserError(f"--replay {flags.replay}: could not be read ({what}); expected a "
                         "replay_*.npz, of a run with -o whose loss was no longer a "
                         "number") from None
+    before = notes.get("flags", notes)  # earlier versions kept four of them, among the notes
+    for name in vars(flags).keys() & before.keys():
+        if getattr(flags, name) is None:
+            setattr(flags, name, before[name])
     flags.model = str(Path(flags.replay).parent / notes["model"])
     flags.batch_size, flags.seq_len = tokens.shape[1:]
-    flags.attention, flags.recompute = notes["attention"], notes["recompute"]
-    flags.dtype = flags.dtype or notes["dtype"]
-    flags.moments = flags.moments or notes.get("moments", "fp32")  # to take no more memory
-    flags.output = flags.sample = flags.hellaswag = flags.dry_run = flags.nvtx = None
+    flags.output = flags.sample = flags.hellaswag = flags.dry_run = flags.nvtx = flags.ema = None
     Training, Model = attach()
     training = Training(flags, Model)
     training.choose_model()

@@ -1,0 +1,85 @@
+"""--ema D: an exponential moving average of the weights. After each update,
+
+    average = D * average + (1 - D) * parameters
+
+The last steps of a training jump about a good place, and the mean of where they were is nearer to
+it (Polyak and Juditsky 1992); Karras et al. (2024, "Analyzing and Improving the Training Dynamics
+of Diffusion Models", section 3) measure how long the average should be. D = 0.999 averages over
+about the last 1,000 steps. It starts as the run's first parameters. It is kept in fp32, from
+AdamW's fp32 parameters, and training never reads it. A step without an update leaves it alone.
+
+With -o it is written beside each model_*.bin as ema_*.bin, an fp32 checkpoint like any other: -e
+and --sample take it. A run that goes on (-y 1) reads it from there.
+"""
+from pathlib import Path
+
+import numpy as np
+
+from dev.runs.folder import finite
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import read_parameters
+
+SOURCE = Path(__file__).resolve().with_name("average.cu")
+FILE = "ema_{:08d}.bin"
+
+
+class Averaged:
+    """A model that keeps an average of its parameters in an arena of its own."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        return super().tables(c, device, B, T) | {"average": c.parameter_table()}
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.average = self.whole_views("average")
+
+    def adamw(self, parameters, low, gradients, m, v):
+        super().adamw(parameters, low, gradients, m, v)
+        self.add_to_average(self.flags.ema, self.adam.verdict)
+
+    def begin_average(self):
+        """Set the average to the parameters."""
+        self.add_to_average(0.0, None)
+
+    def add_to_average(self, decay, verdict):
+        average, parameters, low = map(self.arenas.get, ("average", "parameters", "low bits"))
+        n = average.nbytes // 4
+        self.device.launch("average_parameters", n, average, parameters, low, decay, n, verdict)
+
+
+class AveragedTraining:
+    """A run of such a model: its device has average.cu too."""
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, SOURCE)
+
+    def make_model(self):
+        model = super().make_model()
+        model.begin_average()
+        return model
+
+
+class AveragedAndKept:
+    """The average in the folder of a run."""
+
+    def weights(self, model):
+        return super().weights(model) | {FILE: (model.average, np.float32)}
+
+    def set_state(self, model, notes):
+        """Go on with a checkpoint's average; or, if its run had none, begin one there."""
+        super().set_state(model, notes)
+        path = self.folder.path / FILE.format(self.folder.step)
+        before = notes.get("flags", {}).get("ema")
+        if path.exists():
+            c = self.Model.Config.from_file(path)
+            if c != model.config:
+                raise UserError(f"{path}: {c}; expected {model.config}, as the model beside it has")
+            tensors = finite(path, "the average of", read_parameters(path, c))
+            model.set_tensors(tensors, [model.average])
+        elif before is not None:
+            raise UserError(f"{path}: is not there, and the run had --ema {before}: restore it")
+        else:
+            model.begin_average()
+            self.say(f"WARNING: the average of the weights (--ema) begins after step "
+                     f"{self.folder.step}: there is no {path}")
