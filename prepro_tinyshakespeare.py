@@ -178,11 +178,11 @@ def prepare_python_reference():
 
 
 def text_flags(description):
-    """A parser of the flags of a program that reads a text."""
+    """A parser of flags that name a text."""
     parser = argparse.ArgumentParser(description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="a UTF-8 text, instead of downloading tinyshakespeare")
-    parser.add_argument("--name", help="writes data/NAME/NAME_{train,val}.bin (default: of --input)")
+    parser.add_argument("--name", help="writes data/NAME/NAME_{train,val}.bin")
     return parser
 
 
