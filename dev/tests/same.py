@@ -365,9 +365,10 @@ def of_files(name, old, new, model):
     if name == "main.log":
         yield from first(name, old.decode().splitlines(), new.decode().splitlines())
     elif name.startswith("run_"):
-        a, b = fields(json.loads(old)), fields(json.loads(new))  # of algorithms, those that others chose are there, too
+        # The case "help" compares the names of flags. Of algorithms, those that others chose are there, too.
+        a, b = fields(json.loads(old)), fields(json.loads(new))
         pairs = {key: [x.get(key, "nothing") for x in (a, b)] for key in sorted(a.keys() | b.keys())
-                 if key in a and key in b or ".products.algorithms." not in key}
+                 if key in a and key in b or not re.match(r"\.(flags|products\.algorithms)\.", key)}
         pairs = {key: [re.sub(r"/(old|new)/", "/", x) if isinstance(x, str) else x for x in pair]
                  for key, pair in pairs.items()}  # paths in the folders of the two trees
         pairs = {key: (x, y) for key, (x, y) in pairs.items() if x != y}
