@@ -30,7 +30,7 @@ from dev.benchmark import work_of  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
 from dev.precision.moments import SOURCE as MOMENTS  # noqa: E402
 from dev.ranks.ranks import Ranks  # noqa: E402
-from train_gpt2 import BF16, COUNT, GPT2, SWITCH, Training, named, parse_flags, read_kernels  # noqa: E402
+from train_gpt2 import BF16, GPT2, Training, parse_flags, read_kernels  # noqa: E402
 
 # ---- What was measured, on H200s in bf16, and what was not
 
@@ -296,14 +296,14 @@ def predicted(cases, networks, gpus_a_node, one):
                    ms(waited["update"]), f"{tokens / step:,.0f}", f"{tokens / step / one / case.gpus:.1%}")
 
 
-FLAGS = [("-e", "--model", named, "d12", "descriptor: d12, d48, llama3:d12, llama3.2:1B and the like"),
-         ("-b", "--batch-size", COUNT, 32, "B, sequences in a micro-batch of a GPU"),
-         ("-t", "--seq-len", COUNT, 1024, "T, tokens in a sequence"),
-         ("-d", "--total-batch", COUNT, None, "tokens in a step where they stay the same (default: the recipe's)"),
-         ("-z", "--zero", SWITCH, 0, "1: ZeRO-1"),
-         (None, "--recompute", features.LEVEL, 0, "1 or 2, as train_gpt2.py has it"),
+FLAGS = [("-e", "--model", "name", "d12", "descriptor: d12, d48, llama3:d12, llama3.2:1B and the like"),
+         ("-b", "--batch-size", "count", 32, "B, sequences in a micro-batch of a GPU"),
+         ("-t", "--seq-len", "count", 1024, "T, tokens in a sequence"),
+         ("-d", "--total-batch", "count", None, "tokens in a step where they stay the same (default: the recipe's)"),
+         ("-z", "--zero", "switch", 0, "1: ZeRO-1"),
+         (None, "--recompute", "level", 0, "1 or 2, as train_gpt2.py has it"),
          (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's"),
-         (None, "--gpus-per-node", COUNT, 8, "GPUs that NVLink connects")]
+         (None, "--gpus-per-node", "count", 8, "GPUs that NVLink connects")]
 FEW, MANY, LIMIT = (1, 2, 4, 8, 64, 1024), [2**i for i in range(1, 15)], 0.05
 
 

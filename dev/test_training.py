@@ -470,8 +470,9 @@ def steps_by_turns(folder):
         check_refusal("turns.py", "expected steps, and found status 0:\ntables", turns.time_run, turns.TOP, [])
     with mock.patch.dict(os.environ, PATH=str(folder)):
         check_refusal("turns.py", "HEAD: a commit needs git", turns.unpack, "HEAD", folder)
-    for wish, *arguments in (("nothing: expected a commit, or . for the working tree", "nothing"),
-                             (".*: expected commits or ., with flags", ". -o it's"), (".*: expected commits or .", ""),
+    for wish, *arguments in (("nothing: expected a commit, a folder with train_gpt2.py, or . for", "nothing"),
+                             (".*: expected commits, folders or ., with flags", ". -o it's"),
+                             (".*: expected commits, folders or .", ""),
                              ("train_gpt2.py .* found status 1:\nerror: --no", ".", "--", "--nonsense", "1")):
         check_refusal("turns.py", wish, output_of, turns.main, arguments)
 

@@ -9,18 +9,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag import PADDING, read_examples, score
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import (COUNT, GPT2, SWITCH, has_gpu, make_device, parse_flags, read_header,
+from train_gpt2 import (GPT2, has_gpu, make_device, parse_flags, read_header,
                         read_parameters)
 
 FLAGS = [
     ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of a GPT-2, or of a Llama 3 on GPT-2's "
      "words"),
     (None, "--data", str, "data/hellaswag/hellaswag_val.bin", "the examples"),
-    ("-b", "--batch-size", COUNT, 16, "B, rows in a batch; an example has four"),
-    ("-t", "--seq-len", COUNT, None, "T, tokens in a row (default: enough for the longest)"),
+    ("-b", "--batch-size", "count", 16, "B, rows in a batch; an example has four"),
+    ("-t", "--seq-len", "count", None, "T, tokens in a row (default: enough for the longest)"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU fp32)"),
-    (None, "--plain", SWITCH, 0, "1: on a GPU, without the last section of train_gpt2.py"),
+    (None, "--plain", "switch", 0, "1: on a GPU, without the last section of train_gpt2.py"),
 ]
 
 
