@@ -1468,7 +1468,7 @@ __device__ __forceinline__ void adamw_step(
     store(v + i, m2);
 }
 
-// With moments in fp32; dev/moments.cu has others. Bound by four reads and three writes of n fp32 numbers, in bf16 too.
+// Bound by four reads and three writes of n fp32 numbers, in bf16 too.
 // Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(
