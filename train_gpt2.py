@@ -3,11 +3,10 @@
     pip install -r requirements.txt && python train_gpt2.py
 
 Read this file from top to bottom, with kernels.cu beside it: the model as tables; each layer
-forward beside the same layer backward; the update; the training loop. Whoever stops there has seen
-a GPT-2 train. Then comes what these stand on: the GPU, files and batches, a sample, the flags. The
-last section, "Faster", is there for speed alone: `--plain 1` leaves it out. What else the program
-can do is a chapter of its own under dev/, and dev/features.py lists them. Whatever a user can mend
-is raised as a UserError, in one line.
+forward beside the same layer backward; the update; the training loop. You may stop there. Then
+comes what these use: the GPU, files and batches, a sample, the flags. The last section, "Faster",
+only adds speed; `--plain 1` leaves it out. Everything else is under dev/: dev/features.py lists it.
+An error that the user can fix is a UserError, one line.
 
 Sizes have the same letters everywhere:
 
@@ -64,7 +63,7 @@ LOW = np.int16  # the lower half of an fp32's bits, signed: see kept_as
 
 
 class Row(NamedTuple):
-    """A row of a table describes a tensor: name, shape, type; with layers, one for each layer."""
+    """A tensor, or, with layers, one for each layer."""
     name: str
     shape: tuple
     dtype: type = np.float32
@@ -87,19 +86,18 @@ class Row(NamedTuple):
         return (self.layers, *self.shape) if self.layers else self.shape
 
 
-ALIGN = 64  # bytes, where tensors start. 32 divides C, so a checkpoint is the parameters' arena.
+ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps, as in a checkpoint.
 LOGIT_ROWS = 8192  # logits are computed for at least this many tokens at a time
 PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
-WINDOW = 128  # steps whose losses and norms say if the next one's are outliers
+WINDOW = 128  # steps whose losses and norms a z-score looks back on
 ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay",
          "clip", "loss_limit", "norm_limit", "seed", "step")  # the fields of kernels.cu's struct
 
 
 class Verdict(NamedTuple):
-    """What the device says of a step, as in kernels.cu: whether to update, and whether to stop.
-    A z-score says how far a value is above the mean of the last WINDOW steps, in their standard
-    deviations; it is NaN in the first steps."""
+    """What kernels.cu decides about a step: whether to update, and whether to stop the run. A
+    z-score is (value - mean) / std over the last WINDOW steps, NaN until there are as many."""
     norm: float
     loss: float
     norm_z: float
@@ -169,8 +167,8 @@ class Config:
         return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
 
     def check(self, path, wishes=()):
-        """Raise UserError, naming where the sizes come from, unless they make a model and the
-        wishes hold, each of them (whether it holds, what is expected)."""
+        """Raise UserError unless the sizes make a model, and each wish (ok, what is expected)
+        holds."""
         sizes = dataclasses.astuple(self)[:6]
         for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
                          (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
@@ -214,8 +212,7 @@ class Config:
         ]
 
     def file_table(self, real=np.float32, header=None):
-        """The tensors of a checkpoint, or of one with this header, in its order. One that is no
-        parameter is zeros."""
+        """The tensors of a checkpoint, in its order; one that is no parameter is zeros."""
         return self.parameter_table(real)
 
     def headers(self, version):
@@ -233,7 +230,7 @@ class Config:
             Row("ln1_rstd", (N,), layers=self.L),
             Row("ln1", (N, C), **each),
             Row("qkv", (N, 3 * C), **each),  # queries, keys and values, each of NH heads
-            Row("lse", (B * self.NH, T), layers=self.L),  # log2 of the sum below a row of softmax
+            Row("lse", (B * self.NH, T), layers=self.L),  # log2 of each softmax's denominator
             Row("atty", (N, C), **each),  # attention's output
             Row("ln2_inp", (N, C), **each),  # a copy of x after attention
             Row("ln2_mean", (N,), layers=self.L),
@@ -270,8 +267,8 @@ class Config:
 
 
 def logit_rows(N):
-    """How many of N tokens have logits at a time: all would take much memory, but each part adds to
-    all of wte's gradient."""
+    """How many of N tokens have logits at a time: fewer save memory, but each part adds to all of
+    wte's gradient."""
     return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
@@ -299,7 +296,7 @@ def update_table(updated):
 
 
 def layout(table):
-    """Where the tensors of an arena start, in bytes, and behind them where the arena ends."""
+    """The byte offset of each tensor in an arena, then the arena's size."""
     sizes = (-(-row.nbytes // ALIGN) * ALIGN for row in table)
     return list(itertools.accumulate(sizes, initial=0))
 
@@ -368,8 +365,8 @@ def to_bf16(x):
 
 
 def launch_attention(device, kernel, arrays, tiled, B, T, NH, NKV, scale, relu):
-    """Launch one of attention's three kernels, in which a block has some rows of a query head, or
-    of a key head. It reads tiles of the arrays `tiled`, each (N,channels)."""
+    """Launch an attention kernel: a block takes some rows of a query head, or of a key head. It
+    reads tiles of the arrays `tiled`, each (N,channels)."""
     sizes, heads = device.attention_sizes, NKV if kernel == "attention_backward_kv" else NH
     forward = kernel == "attention_forward"
     shared = sizes.shared_forward if forward else sizes.shared_backward
@@ -388,8 +385,8 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, with room for so
-    many logits, at most two rows. Or a block for each row, without room: on a CPU, or where long
+    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, which keeps up to
+    two rows of logits there; or a block for each row, which keeps none: on a CPU, or where long
     rows are read only once."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     if device.name == "cpu" or not with_gradient and room < 2 * Vp:
@@ -401,13 +398,13 @@ class GPT2:
     """GPT-2 on a device, for batches of up to B sequences of T tokens, with softmax attention, or
     "relu": att = max(0, q.k / sqrt(HS))."""
     Config = Config
-    rank, count = 0, 1  # of several processes that each train on a part of a batch: which is it?
+    rank, count = 0, 1  # this process's index, and how many share each batch
 
     @classmethod
     def tables(cls, c, device, B, T):
-        """All that a training run allocates, {arena: table}: the tensors of a table share one
-        allocation, an arena. AdamW works on fp32 numbers. In bf16 their upper halves are the
-        parameters, and their lower ones `low bits`: see kept_as."""
+        """All that a run allocates, {arena: table}; an arena is one allocation. AdamW works on fp32
+        numbers: in bf16 the parameters are their upper halves, `low bits` their lower: see kept_as.
+        """
         real, parameters = device.real, c.parameter_table()
         low = [row._replace(dtype=LOW) for row in parameters]
         halves = {"low bits": low} if real == BF16 else {}
@@ -761,8 +758,8 @@ class GPT2:
                            adam.decayed.size, n, adam.settings, adam.verdict, *more)
 
     def train_step(self, *batches, **adamw):
-        """Queue a step of these micro-batches, of pack_batch, whose gradients are averaged, with
-        set_adamw's settings. report() waits for it."""
+        """Queue a step: the mean gradient of these packed micro-batches, then AdamW with these
+        settings. report() waits for it."""
         self.set_adamw(**adamw)
         self.micros = len(batches) * self.count
         for self.micro, batch in enumerate(batches):
@@ -784,9 +781,8 @@ class GPT2:
 
 
 def scheduled_rate(step, steps, flags):
-    """The learning rate of a step, counted from 0, in fp32 as in llm.c. It rises to -l in -u steps,
-    then falls to -q of that: like a cosine, along a line, or, for wsd, like a root in the last
-    fifth of all."""
+    """The learning rate of a step, counted from 0, in fp32 as in llm.c: up to -l in -u steps, then
+    down to -q of that, by a cosine, a line, or, for wsd, 1 - sqrt in the last fifth of the run."""
     f, kind, warmup = np.float32, flags.schedule, flags.warmup
     rate = f(flags.learning_rate)
     least = rate * f(flags.final_fraction)
@@ -840,11 +836,11 @@ class Training:
         return bool(self.signals)
 
     def due(self, done, every):
-        """Whether something that comes every so many steps, and at the end, comes after `done`."""
+        """Whether a periodic action is due after `done` steps; at the end it always is."""
         return every > 0 and (done % every == 0 or done == self.flags.steps)
 
     def validates(self, done):
-        return self.due(done, self.flags.val_every)
+        return self.flags.val_batches != 0 and self.due(done, self.flags.val_every)
 
     def samples(self, done):
         flags = self.flags
@@ -973,7 +969,7 @@ class Training:
     def choose_model(self):
         """Which model: its config, and the checkpoint that it starts from, if there is one."""
         flags, kind = self.flags, self.Model.Config
-        given = flags.model or next(filter(os.path.exists, kind.MODELS[:1]), None)
+        given = flags.model or os.path.exists(kind.MODELS[0]) and kind.MODELS[0]
         scratch = not given and (flags.device == "cpu" or not flags.train_data)
         set_defaults(flags, scratch)
         small = not given and flags.device == "cpu"
@@ -1107,14 +1103,13 @@ class Kernel(NamedTuple):
 SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}
 # Arrays in a struct of kernels.cu: {type: whether the kernel only reads them}
 STRUCTS = {"Output": False, "Tiles": True}
-# Constant arrays in which kernels.cu, once compiled, says how attention's blocks and those of
-# layernorm_backward are to be launched.
+# Constant arrays of kernels.cu: how to launch attention and layernorm_backward.
 SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward"),
          "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
 
 def without_comments(text):
-    """CUDA text with its comments as blanks, so that every place in it stays where it is."""
+    """CUDA text with its comments blanked, every offset kept."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found[0]), text,
                   flags=re.S)
 
@@ -1440,10 +1435,10 @@ def check_tokens(path, tokens, V):
 
 
 class DataLoader:
-    """Hands out the batches of a token file, or of all that a pattern matches, and begins again at
-    their end. The rest of a file that fills no batch is skipped. With shuffle, the default for
-    several files, files come in another random order in each epoch, and so do the batches of each
-    file, as in llm.c. Each rank takes its own B*T tokens of every batch, in an order of its own."""
+    """Batches of the token files that match a pattern, epoch after epoch. A file's last, partial
+    batch is skipped. With shuffle, the default for several files, each epoch shuffles the files,
+    and the batches of each, as in llm.c. Each rank takes its own B*T tokens of every batch, in an
+    order of its own."""
 
     def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
         self.paths, self.rank, self.size = files_of(pattern), rank, count * B * T  # of a batch
@@ -1808,12 +1803,12 @@ def aligned_bytes(size):
 
 
 def cache_folder():
-    """Where what took long to make is kept."""
+    """Where slow results are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
 
 
 def read_cache(name):
-    """What write_cache kept under a name, a dict, or an empty one."""
+    """The dict that is cached under a name, or {}."""
     try:
         return json.loads((cache_folder() / f"{name}.json").read_text())
     except (OSError, ValueError):  # not there yet, or damaged
@@ -1821,16 +1816,16 @@ def read_cache(name):
 
 
 def write_cache(name, values):
-    """Keep a dict for later runs, besides what others have kept since, if that can be written."""
+    """Merge a dict into the one cached under a name, if the folder can be written."""
     with contextlib.suppress(OSError, UserError):
         text = json.dumps(read_cache(name) | values)
         replace_file(cache_folder() / f"{name}.json", [text.encode()])
 
 
 class FastCuda(Cuda):
-    """Cuda with cuBLASLt in the place of cuBLAS. A graph can hold its products, and they have
-    epilogues: work on out before it leaves the registers. CuPy has loaded the library and does not
-    wrap it, so ctypes calls it. Numbers without a name are cublasLt.h's."""
+    """Cuda with cuBLASLt in place of cuBLAS: graphs can capture its products, and epilogues work on
+    out before it leaves the registers. CuPy loads the library without wrapping it, so ctypes calls
+    it. Bare numbers are cublasLt.h's."""
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     CANDIDATES = 8  # algorithms of a product that are timed when it first comes up
     NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192

@@ -184,7 +184,7 @@ def places_of_shares(device, folder):
             place.put(whole, np.arange(whole.size))
             model.set_tensors((), model.master)  # keeps the share of what is staged there
             kept, starts = model.master_numbers(), place.get(model.adam.starts).tolist()
-            for start, end, first, piece, stride in zip(starts, starts[1:], *place.get(model.places).tolist()):
+            for start, end, first, piece, stride in zip(starts, starts[1:], *place.get(model.adam.places).tolist()):
                 j = np.arange(end - start)
                 number = first + j // piece * stride + j % piece
                 found.append((kept[start:end] == number) | (kept[start:end] == 0))  # 0 behind the last piece

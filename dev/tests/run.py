@@ -137,7 +137,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev/test_convert.py", "round_trips other_types one_file configs refusals replaced_files tokenizers",
          (FOLDER,)),
     Fast("dev/llama3/test_convert.py", "round_trips other_types configs refusals", (FOLDER,)),
-    Fast("dev/llama3/test_tokens.py", "words_and_ids files refusals", (FOLDER,)),
+    Fast("dev/llama3/test_tokens.py", "test_tokens"),
     Fast("dev/data/test_data.py", "tables local_shards refusals", (FOLDER,)),
     Fast("dev/eval/test_hellaswag.py", "good_files bad_files rules", (FOLDER,)),
     Fast("dev/eval/test_sample.py", "formula windows characters"),
@@ -251,7 +251,7 @@ def refusals(folder):
                         ("noise.bin", "-i", folder / "noise.bin"), ("noise.bin", "-e", folder / "noise.bin"),
                         ("--top-k: expected --sample too", "--top-k", 3), ("expected --device cuda", "--nvtx", 1),
                         ("--dtype fp8 --plain 1: ", "--dtype", "fp8", "--plain", 1),
-                        ("holds checkpoints of another run", "-o", folder / "out"),
+                        ("holds an earlier run", "-o", folder / "out"),
                         ("-x 1: expected 2 or more", "-o", folder / "out", "-y", 1, "-x", 1),
                         ("the loss of step 2 is", "-l", "1e30")):
         _, error = train(*flags, *more)

@@ -22,7 +22,7 @@ THIS = "dev/tests/test_ratchet.py"
 
 FEATURE = re.compile("fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every", re.I)
 LIMITS = {
-    "train_gpt2.py: bytes": 100918,
+    "train_gpt2.py: bytes": 100279,
     "train_gpt2.py: widest line": 100,
     "train_gpt2.py: imports from dev/": 3,
     "train_gpt2.py: names from prepro_tinyshakespeare": 8,
@@ -160,7 +160,8 @@ def counting():
         found = figures(Path(folder))
         check("no git, no limits of a last commit", committed_limits(Path(folder)) == {})
     for name, wish in (("train_gpt2.py: imports from dev/", 2), ("train_gpt2.py: names from prepro_tinyshakespeare", 2),
-                       ("train_gpt2.py: lines before Faster that name a feature", 1), ("kernels.cu: bytes", 11), ("kernels.cu: widest line", 5),
+                       ("train_gpt2.py: lines before Faster that name a feature", 1), ("kernels.cu: bytes", 11),
+                       ("kernels.cu: widest line", 5),
                        ("modules in the largest circle of imports", 3)):
         yield name, found[name], wish, EXACT
     before = {"a": 5, "b": 5, "c": 5, "d": 5}
