@@ -156,8 +156,8 @@ __device__ __forceinline__ size_t first_number() { return W * ((size_t)blockIdx.
 // The row that number i is in, if rows have C numbers. It divides 32 bits, which takes a fifth of the time of 64.
 __device__ __forceinline__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
-// An array that a kernel writes and a matrix product reads. A thread calls begin, stores its numbers, and calls end
-// together with its whole warp. Both do nothing here. -DOUTPUT names a file with another Output, which may need them.
+// An array that a kernel writes and a matrix product reads. A thread calls begin, then store as often as it likes, then
+// end, which all lanes of a warp must reach. Here begin and end do nothing: -DOUTPUT=<file> may bring another Output.
 #ifdef OUTPUT
 #include OUTPUT
 #else
@@ -547,7 +547,7 @@ __device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], co
 // gaps at the end. What bounds attention is that each product waits for the one before. Several blocks on a
 // multiprocessor, or several groups of warps of a block, fill each other's gaps, as far as their registers allow.
 
-// With -DHOPPER it is done by instructions that only Hopper has. A CPU can do as Hopper.
+// With -DHOPPER attention copies and multiplies by instructions that only Hopper has. A CPU has functions for them.
 #ifndef HOPPER
 #define HOPPER 0
 #endif
@@ -1356,12 +1356,12 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
 // An update is skipped if the z-score of the loss or of the norm is above its limit, unless that is 0.
 struct AdamW {
     float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip, loss_limit, norm_limit;
-    float seed, step;  // whole numbers, for what is rounded at random
+    float seed, step;  // whole numbers, which no kernel in this file reads
 };
 
 // What the host reads of a step, perhaps when the next one is already queued, and what adamw obeys. A z-score says how
-// many standard deviations a value lies above the mean of the last WINDOW values. When the loss or the norm
-// of a step is not finite, stopped becomes 1: no step queued behind it makes an update, and the run ends.
+// many standard deviations a value lies above the mean of the last WINDOW values. When the loss or the norm of a step
+// is not finite, stopped becomes 1: no step queued behind it makes an update, and the run ends.
 struct Verdict { float norm, loss, norm_z, loss_z, update, stopped; };
 
 constexpr int WINDOW = 128;  // steps; one is judged if so many came before it (as in llm.c)
@@ -1468,8 +1468,7 @@ __device__ __forceinline__ void adamw_step(
     store(v + i, m2);
 }
 
-// Bound by four reads and three writes of n fp32 numbers, in bf16 too.
-// Items: n numbers.
+// Bound by four reads and three writes of n fp32 numbers, in bf16 too. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads, float* __restrict__ m,

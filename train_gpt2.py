@@ -1084,7 +1084,7 @@ class Kernel(NamedTuple):
     name: str
     threads: int  # of a block
     covers: list  # functions of threads and W: items that a block covers along x, and along y
-    parameters: list  # (name, NumPy type, or None of an array, whether it is const)
+    parameters: list  # (name, NumPy type of a scalar or None, whether the kernel only reads it)
 
     def plan(self, items, args, W, threads=None):
         """(grid, block, arguments) of a launch over so many items, or (items along x, along y)."""
@@ -1190,7 +1190,6 @@ class Cuda:
                            * attributes["ClockRate"] * 1e3)
         self.compiled_for = c.switches()
         self.compile([*c.SOURCES, *beside])
-        cublas.setMathMode(self.gpu.cublas_handle, 16)  # sum in fp32, whatever is multiplied
 
     def compile(self, sources):
         """Compile CUDA files as one, with what kernels.cu is to know."""
@@ -1203,6 +1202,7 @@ class Cuda:
                 at = module.get_global(name)
                 values = self.cupy.ndarray(len(fields), np.int32, at).get().tolist()
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
+            self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # sums are of fp32
         except self.cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
         except self.Fault as e:
@@ -1851,8 +1851,7 @@ class FastCuda(Cuda):
         self.choices = read_cache(self.cache)  # {product: the algorithm chosen by an earlier run}
 
     def switches(self):
-        """As Cuda's; and on Hopper, attention's section "Faster on Hopper", for bf16 and heads of
-        64 or 128 channels."""
+        """On Hopper, bf16 attention of heads of 64 or 128 channels has its own instructions."""
         if self.capability != 90:
             return super().switches()
         self.hopper = self.real == BF16 and bool({"-DHS=64", "-DHS=128"} & set(self.compiled_for))

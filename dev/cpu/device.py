@@ -63,7 +63,7 @@ class Cpu:
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
-        self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # see tiles
+        self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone: see tiles
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.library = ctypes.CDLL(str(self.build(sources)))
@@ -106,7 +106,7 @@ class Cpu:
                             *(f'#line 1 "{called(path)}"\n{text}\n' for path, text in texts.items()),
                             *(f"CPU_KERNEL({name})\n" for name in self.kernels)])
 
-        # Copies of the repository share libraries, unless a debugger is to find the lines of one of them.
+        # Copies of the repository share libraries, unless a flag names a folder or a debugger is to find lines of one.
         debugged = any(flag.startswith("-g") for flag in flags)
         source, named = program(str), program(str if debugged else lambda path: path.name)
         # -### prints what the driver would run, and so what -march=native means on this processor.

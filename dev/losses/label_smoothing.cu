@@ -10,7 +10,7 @@ with top, the largest logit of the row, and its gradient is softmax - t.
 
 // losses (N) = the smoothed loss of each row of logits (N,Vp), which become its gradient times dloss, with zeros in the
 // padding. A block has a row and reads it three times: for top, for the two sums, and for the gradient. Rows of two
-// blocks a multiprocessor stay in L2 meanwhile. fused_classifier reads memory once, and shows how that is done. Items:
+// blocks a multiprocessor fit into L2 meanwhile. fused_classifier shows how a row is read from memory once. Items:
 // N rows.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) smoothed_classifier(

@@ -1,7 +1,6 @@
 /*
-FP8, for --dtype fp8: the twins of what no kernel stores through an Output, and of the weights; and the scales of the
-next step. This is compiled behind kernels.cu, with the Output of fp8_output.cuh. dev/precision/fp8.py says when each is used, and
-why.
+FP8, for --dtype fp8: twins of weights, and of arrays whose kernel has made none; and the scales of the next step. It
+is compiled behind kernels.cu, with the Output of fp8_output.cuh. fp8.py says when each is used, and why.
 */
 
 // out8 (n) = the twin of inp (n), as if the kernel that wrote inp had stored it. Items: n numbers.

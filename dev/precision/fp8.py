@@ -100,7 +100,7 @@ class Fp8:
     def switches(self):
         # Compilers' caches know the flags, and not what a file includes: so its checksum is one.
         return [*super().switches(), "-DBF16", f"-I{OUTPUT.parent}", f"-DOUTPUT=<{OUTPUT.name}>",
-                f"-DVERSION={zlib.crc32(OUTPUT.read_bytes())}"]
+                f"-DOUTPUT_VERSION={zlib.crc32(OUTPUT.read_bytes())}"]
 
     def adopt(self, model):
         """Find the weights of a model, whose arena "fp8" is carved here."""

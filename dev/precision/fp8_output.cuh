@@ -20,7 +20,9 @@ struct Output {
     real* numbers;
     unsigned char* twin;  // null where no product in FP8 reads the numbers
     Scale* scale;
-    float factor, before, largest;  // the twin's scale; the largest magnitude of all threads, at first, and of this one
+    float factor;   // the twin's scale
+    float before;   // the largest magnitude that the tensor had when this thread began
+    float largest;  // that of what this thread has stored
 
     __device__ __forceinline__ void begin() {
         factor = twin ? scale->scale : 0.0f, before = twin ? __ldcg(&scale->largest) : 0.0f, largest = 0.0f;

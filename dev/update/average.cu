@@ -2,8 +2,8 @@
 An exponential moving average of the weights. It is compiled behind kernels.cu for --ema.
 */
 
-// average = decay * average + (1 - decay) * the fp32 parameters, all n of them, behind AdamW; nothing changes if that
-// made no update. A null verdict stands for a step with one. It is written as p + decay * (average - p), because then
+// average = decay * average + (1 - decay) * the fp32 parameters, all n of them. It runs behind AdamW, and changes
+// nothing if verdict says that there was no update; verdict may be null. It is written as p + decay * (average - p): so
 // decay = 0 gives p itself, and an average that has come to p stays there: 0.9999 and 0.0001 in fp32 do not add up to 1,
 // and would shrink it by a factor of 0.9998. Bound by two reads and a write of n fp32 numbers, in bf16 too. Items: n
 // numbers.
