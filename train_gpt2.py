@@ -1755,12 +1755,12 @@ def main(arguments=None, Model=GPT2):
 # ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here:
 #
 #                                                              B=4          B=32
-#     the plain device                                        10.41 ms     66.26 ms
-#     cuBLASLt, which adds the bias in the product             9.15        55.08
-#     its algorithms chosen by timing them                     8.71        54.11
-#     GELU in the product too                                  8.68        52.79
-#     a step as one graph                                      8.18        52.50
-#     a step queued before the last one is reported            7.99        52.00
+#     the plain device                                        10.82 ms     69.90 ms
+#     cuBLASLt, with the bias; Hopper's own attention          9.63        54.91
+#     algorithms of products chosen by timing them             9.98        53.35
+#     GELU in the product too                                  9.49        52.69
+#     a step as one graph                                      8.13        52.46
+#     a step queued before the last one is reported            8.04        52.33
 
 
 class FastTraining(Training):

@@ -85,7 +85,7 @@ PLAIN_TOO = ROWS[:4]  # measured with --plain 1 too, and in bf16 with each of FA
 # What the last section of train_gpt2.py adds to the plain device, one thing after the other.
 FASTER = [
     "the plain device",
-    "cuBLASLt, which adds the bias in the product",
+    "cuBLASLt, which adds the bias in the product; Hopper's own attention",
     "its algorithms chosen by timing them",
     "GELU in the product too",
     "a step as one graph",
