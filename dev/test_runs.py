@@ -556,6 +556,8 @@ def steps_that_are_not_finite(device, folder):
         line = text.splitlines()[-1]
         ok = re.search(f"^error: the loss of step \\d+ is .*{wish}.*part_train_", line)
         check(f"not finite: {wish[:60]}", ok, line)
+        told = re.search(rf"^WARNING: .*{wish.split(', before')[0]}: no step", text, re.M)
+        check("not finite: a parameter is named when it is read", bool(told) == ("before this step" in wish), text)
         [kept] = output.glob("replay_*.npz")
         step = int(kept.stem[-8:])
         check("not finite: the step", step == (1 if flags else 0) and f"loss of step {step + 1} is" in line, f"{step}")

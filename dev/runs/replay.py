@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import batch_table, carve, pack_batch, to_float
+from train_gpt2 import batch_table, carve, pack_batch, read_parameters, to_float
 
 # Methods of the model that a report names
 PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward",
@@ -175,6 +175,14 @@ class Explained:
     ranks each looks at its own batches: the class of this pair overrides no_update, where they
     meet, and the methods that say so."""
     share = ""  # which part of an outlier's batch is looked at, if not all
+
+    def make_model(self):
+        for name, values in read_parameters(self.name, self.config) if self.from_file else ():
+            at = bad_place(values)
+            if at is not None:
+                self.say(f"WARNING: {self.name}: the parameter {name} is not finite at "
+                         f"{[int(x) for x in at]}: no step will make an update")
+        return super().make_model()
 
     def no_update(self, queued, verdict):
         super().no_update(queued, verdict)  # which gives up if the step is not finite
