@@ -1,6 +1,6 @@
 """The CPU as a device for train_gpt2.py: kernels.cu compiled by g++ or clang++ with cuda.h, and NumPy's BLAS.
 
-It has the verbs of train_gpt2.Cuda, and imports nothing of that file.
+It has the verbs of train_gpt2.Cuda, and imports that file within functions alone: the trainer imports this one.
 """
 import ctypes
 import hashlib
@@ -52,7 +52,6 @@ class Cpu:
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
     peak_flops = None  # depends on the machine in more ways than can be asked for
-    OPTIONS = ()
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
@@ -93,7 +92,7 @@ class Cpu:
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
                             "apt install g++; macOS: xcode-select --install), or train on a GPU")
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
-                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.OPTIONS, *self.switches(),
+                 "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches(),
                  *os.environ.get("CXXFLAGS", "").split()]
         texts = {}
         for path in sources:
@@ -218,11 +217,9 @@ class Cpu:
         self.gelu_of_product(out, gelu, dgelu_at)
 
     def gelu_of_product(self, out, gelu, dgelu_at):
-        """As train_gpt2.Cuda.gelu_of_product."""
-        if gelu is not None:
-            self.launch("gelu_forward", out.size, gelu, out, *out.shape)
-        if dgelu_at is not None:
-            self.launch("gelu_backward", out.size, out, dgelu_at, *out.shape)
+        """As on a GPU, in the same verbs."""
+        from train_gpt2 import Cuda
+        Cuda.gelu_of_product(self, out, gelu, dgelu_at)
 
     def repeat(self, graphs, key, work):
         """Do work()."""
