@@ -34,6 +34,7 @@ from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_ke
                              parse_sizes, stored)
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
+from dev.gpt2_numpy import forward, mean_loss
 from dev.precision.fp8 import fp8_device
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, LOW, Config, FileKind, Row, Training, carve, check_size,
@@ -330,6 +331,56 @@ def matmul(device, M, K, N):
         yield "dout @ w * gelu'(h)", device.get(out), dgelu(dout @ w, h), *limit
 
 
+# ---- The whole forward pass against dev/gpt2_numpy.py, and that against PyTorch
+
+FORWARD = ("encoder_forward", "residual_layernorm_forward", "attention_forward", "gelu_forward",
+           "fused_classifier", "add_loss")
+HARD = {  # (mean, deviation) of parameters; of the others (0, 0.2)
+    "wte": (0, 0.5), "wpe": (6, 1),  # the stream's mean is five times its deviation
+    "ln1w": (1, 0.5), "ln1b": (1, 0.5), "ln2w": (1, 0.5), "ln2b": (-1, 0.5),
+    "qkvb": (1, 1), "fcb": (-1, 1),
+    "lnfw": (4, 2), "lnfb": (-1, 1)}  # logits of 15 and more, so that softmax saturates
+
+
+def in_numpy(c, tensors, tokens, targets):
+    """Logits (B,T,V) and the mean loss by dev/gpt2_numpy.py, of the tensors of a checkpoint."""
+    p = SimpleNamespace(**{name: np.float64(to_float(values)) for name, values in tensors})
+    p.wte = p.wte[: c.V]
+    logits = np.stack([forward(p, sequence, c.NH) for sequence in tokens])
+    return logits, mean_loss(targets.reshape(-1), logits.reshape(-1, c.V))
+
+
+def numpy_beside_pytorch():
+    """dev/gpt2_numpy.py by itself: the logits and the loss of the fixture, as PyTorch wrote them."""
+    checkpoint = FIXTURES / "gpt2_tiny.bin"
+    c = Config.from_file(checkpoint)
+    truth = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c)
+    logits, loss = in_numpy(c, read_parameters(checkpoint, c), truth.x, truth.y)
+    yield "logits", logits, truth.logits, 1e-7
+    yield "loss", loss, truth.loss, 1e-7
+
+
+def forward_pass(device, C, NH):
+    """Logits and loss of GPT2.forward, whose logits come in four parts, beside NumPy's."""
+    B, T = 2, 37
+    c = Config(maxT=41, V=251, L=2, NH=NH, C=C, Vp=288)
+    with mock.patch("train_gpt2.LOGIT_ROWS", 16):
+        model = GPT2(c, device, B, T)
+    poison(model, "activations")
+    for row in c.parameter_table():
+        mean, std = HARD.get(row.name, (0, 0.2))
+        model.set_parameters([(row.name, np.float32(mean + std * normal(*row.whole_shape)))])
+    tensors = [(name, device.get(values)) for name, values in vars(model.params).items()]  # as rounded
+    tokens, targets = words(c.V, 2, B, T)
+    logits, loss = in_numpy(c, tensors, tokens, targets)
+    with mock.patch("train_gpt2.LOGIT_ROWS", 16):
+        # of which each token's error averages out
+        yield "loss", model.forward(tokens, targets), loss, LIMITS[device.dtype] / 5
+    assert len(model.parts) == 4, model.parts
+    found = [to_float(device.get(model.head_forward(rows)))[:, : c.V] for rows in model.parts]
+    yield "logits", np.concatenate(found).reshape(logits.shape), logits, LIMITS[device.dtype]
+
+
 # ---- The whole model against a dump
 
 DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
@@ -483,6 +534,9 @@ def test_device(device_name, dtype, plain):
     where = device_name, dtype, plain, GPT2
     for sizes in ((1, 1, 1), (27, 96, 288), (40, 768, 257), (300, 6, 32)):
         run(f"{dtype} matmul {sizes}", matmul, device_of(device_name, dtype, 64, 2, plain), *sizes)
+    for C, NH in ((64, 2), (96, 32)):  # heads of 32 channels, and of 3
+        device = device_of(device_name, dtype, C, NH, plain, only=None if C == 64 else FORWARD)
+        run(f"{dtype} forward, C={C}, NH={NH},", forward_pass, device, C, NH)
     for state in ("gpt2_tiny", "gpt2_tiny_relu"):
         # To decay one tensor wrongly moves a loss by 1.5e-5 or more, to leave out the bias correction by 0.4, and
         # rounding by 1e-6.
@@ -501,6 +555,7 @@ def main():
         run("gradient of", finite_differences)
         run("rounding", rounding)
         run("halves", two_halves)
+        run("NumPy beside PyTorch:", numpy_beside_pytorch)
     for name, dtype in each_device(flags):
         if not flags.state:
             test_kernels(name, dtype, flags.only)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import io
 import math
 import re
 import resource
@@ -27,6 +28,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
+from dev import gpt2_numpy  # noqa: E402
 from dev.cuda.adamw import halves  # noqa: E402
 from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
 from dev.cuda.heads import launch_trainers  # noqa: E402
@@ -34,14 +36,14 @@ from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E40
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from dev.features import FILES  # noqa: E402
 from dev.runs.nvtx import DEVICE, MODEL, Annotated, with_ranges  # noqa: E402
-from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
+from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens  # noqa: E402
 from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES,  # noqa: E402
                        KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, model_class,
                        poison, poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
 from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENIZER, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, layout, make_device,
                         pack_batch, read_header, read_kernels, read_parameters, read_tokenizer, scheduled_rate,
-                        to_float)
+                        to_bf16, to_float)
 
 
 def run_prepared(prepare, tests, device, only):
@@ -546,6 +548,30 @@ def samples(device_name, folder):
     for shift in (-1000, 1000):  # where their exponentials would be 0, or infinite
         drawn = [draw_token(logits + np.float32(shift), coin) for _, coin in zip(range(8), coins())]
         yield f"tokens of logits around {shift}", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
+
+
+def numpy_program(device_name, folder):
+    """dev/gpt2_numpy.py prints a loss and five tokens, by a checkpoint of either type; and what it refuses."""
+    c, said = Config(maxT=12, L=1, NH=1, C=32), []
+    for version, stored_as in ((3, np.float32), (5, to_bf16)):
+        tensors = [stored_as(values) for _, values in draw_parameters(c, 1)]
+        replace_file(folder / f"{version}.bin", [*c.headers(version), *tensors])
+    for *arguments, wish in ((folder / "3.bin", "O Romeo", "loss"), (folder / "5.bin", "O Romeo", "loss"),
+                             (folder / "3.bin", "", "are 1 tokens"), (folder / "3.bin", 12 * "x", "are 13 tokens"),
+                             (FIXTURES / "gpt2_tiny.bin", "x", "ids below 331"),
+                             (folder / "absent.bin", "x", "dev/convert.py")):
+        with (mock.patch.object(sys, "argv", ["gpt2_numpy.py", *map(str, arguments)]),
+              mock.patch.object(Config, "encoding", staticmethod(byte_encoding)),
+              contextlib.redirect_stdout(io.StringIO()) as output):
+            try:
+                gpt2_numpy.main()
+            except UserError as e:
+                output.write(f"{e}")
+        said.append(output.getvalue())
+        check(f"it says {wish}", wish in said[-1], said[-1].splitlines()[0])
+    losses = [float(text.split()[1]) for text in said[:2]]
+    yield "a new model's loss", losses, np.full(2, np.log(c.V)), 0.01
+    yield "five tokens", [len(re.findall(r"^ +0\.\d\d%  '.+'$", text, re.M)) for text in said[:2]], [5, 5]
 
 
 def random_numbers(device_name, folder):
@@ -1094,9 +1120,9 @@ def faults_of_a_gpu(device_name, folder):
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
     for test in (bad_files, other_kinds, good_files, packed_batches, first_parameters, schedules, samples,
-                 random_numbers, outliers, token_order, limits, kernel_files, orders, races, steps_of_a_graph,
-                 profiler_ranges, models_too_large, command_line, top_level_files, tensor_maps_of_a_gpu,
-                 faults_of_a_gpu):
+                 numpy_program, random_numbers, outliers, token_order, limits, kernel_files, orders, races,
+                 steps_of_a_graph, profiler_ranges, models_too_large, command_line, top_level_files,
+                 tensor_maps_of_a_gpu, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
 

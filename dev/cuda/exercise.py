@@ -34,6 +34,7 @@ from prepro_tinyshakespeare import UserError  # noqa: E402  (before NumPy)
 
 import numpy as np  # noqa: E402
 
+from dev import gpt2_numpy  # noqa: E402
 from dev.cuda import formulas, timing  # noqa: E402
 from dev.cuda.kernel import ANY, GUARD, Bench, Draw, Version, find_kernel, kernel_names, model_of, parse_sizes  # noqa: E402
 from train_gpt2 import Config, make_device, read_kernels, to_float, without_comments  # noqa: E402
@@ -309,16 +310,16 @@ def argument_lines(exercise, kernel):
 
 
 def formula_lines(kernel):
-    """The source of what NumPy computes: the functions of formulas.py that the kernel's .py imports, and theirs."""
+    """The source of what NumPy computes: the formulas that the kernel's .py imports, and theirs."""
     wanted, queue = [], [value for value in vars(importlib.import_module(f"dev.cuda.{kernel.name}")).values()
-                         if getattr(value, "__module__", "") == formulas.__name__]
+                         if getattr(value, "__module__", "") in (formulas.__name__, gpt2_numpy.__name__)]
     while queue:
         function = queue.pop()
         if function not in wanted:
             wanted.append(function)
             queue += [getattr(formulas, name) for name in function.__code__.co_names
                       if callable(getattr(formulas, name, None))]
-    wanted.sort(key=lambda function: function.__code__.co_firstlineno)
+    wanted.sort(key=lambda function: (function.__module__ == formulas.__name__, function.__code__.co_firstlineno))
     return [line for function in wanted for line in inspect.getsource(function).rstrip().splitlines()]
 
 

@@ -1,22 +1,12 @@
 """What the kernels compute, as formulas of NumPy in float64: the truths that all of them are compared with.
 
 df(dout, x) is the gradient of sum(dout * f(x)), and a list of them if there are several x. test_gpt2.py and
-dev/llama3/test_llama3.py compare each gradient with finite differences of its function.
+dev/llama3/test_llama3.py compare each gradient with finite differences of its function. Those of GPT-2's forward pass
+are in dev/gpt2_numpy.py, and imported here.
 """
 import numpy as np
 
-
-def softmax(x):
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(np.minimum(-x, 700)))  # beyond that it overflows
-
-
-def gelu(x):  # x/2 (1 + tanh u), but 1 + tanh u = 2 sigmoid(2u) does not cancel
-    return x * sigmoid(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3))
+from dev.gpt2_numpy import causal, cross_entropy, gelu, layernorm, sigmoid, softmax  # noqa: F401  (others import them)
 
 
 def dgelu(dout, x):
@@ -26,11 +16,6 @@ def dgelu(dout, x):
 
 def moments(x):  # (N,C) -> mean (N,1), rstd (N,1)
     return x.mean(-1, keepdims=True), 1 / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
-
-
-def layernorm(x, weight, bias):  # (N,C), (C), (C) -> (N,C)
-    mean, rstd = moments(x)
-    return (x - mean) * rstd * weight + bias
 
 
 def dlayernorm(dout, x, weight, bias):
@@ -49,8 +34,7 @@ def heads(x, S, NH):  # (B,T,S*NH*HS) -> (S,B,NH,T,HS)
 
 
 def attention_weights(kind, score):  # (...,T,T) -> (...,T,T), whose row t sees the columns s <= t
-    past = np.tri(score.shape[-1], dtype=bool)
-    return softmax(np.where(past, score, -np.inf)) if kind == "softmax" else np.where(past, np.maximum(score, 0), 0)
+    return softmax(causal(score)) if kind == "softmax" else np.maximum(causal(score), 0)
 
 
 def dattention_weights(kind, datt, att, delta):  # (...,T,T) twice, (...,T,1) -> the gradient of the scores (...,T,T)
@@ -67,11 +51,6 @@ def dattention(kind, dout, q, k, v, delta=None):
     delta = (dout * (att @ v)).sum(-1, keepdims=True) if delta is None else delta
     dscore = dattention_weights(kind, dout @ transposed(v), att, delta) / np.sqrt(q.shape[-1])
     return [dscore @ k, transposed(dscore) @ q, transposed(att) @ dout]
-
-
-def cross_entropy(targets, logits):  # (N), (N,V) -> (N)
-    top = logits.max(-1)
-    return np.log(np.exp(logits - top[:, None]).sum(-1)) + top - logits[np.arange(len(targets)), targets]
 
 
 def dcross_entropy(targets, dout, logits):

@@ -1,7 +1,7 @@
 """Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
 import numpy as np
 
-from dev.cuda.formulas import attention, attention_weights, dattention, transposed
+from dev.cuda.formulas import attention, attention_weights, causal, dattention, transposed
 from dev.cuda.kernel import f32, in_parts
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import launch_attention
@@ -63,7 +63,7 @@ def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
 
 def forward_of(kind, q, k, v):
     """out, and lse, log2 of the sum that normalises a row (...,T)."""
-    score = np.where(np.tri(q.shape[-2], dtype=bool), q @ transposed(k) / np.sqrt(q.shape[-1]), -np.inf)
+    score = causal(q @ transposed(k) / np.sqrt(q.shape[-1]))
     return attention(kind, q, k, v), np.logaddexp.reduce(score, -1) / np.log(2)
 
 

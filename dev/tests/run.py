@@ -128,11 +128,11 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev/tests/run.py", "lint counting"),
     Fast("dev/tests/test_ratchet.py", "ratchet counting"),
     # Formulas, and numbers
-    Fast("test_gpt2.py", "finite_differences rounding two_halves"),
+    Fast("test_gpt2.py", "finite_differences rounding two_halves numpy_beside_pytorch"),
     Fast("dev/llama3/test_llama3.py", "finite_differences"),
     # Schedules, files, refusals, of the trainer and of the programs around it
-    Fast("dev/test_files.py", "bad_files packed_batches first_parameters schedules samples random_numbers token_order "
-         "limits steps_of_a_graph top_level_files tensor_maps_of_a_gpu", ("cpu", FOLDER)),
+    Fast("dev/test_files.py", "bad_files packed_batches first_parameters schedules samples numpy_program "
+         "random_numbers token_order limits steps_of_a_graph top_level_files tensor_maps_of_a_gpu", ("cpu", FOLDER)),
     Fast("dev/llama3/test_llama3.py", "sizes bad_files", ("cpu", FOLDER)),
     Fast("dev/test_convert.py", "round_trips other_types one_file configs refusals replaced_files tokenizers",
          (FOLDER,)),
@@ -153,6 +153,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
 WITH_KERNELS = (
     Fast("dev/tests/run.py", "kernels", (DEVICE,)),
     Fast("test_gpt2.py", "matmul", (DEVICE, 27, 96, 288)),
+    Fast("test_gpt2.py", "forward_pass", (DEVICE, *MODEL[1:])),
     Fast("dev/tests/run.py", "pytorch_dump", (DEVICE,)),
     Fast("dev/test_files.py", "micro_batches accumulated_steps repeated_steps clipped_gradients other_ways "
          "computed_again moments_in_bf16 smaller_batches next_logits", (DEVICE,)),

@@ -1,0 +1,143 @@
+"""A forward pass of GPT-2 in NumPy: read it first, then train_gpt2.py, which does the same fast.
+
+    python dev/gpt2_numpy.py "To be, or not to be"              # with gpt2_124M.bin
+    python dev/gpt2_numpy.py model.bin "To be, or not to be"    # with another checkpoint
+
+It prints the loss of the text, and the five tokens that are most likely to come next.
+`python dev/convert.py gpt2 gpt2_124M.bin` downloads OpenAI's weights; train_gpt2.py saves its own
+with -o.
+
+Names are those of train_gpt2.py, and so are the letters for sizes:
+
+    T   tokens of a sequence        C   channels of a token; OC of a linear layer's output
+    V   words of the vocabulary     NH  attention heads
+    L   layers                      HS  channels of a head, C/NH
+
+There is one sequence here: for a batch of B, do it B times. The parameters p are a checkpoint's,
+without the padding of wte: wte (V,C), wpe (maxT,C), lnfw and lnfb (C), and the others with a row
+for each layer, such as qkvw (L,3C,C). The tests compare train_gpt2.py with this file, in float64, and
+this file with PyTorch. The kernel lab takes its formulas from here.
+"""
+import argparse
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+
+# A gate: it is near 0 far below 0, near 1 far above, and 1/2 at 0.
+# e**710 overflows, so far below 0 it stays at e**-700.
+def sigmoid(x):
+    return 1 / (1 + np.exp(np.minimum(-x, 700)))
+
+
+# The MLP's nonlinearity: channels above 0 pass, those below fade out. Without it, two linear
+# layers would be no more than one. GPT-2's is x/2 * (1 + tanh(u)), which is x * sigmoid(2u).
+def gelu(x):
+    return x * sigmoid(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3))
+
+
+# Scores become weights: positive, and their sum over the last axis is 1.
+# The largest score is subtracted first. That changes no weight, and exp cannot overflow.
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+# Each token's channels get mean 0 and variance 1, then a learned scale and shift for each channel.
+# So layers see numbers of the same size, however large x has grown.
+def layernorm(x, weight, bias):  # (T,C), (C), (C) -> (T,C)
+    mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)  # (T,C) -> (T,1), (T,1)
+    return (x - mean) / np.sqrt(var + 1e-5) * weight + bias
+
+
+# Each output channel is a weighted sum of a token's input channels.
+# Nearly all parameters are such weights, and nearly all time goes into these products.
+def linear(x, w, bias):
+    return x @ w.T + bias  # (T,C) @ (C,OC) -> (T,OC)
+
+
+# A token sees itself and what came before it: later tokens get the score -inf, so the weight 0.
+# Otherwise it could look up the very token that it is to predict.
+def causal(scores):  # (...,T,T), a row for each query
+    return np.where(np.tri(scores.shape[-1], dtype=bool), scores, -np.inf)
+
+
+# The only place where tokens see each other: each takes a mean of the values v, weighted by how
+# well its query q matches their keys k. Each head does so in its own HS channels.
+def attention(qkv, NH):
+    T = len(qkv)
+    q, k, v = qkv.reshape(T, 3, NH, -1).transpose(1, 2, 0, 3)  # (T,3C) -> (NH,T,HS) three times
+    scores = q @ k.swapaxes(1, 2)  # (NH,T,HS) @ (NH,HS,T) -> (NH,T,T)
+    weights = softmax(causal(scores / np.sqrt(q.shape[-1])))  # (NH,T,T) -> (NH,T,T)
+    heads = weights @ v  # (NH,T,T) @ (NH,T,HS) -> (NH,T,HS)
+    return heads.swapaxes(0, 1).reshape(T, -1)  # (NH,T,HS) -> (T,C)
+
+
+# Layer l: tokens exchange what they know (attention), then each thinks about it (the MLP).
+# Both add to x, the residual stream, which carries a token from its embedding to its logits.
+def block(x, p, l, NH):
+    ln1 = layernorm(x, p.ln1w[l], p.ln1b[l])  # (T,C)
+    qkv = linear(ln1, p.qkvw[l], p.qkvb[l])  # (T,C) @ (C,3C) -> (T,3C)
+    atty = attention(qkv, NH)  # (T,3C) -> (T,C)
+    x = x + linear(atty, p.attprojw[l], p.attprojb[l])  # (T,C) @ (C,C) -> (T,C)
+
+    ln2 = layernorm(x, p.ln2w[l], p.ln2b[l])  # (T,C)
+    fch = linear(ln2, p.fcw[l], p.fcb[l])  # (T,C) @ (C,4C) -> (T,4C)
+    return x + linear(gelu(fch), p.fcprojw[l], p.fcprojb[l])  # (T,4C) @ (4C,C) -> (T,C)
+
+
+# The model: for each token, a score (a logit) for every word that might follow it.
+# A word's embedding serves twice: it is where x starts, and what x is compared with at the end.
+def forward(p, tokens, NH):
+    x = np.float64(p.wte[tokens]) + p.wpe[: len(tokens)]  # (T) -> (T,C): which word, and where
+    for l in range(len(p.ln1w)):
+        x = block(x, p, l, NH)  # (T,C) -> (T,C)
+    lnf = layernorm(x, p.lnfw, p.lnfb)  # (T,C)
+    return lnf @ p.wte.T  # (T,C) @ (C,V) -> (T,V)
+
+
+# How surprised the model is by each target, the token that did follow: -log(its probability).
+# 0 if it was sure, log(V) if it had no idea. The largest logit is subtracted, as in softmax.
+def cross_entropy(targets, logits):  # (T), (T,V) -> (T)
+    top = logits.max(-1)
+    log_sum = top + np.log(np.exp(logits - top[:, None]).sum(-1))  # (T,V) -> (T)
+    return log_sum - logits[np.arange(len(targets)), targets]  # (T)
+
+
+# What training lowers. All that train_gpt2.py adds is how to change p so that it falls:
+# the same steps backward, for the gradients, and AdamW.
+def mean_loss(targets, logits):
+    return cross_entropy(targets, logits).mean()  # (T) -> one number
+
+
+# ---- Try it
+
+
+def main():
+    from prepro_tinyshakespeare import UserError
+    from train_gpt2 import Config, decode, read_parameters, to_float, words_of
+    parser = argparse.ArgumentParser(description="The loss of a text, and what likely follows.")
+    parser.add_argument("checkpoint", nargs="?", default="gpt2_124M.bin")
+    parser.add_argument("text")
+    flags = parser.parse_args()
+    c = Config.from_file(flags.checkpoint)
+    p = SimpleNamespace(**{name: to_float(x) for name, x in read_parameters(flags.checkpoint, c)})
+    p.wte = p.wte[: c.V]
+    encoding = c.encoding()
+    tokens = np.array([c.EOT, *encoding.encode_ordinary(flags.text)])  # <|endoftext|>, the text
+    if not (2 <= len(tokens) <= c.maxT and tokens.max() < c.V):
+        raise UserError(f"<|endoftext|> and the text are {len(tokens)} tokens, ids up to "
+                        f"{tokens.max()}; expected 2 to {c.maxT} tokens, ids below {c.V}")
+    logits = forward(p, tokens, c.NH)
+    print(f"loss {mean_loss(tokens[1:], logits[:-1]):.6f} over {len(tokens) - 1} tokens")
+    chance, words = softmax(logits[-1]), words_of(encoding)
+    for token in np.argsort(-chance)[:5]:
+        print(f"{chance[token]:8.2%}  {decode([token], words)!r}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from prepro_tinyshakespeare import run
+    run(main)
