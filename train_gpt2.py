@@ -42,7 +42,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -809,31 +808,22 @@ class Training:
 
     def __init__(self, flags, Model):
         self.flags, self.Model = flags, Model
-        self.signals = []  # the numbers of the signals that have come
-        self.stopping = False  # one of them ends the run
         self.times, self.losses = [], []  # of the steps of this run
 
     def train(self):
-        """Train from the model's step on, until all steps are done or a signal comes."""
+        """Train from the model's step on."""
         flags, steps = self.flags, self.flags.steps
         batches = self.next_batches()
-        first = self.model.step
-        for done in range(first, steps + 1):  # the last round only validates and samples
-            self.stopping = self.told_to_stop(done)
-            if self.pauses(done):
-                self.pause(done, batches)
-            if self.stopping or done == steps:
-                break
+        for done in range(self.model.step, steps):
+            self.pause(done, batches)
             begun, rate = time.perf_counter(), scheduled_rate(done, steps, flags)
             adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
             self.model.train_step(*batches.packed, learning_rate=rate, **adamw)
             queued = SimpleNamespace(number=done + 1, rate=rate, begun=begun, batches=batches)
             batches = self.next_batches()  # while a GPU is at work
             self.finish(queued)
+        self.pause(steps, batches)
         self.summarize()
-
-    def told_to_stop(self, done):
-        return bool(self.signals)
 
     def due(self, done, every):
         """Whether a periodic action is due after `done` steps; at the end it always is."""
@@ -847,16 +837,16 @@ class Training:
         return done > 0 and flags.sample_tokens > 0 and self.due(done, flags.sample_every)
 
     def saves(self, done):
-        return self.stopping or done == self.flags.steps
+        return done == self.flags.steps
 
     def pauses(self, done):
         """Whether anything but a step comes after `done` steps."""
         return self.validates(done) or self.samples(done) or self.saves(done)
 
     def pause(self, done, batches):
-        if self.validates(done) and not self.stopping:
+        if self.validates(done):
             self.validate(done)
-        if self.samples(done) and not self.stopping:
+        if self.samples(done):
             self.sample()
         if self.saves(done):
             self.save(done, batches)
@@ -940,14 +930,6 @@ class Training:
             self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
                      f"{self.flags.total_batch / median:,.0f} tok/s; training loss "
                      f"{losses[0]:.6f} -> {losses[-1]:.6f}")
-        if self.signals:
-            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; "
-                     f"{self.what_is_left()}")
-
-    def what_is_left(self):
-        """What there is of a run that was interrupted."""
-        output = self.flags.output
-        return f"the weights are in {output}" if output else "without -o the weights are lost"
 
     def say(self, line):
         print(line, flush=True)
@@ -1045,13 +1027,12 @@ class Training:
     def start(self):
         try:
             self.model = self.make_model()
-            with stop_signals() as self.signals:
-                self.train()
+            self.train()
         except self.device.Fault as e:
             raise UserError(f"the GPU stopped ({e}) at {self.device.launched} or a launch before "
                             "it: find the fault with --graph 0, --plain 1, compute-sanitizer, or "
                             "--device cpu") from None
-        return 128 + self.signals[0] if self.signals else 0
+        return 0
 
     def make_model(self):
         """The model, with the parameters that it starts from."""
@@ -1713,27 +1694,6 @@ def set_defaults(flags, scratch):
             setattr(flags, name, value)
 
 
-@contextlib.contextmanager
-def stop_signals():
-    """A list that gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the
-    program."""
-    came, numbers = [], (signal.SIGINT, signal.SIGTERM)
-
-    def handler(number, frame):
-        came.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler and a launcher may both send it
-        with contextlib.suppress(OSError):  # print may be interrupted
-            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")
-
-    before = [signal.signal(number, handler) for number in numbers]
-    try:
-        yield came
-    finally:
-        for number, old in zip(numbers, before):
-            signal.signal(number, old)
-
-
 def main(arguments=None, Model=GPT2):
     """Everything from the flags to the last line. Returns the exit status."""
     try:
@@ -1785,7 +1745,7 @@ class FastTraining(Training):
         self.report(queued, verdict)
 
     def pause(self, done, batches):
-        while self.late:
+        while self.late and self.pauses(done):
             self.report_oldest()
         super().pause(done, batches)
 

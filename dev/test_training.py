@@ -428,7 +428,7 @@ def validations(folder):
                 Training(flags, OneToken).run()
 
             jobs = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
-            with (mock.patch.object(train_gpt2, "stop_signals", lambda: contextlib.nullcontext([])),
+            with (mock.patch("dev.runs.signals.stop_signals", lambda: contextlib.nullcontext([])),
                   mock.patch("dev.ranks.ranks.RankedTraining.check_same", lambda *args: None)):
                 text = output_of(lambda jobs=jobs: [*(job.start() for job in jobs), *(job.join() for job in jobs)])
             what, wish = f"{name}, -m {batches}, {count} ranks", first[:sequences].tolist()

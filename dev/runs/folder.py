@@ -926,7 +926,7 @@ class Kept(Resumed):
         return super().saves(done) or done > 0 and self.due(done, self.flags.checkpoint_every)
 
     def save(self, done, batches):
-        if done != self.folder.step:
+        if self.model.step != self.folder.step:  # more than -x if a finished run goes on
             whole = self.flags.checkpoint_every or self.stopping
             self.folder.save(self, batches.position, whole)
 
