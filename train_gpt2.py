@@ -257,13 +257,6 @@ class Config:
             Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: norm_backward, bias_backward
         ]
 
-    def flops_per_token(self, T):
-        """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4
-        backward), and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery
-        et al. 2022, appendix B, halved: causal)."""
-        weights = sum(row.size for row in self.parameter_table() if row.matrix)
-        return 6 * weights + 6 * self.L * self.C * T
-
 
 def logit_rows(N):
     """How many of N tokens have logits at a time: fewer save memory, but each part adds to all of
@@ -902,12 +895,12 @@ class Training:
         seconds, tokens = time.perf_counter() - queued.begun, flags.total_batch
         self.times.append(seconds)
         self.losses.append(verdict.loss)
-        line = (f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | "
-                f"lr {queued.rate:.2e} | {1e3 * seconds:8.2f} ms | {tokens / seconds:9,.0f} tok/s")
-        if self.device.peak_flops:
-            flops = tokens // self.count * self.config.flops_per_token(self.model.T)
-            line += f" | {flops / seconds / self.device.peak_flops:5.1%} of peak"
-        self.say(f"{line} | {step * tokens:,} tokens")
+        self.say(f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | "
+                 f"lr {queued.rate:.2e} | {self.speed(seconds)} | {step * tokens:,} tokens")
+
+    def speed(self, seconds):
+        """A step's time, and tokens in a second."""
+        return f"{1e3 * seconds:8.2f} ms | {self.flags.total_batch / seconds:9,.0f} tok/s"
 
     def no_update(self, queued, verdict):
         """Its loss or norm was an outlier, or not a number: the parameters are as before."""
@@ -1129,14 +1122,10 @@ class Cuda:
     compile behind kernels.cu."""
     name, memory, launched = "cuda", "device memory", "the start"
     OPTIONS = ("-std=c++17",)
-    DTYPES = ("fp32", "tf32", "bf16")
     TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
     SPARE = 2**28  # bytes left for what CuPy, cuBLAS and the driver take in the first step
     NEEDS = 80, "Ampere", "--device cpu"  # the least compute capability, and what else to do
-    # Dense FLOPs of a multiprocessor in a clock, by DTYPES: NVIDIA's architecture white papers.
-    FLOPS_PER_CLOCK = {80: (128, 1024, 2048), 86: (256, 256, 512), 89: (256, 256, 512),
-                       90: (256, 2048, 4096), 100: (256, 4096, 8192), 120: (256, 256, 512)}
 
     def __init__(self, dtype, c, beside=()):
         try:
@@ -1166,9 +1155,6 @@ class Cuda:
         # A KiB is left for the arrays that kernels declare themselves.
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024
         self.multiprocessors = attributes["MultiProcessorCount"]
-        flops = self.FLOPS_PER_CLOCK.get(self.capability, (0,) * len(self.DTYPES))
-        self.peak_flops = (flops[self.DTYPES.index(self.dtype)] * self.multiprocessors
-                           * attributes["ClockRate"] * 1e3)
         self.compiled_for = c.switches()
         self.compile([*c.SOURCES, *beside])
 
@@ -1195,8 +1181,7 @@ class Cuda:
 
     def __str__(self):
         name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
-        peak = f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else ""
-        return f"{name}, {self.dtype}{peak}"
+        return f"{name}, {self.dtype}"
 
     def free_bytes(self):
         """How much device memory there is for the tables."""

@@ -94,6 +94,7 @@ def trains(flags):
 # What wraps stands above what it wraps: make_model of the first row ends last.
 FEATURES = [
     Feature("terminal", lambda flags, ranks: True, training="dev.terminal:Terminal"),
+    Feature("peak", lambda flags, ranks: True, training="dev.runs.peak:Peak"),
     Feature("nvtx", lambda flags, ranks: flags.nvtx, training="dev.runs.nvtx:Annotated"),
     Feature("dry run", lambda flags, ranks: flags.dry_run, training="dev.runs.dry_run:DryRun"),
     Feature("sample", lambda flags, ranks: flags.sample is not None,
