@@ -116,8 +116,6 @@ class FileKind(NamedTuple):
 HEADER_BYTES = 1024
 TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py writes one, also from a "
                   "text of your own with --input; a file without a header is of an old format")
-TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it "
-                     "tiktoken is used")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -872,8 +870,12 @@ class Training:
 
     def sample(self):
         """Print what the model makes up."""
-        text = decode(sample(self.model, self.flags.sample_tokens), self.config.words())
+        text = decode(sample(self.model, self.flags.sample_tokens), self.words())
         self.say(f"generating:\n---\n{text}\n---")
+
+    def words(self):
+        """The bytes of each token id, in which samples are shown."""
+        return self.config.words()
 
     def save(self, done, batches):
         """At the end of a run with -o: write the weights, in llm.c's format."""
@@ -1476,19 +1478,6 @@ def pack_batch(tokens, targets=0):
 # ---- A sample
 
 
-def read_tokenizer(path):
-    """The bytes of each token, from a gpt2_tokenizer.bin."""
-    count = read_header(path, TOKENIZER)[2]
-    data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
-    while at < len(data) and len(words) < count:
-        words.append(data[at + 1 : at + 1 + data[at]])
-        at += 1 + data[at]
-    if len(words) < count or at != len(data):
-        raise UserError(f"{path}: its header promises {count} tokens, and its {len(data):,} bytes "
-                        f"are not that many; {TOKENIZER.remedy}")
-    return words
-
-
 def words_of(encoding):
     """{token id: its bytes} of an encoding, special tokens too."""
     special = (name.encode() for name in encoding.special_tokens_set)
@@ -1498,9 +1487,7 @@ def words_of(encoding):
 
 @functools.cache
 def vocabulary():
-    """{token id: its bytes}: by gpt2_tokenizer.bin, else tiktoken, else the single bytes only."""
-    if Path("gpt2_tokenizer.bin").exists():
-        return dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
+    """{token id: its bytes}: by tiktoken, else the single bytes only."""
     try:
         encoding = gpt2_encoding()
     except UserError as e:

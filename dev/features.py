@@ -111,6 +111,7 @@ FEATURES = [
     Feature("checkpoint", lambda flags, ranks: flags.output and flags.sample is not None
             and not flags.dry_run, training="dev.runs.folder:Resumed"),
     Feature("signals", lambda flags, ranks: True, training="dev.runs.signals:Stoppable"),
+    Feature("tokenizer", lambda flags, ranks: True, training="dev.runs.tokenizer:Tokenized"),
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
     Feature("moments", lambda flags, ranks: flags.moments == "bf16",
             "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),

@@ -34,13 +34,14 @@ from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E40
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from dev.features import FILES  # noqa: E402
 from dev.runs.nvtx import DEVICE, MODEL, Annotated, with_ranges  # noqa: E402
+from dev.runs.tokenizer import TOKENIZER, read_tokenizer  # noqa: E402
 from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
 from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES,  # noqa: E402
                        KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, model_class,
                        poison, poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
-from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENIZER, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
+from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, layout, make_device,
-                        pack_batch, read_header, read_kernels, read_parameters, read_tokenizer, scheduled_rate,
+                        pack_batch, read_header, read_kernels, read_parameters, scheduled_rate,
                         to_float)
 
 
