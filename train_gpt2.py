@@ -1300,9 +1300,8 @@ def read_header(path, kind, *others):
     magic = header[0] if header else kind.magic
     kind, wrong = kinds.get(magic, kind), None
     if magic not in kinds:
-        names, found = " or a ".join({kind.name: 0 for kind in kinds.values()}), name_of_file(magic)
-        wrong = f"is {found}; expected a {names}" if found else (
-            f"begins with {magic}, and a {names} with {' or '.join(map(str, kinds))}")
+        names = " or a ".join({kind.name: 0 for kind in kinds.values()})
+        wrong = f"begins with {magic}, and a {names} with {' or '.join(map(str, kinds))}"
     elif len(header) < 256:
         wrong = f"truncated within its header of {HEADER_BYTES} bytes; expected a {kind.name}"
     elif header[1] not in kind.versions:
@@ -1312,13 +1311,6 @@ def read_header(path, kind, *others):
     if wrong:
         raise UserError(f"{path}: {wrong}: {kind.remedy}")
     return header
-
-
-def name_of_file(magic):
-    """What a file with this first number is, and what takes it; None if nobody here does."""
-    with contextlib.suppress(ModuleNotFoundError):  # the top-level files alone do not know
-        from dev.features import FILES
-        return FILES.get(magic)
 
 
 def check_size(path, kind, expected):

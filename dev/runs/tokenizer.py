@@ -4,8 +4,9 @@ shown in its words, and tiktoken is not needed.
 import functools
 from pathlib import Path
 
+from dev.files import read_header
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import HEADER_BYTES, Config, FileKind, read_header, vocabulary
+from train_gpt2 import HEADER_BYTES, Config, FileKind, vocabulary
 
 TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it "
                      "tiktoken is used")
