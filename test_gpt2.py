@@ -34,12 +34,13 @@ from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_ke
                              parse_sizes, stored)
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
+from dev.files import read_header
 from dev.gpt2_numpy import forward, mean_loss
 from dev.precision.fp8 import fp8_device
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, LOW, Config, FileKind, Row, Training, carve, check_size,
                         check_tokens, checkpoint_parts, has_gpu, kept_as, layout, make_device, pack_batch, parse_flags,
-                        read_header, read_kernels, read_parameters, to_bf16, to_float)
+                        read_kernels, read_parameters, to_bf16, to_float)
 
 MOMENTS = HERE / "dev/precision/moments.cu"
 

@@ -42,7 +42,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -117,8 +116,6 @@ class FileKind(NamedTuple):
 HEADER_BYTES = 1024
 TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py writes one, also from a "
                   "text of your own with --input; a file without a header is of an old format")
-TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it "
-                     "tiktoken is used")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,13 +254,6 @@ class Config:
             Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # sums of dqkv's rows, of 64 or more each
             Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: norm_backward, bias_backward
         ]
-
-    def flops_per_token(self, T):
-        """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4
-        backward), and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery
-        et al. 2022, appendix B, halved: causal)."""
-        weights = sum(row.size for row in self.parameter_table() if row.matrix)
-        return 6 * weights + 6 * self.L * self.C * T
 
 
 def logit_rows(N):
@@ -809,31 +799,22 @@ class Training:
 
     def __init__(self, flags, Model):
         self.flags, self.Model = flags, Model
-        self.signals = []  # the numbers of the signals that have come
-        self.stopping = False  # one of them ends the run
         self.times, self.losses = [], []  # of the steps of this run
 
     def train(self):
-        """Train from the model's step on, until all steps are done or a signal comes."""
+        """Train from the model's step on."""
         flags, steps = self.flags, self.flags.steps
         batches = self.next_batches()
-        first = self.model.step
-        for done in range(first, steps + 1):  # the last round only validates and samples
-            self.stopping = self.told_to_stop(done)
-            if self.pauses(done):
-                self.pause(done, batches)
-            if self.stopping or done == steps:
-                break
+        for done in range(self.model.step, steps):
+            self.pause(done, batches)
             begun, rate = time.perf_counter(), scheduled_rate(done, steps, flags)
             adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
             self.model.train_step(*batches.packed, learning_rate=rate, **adamw)
             queued = SimpleNamespace(number=done + 1, rate=rate, begun=begun, batches=batches)
             batches = self.next_batches()  # while a GPU is at work
             self.finish(queued)
+        self.pause(steps, batches)
         self.summarize()
-
-    def told_to_stop(self, done):
-        return bool(self.signals)
 
     def due(self, done, every):
         """Whether a periodic action is due after `done` steps; at the end it always is."""
@@ -847,16 +828,16 @@ class Training:
         return done > 0 and flags.sample_tokens > 0 and self.due(done, flags.sample_every)
 
     def saves(self, done):
-        return self.stopping or done == self.flags.steps
+        return done == self.flags.steps
 
     def pauses(self, done):
         """Whether anything but a step comes after `done` steps."""
         return self.validates(done) or self.samples(done) or self.saves(done)
 
     def pause(self, done, batches):
-        if self.validates(done) and not self.stopping:
+        if self.validates(done):
             self.validate(done)
-        if self.samples(done) and not self.stopping:
+        if self.samples(done):
             self.sample()
         if self.saves(done):
             self.save(done, batches)
@@ -889,8 +870,12 @@ class Training:
 
     def sample(self):
         """Print what the model makes up."""
-        text = decode(sample(self.model, self.flags.sample_tokens), self.config.words())
+        text = decode(sample(self.model, self.flags.sample_tokens), self.words())
         self.say(f"generating:\n---\n{text}\n---")
+
+    def words(self):
+        """The bytes of each token id, in which samples are shown."""
+        return self.config.words()
 
     def save(self, done, batches):
         """At the end of a run with -o: write the weights, in llm.c's format."""
@@ -912,12 +897,12 @@ class Training:
         seconds, tokens = time.perf_counter() - queued.begun, flags.total_batch
         self.times.append(seconds)
         self.losses.append(verdict.loss)
-        line = (f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | "
-                f"lr {queued.rate:.2e} | {1e3 * seconds:8.2f} ms | {tokens / seconds:9,.0f} tok/s")
-        if self.device.peak_flops:
-            flops = tokens // self.count * self.config.flops_per_token(self.model.T)
-            line += f" | {flops / seconds / self.device.peak_flops:5.1%} of peak"
-        self.say(f"{line} | {step * tokens:,} tokens")
+        self.say(f"step {step:4d}/{steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | "
+                 f"lr {queued.rate:.2e} | {self.speed(seconds)} | {step * tokens:,} tokens")
+
+    def speed(self, seconds):
+        """A step's time, and tokens in a second."""
+        return f"{1e3 * seconds:8.2f} ms | {self.flags.total_batch / seconds:9,.0f} tok/s"
 
     def no_update(self, queued, verdict):
         """Its loss or norm was an outlier, or not a number: the parameters are as before."""
@@ -940,14 +925,6 @@ class Training:
             self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
                      f"{self.flags.total_batch / median:,.0f} tok/s; training loss "
                      f"{losses[0]:.6f} -> {losses[-1]:.6f}")
-        if self.signals:
-            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; "
-                     f"{self.what_is_left()}")
-
-    def what_is_left(self):
-        """What there is of a run that was interrupted."""
-        output = self.flags.output
-        return f"the weights are in {output}" if output else "without -o the weights are lost"
 
     def say(self, line):
         print(line, flush=True)
@@ -1045,13 +1022,12 @@ class Training:
     def start(self):
         try:
             self.model = self.make_model()
-            with stop_signals() as self.signals:
-                self.train()
+            self.train()
         except self.device.Fault as e:
             raise UserError(f"the GPU stopped ({e}) at {self.device.launched} or a launch before "
                             "it: find the fault with --graph 0, --plain 1, compute-sanitizer, or "
                             "--device cpu") from None
-        return 128 + self.signals[0] if self.signals else 0
+        return 0
 
     def make_model(self):
         """The model, with the parameters that it starts from."""
@@ -1148,14 +1124,10 @@ class Cuda:
     compile behind kernels.cu."""
     name, memory, launched = "cuda", "device memory", "the start"
     OPTIONS = ("-std=c++17",)
-    DTYPES = ("fp32", "tf32", "bf16")
     TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
     SPARE = 2**28  # bytes left for what CuPy, cuBLAS and the driver take in the first step
     NEEDS = 80, "Ampere", "--device cpu"  # the least compute capability, and what else to do
-    # Dense FLOPs of a multiprocessor in a clock, by DTYPES: NVIDIA's architecture white papers.
-    FLOPS_PER_CLOCK = {80: (128, 1024, 2048), 86: (256, 256, 512), 89: (256, 256, 512),
-                       90: (256, 2048, 4096), 100: (256, 4096, 8192), 120: (256, 256, 512)}
 
     def __init__(self, dtype, c, beside=()):
         try:
@@ -1185,9 +1157,6 @@ class Cuda:
         # A KiB is left for the arrays that kernels declare themselves.
         self.max_shared = attributes["MaxSharedMemoryPerBlockOptin"] - 1024
         self.multiprocessors = attributes["MultiProcessorCount"]
-        flops = self.FLOPS_PER_CLOCK.get(self.capability, (0,) * len(self.DTYPES))
-        self.peak_flops = (flops[self.DTYPES.index(self.dtype)] * self.multiprocessors
-                           * attributes["ClockRate"] * 1e3)
         self.compiled_for = c.switches()
         self.compile([*c.SOURCES, *beside])
 
@@ -1214,8 +1183,7 @@ class Cuda:
 
     def __str__(self):
         name = self.cupy.cuda.runtime.getDeviceProperties(self.gpu.id)["name"].decode()
-        peak = f", peak {self.peak_flops / 1e12:.0f} TFLOP/s" if self.peak_flops else ""
-        return f"{name}, {self.dtype}{peak}"
+        return f"{name}, {self.dtype}"
 
     def free_bytes(self):
         """How much device memory there is for the tables."""
@@ -1332,9 +1300,8 @@ def read_header(path, kind, *others):
     magic = header[0] if header else kind.magic
     kind, wrong = kinds.get(magic, kind), None
     if magic not in kinds:
-        names, found = " or a ".join({kind.name: 0 for kind in kinds.values()}), name_of_file(magic)
-        wrong = f"is {found}; expected a {names}" if found else (
-            f"begins with {magic}, and a {names} with {' or '.join(map(str, kinds))}")
+        names = " or a ".join({kind.name: 0 for kind in kinds.values()})
+        wrong = f"begins with {magic}, and a {names} with {' or '.join(map(str, kinds))}"
     elif len(header) < 256:
         wrong = f"truncated within its header of {HEADER_BYTES} bytes; expected a {kind.name}"
     elif header[1] not in kind.versions:
@@ -1344,13 +1311,6 @@ def read_header(path, kind, *others):
     if wrong:
         raise UserError(f"{path}: {wrong}: {kind.remedy}")
     return header
-
-
-def name_of_file(magic):
-    """What a file with this first number is, and what takes it; None if nobody here does."""
-    with contextlib.suppress(ModuleNotFoundError):  # the top-level files alone do not know
-        from dev.features import FILES
-        return FILES.get(magic)
 
 
 def check_size(path, kind, expected):
@@ -1510,19 +1470,6 @@ def pack_batch(tokens, targets=0):
 # ---- A sample
 
 
-def read_tokenizer(path):
-    """The bytes of each token, from a gpt2_tokenizer.bin."""
-    count = read_header(path, TOKENIZER)[2]
-    data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
-    while at < len(data) and len(words) < count:
-        words.append(data[at + 1 : at + 1 + data[at]])
-        at += 1 + data[at]
-    if len(words) < count or at != len(data):
-        raise UserError(f"{path}: its header promises {count} tokens, and its {len(data):,} bytes "
-                        f"are not that many; {TOKENIZER.remedy}")
-    return words
-
-
 def words_of(encoding):
     """{token id: its bytes} of an encoding, special tokens too."""
     special = (name.encode() for name in encoding.special_tokens_set)
@@ -1532,9 +1479,7 @@ def words_of(encoding):
 
 @functools.cache
 def vocabulary():
-    """{token id: its bytes}: by gpt2_tokenizer.bin, else tiktoken, else the single bytes only."""
-    if Path("gpt2_tokenizer.bin").exists():
-        return dict(enumerate(read_tokenizer("gpt2_tokenizer.bin")))
+    """{token id: its bytes}: by tiktoken, else the single bytes only."""
     try:
         encoding = gpt2_encoding()
     except UserError as e:
@@ -1713,27 +1658,6 @@ def set_defaults(flags, scratch):
             setattr(flags, name, value)
 
 
-@contextlib.contextmanager
-def stop_signals():
-    """A list that gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the
-    program."""
-    came, numbers = [], (signal.SIGINT, signal.SIGTERM)
-
-    def handler(number, frame):
-        came.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler and a launcher may both send it
-        with contextlib.suppress(OSError):  # print may be interrupted
-            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")
-
-    before = [signal.signal(number, handler) for number in numbers]
-    try:
-        yield came
-    finally:
-        for number, old in zip(numbers, before):
-            signal.signal(number, old)
-
-
 def main(arguments=None, Model=GPT2):
     """Everything from the flags to the last line. Returns the exit status."""
     try:
@@ -1785,7 +1709,7 @@ class FastTraining(Training):
         self.report(queued, verdict)
 
     def pause(self, done, batches):
-        while self.late:
+        while self.late and self.pauses(done):
             self.report_oldest()
         super().pause(done, batches)
 

@@ -38,6 +38,7 @@ sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
 from dev.features import FLAGS as FEATURE_FLAGS  # noqa: E402
 from dev.precision.fp8 import fp8_device  # noqa: E402
+from dev.runs.peak import flops_per_token  # noqa: E402
 from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens  # noqa: E402
 from train_gpt2 import Config, DataLoader, FastCuda, has_gpu, make_device, read_kernels, to_bf16  # noqa: E402
 
@@ -249,7 +250,7 @@ def ours_job(row, tokens):
     import cupy
     c, kernels, words = Config.from_descriptor(row.model), read_kernels(SOURCES), words_of(row, tokens)
     work = [work_of(what, c, row.B, words, kernels)[1:] for what, *_ in recorded_steps()[0]]
-    return dict(ms=ms, memory=cupy.get_default_memory_pool().total_bytes(), flops=row.B * T * c.flops_per_token(T),
+    return dict(ms=ms, memory=cupy.get_default_memory_pool().total_bytes(), flops=row.B * T * flops_per_token(c, T),
                 bytes=sum(amount for unit, amount in work if unit == "B"))
 
 

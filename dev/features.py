@@ -64,16 +64,6 @@ GROUPS = {"--checkpoint-every": "runs that can go on", "--gpus": "several GPUs",
           "--ema": "after the update", "--nvtx": "more to see",
           "--sample": "instead of training"}  # as train_gpt2.GROUPS
 
-FILES = {  # by the first number of a header: what the file is, and what takes it
-    20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
-    20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
-    20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",
-    20240520: "a file of GPT-2's tokens, which train_gpt2.py trains on (-i)",
-    20240522: "a file of HellaSwag's questions, which train_gpt2.py scores (--hellaswag)",
-    20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",
-    20240801: "a file of Llama 3's tokens, which dev/llama3/train_llama3.py trains on (-i)",
-    20240803: "a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains (-e)",  # or its state
-}
 NEEDS = {  # flags that mean nothing without another one
     "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
     "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample",
@@ -94,6 +84,8 @@ def trains(flags):
 # What wraps stands above what it wraps: make_model of the first row ends last.
 FEATURES = [
     Feature("terminal", lambda flags, ranks: True, training="dev.terminal:Terminal"),
+    Feature("files", lambda flags, ranks: True, training="dev.files:Named"),
+    Feature("peak", lambda flags, ranks: True, training="dev.runs.peak:Peak"),
     Feature("nvtx", lambda flags, ranks: flags.nvtx, training="dev.runs.nvtx:Annotated"),
     Feature("dry run", lambda flags, ranks: flags.dry_run, training="dev.runs.dry_run:DryRun"),
     Feature("sample", lambda flags, ranks: flags.sample is not None,
@@ -109,6 +101,8 @@ FEATURES = [
             training="dev.runs.folder:Kept"),
     Feature("checkpoint", lambda flags, ranks: flags.output and flags.sample is not None
             and not flags.dry_run, training="dev.runs.folder:Resumed"),
+    Feature("signals", lambda flags, ranks: True, training="dev.runs.signals:Stoppable"),
+    Feature("tokenizer", lambda flags, ranks: True, training="dev.runs.tokenizer:Tokenized"),
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
     Feature("moments", lambda flags, ranks: flags.moments == "bf16",
             "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),

@@ -34,16 +34,26 @@ from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
 from dev.cuda.heads import launch_trainers  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
-from dev.features import FILES  # noqa: E402
+from dev.files import FILES, check_kind  # noqa: E402
 from dev.runs.nvtx import DEVICE, MODEL, Annotated, with_ranges  # noqa: E402
+<<<<<<< HEAD
 from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens  # noqa: E402
+=======
+from dev.runs.tokenizer import TOKENIZER, read_tokenizer  # noqa: E402
+from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
+>>>>>>> S
 from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES,  # noqa: E402
                        KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, model_class,
                        poison, poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
-from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENIZER, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
+from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, layout, make_device,
+<<<<<<< HEAD
                         pack_batch, read_header, read_kernels, read_parameters, read_tokenizer, scheduled_rate,
                         to_bf16, to_float)
+=======
+                        pack_batch, read_header, read_kernels, read_parameters, scheduled_rate,
+                        to_float)
+>>>>>>> S
 
 
 def run_prepared(prepare, tests, device, only):
@@ -414,7 +424,8 @@ def bad_files(device_name, folder):
 
 
 def other_kinds(device_name, folder):
-    """A good file of another kind is named, with the program that takes it: of all kinds that any module knows."""
+    """A good file of another kind is named, with the program that takes it: of all kinds that any module knows. So the
+    trainer does with what it opens. By itself it has the first numbers."""
     path, header, top = folder / "file.bin", np.zeros(256, "<i4"), HERE.parent
     for label, magic, name, program in (
             ("GPT-2 checkpoint", 20240803, "a Llama 3 checkpoint", r"dev/llama3/train_llama3.py trains \(-e\)"),
@@ -427,7 +438,36 @@ def other_kinds(device_name, folder):
             ("debug state", 20240801, "Llama 3's tokens", r"train_llama3.py trains on \(-i\)")):
         kind, read, header[0] = GOOD_FILES[label][0], GOOD_FILES[label][-1], magic
         header.tofile(path)
-        check_refusal(label, f"{path}: is .*{name}, .*{program}.*; expected a {kind.name}: {kind.remedy}", read, path)
+        wish = f"{path}: is .*{name}, .*{program}.*; expected a {kind.name}: {kind.remedy}"
+        plain = f"{path}: begins with {magic}, and a {kind.name} with {kind.magic}: {kind.remedy}"
+        check_refusal(label, wish, check_kind, path, kind)
+        check_refusal(label, plain if label in ("GPT-2 checkpoint", "token file") else wish, read, path)
+    for name in ("absent.bin", "", "short.bin"):  # of these, who reads them says what is wrong
+        (folder / "short.bin").write_bytes(b"\1")
+        check(f"no word about {name or 'a folder'}", refusal(check_kind, folder / name, TOKENS) is None)
+    with contextlib.redirect_stdout(None):
+        for name in ("good.bin", "part_1.bin", "part_3.bin"):
+            write_tokens(folder / name, range(99))
+    for name, magic in (("part_2.bin", 20240801), ("scores.bin", 20240522), ("other.bin", 1)):
+        header[:2] = magic, 1
+        header.tofile(folder / name)
+    tiny, good, scores = (FIXTURES / "gpt2_tiny.bin", *(folder / name for name in ("good.bin", "scores.bin")))
+    for wish, *flags in (
+            ("scores.bin: is a file of HellaSwag's questions, .*; expected a GPT-2 checkpoint: a run", "-e", scores),
+            ("scores.bin: is a file of Hella.*; expected a GPT-2 checkpoint", "-e", scores, "--sample", "a"),
+            ("scores.bin: is a file of HellaSwag's questions, .*; expected a token file: prepro", "-i", scores),
+            ("scores.bin: is a file of HellaSwag's questions, .*; expected a token file: prepro", "-j", scores),
+            ("scores.bin: is a file of Hella.*; expected a token file", "-i", scores, "--dry-run"),
+            ("part_2.bin: is a file of Llama 3's tokens, .*; expected a token f", "-i", folder / "part_*.bin"),
+            ("scores.bin: is .*; expected a token file", "-j", scores, "-i", scores, "-a"),
+            ("good.bin: is a file of GPT-2's tokens, .*; expected a file of Hella", "--hellaswag", good, "-v", 1),
+            ("other.bin: begins with 1, and a token file with 20240520: prepro", "-i", folder / "other.bin"),
+            (None, "-j", scores, "-v", 0), (None, "-i", scores, "-a")):  # which is not opened
+        given = map(str, ("--device", "cpu", "-e", tiny, "-i", good, "-j", good, "-b", 1, "-t", 8, "-x", 0, *flags))
+        with contextlib.redirect_stdout(None):
+            found = refusal(train_gpt2.main, [*given])
+        ok = found == wish or found and wish and re.fullmatch(f".*{wish}.*", found)
+        check(f"train_gpt2.py {' '.join(getattr(flag, 'name', str(flag)) for flag in flags)}", ok, found)
     sources = [file.read_text(encoding="utf-8") for file in (*top.glob("*.py"), *HERE.rglob("*.py"))]
     magics = {int(magic) for text in sources for magic in re.findall(r"FileKind\(\s*\"[^\"]+\", (\d+)", text)}
     check("all kinds of files are known", magics == FILES.keys(), magics ^ FILES.keys())

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from dev.runs.folder import State, load_position, shuffle_record  # noqa: E402
 from dev.test_files import run_prepared  # noqa: E402
 from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, summary, words  # noqa: E402
-from train_gpt2 import Config, DataLoader  # noqa: E402
+from train_gpt2 import Config, DataLoader, FastTraining, Training  # noqa: E402
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 
@@ -118,12 +119,12 @@ def runs_without_a_checkpoint(device, folder):
         refused(f"{name} of an older version", f"{name}, and neither a whole checkpoint nor run_00000000.json", older,
                 "-y", 1, *flags)
 
-    signal = folder / "stopped"  # at the start, where a checkpoint's run_00000000.json is the run's too
-    train(signal, *flags, "-x", 0, "-n", 1)
-    killed_at(0, signal, *flags, "-n", 1, "-nk", 1, "-y", 1)
-    yield "run_00000000.json", "run_00000000.json" in contents(signal), True, EXACT
-    yield "goes on from there", train(signal, *flags, "-n", 1, "-nk", 1, "-y", 1)[0], 0, EXACT
-    left = [name for name in contents(signal) if not name.startswith(("main.log", "DONE"))]
+    stopped = folder / "stopped"  # at the start, where a checkpoint's run_00000000.json is the run's too
+    train(stopped, *flags, "-x", 0, "-n", 1)
+    killed_at(0, stopped, *flags, "-n", 1, "-nk", 1, "-y", 1)
+    yield "run_00000000.json", "run_00000000.json" in contents(stopped), True, EXACT
+    yield "goes on from there", train(stopped, *flags, "-n", 1, "-nk", 1, "-y", 1)[0], 0, EXACT
+    left = [name for name in contents(stopped) if not name.startswith(("main.log", "DONE"))]
     wish = ["model_00000006.bin", "run_00000000.json", "run_00000006.json", "state_00000006_00000.bin"]
     yield "of old checkpoints, run_00000000.json alone is kept", left == wish, True, EXACT
 
@@ -177,10 +178,71 @@ def finished_runs(device, folder):
             ok = text.count("nothing is left to do: all 6 steps are made (-x 6)") == 1 and "step    " not in text
             check(f"-n {n}: nothing is left to do", status == 0 and ok and "val loss" not in text, text[-300:])
             check(f"-n {n}: all is as it was", contents(output) == before, str(sorted(contents(output))))
-    yield "more steps", train(output, "-y", 1, "-x", 7)[0], 0, EXACT
+    for path in output.glob("run_*.json"):  # without these, it is not known how many steps the run was to have
+        path.unlink()
+    before = contents(output)
+    status, text = train(output, *flags, "-y", 1, "-x", 4)
+    check("no notes, fewer steps: nothing is done", status == 0 and not re.search("val loss|step  |wrote", text),
+          text[-300:])
+    after = {name: data for name, data in contents(output).items() if name != "run_00000006.json"}
+    yield "no notes, fewer steps: all is as it was", after == before, True, EXACT
+    yield "more steps", train(output, *flags, "-y", 1, "-x", 7)[0], 0, EXACT
     yield "more steps: in the log", contents(output)["main.log"].count(b"trl:"), 7, EXACT
     refused("more steps, and no state", "nothing is left to do: .* all 6 steps .-x 6., and no state, .* with -e "
             ".*model_00000006.bin and another -o", folder / "finished 0", "-y", 1, "-x", 7)
+
+
+# ---- Signals
+
+
+def stopped_runs(device, folder):
+    """A signal ends a run after its step, wherever it comes: without a validation or a sample, with a whole checkpoint
+    that has the weights of this step, and after the lines of all steps. So it does where lines are late."""
+    flags, handlers = [*flags_in(folder), "-s", 1, "-g", 2, "-v", 1], [signal.getsignal(n) for n in (2, 15)]
+    train_step, next_batches, validate = train_gpt2.GPT2.train_step, Training.next_batches, Training.validate
+
+    def fetch(device, array):
+        values = array.copy()
+        return lambda: values
+
+    def told_in(method, when):
+        def told(first, *args, **keywords):
+            if when(first, *args):
+                os.kill(os.getpid(), number)
+            return method(first, *args, **keywords)
+        return told
+
+    with mock.patch("dev.cpu.device.Cpu.fetch", fetch, create=True), contextlib.redirect_stderr(io.StringIO()):
+        for base, number in ((Training, signal.SIGTERM), (FastTraining, signal.SIGINT)):
+            for name, step, end, method, when in (
+                    ("before the first step", 0, "", (Training, "next_batches"),
+                     told_in(next_batches, lambda run: run.model.step == 0)),
+                    ("in step 3", 3, "", (train_gpt2.GPT2, "train_step"),
+                     told_in(train_step, lambda model, *args: model.step == 2)),
+                    ("in the last step", 6, "", (train_gpt2.GPT2, "train_step"),
+                     told_in(train_step, lambda model, *args: model.step == 5)),
+                    ("in the last validation", 6, "val loss, generating, ", (Training, "validate"),
+                     told_in(validate, lambda run, done: done == 6))):
+                output = folder / f"{base.__name__} {name}"
+                with mock.patch.object(*method, when), mock.patch.object(train_gpt2, "Training", base):
+                    status, text = train(output, *flags)
+                yield f"{output.name}: status", status, 128 + number, EXACT
+                said = ", ".join(re.findall(
+                    r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of 6 steps; -y 1 goes on from "
+                    r"there|wrote .*model_\d+\.bin(?: and its state)?)", text, re.M))
+                wish = "".join(f"val loss, {'generating, ' * (i > 0)}step    {i + 1}/6, " for i in range(step))
+                wish += end + f"{step} steps in, " * (step > 0)
+                wish += f"interrupted after {step} of 6 steps; -y 1 goes on from there, "
+                state = " and its state" * (not end)  # else the run was done, and -n is 0
+                wish += f"wrote {output / f'model_{step:08d}.bin'}{state}"
+                check(f"{output.name}: what is said", said == wish, f"{said!r}, expected {wish!r}" * (said != wish))
+                if not end:
+                    yield f"{output.name}: goes on", train(output, *flags, "-y", 1)[0], 0, EXACT
+                yield f"{output.name}: handlers", [signal.getsignal(n) for n in (2, 15)] == handlers, True, EXACT
+        status, text = train(folder / "whole", *flags)
+        for output in folder.glob("*Training*"):
+            name = "model_00000006.bin"
+            yield f"{output.name}: its end", contents(output)[name] == contents(folder / "whole")[name], True, EXACT
 
 
 # ---- Data
@@ -418,8 +480,8 @@ def damaged_checkpoints(device, folder):
 
 def main():
     run_prepared(token_files, [(test,) for test in (
-        runs_without_a_checkpoint, earlier_runs, finished_runs, data_of_a_run, smaller_batches, damaged_notes,
-        damaged_checkpoints)], "cpu", sys.argv[1] if len(sys.argv) > 1 else None)
+        runs_without_a_checkpoint, earlier_runs, finished_runs, stopped_runs, data_of_a_run, smaller_batches,
+        damaged_notes, damaged_checkpoints)], "cpu", sys.argv[1] if len(sys.argv) > 1 else None)
     return summary()
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -29,6 +30,7 @@ import turns  # noqa: E402
 from dev.features import FLAGS as MORE_FLAGS  # noqa: E402
 from dev.features import attach  # noqa: E402
 from dev.ranks.launchers import launched  # noqa: E402
+from dev.runs.peak import flops_per_token, peak_flops  # noqa: E402
 from prepro_tinyshakespeare import write_tokens  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, check, run, summary  # noqa: E402
@@ -259,7 +261,7 @@ def recipes(folder):
             [whence] = re.findall(r"RESULTS.md, ([\d,]+) tokens/s", flat)
             check(f"{name}: the figure of RESULTS.md", f"| {whence} |" in measured, whence)
             medium = Config.from_descriptor("d24")
-            ratio = medium.flops_per_token(1024) / c.flops_per_token(1024)
+            ratio = flops_per_token(medium, 1024) / flops_per_token(c, 1024)
             yield f"{name}: at the same FLOP/s", rate, int(whence.replace(",", "")) * ratio, 1e-5
         else:
             label = re.search(r"RESULTS.md, (.*? B=\d+)", flat)[1]
@@ -428,13 +430,45 @@ def validations(folder):
                 Training(flags, OneToken).run()
 
             jobs = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
-            with (mock.patch.object(train_gpt2, "stop_signals", lambda: contextlib.nullcontext([])),
+            with (mock.patch("dev.runs.signals.stop_signals", lambda: contextlib.nullcontext([])),
                   mock.patch("dev.ranks.ranks.RankedTraining.check_same", lambda *args: None)):
                 text = output_of(lambda jobs=jobs: [*(job.start() for job in jobs), *(job.join() for job in jobs)])
             what, wish = f"{name}, -m {batches}, {count} ranks", first[:sequences].tolist()
             check(f"{what}: its sequences", sorted(OneToken.seen) == sorted(wish), OneToken.seen)
             losses = re.findall(r"^val loss (\S+)$", text, re.MULTILINE)
             check(f"{what}: its loss", losses == [f"{np.mean(wish) / 3:.6f}"] * count, losses)
+
+
+def share_of_peak(folder):
+    """NVIDIA's data sheets have these peaks; a step's line has the share, and the device's line the peak."""
+    for name, capability, count, clock, peaks in (  # the clock that the data sheet is for, in MHz
+            ("A100", 80, 108, 1410, dict(fp32=19.5, tf32=156, bf16=312)),
+            ("RTX 3090", 86, 82, 1695, dict(fp32=35.6, tf32=35.6, bf16=71)),
+            ("RTX 4090", 89, 128, 2520, dict(fp32=82.6, tf32=82.6, bf16=165.2, fp8=330.3)),
+            ("H100 SXM", 90, 132, 1830, dict(tf32=494.7, bf16=989.4, fp8=1978.9)),
+            ("another", 70, 80, 1380, dict(bf16=0))):
+        for dtype, peak in peaks.items():
+            device = SimpleNamespace(name="cuda", capability=capability, dtype=dtype, multiprocessors=count,
+                                     gpu=SimpleNamespace(attributes={"ClockRate": 1000 * clock}))
+            yield f"peak of {name} in {dtype}", peak_flops(device) / 1e12, peak, 5e-3
+    check("a CPU has none", peak_flops(SimpleNamespace(name="cpu")) == 0)
+    products = 12 * 12 * 768**2 + 768 * 50304  # 12 C^2 in each layer, and the head
+    pairs = 2 * 2 * 12 * 768 * 1024 / 2  # q.k and weights @ v, with half of 1,024 tokens
+    yield "FLOPs of a token of GPT-2", flops_per_token(Config(), 1024), 3 * (2 * products + pairs), EXACT
+
+    write_tokens(folder / "tokens.bin", range(100))
+    arguments = (f"--device cpu -e {TINY} -b 2 -t 8 -d 32 -x 3 -v 0 -s 0 -i {folder / 'tokens.bin'} "
+                 f"-j {folder / 'tokens.bin'}").split()
+    with mock.patch("dev.runs.peak.peak_flops", lambda device: 25e7):
+        text = output_of(train_gpt2.main, arguments)
+    check("the device's line", re.search(r"^device .*, fp32, peak 0 TFLOP/s \(--device", text, re.M), text[:99])
+    found = re.findall(r"([\d,]+) tok/s \| +([\d.]+)% of peak \| \d+ tokens$", text, re.M)
+    speeds, shares = ([float(x.replace(",", "")) for x in column] for column in zip(*found))
+    yield "steps with a share", len(shares), 3, EXACT
+    for speed, share in zip(speeds, shares):
+        yield "the share of peak, in %", share, 100 * speed * flops_per_token(Config.from_file(TINY), 8) / 25e7, 5e-2
+    text = output_of(train_gpt2.main, arguments)
+    check("without a peak", re.search(r" tok/s \| 96 tokens$", text, re.M) and "peak" not in text, text)
 
 
 def steps_by_turns(folder):
@@ -481,7 +515,7 @@ def test_training():
     """All of these, each in a folder of its own."""
     torch = importlib.util.find_spec("torch")
     for test in (logs, rows_of_sweep, sections, tables, whole_sweep, recipes, recipes_of_nodes,
-                 validations, steps_by_turns, *([twins] if torch else [])):
+                 validations, share_of_peak, steps_by_turns, *([twins] if torch else [])):
         with tempfile.TemporaryDirectory() as folder:
             run(f"training, {test.__name__.replace('_', ' ')}:", test, Path(folder))
     if not torch:

@@ -51,7 +51,6 @@ class Cpu:
     name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024  # bytes, as on an H100
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
-    peak_flops = None  # depends on the machine in more ways than can be asked for
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):

@@ -16,11 +16,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+from dev.files import read_header  # noqa: E402
 from hub import download, list_files  # noqa: E402
 from prepro_tinyshakespeare import (UserError, gpt2_encoding, make_header, replace_file,  # noqa: E402
                                     run)
 from rows import read_rows, table_files  # noqa: E402
-from train_gpt2 import FileKind, parse_flags, read_header  # noqa: E402
+from train_gpt2 import FileKind, parse_flags  # noqa: E402
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from dev.files import read_header
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag import PADDING, read_examples, score
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import (GPT2, has_gpu, make_device, parse_flags, read_header,
-                        read_parameters)
+from train_gpt2 import GPT2, has_gpu, make_device, parse_flags, read_parameters
 
 FLAGS = [
     ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of a GPT-2, or of a Llama 3 on GPT-2's "

@@ -1,22 +1,31 @@
-"""Test dev/runs/sample.py: what is drawn against a formula in NumPy, and the pieces of its text against the whole.
+"""Test dev/runs/sample.py: what is drawn against a formula in NumPy, and the pieces of its text against the whole. And
+dev/runs/tokenizer.py: in whose words samples are shown.
 
     python dev/eval/test_sample.py
 """
 import contextlib
 import io
+import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from prepro_tinyshakespeare import byte_encoding
+from prepro_tinyshakespeare import byte_encoding, make_header, write_tokens
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
+import train_gpt2
+from dev.llama3.tokens import vocabulary as llamas_words
+from dev.llama3.train_llama3 import Config3
 from dev.runs.sample import choose, generate, stream, texts
+from dev.runs.tokenizer import gpt2_words
 from dev.test_files import check_refusal
-from test_gpt2 import EXACT, check, device_of, poisoned_model, run, summary
-from train_gpt2 import coins, decode, sample, words_of
+from test_gpt2 import EXACT, FIXTURES, check, device_of, poisoned_model, run, summary
+from train_gpt2 import GPT2, coins, decode, sample, vocabulary, words_of
 
 
 def first_coins(count):
@@ -146,8 +155,43 @@ def characters():
     check("a text alone", pieces == [text], pieces)
 
 
+def tokenizer_file():
+    """The trainer shows samples in the words of gpt2_tokenizer.bin, if it is here. A Llama of GPT-2's words has these
+    too, and one of its own words where its tokenizer is missing. Else they are GPT-2's."""
+    here, own, plain = os.getcwd(), [b"[%d]" % i for i in range(331)], words_of(byte_encoding())
+    arguments = (f"--device cpu -e {FIXTURES / 'gpt2_tiny.bin'} -i tokens.bin -j tokens.bin -b 1 -t 8 -x 1 -v 0 -s 1 "
+                 "-g 9").split()
+
+    def shown():
+        """A sample; and the words that Llamas and GPT-2's config have."""
+        gpt2_words.cache_clear()
+        vocabulary.cache_clear()
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            train_gpt2.main(arguments)
+        text = re.search(r"generating:\n---\n((?s:.*))\n---", said.getvalue())[1]
+        return text, Config3(V=331).words(), llamas_words(), GPT2.Config().words()
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch("train_gpt2.gpt2_encoding", byte_encoding):  # no network
+        os.chdir(folder)
+        try:
+            with contextlib.redirect_stdout(None):
+                write_tokens("tokens.bin", range(100))
+            text, *words = shown()
+            check("without a file", "[" not in text and words == [plain] * 3, text)
+            header = make_header(20240328, 2, len(own), 0)
+            Path("gpt2_tokenizer.bin").write_bytes(header.tobytes() + b"".join(bytes([len(x)]) + x for x in own))
+            text, *words = shown()
+            check("the file's words, in a sample", re.fullmatch(r"(\[\d+\]){9}", text), text)
+            check("the file's words, of a Llama", words[:2] == [dict(enumerate(own))] * 2)
+            check("the plain config is without", words[2] == plain)
+        finally:
+            os.chdir(here)
+            gpt2_words.cache_clear()
+            vocabulary.cache_clear()
+
+
 def test_sample():
-    for test in (formula, as_the_trainer, windows, characters):
+    for test in (formula, as_the_trainer, windows, characters, tokenizer_file):
         run(f"sample, {test.__name__.replace('_', ' ')}:", test)
 
 

@@ -140,8 +140,8 @@ def files(device_name, folder):
     check_refusal("format A", "ffn_dim_multiplier = 1.* cut off", Config3.from_file, path)
     check_refusal("a GPT-2's", "is a GPT-2 checkpoint, which train_gpt2.py trains .-e.; expected a Llama 3 "
                   "checkpoint: dev/convert.py", Config3.from_file, TINY)
-    check_refusal("for GPT-2", "is a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains .-e.; expected a "
-                  "GPT-2 checkpoint: a run with -o", Config.from_file, GQA)
+    check_refusal("for GPT-2", "begins with 20240803, and a GPT-2 checkpoint with 20240326: a run with -o",
+                  Config.from_file, GQA)
 
 
 def bad_files(device_name, folder):

@@ -145,8 +145,8 @@ def files(folder):
     yield "GPT-2's ids in Llama's file", read_tokens(folder / "small_llama.bin", 40), (ids // 3000).astype("<u4"), EXACT
     check_refusal("token file", "large.bin: token 17 is 51000, and the model has V = 50257", read_tokens,
                   folder / "large.bin", 50257)
-    check_refusal("token file", "is a file of Llama 3's tokens, .* expected a token file", read_tokens,
-                  folder / "large.bin", 50257, Config)
+    check_refusal("token file", "begins with 20240801, and a token file with 20240520: prepro_tinyshakespeare.py",
+                  read_tokens, folder / "large.bin", 50257, Config)
     header = np.fromfile(folder / "large.bin", "<i4")
     for wish, index, value in (("begins with 5, and a token file with 20240520 or 20240801:", 0, 5),
                                ("version 1 .*; expected version 7: dev/llama3/tokens.py", 1, 1),

@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from dev.runs.tokenizer import gpt2_words
 from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,
                                     read_text, run, text_flags)
-from train_gpt2 import FileKind, vocabulary as gpt2_vocabulary, words_of
+from train_gpt2 import FileKind, words_of
 
 LLAMA_TOKENS = FileKind("token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
 # Stands between two texts, as GPT-2's end-of-text. Its id is how the trainer knows a model with Llama 3's vocabulary of
@@ -99,7 +100,7 @@ def border(encoding):
 
 def vocabulary(path=None):
     """{token id: its bytes} of encoding(path), or without a tokenizer of what GPT-2's samples are decoded by."""
-    return words_of(encoding(path)) if path or tokenizer_here() else gpt2_vocabulary()
+    return words_of(encoding(path)) if path or tokenizer_here() else gpt2_words()
 
 
 def main():

@@ -40,10 +40,11 @@ from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,  
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, as there)
 
+from dev.files import read_header  # noqa: E402
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary  # noqa: E402
+from dev.runs.tokenizer import gpt2_words  # noqa: E402
 from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row,  # noqa: E402
-                        check_size, files_of, logit_rows, main, read_header, read_parameters,
-                        to_float)
+                        check_size, files_of, logit_rows, main, read_parameters, to_float)
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
 
@@ -182,7 +183,7 @@ class Config3(Config):
     def words(self):
         """{token id: its bytes}, by the tokenizer in the current folder if the words are Llama's.
         """
-        return vocabulary() if self.has_llamas_words else super().words()
+        return vocabulary() if self.has_llamas_words else gpt2_words()
 
     def encoding(self):
         """The encoding of texts."""

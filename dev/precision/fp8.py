@@ -80,11 +80,8 @@ def place_of(array):
 
 class Fp8:
     """A mixin, in front of the class of a device. It serves one model, the last that was made."""
-    DTYPES = (*Cuda.DTYPES, "fp8")
     TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
     NEEDS = 89, "Ada", "--dtype bf16"
-    FLOPS_PER_CLOCK = {gpu: (*flops, {80: 0, 86: 0}.get(gpu, 2 * flops[-1]))
-                       for gpu, flops in Cuda.FLOPS_PER_CLOCK.items()}
 
     def __init__(self, dtype, c, beside=()):
         self.weights = {}  # {address of a weight: its twins, and its number}

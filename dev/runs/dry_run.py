@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 
+from dev.runs.peak import flops_per_token
 from dev.terminal import duration
 from train_gpt2 import BF16, to_bf16
 
@@ -50,7 +51,7 @@ class DryRun:
         # --recompute 2 does the products of a layer's forward pass again, but the last.
         again = 2 * sum(row.size for row in c.parameter_table()
                         if row.matrix and row.layers and row.name != "fcprojw")
-        flops = c.flops_per_token(T) + again * (flags.recompute == 2)
+        flops = flops_per_token(c, T) + again * (flags.recompute == 2)
         seconds = flags.total_batch / self.count * flops / rate
         print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, "
               f"{flags.total_batch / seconds:,.0f} tok/s, take about "

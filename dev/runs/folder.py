@@ -37,13 +37,14 @@ from pathlib import Path
 import numpy as np
 
 from dev.cpu.device import available_memory
+from dev.files import check_kind, read_header
 from dev.ranks.ranks import cut, sketch
 from dev.runs.replay import bad_place
 from dev.terminal import say
 from prepro_tinyshakespeare import UserError, make_header, replace_file
 from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, WINDOW, Config, FileKind, Row, checkpoint_parts,
-                        count_tokens, files_of, in_file_order, mapped, read_header,
-                        read_parameters, to_float)
+                        count_tokens, files_of, in_file_order, mapped, read_parameters,
+                        to_float)
 
 # ---- llm.c's state file
 
@@ -584,6 +585,7 @@ class RunFolder:
             if not path.exists():
                 raise Damage(f"{self.file(3, step)}: is there, and {path.name} is not: restore "
                              "that")
+        check_kind(self.file(0, step), self.kind.FILE)
         c = self.kind.from_file(self.file(0, step))
         states = read_states(lambda rank: self.file(1, step, rank), c)
         if states[0].step != step:
@@ -926,7 +928,7 @@ class Kept(Resumed):
         return super().saves(done) or done > 0 and self.due(done, self.flags.checkpoint_every)
 
     def save(self, done, batches):
-        if done != self.folder.step:
+        if self.model.step != self.folder.step:  # more than -x if a finished run goes on
             whole = self.flags.checkpoint_every or self.stopping
             self.folder.save(self, batches.position, whole)
 

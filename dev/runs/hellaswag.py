@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dev.files import read_header
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import HEADER_BYTES, FileKind, read_header
+from train_gpt2 import HEADER_BYTES, FileKind
 
 EVAL_FILE = FileKind("file of HellaSwag's examples", 20240522, (1,), "dev/data/hellaswag.py writes "
                      "one")

@@ -1,0 +1,54 @@
+"""What a file is, by the first number of its header: an error about a file of another kind says so,
+and which program takes it. The trainer's own error has the two numbers.
+"""
+import train_gpt2
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import files_of
+
+FILES = {  # by the first number: what the file is, and what takes it
+    20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
+    20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
+    20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",
+    20240520: "a file of GPT-2's tokens, which train_gpt2.py trains on (-i)",
+    20240522: "a file of HellaSwag's questions, which train_gpt2.py scores (--hellaswag)",
+    20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",
+    20240801: "a file of Llama 3's tokens, which dev/llama3/train_llama3.py trains on (-i)",
+    20240803: "a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains (-e)",  # or its state
+}
+
+
+def check_kind(path, *kinds):
+    """Raise UserError if a file is of none of these kinds (train_gpt2.FileKind), and of another one
+    that is known."""
+    try:
+        with open(path, "rb") as file:
+            magic = int.from_bytes(file.read(4), "little")
+    except OSError:  # who needs the file says so
+        return
+    if magic in FILES and magic not in {kind.magic for kind in kinds}:
+        names = " or a ".join({kind.name: 0 for kind in kinds})
+        raise UserError(f"{path}: is {FILES[magic]}; expected a {names}: {kinds[0].remedy}")
+
+
+def read_header(path, *kinds):
+    """As train_gpt2.read_header."""
+    check_kind(path, *kinds)
+    return train_gpt2.read_header(path, *kinds)
+
+
+class Named:
+    """Training that looks at what -e, -i and -j name."""
+
+    def checkpoint(self, name):
+        name = super().checkpoint(name)
+        check_kind(name, self.Model.Config.FILE)
+        return name
+
+    def data_paths(self):
+        train, val = paths = super().data_paths()
+        flags = self.flags
+        opened = [] if flags.overfit else [train]
+        opened += [val] if flags.overfit or flags.val_every else []
+        for path in (path for pattern in opened for path in files_of(pattern)):
+            check_kind(path, *self.config.TOKEN_FILES)
+        return paths

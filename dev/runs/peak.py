@@ -1,0 +1,55 @@
+"""How much of a GPU's peak FLOP/s a step reaches: at the end of its line, the peak in the device's.
+"""
+
+# Dense FLOPs of a multiprocessor in a clock: NVIDIA's architecture white papers.
+FLOPS_PER_CLOCK = {  # by compute capability
+    80: dict(fp32=128, tf32=1024, bf16=2048), 86: dict(fp32=256, tf32=256, bf16=512),
+    89: dict(fp32=256, tf32=256, bf16=512, fp8=1024),
+    90: dict(fp32=256, tf32=2048, bf16=4096, fp8=8192),
+    100: dict(fp32=256, tf32=4096, bf16=8192, fp8=16384),
+    120: dict(fp32=256, tf32=256, bf16=512, fp8=1024)}
+
+
+def peak_flops(device):
+    """FLOP/s in the device's dtype; 0 if they are not known, as a CPU's."""
+    if device.name != "cuda":
+        return 0
+    flops = FLOPS_PER_CLOCK.get(device.capability, {}).get(device.dtype, 0)
+    return flops * device.multiprocessors * device.gpu.attributes["ClockRate"] * 1e3  # from kHz
+
+
+def flops_per_token(c, T):
+    """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4
+    backward), and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery
+    et al. 2022, appendix B, halved: causal)."""
+    weights = sum(row.size for row in c.parameter_table() if row.matrix)
+    return 6 * weights + 6 * c.L * c.C * T
+
+
+class Titled:
+    """A device whose name has its peak."""
+
+    def __str__(self):
+        peak = peak_flops(self)
+        return super().__str__() + (f", peak {peak / 1e12:.0f} TFLOP/s" if peak else "")
+
+
+class Peak:
+    """Training that says how near to its device's peak it is."""
+
+    def device_class(self):
+        base = super().device_class()
+        return type(base.__name__, (Titled, base), {})
+
+    def make_device(self, *beside):
+        device = super().make_device(*beside)
+        self.peak = peak_flops(device)  # CuPy asks the driver for some hundred numbers
+        return device
+
+    def speed(self, seconds):
+        text = super().speed(seconds)
+        if not self.peak:
+            return text
+        tokens = self.flags.total_batch // self.count  # of this device
+        rate = tokens * flops_per_token(self.config, self.model.T) / seconds
+        return f"{text} | {rate / self.peak:5.1%} of peak"
