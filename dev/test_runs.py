@@ -616,7 +616,7 @@ def steps_that_are_not_finite(device, folder):
     check("nothing planted: nothing is found", repeat(model, batches) is None)
     for _ in range(2):
         model.train_step(*batches)
-    check("nothing planted: nor after two steps, whose z-scores are NaN", repeat(model, batches) is None)
+    check("nothing planted: nor after two steps", repeat(model, batches) is None)
     norms = dict((name, norm) for norm, name in largest_gradients(model))
     expected = gradients(model, *[(batch.tokens, batch.targets) for batch in (
         carve(data, batch_table(*shape)) for data, shape in batches)])
