@@ -380,6 +380,8 @@ def of_files(name, old, new, model):
             yield f"{name}: {key[1:]}: {x!r} and {y!r}" + f", and {len(pairs) - 1} more fields" * (len(pairs) > 1)
     elif name.endswith(".npz"):
         a, b = (dict(np.load(io.BytesIO(x))) for x in (old, new))
+        for x in (a, b):  # whatever the order of the flags
+            x["notes"] = np.array(json.dumps(json.loads(str(x["notes"])), sort_keys=True))
         yield from (f"{name}: {key}" for key in sorted(a.keys() | b.keys())
                     if key not in a or key not in b or a[key].tobytes() != b[key].tobytes())
     elif len(old) != len(new) or not name.startswith(("model_", "state_")):
