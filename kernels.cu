@@ -1320,11 +1320,12 @@ extern "C" __global__ void __launch_bounds__(1024, CLASSIFIER_BLOCKS) fused_clas
                                  with_gradient ? min(room, Vp) : 0);
 }
 
-// ---- the gradient's norm, and AdamW (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2) ----
+// ---- the gradient's norm, and AdamW ----
+// (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2)
 
-// norm[0] = the square root of the sum of the squares of grads (n). Each block leaves the sum of its share in
-// norm[2 + blockIdx.x], and counts itself in norm[1]. The last one to finish adds all shares up, always in the same
-// order. Items: blocks.
+// norm[0] = the square root of the sum of the squares of grads (n). Each block writes the sum of
+// its share to norm[2 + blockIdx.x], and counts itself in norm[1]. The last block to finish adds up
+// all the sums, always in the same order. Items: blocks.
 BLOCK(512, 1)
 extern "C" __global__ void global_norm(float* norm, const float* __restrict__ grads, size_t n) {
     float sum = 0.0f;
@@ -1338,7 +1339,7 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
     __shared__ int last;
     if (threadIdx.x == 0) {
         norm[2 + blockIdx.x] = sum;
-        __threadfence();  // the sum is there before it is counted
+        __threadfence();  // others see the sum before they see that it is counted
         last = atomicAdd(reinterpret_cast<int*>(norm + 1), 1) == (int)gridDim.x - 1;
     }
     __syncthreads();
@@ -1350,27 +1351,25 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
     if (threadIdx.x == 0) norm[0] = sqrtf(sum), norm[1] = 0.0f;
 }
 
-// The settings of a step are in device memory, since a recorded graph cannot change its arguments. rate is 1 - beta,
-// which the host computes, because 1 - 0.999 in fp32 would be wrong by 1e-5 of itself. correction = 1/(1 - beta^step)
-// undoes the moments' start at zero. A gradient of a larger norm than clip is scaled down to it, unless clip is 0.
-// An update is skipped if the z-score of the loss or of the norm is above its limit, unless that is 0.
+// The settings of a step. They are in device memory because a recorded graph cannot change its
+// arguments. rate is 1 - beta: the host computes it, since 1 - 0.999 in fp32 has a relative error
+// of 1e-5. correction = 1 / (1 - beta^step) makes up for moments that start at zero. If the
+// gradient's norm is above clip, the gradient is scaled down to it; clip = 0 turns that off.
 struct AdamW {
-    float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip, loss_limit, norm_limit;
+    float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip;
     float seed, step;  // whole numbers, which no kernel in this file reads
 };
 
-// What the host reads of a step, perhaps when the next one is already queued, and what adamw obeys. A z-score says how
-// many standard deviations a value lies above the mean of the last WINDOW values. When the loss or the norm of a step
-// is not finite, stopped becomes 1: no step queued behind it makes an update, and the run ends.
-struct Verdict { float norm, loss, norm_z, loss_z, update, stopped; };
+// What the device says about a step. adamw changes nothing without update. The host reads it later,
+// perhaps when the next step is already queued: so stopped stays 1 once the loss or the norm of a
+// step was not finite, and no step after it makes an update either.
+struct Verdict { float norm, loss, update, stopped; };
 
-constexpr int WINDOW = 128;  // steps; one is judged if so many came before it (as in llm.c)
-
-// verdict->loss = share times the sum of losses (N), or, with accumulate, that is added to it. One block, so that the
-// order is fixed. Items: blocks.
+// verdict->loss = share times the sum of losses (N); with accumulate that is added to it instead.
+// There is one block, so that the order of the sum is fixed. Items: blocks.
 BLOCK(1024, 1)
-extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ losses, float share, int N,
-                                    int accumulate) {
+extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ losses, float share,
+                                    int N, int accumulate) {
     float sum = 0.0f;
 #pragma unroll 8
     for (int i = threadIdx.x; i < N; i += blockDim.x) sum += losses[i];
@@ -1378,52 +1377,33 @@ extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ 
     if (threadIdx.x == 0) verdict->loss = (accumulate ? verdict->loss : 0.0f) + share * sum;
 }
 
-// A value joins its window, in the place of the oldest. `seen` values came before it. Returns its z-score there, or NaN
-// if they did not fill the window. A warp calls it.
-__device__ double z_score(double* window, int seen, double value) {
-    if (threadIdx.x == 0) window[seen % WINDOW] = value;
-    __syncwarp();
-    double sum = 0.0, squares = 0.0;
-    for (int i = threadIdx.x; i < WINDOW; i += 32) sum += window[i];
-    double mean = warp_sum(sum) / WINDOW;
-    for (int i = threadIdx.x; i < WINDOW; i += 32) squares += (window[i] - mean) * (window[i] - mean);
-    double deviation = sqrt(warp_sum(squares) / WINDOW);
-    if (seen < WINDOW) return nan("");
-    return deviation > 0.0 ? (value - mean) / deviation : 0.0;
-}
-
-// The verdict on a step, from its loss, which is there already, and norm[0]. windows (2,WINDOW) have the losses and
-// norms of the last steps, which are float64 as in llm.c, and *seen counts them. Items: threads; one warp.
-BLOCK(32, threads)
-extern "C" __global__ void judge(Verdict* verdict, double* windows, int* seen, const float* __restrict__ norm,
-                                 const AdamW* __restrict__ settings) {
+// Decides whether a step updates the parameters, by its loss, which is in the verdict already, and
+// norm[0]. Items: threads; there is one.
+BLOCK(1, threads)
+extern "C" __global__ void judge(Verdict* verdict, const float* __restrict__ norm) {
     Verdict v = *verdict;
-    int count = *seen;
     v.norm = norm[0];
-    if (!(fabsf(v.loss) <= -LOWEST && v.norm <= -LOWEST)) v.stopped = 1.0f;
+    bool finite = fabsf(v.loss) <= -LOWEST && v.norm <= -LOWEST;  // false if one of them is NaN
+    if (!finite) v.stopped = 1.0f;
     v.update = 1.0f - v.stopped;
-    if (v.update) {
-        double loss_z = z_score(windows, count, v.loss), norm_z = z_score(windows + WINDOW, count, v.norm);
-        bool skips = (settings->loss_limit > 0.0f && loss_z > settings->loss_limit) ||
-                     (settings->norm_limit > 0.0f && norm_z > settings->norm_limit);  // never above, if NaN
-        v.loss_z = loss_z, v.norm_z = norm_z, v.update = !skips;
-    }
-    __syncwarp();  // all lanes have read *verdict and *seen
-    if (threadIdx.x == 0) *verdict = v, *seen = count + !v.stopped;
+    *verdict = v;
 }
 
-// AdamW's numbers, the master, are fp32. In fp32 they are params, and low is null. In bf16 params are their upper
-// halves, rounded, which the other kernels read, and low has the lower halves, signed, as the upper ones may be rounded
-// up: the master's bits are (param << 16) + low. That is exact because params are rounded to nearest with ties away
-// from zero. With ties to even, a lower half of 0x8000 would not say if the upper one was rounded up or down.
+// AdamW works on fp32 parameters, the master. In fp32 they are params, and low is null. In bf16 a
+// parameter is stored in halves: params has the upper half, rounded, which all other kernels read;
+// low has the lower half, signed, since rounding may have raised the upper one. The master's bits
+// are (param << 16) + low. That is exact because ties round away from zero. If they rounded to
+// even, a lower half of 0x8000 would not say whether the upper one was rounded up or down.
 struct low_half { short bits; };
-__device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }  // for load_master
+// load_master takes the bits of these floats
+__device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }
 __device__ __forceinline__ void from_float(low_half& to, float x) { to.bits = __float_as_uint(x); }
 
 template <int n>
 __device__ __forceinline__ Pack<n> load_master(const real* params, const low_half* low, size_t i) {
     Pack<n> x = load<n>(params + i), rest = sizeof(real) == 2 ? load<n>(low + i) : Pack<n>{};
-    for (int j = 0; j < n; j++) x[j] = __uint_as_float(__float_as_uint(x[j]) + __float_as_uint(rest[j]));
+    for (int j = 0; j < n; j++)
+        x[j] = __uint_as_float(__float_as_uint(x[j]) + __float_as_uint(rest[j]));
     return x;
 }
 
@@ -1431,23 +1411,26 @@ template <int n>
 __device__ __forceinline__ void store_master(real* params, low_half* low, size_t i, Pack<n> x) {
     if (sizeof(real) == 2) {
         store(low + i, x);
-        for (int j = 0; j < n; j++)  // a NaN, whose bits could overflow, stays one
+        for (int j = 0; j < n; j++)  // a NaN stays as it is, since its bits could overflow
             if (x[j] == x[j]) x[j] = __uint_as_float((__float_as_uint(x[j]) + 0x8000) & 0xffff0000);
     }
     store(params + i, x);
 }
 
-// A step of all n parameters. Tensor i of `tensors`, at most 32, lies at [starts[i], starts[i+1]) of the arenas, and
-// decayed[i] says if weight decay is for it. A thread's W numbers are of one tensor, which it finds by bisection.
-// Without verdict->update nothing changes. add_noise(m1, m2, i, tensor, a) may change moments before they are stored.
+// One step for all n parameters. There are at most 32 `tensors`: number i lies at [starts[i],
+// starts[i+1]) of the arenas, and decayed[i] says whether it gets weight decay. A thread's W
+// numbers are in one tensor, found by bisection. Without verdict->update nothing changes.
+// add_noise(m1, m2, i, tensor, a) may change moments before they are stored.
 template <class moment, class AddNoise>
 __device__ __forceinline__ void adamw_step(
-    real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads, moment* __restrict__ m,
-    moment* __restrict__ v, const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors,
-    size_t n, const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict, AddNoise add_noise) {
+    real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
+    moment* __restrict__ m, moment* __restrict__ v, const size_t* __restrict__ starts,
+    const int* __restrict__ decayed, int tensors, size_t n, const AdamW* __restrict__ settings,
+    const Verdict* __restrict__ verdict, AddNoise add_noise) {
     size_t i = first_number();
     if (i >= n) return;
-    Pack<W> g = load<W>(grads + i), p = load_master<W>(params, low, i), m1 = load<W>(m + i), m2 = load<W>(v + i);
+    Pack<W> g = load<W>(grads + i), p = load_master<W>(params, low, i);
+    Pack<W> m1 = load<W>(m + i), m2 = load<W>(v + i);
     AdamW a = *settings;
     int tensor = 0;
     for (int half = 16; half > 0; half /= 2)
@@ -1461,19 +1444,21 @@ __device__ __forceinline__ void adamw_step(
         float change = m1[j] * a.correction1 / (sqrtf(m2[j] * a.correction2) + a.eps);
         p[j] -= a.learning_rate * (change + decay * p[j]);
     }
-    if (!verdict->update) return;  // asked so late, it delays no load
+    if (!verdict->update) return;  // asked this late, it holds up no load
     store_master(params, low, i, p);
     add_noise(m1, m2, i, tensor, a);
     store(m + i, m1);
     store(v + i, m2);
 }
 
-// Bound by four reads and three writes of n fp32 numbers, in bf16 too. Items: n numbers.
+// Bound by memory: it reads four fp32 numbers a parameter and writes three, in bf16 too. Items: n
+// numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(
-    real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads, float* __restrict__ m,
-    float* __restrict__ v, const size_t* __restrict__ starts, const int* __restrict__ decayed, int tensors, size_t n,
-    const AdamW* __restrict__ settings, const Verdict* __restrict__ verdict) {
+    real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
+    float* __restrict__ m, float* __restrict__ v, const size_t* __restrict__ starts,
+    const int* __restrict__ decayed, int tensors, size_t n, const AdamW* __restrict__ settings,
+    const Verdict* __restrict__ verdict) {
     auto none = [](Pack<W>&, Pack<W>&, size_t, int, const AdamW&) {};
     adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
 }

@@ -89,18 +89,14 @@ ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps, as in a 
 LOGIT_ROWS = 8192  # logits are computed for at least this many tokens at a time
 PARTIAL_ROWS = 256  # layernorm_backward leaves at most this many partial sums a column
 NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
-WINDOW = 128  # steps whose losses and norms a z-score looks back on
 ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay",
-         "clip", "loss_limit", "norm_limit", "seed", "step")  # the fields of kernels.cu's struct
+         "clip", "seed", "step")  # the fields of kernels.cu's struct
 
 
 class Verdict(NamedTuple):
-    """What kernels.cu decides about a step: whether to update, and whether to stop the run. A
-    z-score is (value - mean) / std over the last WINDOW steps, NaN until there are as many."""
+    """What kernels.cu decides about a step: whether to update, and whether to stop the run."""
     norm: float
     loss: float
-    norm_z: float
-    loss_z: float
     update: float
     stopped: float
 
@@ -278,8 +274,6 @@ def update_table(updated):
         Row("settings", (len(ADAMW),)),
         Row("norm", (2 + NORM_BLOCKS,)),
         Row("verdict", (len(Verdict._fields),)),
-        Row("windows", (2, WINDOW), np.float64),  # the last losses and norms
-        Row("seen", (1,), np.int32),  # how many there were
         Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, in numbers
         Row("decayed", (len(updated),), np.int32),  # 1 where weight decay applies, else 0
     ]
@@ -730,17 +724,20 @@ class GPT2:
                    arenas["adam m"], arenas["adam v"])
 
     def adamw(self, parameters, low, gradients, m, v):
-        """AdamW on arrays that hold all tensors one after another, unless the kernel judge says
-        that no parameter is to change."""
-        adam, device, n = self.adam, self.device, gradients.nbytes // 4
+        """AdamW, unless judge is against it, on arrays that hold all tensors one after another."""
+        n = gradients.nbytes // 4
         self.norm_of(gradients, n)
-        device.launch("judge", 32, adam.verdict, adam.windows, adam.seen, adam.norm, adam.settings)
+        self.judge()
         self.adamw_launch("adamw", parameters, low, gradients, m, v, n)
 
     def norm_of(self, gradients, n):
         """adam.norm[0] = the norm of n gradients."""
         blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
         self.device.launch("global_norm", blocks, self.adam.norm, gradients, n)
+
+    def judge(self):
+        """Decide on the device whether this step updates the parameters."""
+        self.device.launch("judge", 1, self.adam.verdict, self.adam.norm)
 
     def adamw_launch(self, kernel, parameters, low, gradients, m, v, n, *more):
         adam = self.adam
@@ -905,7 +902,7 @@ class Training:
         return f"{1e3 * seconds:8.2f} ms | {self.flags.total_batch / seconds:9,.0f} tok/s"
 
     def no_update(self, queued, verdict):
-        """Its loss or norm was an outlier, or not a number: the parameters are as before."""
+        """Say that a step did not update the parameters."""
         step = queued.number
         self.say(f"WARNING: step {step}: no update: loss {verdict.loss:.6f}, norm "
                  f"{verdict.norm:.6f}")
@@ -1553,7 +1550,7 @@ TYPES = {  # of flags, by their names in the tables of flags
     "count or -1": number(int, -1), "switch": number(int, 0, 2, alone=1),
     "level": number(int, 0, 3, alone=1), "share": number(float, 0, 1),
     "eps": number(float, 1e-37)}  # the smallest numbers of fp32 would be 0 on a GPU
-ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "loss_limit", "norm_limit", "seed"
+ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip", "seed"
 
 # A flag's letter, long name, type or choices, default (None: see set_defaults), what it is.
 FLAGS = [
@@ -1581,9 +1578,6 @@ FLAGS = [
     (None, "--beta2", "share", 0.999, "AdamW's decay of the second moment"),
     (None, "--eps", "eps", 1e-8, "AdamW's epsilon"),
     (None, "--clip", "rate", 1.0, "norm that a step's gradient is scaled down to; 0: none"),
-    ("-sl", "--loss-limit", "rate", 0.0, "skip an update if the z-score of its loss in the last "
-     "128 is above this; 0: none"),
-    ("-sg", "--norm-limit", "rate", 0.0, "the same for its norm"),
     ("-x", "--steps", "count or -1", None, "steps to train; -1: an epoch (default: -1)"),
     ("-v", "--val-every", "count or 0", 20, "steps between validations; 0: none"),
     ("-m", "--val-batches", "count or -1", 20, "batches of a validation, at most; -1: all"),

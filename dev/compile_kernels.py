@@ -28,8 +28,9 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) by
 SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
-LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE = (TOP / f"dev/{name}.cu" for name in (
-    "llama3/llama3", "precision/moments", "precision/fp8", "losses/label_smoothing", "update/average"))
+LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
+    "llama3/llama3", "precision/moments", "precision/fp8", "losses/label_smoothing", "update/average",
+    "update/outliers"))
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = sorted((TOP / "dev/cuda").glob("*.cu"), key=lambda path: path.name != "tiles.cu")  # which the others use
@@ -66,7 +67,8 @@ def main():
     gpus = sys.argv[1:] or ["sm_80", "sm_90a", "sm_100", "sm_120"]
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
-        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
+        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS]),
+        (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
 
     def kinds(dtype):
         """(gpu, the rest of compile_for's arguments), those of the table first."""

@@ -44,6 +44,9 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
      "memory, slower; 2: all of a layer but attention: least memory, slowest"),
     (None, "--label-smoothing", "share", 0.0, "E: train on targets of 1-E for the right word and "
      "E/V for each of the V words; validations are without"),
+    ("-sl", "--loss-limit", "rate", 0.0, "skip an update if the z-score of its loss in the last "
+     "128 is above this; 0: none"),
+    ("-sg", "--norm-limit", "rate", 0.0, "the same for its norm"),
     (None, "--ema", "share", None, "D: keep an average of the weights, ema = D*ema + (1-D)*weights "
      "after each update, and write it to -o as ema_*.bin (default: none)"),
     (None, "--nvtx", "switch", 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; "
@@ -61,7 +64,7 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
 ]
 GROUPS = {"--checkpoint-every": "runs that can go on", "--gpus": "several GPUs",
           "--moments": "less memory", "--label-smoothing": "another loss",
-          "--ema": "after the update", "--nvtx": "more to see",
+          "--loss-limit": "more on the update", "--nvtx": "more to see",
           "--sample": "instead of training"}  # as train_gpt2.GROUPS
 
 NEEDS = {  # flags that mean nothing without another one
@@ -103,6 +106,8 @@ FEATURES = [
             and not flags.dry_run, training="dev.runs.folder:Resumed"),
     Feature("signals", lambda flags, ranks: True, training="dev.runs.signals:Stoppable"),
     Feature("tokenizer", lambda flags, ranks: True, training="dev.runs.tokenizer:Tokenized"),
+    Feature("outliers", lambda flags, ranks: flags.loss_limit or flags.norm_limit,
+            "dev.update.outliers:Outliers", "dev.update.outliers:OutliersTraining"),
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
     Feature("moments", lambda flags, ranks: flags.moments == "bf16",
             "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),

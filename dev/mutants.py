@@ -31,7 +31,7 @@ from prepro_tinyshakespeare import UserError, run  # noqa: E402
 from train_gpt2 import without_comments  # noqa: E402
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
-MOMENTS, FP8 = "dev/precision/moments.cu", "dev/precision/fp8.cu"
+MOMENTS, FP8, OUTLIERS = "dev/precision/moments.cu", "dev/precision/fp8.cu", "dev/update/outliers.cu"
 FP8_OUTPUT = "dev/precision/fp8_output.cuh"
 
 
@@ -145,13 +145,9 @@ TABLE = [
         ("missing term", "add_loss", "(accumulate ? verdict->loss : 0.0f)", "verdict->loss"),
         ("missing term", "add_loss", "share * sum", "sum")),
     *of("judge",
-        ("index", "z_score", "seen % WINDOW", "(seen + 1) % WINDOW"),
-        ("mask", "z_score", "seen < WINDOW", "seen <= WINDOW"),
-        ("constant", "z_score", "/ deviation : 0.0", "/ deviation : 1.0"),
         ("mask", "judge", " && v.norm <= -LOWEST", ""),
-        ("missing term", "judge", "count + !v.stopped", "count + 1"),
-        ("mask", "judge", "loss_z > settings->loss_limit", "loss_z < settings->loss_limit"),
-        ("mask", "judge", "settings->norm_limit > 0.0f &&", "")),
+        ("missing term", "judge", "fabsf(v.loss)", "v.loss"),
+        ("missing term", "judge", "1.0f - v.stopped", "1.0f")),
     *of("adamw",
         ("missing term", "adamw_step", " + a.eps)", ")"),
         ("missing term", "adamw_step", "sqrtf(m2[j] * a.correction2) + a.eps", "sqrtf(m2[j] * a.correction2 + a.eps)"),
@@ -240,6 +236,15 @@ TABLE = [
         ("missing wait", "tiles_arrive", "copies_arrive<0>();", ""),
         ("index", "attention_backward_kv", "head_of(dout, T, NH", "head_of(qkv, T, NH"),
         dtype="bf16", flag=AS_HOPPER),
+    # ---- outliers.cu
+    *of("outliers",
+        ("index", "z_score", "seen % WINDOW", "(seen + 1) % WINDOW"),
+        ("mask", "z_score", "seen < WINDOW", "seen <= WINDOW"),
+        ("constant", "z_score", "/ deviation : 0.0", "/ deviation : 1.0"),
+        ("missing term", "skip_outliers", "if (!verdict->update) return;", ""),
+        ("mask", "skip_outliers", "loss_z > loss_limit", "loss_z < loss_limit"),
+        ("mask", "skip_outliers", "norm_limit > 0.0f &&", ""),
+        ("index", "skip_outliers", " % WINDOW)", ")"), file=OUTLIERS),
     # ---- llama3.cu
     *of("rmsnorm_forward",
         ("constant", "residual_rmsnorm_forward", " + eps", ""),
@@ -429,7 +434,7 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "layernorm_backward": "layernorm_backward", "add_columns": "matmul_backward_bias",
             "tiles_arrive": "attention_forward", "store_rows": "attention_backward_bias",
             "attention_backward_q": "attention_backward_bias", "attention_backward_kv": "attention_backward_bias",
-            "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "judge", "judge": "judge",
+            "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights"}
 
@@ -441,7 +446,7 @@ UNSEEN = {
     ("matmul_forward6", 3): "only Hopper has it",
     ("block_reduce", 2): "each of its kinds has an array of its own, with a barrier between two calls of a kind",
     ("finish", 1): "a lane must read so late that the next tile's product is there",
-    ("judge", 1): "a lane that reads late finds the same decision, and writes nothing",
+    ("skip_outliers", 1): "the sums of z_score wait for all lanes, and what a lane reads behind them it does not use",
     ("last_of", 1): "one block counts itself too early, and another must read what it has not stored yet, at that time",
     ("backward_of_keys", 3): "as in last_of: the next block must begin its turn before the block has stored its sums",
 }
@@ -452,9 +457,9 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 
 
 def barriers():
-    """A Mutant for each barrier of kernels.cu, of llama3.cu and of the lab, but those that are UNSEEN. Its kind names
+    """A Mutant for each barrier of kernels.cu, of features and of the lab, but those that are UNSEEN. Its kind names
     the barrier by its number in its function."""
-    files = [KERNELS, LLAMA, MOMENTS, FP8, FP8_OUTPUT,
+    files = [KERNELS, LLAMA, MOMENTS, OUTLIERS, FP8, FP8_OUTPUT,
              *(f"dev/cuda/{path.name}" for path in sorted((TOP / "dev/cuda").glob("*.cu")))]
     for file in files:
         text = code_of((TOP / file).read_text(encoding="utf-8"))
@@ -464,7 +469,7 @@ def barriers():
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
             if (function, number) not in UNSEEN:
-                shared = file in (KERNELS, LLAMA, TILES, FP8, FP8_OUTPUT)
+                shared = file in (KERNELS, LLAMA, TILES, OUTLIERS, FP8, FP8_OUTPUT)
                 if shared and function not in BARRIERS:
                     raise UserError(f"{file}: {function} has a barrier; BARRIERS has to say which kernel notices it")
                 kernel, dtype = BARRIERS[function] if shared else Path(file).stem, "fp8" if file == FP8 else "fp32"
@@ -530,7 +535,7 @@ class Copy:
     def __init__(self, folder):
         self.top = Path(folder)
         names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "test_gpt2.py", "kernels.cu", "dev/cpu", "dev/cuda",
-                 "dev/llama3", "dev/fixtures", "dev/eval", "dev/precision", "dev/ranks", "dev/runs",
+                 "dev/llama3", "dev/fixtures", "dev/eval", "dev/precision", "dev/ranks", "dev/runs", "dev/update",
                  *(f"dev/{path.name}" for path in TOP.glob("dev/*.py")))
         for name in names:
             (self.top / name).parent.mkdir(parents=True, exist_ok=True)
@@ -547,7 +552,7 @@ class Copy:
             library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
                             "ASAN_OPTIONS": "detect_leaks=0"}
-        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS) else "all"
+        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS, OUTLIERS) else "all"
         command = [sys.executable, self.top / "dev/mutants.py", kernel, "--check-here", dtype, whose]
         if dtype == "fp8":
             command = [sys.executable, self.top / "dev/test_fp8.py", "--device", "cpu", "--only", kernel]

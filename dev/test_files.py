@@ -36,24 +36,16 @@ from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E40
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
 from dev.files import FILES, check_kind  # noqa: E402
 from dev.runs.nvtx import DEVICE, MODEL, Annotated, with_ranges  # noqa: E402
-<<<<<<< HEAD
-from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens  # noqa: E402
-=======
 from dev.runs.tokenizer import TOKENIZER, read_tokenizer  # noqa: E402
-from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
->>>>>>> S
+from dev.update.outliers import SOURCE as OUTLIERS  # noqa: E402
+from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens  # noqa: E402
 from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES,  # noqa: E402
                        KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, model_class,
                        poison, poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
 from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
                         batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, layout, make_device,
-<<<<<<< HEAD
-                        pack_batch, read_header, read_kernels, read_parameters, read_tokenizer, scheduled_rate,
-                        to_bf16, to_float)
-=======
-                        pack_batch, read_header, read_kernels, read_parameters, scheduled_rate,
+                        pack_batch, read_header, read_kernels, read_parameters, scheduled_rate, to_bf16,
                         to_float)
->>>>>>> S
 
 
 def run_prepared(prepare, tests, device, only):
@@ -231,7 +223,7 @@ def bits_of_updates(device):
     def updated(device, rate, *numbers):
         model, results = SimpleNamespace(device=device, step=2, adam=SimpleNamespace()), []
         for array in (*numbers, grads * (rate > 0), m * (rate > 0), v, np.uint64([0, grads.size]), np.int32([0]),
-                      np.zeros(len(ADAMW), np.float32), np.float32(Verdict(1, 0, 0, 0, 1, 0))):
+                      np.zeros(len(ADAMW), np.float32), np.float32(Verdict(1, 0, 1, 0))):
             results.append(device.empty(array.nbytes).view(array.dtype))
             device.put(results[-1], array)
         *arrays, starts, decayed, model.adam.settings, verdict = results
@@ -623,24 +615,6 @@ def random_numbers(device_name, folder):
     check("half way: up with one half of the random numbers", rises == [False, True], rises)
 
 
-def outliers(device_name, folder):
-    """llm.c's z-scores of a row of losses in which one is an outlier, as its own program prints them."""
-    device = device_of(device_name, "fp32", 64, 2)
-    table = GPT2.tables(Config(L=1, NH=2, C=64), device, 1, 8)["update"]
-    arena, found = device.empty(layout(table)[-1]), []
-    device.zero(arena)
-    update = carve(arena, table)
-    for i in range(152):
-        device.put(update.verdict, Verdict(0, 5.0 if i == 150 else 3 + 0.01 * (i % 7), 0, 0, 0, 0))
-        device.put(update.norm[:1], [1.0])
-        device.launch("judge", 32, update.verdict, update.windows, update.seen, update.norm, update.settings)
-        found.append(Verdict(*device.get(update.verdict).tolist()))
-    z = [verdict.loss_z for verdict in found]
-    yield "no z-score", np.isnan(z[:128]), np.full(128, True), EXACT
-    yield "z-scores", np.array([z[128], z[150], z[151]]), np.array([-0.489751907, 11.1962549, -0.0313269258]), 1e-5
-    yield "z-scores of equal norms", np.array([verdict.norm_z for verdict in found[128:]]), np.zeros(24), EXACT
-
-
 def token_order(device_name, folder):
     """Files come in llm.c's order, and their batches: an epoch has each batch of each file once, without the tails. The
     permutations are those that llm.c's Mersenne Twister makes, by its own program."""
@@ -866,21 +840,21 @@ RACES = (  # kernel of the lab, sizes, a choice, behind which words of kernels.c
      r"has a race: losses\[\d+\]"),
     ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
      "kernels.cu: global_norm: block .* is stuck: "),
-    ("judge", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();", r"has a race: verdict\[\d\]"))
+    ("outliers", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();", r"has a race: z_scores\[.*\]"))
 
 
 def races(device_name, folder):
-    """A barrier or a wait that is missing in a copy of kernels.cu is found, and a check names the array and an element;
-    without a wait the array is NaN in every order."""
+    """A barrier or a wait that is missing in a copy of kernels.cu, and a feature's kernels behind it, is found, and a
+    check names the array and an element; without a wait the array is NaN in every order."""
     if device_name != "cpu":
         return
-    [path] = Config.SOURCES
-    text = path.read_text(encoding="utf-8")
+    sources = [*Config.SOURCES, OUTLIERS]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
 
     def text_of(names, before=None, cut=None):
-        """kernels.cu with no kernels but these, and without `cut` behind `before`."""
+        """The text with no kernels but these, and without `cut` behind `before`."""
         kept = text
-        for name in read_kernels([path]).keys() - names:  # is not compiled
+        for name in read_kernels(sources).keys() - names:  # is not compiled
             kept = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", kept)
         if not cut:
             return kept
@@ -1160,7 +1134,7 @@ def faults_of_a_gpu(device_name, folder):
 def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
     for test in (bad_files, other_kinds, good_files, packed_batches, first_parameters, schedules, samples,
-                 numpy_program, random_numbers, outliers, token_order, limits, kernel_files, orders, races,
+                 numpy_program, random_numbers, token_order, limits, kernel_files, orders, races,
                  steps_of_a_graph, profiler_ranges, models_too_large, command_line, top_level_files,
                  tensor_maps_of_a_gpu, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:

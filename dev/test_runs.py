@@ -584,7 +584,7 @@ def steps_that_are_not_finite(device, folder):
             ("encoder_forward", 1, 0, r"in residual\[2, 3\] \(token 2 of sequence 0\), .* embedding_forward; .* 1"),
             ("attention_forward", 1, 0, r"in atty\[2, 3\] .* attention_forward wrote in layer_forward, layer 1; .* 0"),
             ("attention_forward", 2, 0, r"in atty\[2, 3\] .* attention_forward wrote in layer_forward, layer 0; .* 1"),
-            ("fused_classifier", 0, 1, r"in losses\[35\] .* fused_classifier wrote in loss_forward"),
+            ("fused_classifier", 0, 1, r"in losses\[37\] .* fused_classifier wrote in loss_forward"),
             ("add_loss", 0, 0, r"in verdict\[1\], which kernel add_loss wrote in mean_loss"),
             ("layernorm_backward", 2, 0, r"in dresidual\[2, 3\] .* wrote in layer_backward, layer 1"),
             ("attention_backward_kv", 1, 0, r"in dqkv\[0, 131\] .* wrote in layer_backward, layer 0"),
@@ -596,7 +596,7 @@ def steps_that_are_not_finite(device, folder):
             seen.append(name)
             if name == kernel and seen.count(name) == nth + 1:
                 spoilt = args[argument]
-                spoilt.reshape(-1)[min(131, spoilt.size - 5)] = np.nan
+                spoilt.reshape(-1)[min(131, spoilt.size - 3)] = np.nan
 
         with mock.patch.object(place, "launch", launch):
             found = repeat(model, batches)
@@ -616,7 +616,7 @@ def steps_that_are_not_finite(device, folder):
     check("nothing planted: nothing is found", repeat(model, batches) is None)
     for _ in range(2):
         model.train_step(*batches)
-    check("nothing planted: nor after two steps, whose z-scores are NaN", repeat(model, batches) is None)
+    check("nothing planted: nor after two steps", repeat(model, batches) is None)
     norms = dict((name, norm) for norm, name in largest_gradients(model))
     expected = gradients(model, *[(batch.tokens, batch.targets) for batch in (
         carve(data, batch_table(*shape)) for data, shape in batches)])

@@ -34,7 +34,7 @@ def problem(draw, n, tensors=16, clip=1, step=3, update=1, seed=0, moment=f32):
         seed=seed, step=step)
     settings = f32([values[name] for name in ADAMW])
     s = dict(zip(ADAMW, settings))
-    verdict = np.float64(Verdict(norm=NORM, loss=0, norm_z=0, loss_z=0, update=update, stopped=1 - update))
+    verdict = np.float64(Verdict(norm=NORM, loss=0, update=update, stopped=1 - update))
     cuts = 32 * np.sort(draw.rng.choice(np.arange(1, n // 32), tensors - 1, replace=False))
     starts, decayed = np.r_[0, cuts, n].astype(np.uint64), np.resize(np.int32([1, 0, 0]), tensors)
     normal = [draw.pool(n) for _ in range(4)]

@@ -38,7 +38,7 @@ from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, launched_
                              noting, parse_sizes, words)
 from train_gpt2 import Config, has_gpu, make_device, read_kernels  # noqa: E402
 
-LLAMA, MOMENTS = LAB.parent / "llama3/llama3.cu", LAB.parent / "precision/moments.cu"
+BESIDE = [LAB.parent / f"{name}.cu" for name in ("llama3/llama3", "precision/moments", "update/outliers")]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # In a worker: one kernel after the other. What a kernel does to its process, it does to the worker alone.
@@ -86,13 +86,13 @@ def files_of(names):
     """What is compiled behind kernels.cu for these kernels."""
     every = dict.fromkeys(name for first in names for name in (first, *find_kernel(first).beside))
     own = [LAB / f"{name}.cu" for name in every]
-    return [LLAMA, MOMENTS, LAB / "tiles.cu", *(path for path in own if path.exists())]
+    return [*BESIDE, LAB / "tiles.cu", *(path for path in own if path.exists())]
 
 
 @functools.cache
 def device_of(name, dtype, C, NH, compiled):
-    """A device with kernels.cu, llama3.cu, moments.cu and the lab's files of some kernels. A CPU's has only what they
-    may launch, which takes the compiler half of the time."""
+    """A device with kernels.cu, features' files and the lab's of some kernels. A CPU's has only what they may launch,
+    which takes the compiler half of the time."""
     files, c = files_of(compiled), Config(C=C, NH=NH)
     if name == "cuda":
         return make_device(name, dtype, c, beside=files)

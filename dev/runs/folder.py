@@ -8,8 +8,8 @@ in the opposite one:
                                 ema_00000500.bin has their average
     state_00000500_00000.bin    llm.c's state: AdamW's moments, fp32 parameters, the position in the
                                 data; one each rank
-    run_00000500.json           what llm.c has no place for: flags, data, outlier windows, the
-                                products' algorithms
+    run_00000500.json           what llm.c has no place for: flags, data, the products' algorithms;
+                                with -sl or -sg, the last losses and norms
     DONE_00000500               empty; the others are whole
 
 A run writes run_00000000.json at its start, so that it can go on as itself before it has a
@@ -41,8 +41,9 @@ from dev.files import check_kind, read_header
 from dev.ranks.ranks import cut, sketch
 from dev.runs.replay import bad_place
 from dev.terminal import say
+from dev.update.outliers import WINDOW
 from prepro_tinyshakespeare import UserError, make_header, replace_file
-from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, WINDOW, Config, FileKind, Row, checkpoint_parts,
+from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, Config, FileKind, Row, checkpoint_parts,
                         count_tokens, files_of, in_file_order, mapped, read_parameters,
                         to_float)
 
@@ -435,6 +436,7 @@ FIELDS = {"flags": (lambda x: isinstance(x, dict), "names and values"),
           "seen": (lambda x: numbers(x, (1,)), "[a number]"),
           "products": (is_choice, '{"of": a device, "algorithms": {product: whole numbers}}'),
           "scales": (lambda x: x == [] or isinstance(x, list) and numbers(x, (len(x),)), "numbers")}
+OF_FEATURES = "windows", "seen", "scales"  # which a run without -sl, -sg, or FP8 need not have
 
 
 def read_notes(path, table):
@@ -451,9 +453,8 @@ def read_notes(path, table):
         raise wrong(f"could not be read ({e})") from None
     if not isinstance(run, dict):
         raise wrong(f"is {json.dumps(run):.40}; expected the fields {', '.join(FIELDS)}")
-    run.setdefault("scales", [])  # which only FP8 has
     fields = [(name, run.get(name), good(run.get(name)), wish)
-              for name, (good, wish) in FIELDS.items()]
+              for name, (good, wish) in FIELDS.items() if name in run or name not in OF_FEATURES]
     for _, long, kind, *_ in table if isinstance(run.get("flags"), dict) else ():
         key = long.removeprefix("--").replace("-", "_")
         value, flag = run["flags"].get(key), MUST_AGREE.get(key, long)
@@ -711,15 +712,12 @@ class RunFolder:
         device, run, flags = model.device, self.run, self.flags
         if run:
             self.compare()
-            device.put(model.adam.windows, run["windows"])
-            device.put(model.adam.seen, run["seen"])
             self.set_products(device, run["products"])
             if self.step is None:
                 say(f"resumed      | at the start: {self.path} has no checkpoint, and the flags of "
                     "its run (-y)")
         elif self.checkpoint:
-            say(f"WARNING: there is no {self.notes}: flags and data of that run are not known, and "
-                "windows of outliers are empty")
+            say(f"WARNING: there is no {self.notes}: flags and data of that run are not known")
         if self.has_state:
             state = self.file(1, self.step)
             try:
@@ -787,11 +785,10 @@ class RunFolder:
 
     def notes_of(self, training, model):
         """What run_*.json says of a run: all that it goes on with, but for llm.c's files."""
-        device, adam = model.device, model.adam
+        device = model.device
         return dict(step=model.step, ranks=self.count,
                     flags={name: from_anywhere(name, x) for name, x in vars(self.flags).items()},
-                    data=self.data, windows=device.get(adam.windows).tolist(),
-                    seen=device.get(adam.seen).tolist(), **training.state(model),
+                    data=self.data, **training.state(model),
                     products=dict(of=getattr(device, "cache", None),
                                   algorithms=dict(getattr(device, "choices", {}))))
 

@@ -126,7 +126,7 @@ def repeat(model, batches):
                     "this step")
     for name in ("activations", "backward", "gradients"):
         model.device.zero(model.arenas[name])  # no number of the step that failed is left
-    model.device.zero(model.adam.verdict[:4])  # but for whether updates are stopped
+    model.device.zero(model.adam.verdict[:2])  # but for whether updates are stopped
     model.micros = len(batches) * model.count
     try:
         for model.micro, batch in enumerate(batches):
@@ -173,7 +173,7 @@ def describe(model, packed, places, stopped):
 class Explained:
     """Training that says why a step was not finite, or what is large in an outlier. Of several
     ranks each looks at its own batches: the class of this pair overrides no_update, where they
-    meet, and the methods that say so."""
+    meet, and the methods that say so. dev/update/outliers.py calls explain_outlier."""
     share = ""  # which part of an outlier's batch is looked at, if not all
 
     def make_model(self):
@@ -184,13 +184,12 @@ class Explained:
                          f"{[int(x) for x in at]}: no step will make an update")
         return super().make_model()
 
-    def no_update(self, queued, verdict):
-        super().no_update(queued, verdict)  # which gives up if the step is not finite
+    def explain_outlier(self, queued, scores):
+        """Say what is large in a step whose update was skipped; scores: its z-scores, in words."""
         step, batches = self.model.step, queued.batches  # the device may have done the next step
         try:
             text, _ = describe(self.model, batches.packed, batches.places, False)
-            self.say(f"outlier      | z-scores: loss {verdict.loss_z:.2f}, norm "
-                     f"{verdict.norm_z:.2f}; repeated with the weights after step {step}"
+            self.say(f"outlier      | {scores}; repeated with the weights after step {step}"
                      f"{self.share}: {text}")
         except (MemoryError, *self.device.Fault) as e:  # no reason to end a run
             self.say(f"WARNING: no look at the outlier ({type(e).__name__}); batches: "
@@ -263,6 +262,7 @@ def replay(flags, attach):
     flags.model = str(Path(flags.replay).parent / notes["model"])
     flags.batch_size, flags.seq_len = tokens.shape[1:]
     flags.output = flags.sample = flags.hellaswag = flags.dry_run = flags.nvtx = flags.ema = None
+    flags.loss_limit = flags.norm_limit = None
     Training, Model = attach()
     training = Training(flags, Model)
     training.choose_model()

@@ -157,7 +157,8 @@ WITH_KERNELS = (
     Fast("dev/tests/run.py", "pytorch_dump", (DEVICE,)),
     Fast("dev/test_files.py", "micro_batches accumulated_steps repeated_steps clipped_gradients other_ways "
          "computed_again moments_in_bf16 smaller_batches next_logits", (DEVICE,)),
-    Fast("dev/test_files.py", "outliers profiler_ranges models_too_large faults_of_a_gpu", ("cpu", FOLDER)),
+    Fast("dev/test_files.py", "profiler_ranges models_too_large faults_of_a_gpu", ("cpu", FOLDER)),
+    Fast("dev/update/test_outliers.py", "z_scores", ("cpu",)),
     Fast("dev/eval/test_sample.py", "as_the_trainer"),
     # The program: three steps, a resume, and a refusal of each kind
     Fast("dev/tests/run.py", "three_steps_and_a_resume refusals", (FOLDER,)),

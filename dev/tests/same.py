@@ -135,6 +135,8 @@ CASES = [
     Case("HellaSwag, two ranks", "--hellaswag ../../data/hellaswag.bin -b 4 --dtype fp32 -x 2",
          ranks=2),
     Case("outliers, two ranks", "-b 1 -t 3 -x 131 -n 0 -v 0 -l 1e-4 -sl 0.2 -sg 0.2 --dtype fp32", ranks=2),
+    Case("outliers, two ranks, zero, moments", "-b 1 -t 3 -x 131 -n 0 -v 0 -l 1e-4 -sl 0.2 -sg 0.2 --dtype fp32 -z 1 "
+         "--moments bf16", ranks=2),
     # Only on a GPU
     *(Case(f"{dtype}, {name}", f"--dtype {dtype} {D3} {flags}", then, needs="cuda")
       for dtype in ("fp32", "tf32", "bf16", "fp8")
@@ -365,10 +367,11 @@ def of_files(name, old, new, model):
     if name == "main.log":
         yield from first(name, old.decode().splitlines(), new.decode().splitlines())
     elif name.startswith("run_"):
-        # The case "help" compares the names of flags. Of algorithms, those that others chose are there, too.
+        # The case "help" compares the names of flags. Of algorithms, those that others chose are there, too. Windows of
+        # outliers were once in all runs.
         a, b = fields(json.loads(old)), fields(json.loads(new))
         pairs = {key: [x.get(key, "nothing") for x in (a, b)] for key in sorted(a.keys() | b.keys())
-                 if key in a and key in b or not re.match(r"\.(flags|products\.algorithms)\.", key)}
+                 if key in a and key in b or not re.match(r"\.(flags|products\.algorithms|windows|seen)\.", key)}
         pairs = {key: [re.sub(r"/(old|new)/", "/", x) if isinstance(x, str) else x for x in pair]
                  for key, pair in pairs.items()}  # paths in the folders of the two trees
         pairs = {key: (x, y) for key, (x, y) in pairs.items() if x != y}
@@ -377,6 +380,8 @@ def of_files(name, old, new, model):
             yield f"{name}: {key[1:]}: {x!r} and {y!r}" + f", and {len(pairs) - 1} more fields" * (len(pairs) > 1)
     elif name.endswith(".npz"):
         a, b = (dict(np.load(io.BytesIO(x))) for x in (old, new))
+        for x in (a, b):  # whatever the order of the flags
+            x["notes"] = np.array(json.dumps(json.loads(str(x["notes"])), sort_keys=True))
         yield from (f"{name}: {key}" for key in sorted(a.keys() | b.keys())
                     if key not in a or key not in b or a[key].tobytes() != b[key].tobytes())
     elif len(old) != len(new) or not name.startswith(("model_", "state_")):

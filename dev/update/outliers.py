@@ -1,0 +1,69 @@
+"""-sl X, -sg X: skip the update of a step whose loss (-sl, --loss-limit) or gradient's norm (-sg,
+--norm-limit) is an outlier. A value's z-score is
+
+    z = (value - mean) / standard deviation        over the last 128 steps, this one included
+
+and the update is skipped if z is above X, as in llm.c. So a bad batch harms neither the weights nor
+AdamW's moments. The first 128 steps of a run are always made.
+
+The device decides, because the host may read a step's loss when the next step is already queued.
+All ranks have the same loss and norm, so they decide alike. The losses and norms of the last 128
+steps are in a checkpoint's run_*.json; where they are missing, a line says so, and they are
+collected anew.
+"""
+from pathlib import Path
+
+import numpy as np
+
+from train_gpt2 import Row
+
+SOURCE = Path(__file__).resolve().with_name("outliers.cu")
+WINDOW = 128  # steps, as in outliers.cu
+
+
+class Outliers:
+    """A model that skips the updates of outliers."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        tables = super().tables(c, device, B, T)
+        rows = [Row("windows", (2, WINDOW), np.float64),  # the last losses and norms
+                Row("seen", (1,), np.int32),  # how many there have been
+                Row("z_scores", (WINDOW, 2))]  # of loss and norm; those of step s at s % WINDOW
+        return tables | {"update": tables["update"] + rows}
+
+    def judge(self):
+        super().judge()
+        adam, flags = self.adam, self.flags
+        self.device.launch("skip_outliers", 32, adam.verdict, adam.windows, adam.seen,
+                           adam.z_scores, flags.loss_limit, flags.norm_limit, adam.settings)
+
+    def z_scores(self, step):
+        """(loss's, norm's) of one of the last steps; NaN in the first 128."""
+        return self.device.get(self.adam.z_scores[step % WINDOW]).tolist()
+
+
+class OutliersTraining:
+    """A run of such a model: its device has outliers.cu too. It stands above replay.py's Explained,
+    which says what is large in an outlier."""
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, SOURCE)
+
+    def no_update(self, queued, verdict):
+        super().no_update(queued, verdict)  # which gives up if the step is not finite
+        loss, norm = self.model.z_scores(queued.number)
+        self.explain_outlier(queued, f"z-scores: loss {loss:.2f}, norm {norm:.2f}")
+
+    def state(self, model):
+        windows, seen = map(model.device.get, (model.adam.windows, model.adam.seen))
+        return super().state(model) | dict(windows=windows.tolist(), seen=seen.tolist())
+
+    def set_state(self, model, notes):
+        super().set_state(model, notes)
+        if notes.keys() >= {"windows", "seen"}:
+            model.device.put(model.adam.windows, notes["windows"])
+            model.device.put(model.adam.seen, notes["seen"])
+        else:
+            self.say(f"WARNING: -sl, -sg: the checkpoint has no losses and norms of the steps "
+                     f"before: the next {WINDOW} are never skipped")
