@@ -43,7 +43,7 @@ from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, 
                        KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, model_class,
                        poison, poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
 from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
-                        batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, layout, make_device,
+                        batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, make_device,
                         pack_batch, read_header, read_kernels, read_parameters, scheduled_rate, to_bf16,
                         to_float)
 
