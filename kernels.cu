@@ -1357,7 +1357,6 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
 // gradient's norm is above clip, the gradient is scaled down to it; clip = 0 turns that off.
 struct AdamW {
     float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip;
-    float seed, step;  // whole numbers, which no kernel in this file reads
 };
 
 // What the device says about a step. adamw changes nothing without update. The host reads it later,
@@ -1420,7 +1419,7 @@ __device__ __forceinline__ void store_master(real* params, low_half* low, size_t
 // One step for all n parameters. There are at most 32 `tensors`: number i lies at [starts[i],
 // starts[i+1]) of the arenas, and decayed[i] says whether it gets weight decay. A thread's W
 // numbers are in one tensor, found by bisection. Without verdict->update nothing changes.
-// add_noise(m1, m2, i, tensor, a) may change moments before they are stored.
+// add_noise(m1, m2, i, tensor) may change moments before they are stored.
 template <class moment, class AddNoise>
 __device__ __forceinline__ void adamw_step(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
@@ -1446,7 +1445,7 @@ __device__ __forceinline__ void adamw_step(
     }
     if (!verdict->update) return;  // asked this late, it holds up no load
     store_master(params, low, i, p);
-    add_noise(m1, m2, i, tensor, a);
+    add_noise(m1, m2, i, tensor);
     store(m + i, m1);
     store(v + i, m2);
 }
@@ -1459,6 +1458,6 @@ extern "C" __global__ void adamw(
     float* __restrict__ m, float* __restrict__ v, const size_t* __restrict__ starts,
     const int* __restrict__ decayed, int tensors, size_t n, const AdamW* __restrict__ settings,
     const Verdict* __restrict__ verdict) {
-    auto none = [](Pack<W>&, Pack<W>&, size_t, int, const AdamW&) {};
+    auto none = [](Pack<W>&, Pack<W>&, size_t, int) {};
     adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
 }

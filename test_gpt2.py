@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 
+from dev.bf16 import joined, to_bf16
 from dev.cpu.device import Cpu
 from dev.cuda.adamw import halves
 from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, heads,
@@ -32,15 +33,16 @@ from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entr
 from dev.cuda.kernel import words as chosen
 from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, launched_by, model_of, noting,
                              parse_sizes, stored)
+from dev.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
-from dev.features import attach
+from dev.features import attach, has_gpu
 from dev.files import read_header
 from dev.gpt2_numpy import forward, mean_loss
 from dev.precision.fp8 import fp8_device
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, LOW, Config, FileKind, Row, Training, carve, check_size,
-                        check_tokens, checkpoint_parts, has_gpu, kept_as, layout, make_device, pack_batch, parse_flags,
-                        read_kernels, read_parameters, to_bf16, to_float)
+from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, LOW, Config, FileKind, Row, Training, carve,
+                        check_size, check_tokens, checkpoint_parts, kept_as, layout, pack_batch, parse_flags,
+                        read_kernels, read_parameters, to_float)
 
 MOMENTS = HERE / "dev/precision/moments.cu"
 
@@ -153,7 +155,7 @@ def two_halves():
     x = bits.view(np.float32)
     nan, finite = np.isnan(x), np.isfinite(x)
     upper, low = (kept_as(x, kind) for kind in (BF16, LOW))
-    together = to_float(upper, low)
+    together = joined(upper, low)
     yield "together", together.view(np.uint32)[~nan], bits[~nan], EXACT
     check("halves: of a NaN", np.isnan(to_float(upper)[nan]).all() and np.isnan(together[nan]).all())
     for name, found, wish in zip(("upper", "lower"), (upper, low), halves(x[finite].astype(np.float64))):
@@ -278,8 +280,8 @@ def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", **
     """A model whose activations and gradients are NaN until they are computed, with parameters of deviation 0.2."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}", "--moments",
-                        moments)
-    model = Model(c, device, B, T, kind)
+                        moments, "--attention", kind)
+    model = Model(c, device, B, T)
     poison(model, "activations", "backward", "gradients")
     values = np.random.default_rng(1).normal(0, 0.2, layout(c.parameter_table())[-1] // 4).astype(np.float32)
     model.set_parameters(vars(carve(values.view(np.uint8), c.parameter_table())).items())
@@ -426,7 +428,7 @@ def sign_changes(model, limit):
     """How far off gradients may be with ReLU attention: a rounding of `limit` turns scores next to 0 positive or
     negative, and with that their gradients on or off. If a share s of them turn, the error is about sqrt(s)."""
     qkv = to_float(model.device.get(model.acts.qkv)).astype(np.float64)  # (L,N,3C)
-    q, k, _ = heads(qkv.reshape(-1, model.shape[1], qkv.shape[-1]), 3, model.config.NH)  # (L*B,NH,T,HS) each
+    q, k, _ = heads(qkv.reshape(-1, model.BT[1], qkv.shape[-1]), 3, model.config.NH)  # (L*B,NH,T,HS) each
     score = (q @ transposed(k))[..., np.tri(q.shape[-2], dtype=bool)]
     return 3 * np.sqrt(np.mean(abs(score) < limit * np.sqrt(np.mean(score**2))))
 

@@ -36,11 +36,15 @@ import numpy as np
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
+from dev.devices import make_device  # noqa: E402
 from dev.features import FLAGS as FEATURE_FLAGS  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
+from dev.kernel_text import parameters_of  # noqa: E402
 from dev.precision.fp8 import fp8_device  # noqa: E402
 from dev.runs.peak import flops_per_token  # noqa: E402
 from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens  # noqa: E402
-from train_gpt2 import Config, DataLoader, FastCuda, has_gpu, make_device, read_kernels, to_bf16  # noqa: E402
+from train_gpt2 import Config, DataLoader, FastCuda, read_kernels  # noqa: E402
 
 T = 1024
 STEPS = 30  # of ours, whose median is that of all of them, the first two included
@@ -174,7 +178,7 @@ class Recorder(FastCuda):
 def check_tables():
     """Say so on stderr if a table above names what kernels.cu does not have; such rows count for nothing."""
     kernels = read_kernels(SOURCES)
-    known = {f"{kernel}.{name}" for kernel in kernels for name, *_ in kernels[kernel].parameters} | set(kernels)
+    known = {f"{kernel}.{name}" for kernel in kernels for name, *_ in parameters_of(kernels[kernel])} | set(kernels)
     needed = {f"{key.split('.')[0]}.{name}" for key, formula in TOUCHED.items() for name in formula.__code__.co_names
               if name not in ("words", "items", "itemsize", "nbytes")}
     needed |= {f"{kernel}.{name}" for kernel, name in OUTPUT_LIKE.items()}
@@ -193,10 +197,10 @@ def work_of(what, c, B, words, kernels, T=T):
         return name, "B", arguments[0].nbytes
     if name in PRODUCTS:
         return name, "FLOP", PRODUCTS[name] * B * T * T * c.C
-    total, parameters = 0, kernels[name].parameters
+    total, parameters = 0, parameters_of(kernels[name])
     a = SimpleNamespace(items=items, words=words, **{p[0]: v for p, v in zip(parameters, arguments)})
-    for (parameter, scalar, const), value in zip(parameters, arguments):
-        if not scalar and value is not None:
+    for (parameter, _, array, const), value in zip(parameters, arguments):
+        if array and value is not None:
             key, twin = f"{name}.{parameter}", 0
             if value.dtype.kind == "V":  # see Fp8.with_twin
                 like, twin = getattr(a, OUTPUT_LIKE[name]), int(value.view(np.uint64)[1] != 0)

@@ -46,7 +46,9 @@ import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said 
 from dev.data.hub import ask  # noqa: E402
 from dev.files import read_header  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
-from train_gpt2 import BF16, Config, to_bf16, to_float, words_of  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
+from dev.runs.tokenizer import words_of  # noqa: E402
+from train_gpt2 import BF16, Config, to_float  # noqa: E402
 
 DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
 SHARD_BYTES = 5 * 10**9  # the most that a file of a folder holds, unless one tensor is more

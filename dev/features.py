@@ -1,4 +1,4 @@
-"""Whatever the program can do beyond training on one device: the table of features.
+"""Whatever the program can do beyond training on one GPU: the table of features.
 
 A feature is a module under dev/ with subclasses of the model (train_gpt2.GPT2) or of the training
 (train_gpt2.Training), which override methods and call super(). The table says which flags bring
@@ -6,9 +6,13 @@ which of them. They are stacked in the order of the table, the first outermost, 
 the plain program would use; the result is a class of this run alone. What two features need of each
 other is a small class of its own: it is in PAIRS, and goes in front of both.
 
-train_gpt2.main calls run_with. Without this file it trains all the same.
+train_gpt2.main asks for the table of flags, and calls run_with. Without this file it trains all the
+same, on a GPU.
 """
+import contextlib
+import ctypes
 import importlib
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,6 +20,12 @@ from dev.ranks.launchers import launched
 from prepro_tinyshakespeare import UserError
 
 FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the place of that
+    ("-i", "--train-data", "name", None, "token file to train on, or in quotes a pattern of "
+     "several (default: tinyshakespeare, prepared if missing)"),
+    ("-j", "--val-data", "name", None, "token file to validate on, or a pattern (default: -i's, "
+     "with val for train)"),
+    ("-e", "--model", "name", None, "checkpoint; or, from scratch, {descriptors} (default: {file} "
+     "if it is here, else {large} on a GPU and {small} on a CPU)"),
     ("-o", "--output", "name", None, "new folder for main.log and checkpoints; one comes at the "
      "end (default: none)"),
     ("-n", "--checkpoint-every", "count or 0", 0, "steps between checkpoints that -y 1 can go on "
@@ -24,20 +34,29 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
     ("-nm", "--checkpoints-major", "count or 0", 0, "also keep every M-th step's; 0: none"),
     ("-y", "--resume", "switch", 0, "1: go on with the run in -o, from its newest whole checkpoint "
      "or its start"),
-    ("-m", "--val-batches", "count or -1", None, "batches of a validation, at most, each B*T, of "
-     "all ranks together; -1: all (default: 20)"),
-    ("-b", "--batch-size", "count", None, "B, sequences in a micro-batch of a rank "
-     "(default: 4)"),
+    ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch of a rank"),
     ("-d", "--total-batch", "count", None, "tokens in a step of all ranks, a multiple of B*T times "
      "their number: gradients are accumulated over micro-batches (default: one of each rank)"),
+    ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a "
+     "CPU)"),
+    ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate "
+     "falls; wsd: late"),
+    ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises, except if it is constant"),
+    ("-m", "--val-batches", "count or -1", 20, "batches of a validation, at most, each B*T, of "
+     "all ranks together; -1: all"),
+    ("-a", "--overfit", "switch", 0, "1: train on the first batch of -j alone, over and over"),
+    (None, "--attention", ("softmax", "relu"), "softmax", "or relu: max(0, q.k / sqrt(HS))"),
+    (None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: for several "
+     "files)"),
+    (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
+     "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
     (None, "--gpus", "count", None, "train on N of this machine's GPUs; 1: alone (default: alone, "
      "or as one of the ranks that torchrun, srun or mpirun has started)"),
     ("-z", "--zero", "switch", 0, "1: each of several ranks has a share of AdamW's moments and "
      "fp32 parameters (ZeRO)"),
     (None, "--log-ranks", "switch", 0, "1: each rank but the first adds what it prints to "
      "-o/rank_*.txt"),
-    (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
-     "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
     (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's; bf16 takes half the memory, with "
      "stochastic rounding"),
     (None, "--recompute", "level", 0, "1: compute norms and what is inside of the MLP again: less "
@@ -62,10 +81,27 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
     (None, "--replay", "name", None, "find what was not finite in a step, from the file that a run "
      "wrote of it"),
 ]
-GROUPS = {"--checkpoint-every": "runs that can go on", "--gpus": "several GPUs",
-          "--moments": "less memory", "--label-smoothing": "another loss",
-          "--loss-limit": "more on the update", "--nvtx": "more to see",
-          "--sample": "instead of training"}  # as train_gpt2.GROUPS
+GROUPS = {  # of --help: {headline: flags}
+    "data and model": ("train-data", "val-data", "model", "output", "shuffle"),
+    "runs that can go on": ("checkpoint-every", "checkpoints-kept", "checkpoints-major", "resume"),
+    "the size of a step": ("batch-size", "total-batch", "seq-len"),
+    "the update": ("learning-rate", "schedule", "warmup", "final-fraction", "weight-decay", "beta1",
+                   "beta2", "eps", "clip", "loss-limit", "norm-limit", "ema"),
+    "how long, and what to see meanwhile": ("steps", "val-every", "val-batches", "sample-every",
+                                            "sample-tokens", "hellaswag", "nvtx"),
+    "experiments, and what is random": ("overfit", "attention", "label-smoothing", "seed"),
+    "the machine": ("device", "dtype", "plain", "graph"),
+    "several GPUs": ("gpus", "zero", "log-ranks"),
+    "less memory": ("moments", "recompute"),
+    "instead of training": ("sample", "temperature", "top-k", "dry-run", "replay")}
+
+# Without -e and -i, defaults tuned on tinyshakespeare: about a minute on two cores, and seconds on
+# a GPU.
+SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95,
+                       val_every=50, sample_every=125),
+           "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120,
+                        final_fraction=0.3, val_every=100, sample_every=400)}
+DESCRIPTORS = "d12, d24, d36, d48 and the like for that depth"
 
 NEEDS = {  # flags that mean nothing without another one
     "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
@@ -121,6 +157,17 @@ FEATURES = [
             "dev.losses.label_smoothing:Smoothed", "dev.losses.label_smoothing:SmoothedTraining"),
     Feature("hint", lambda flags, ranks: flags.recompute != 2,
             "dev.precision.recompute:RecomputeHint"),
+    Feature("memory", lambda flags, ranks: True, "dev.runs.memory:Fitting",
+            "dev.runs.memory:FittingTraining"),
+    Feature("relu", lambda flags, ranks: flags.attention == "relu", "dev.experiments.relu:Relu"),
+    Feature("overfit", lambda flags, ranks: flags.overfit,
+            training="dev.experiments.overfit:Overfit"),
+    Feature("schedule", lambda flags, ranks: flags.schedule != "cosine",
+            training="dev.update.schedule:Scheduled"),
+    Feature("loader", lambda flags, ranks: True, training="dev.data.loader:Shuffled"),
+    Feature("products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
+            training="dev.products:Timed"),
+    Feature("cpu", lambda flags, ranks: flags.device == "cpu", training="dev.devices:OnCpu"),
 ]
 # {names of features: (the model's subclass, the training's)}. A model's class counts as a feature.
 PAIRS = {
@@ -154,13 +201,57 @@ def stack(base, layers, own):
     return type(base.__name__, bases, own)
 
 
+def key_of(row):
+    """The attribute of a row's flag."""
+    return row[1].removeprefix("--").replace("-", "_")
+
+
+def table_of_flags(plain, kind):
+    """(the trainer's rows and these, in the order of GROUPS; its headlines, {a flag: what stands
+    above it}). kind: the model's Config."""
+    file, large = kind.MODELS
+    names = dict(file=file, large=large, small=small(large),
+                 descriptors=getattr(kind, "DESCRIPTORS", DESCRIPTORS))
+    rows = {row[1]: (*row[:4], row[4].format(**names)) for row in [*plain, *FLAGS]}
+    table = [rows.pop(f"--{name}") for group in GROUPS.values() for name in group]
+    assert not rows, f"without a group: {[*rows]}"
+    return table, {f"--{group[0]}": headline for headline, group in GROUPS.items()}
+
+
+def small(descriptor):
+    """The descriptor of the model that a CPU trains from scratch."""
+    return descriptor.replace("d12", "d3")
+
+
+def set_defaults(flags, table, kind):
+    """Set the flags that were not given. kind: the model's Config."""
+    file, descriptor = kind.MODELS
+    on_cpu, given = flags.device == "cpu", flags.model or os.path.exists(file) and file
+    defaults = {key_of(row): row[3] for row in table}
+    defaults |= dict(model=given or (small(descriptor) if on_cpu else descriptor),
+                     dtype="fp32" if on_cpu else "bf16")
+    if not given and (on_cpu or not flags.train_data):
+        defaults |= SCRATCH[flags.device]
+    for name, value in defaults.items():
+        if getattr(flags, name) is None:
+            setattr(flags, name, value)
+
+
+def has_gpu():
+    """Whether NVIDIA's driver reports a GPU. To import CuPy would take a second."""
+    with contextlib.suppress(OSError):
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        driver.cuInit(0)
+        return driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return False
+
+
 def attach(flags, Training, Model, ranks=None, folder=None):
     """(training, model): the classes of a run with the features that its flags bring. Sets the
     defaults of features' flags."""
-    for _, name, _, default, _ in FLAGS:
-        key = name.removeprefix("--").replace("-", "_")
-        if getattr(flags, key) is None:
-            setattr(flags, key, default)
+    for row in FLAGS:
+        if getattr(flags, key_of(row)) is None:
+            setattr(flags, key_of(row), row[3])
     asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
     names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
     for pair, why in EXCLUDES.items():
@@ -188,21 +279,26 @@ def check_needs(flags):
                         "another -v")
 
 
-def run_with(flags, Training, Model, table):
+def run_with(flags, table, Model, Training, FastTraining):
     """What train_gpt2.main does with its flags, of this table. Returns the exit status."""
     check_needs(flags)
+    flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
+
+    def train(ranks=None):
+        """Train, as one of several ranks or alone."""
+        folder = None
+        if flags.output and not flags.dry_run:  # to go on, it sets what is not given as it was
+            folder = load("dev.runs.folder:RunFolder")(flags, ranks, Model.Config, table)
+        training, model = classes(ranks, folder)
+        return training(flags, model).run()
+
+    def classes(*more):
+        set_defaults(flags, table, Model.Config)
+        fast = flags.device == "cuda" and not flags.plain
+        return attach(flags, FastTraining if fast else Training, Model, *more)
+
     if flags.replay:
-        return load("dev.runs.replay:replay")(flags, lambda: attach(flags, Training, Model))
+        return load("dev.runs.replay:replay")(flags, classes)
     if launched() if flags.gpus is None else flags.gpus > 1:
-        start = load("dev.ranks.launch:start")
-        return start(flags, lambda ranks: train(flags, Training, Model, table, ranks))
-    return train(flags, Training, Model, table)
-
-
-def train(flags, Training, Model, table, ranks=None):
-    """Train, as one of several ranks or alone."""
-    folder = None
-    if flags.output and not flags.dry_run:  # to go on, it sets what is not given as it was
-        folder = load("dev.runs.folder:RunFolder")(flags, ranks, Model.Config, table)
-    training, model = attach(flags, Training, Model, ranks, folder)
-    return training(flags, model).run()
+        return load("dev.ranks.launch:start")(flags, train)
+    return train()

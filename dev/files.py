@@ -3,7 +3,7 @@ and which program takes it. The trainer's own error has the two numbers.
 """
 import train_gpt2
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import files_of
+from dev.data.loader import files_of
 
 FILES = {  # by the first number: what the file is, and what takes it
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
@@ -39,10 +39,10 @@ def read_header(path, *kinds):
 class Named:
     """Training that looks at what -e, -i and -j name."""
 
-    def checkpoint(self, name):
-        name = super().checkpoint(name)
-        check_kind(name, self.Model.Config.FILE)
-        return name
+    def choose_model(self):
+        if not (self.folder and self.folder.checkpoint):  # which has looked at its own
+            check_kind(self.flags.model, self.Model.Config.FILE)
+        super().choose_model()
 
     def data_paths(self):
         train, val = paths = super().data_paths()

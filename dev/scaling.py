@@ -90,14 +90,12 @@ PHASES = "forward", "backward", "update"
 class Paper:
     """A GPU, and NCCL, that do nothing. The tape has what they were asked for: ("run", phase, seconds) of a kernel,
     ("send", phase, [(kind, bytes), ...]) of the collectives of one launch, ("wait", phase, None) for all of them."""
-    name, memory, real, W = "cuda", "paper", BF16, 8
-    multiprocessors, max_shared = 132, 226 * 1024
+    name, real, W = "cuda", BF16, 8
+    multiprocessors, max_shared, gpu = 132, 226 * 1024, SimpleNamespace(mem_info=(math.inf, math.inf))
     attention_sizes = SimpleNamespace(rows=64, threads=128, shared_forward=0, shared_backward=0)
     layernorm_sizes = SimpleNamespace(threads=384, row_threads=32, shared_of_row=1)
     put = lambda self, array, values: None
-    free_bytes = lambda self: math.inf
     repeat = lambda self, graphs, key, work: work()
-    tiles = lambda self, array, B, T: None
 
     def __init__(self, case, c):
         self.case, self.c, self.kernels = case, c, read_kernels([*c.SOURCES, MOMENTS])

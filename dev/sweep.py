@@ -28,8 +28,9 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from compare_training import read_log  # noqa: E402
 from prepro_tinyshakespeare import UserError, data_paths, replace_file, run  # noqa: E402
-from train_gpt2 import FLAGS as TRAINER_FLAGS  # noqa: E402
-from train_gpt2 import has_gpu, number, parse_flags  # noqa: E402
+from dev.features import has_gpu, table_of_flags  # noqa: E402
+from train_gpt2 import FLAGS as PLAIN_FLAGS  # noqa: E402
+from train_gpt2 import Config, number, parse_flags  # noqa: E402
 
 # What all rows have, unless a row says another value after it: no row depends on train_gpt2.py's defaults.
 COMMON = "-k cosine -c 0 --beta1 0.9 --beta2 0.999 --eps 1e-8 --clip 1 --seed 42 -m -1 -s 1000000 -g 120"
@@ -88,7 +89,7 @@ FLAGS = [
 
 def flags_of(row, device):
     """The flags of train_gpt2.py that a row stands for, parsed. Raises UserError if it refuses one."""
-    return parse_flags("", TRAINER_FLAGS, shlex.split(f"{COMMON} {EVERY[device]} {row}"))
+    return parse_flags("", table_of_flags(PLAIN_FLAGS, Config)[0], shlex.split(f"{COMMON} {EVERY[device]} {row}"))
 
 
 def shape_of(row):

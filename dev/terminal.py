@@ -34,13 +34,31 @@ def say(line):
 
 
 class Terminal:
-    """Training, with the bar."""
+    """Training, with the bar, an estimate after twenty steps, and a summary at the end."""
+
+    def __init__(self, flags, Model):
+        super().__init__(flags, Model)
+        self.times, self.losses = [], []  # of the steps of this run
 
     def say(self, line):
         say(line)
 
+    def train(self):
+        super().train()
+        self.summarize()
+
+    def summarize(self):
+        times, losses = self.times, self.losses
+        if times:
+            median = float(np.median(times))
+            self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
+                     f"{self.flags.total_batch / median:,.0f} tok/s; training loss "
+                     f"{losses[0]:.6f} -> {losses[-1]:.6f}")
+
     def report(self, queued, verdict):
         super().report(queued, verdict)
+        self.times.append(queued.seconds)
+        self.losses.append(verdict.loss)
         done, steps, median = queued.number, self.flags.steps, float(np.median(self.times[-100:]))
         if len(self.times) == 20:
             count = steps - done + 20

@@ -34,7 +34,8 @@ from dev.llama3.test_tokens import BYTES, letters  # noqa: E402
 from prepro_tinyshakespeare import UserError, gpt2_encoding  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import FIXTURES, LIMITS, check, device_of, run, summary  # noqa: E402
-from train_gpt2 import BF16, GPT2, Config, read_parameters, to_bf16, to_float  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
+from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float  # noqa: E402
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9
 CONFIG = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": V, "n_positions": maxT, "n_ctx": 5,

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import functools
 import io
 import math
 import re
@@ -29,23 +30,28 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
 from dev import gpt2_numpy  # noqa: E402
+from dev.bf16 import joined, master_numbers, to_bf16  # noqa: E402
 from dev.cuda.adamw import halves  # noqa: E402
 from dev.cuda.adamw_bf16 import rounded, splitmix64  # noqa: E402
 from dev.cuda.heads import launch_trainers  # noqa: E402
 from dev.cuda.kernel import Bench, find_kernel, noting, parse_sizes  # noqa: E402
 from dev.cuda.kernel import orders as thread_orders  # noqa: E402
+from dev.data.loader import FilesLoader  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
 from dev.files import FILES, check_kind  # noqa: E402
+from dev.runs import memory  # noqa: E402
 from dev.runs.nvtx import DEVICE, MODEL, Annotated, with_ranges  # noqa: E402
 from dev.runs.tokenizer import TOKENIZER, read_tokenizer  # noqa: E402
 from dev.update.outliers import SOURCE as OUTLIERS  # noqa: E402
+from dev.update.schedule import Scheduled  # noqa: E402
 from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens  # noqa: E402
 from test_gpt2 import (ATTENTION, AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, EXACT, FIXTURES,  # noqa: E402
                        KERNEL_LIMIT, LIMITS, LOWER, SMALL_MODEL, check, device_of, dump_limit, gradients, model_class,
                        poison, poisoned_model, read_debug_state, run, stored, summary, words, write_checkpoint)
-from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENS, Config, DataLoader, Verdict,  # noqa: E402
-                        batch_table, carve, coins, draw_parameters, draw_token, has_gpu, kept_as, make_device,
-                        pack_batch, read_header, read_kernels, read_parameters, scheduled_rate, to_bf16,
-                        to_float)
+from train_gpt2 import (ADAMW, BF16, GPT2, LOW, TOKENS, Config, DataLoader, Training, Verdict,  # noqa: E402
+                        batch_table, carve, coins, draw_parameters, draw_token, kept_as, pack_batch,
+                        read_header, read_kernels, read_parameters, to_float)
 
 
 def run_prepared(prepare, tests, device, only):
@@ -83,7 +89,7 @@ def accumulated_steps(device):
     """A step of several micro-batches has the mean of their losses and of their gradients, which AdamW's first moment
     shows; on a fast GPU, be it run, recorded or replayed."""
     model, alone, losses = poisoned_model(device, 2, 20), [], []
-    batches, parameters = words(257, 3, 2, 2, 20), model.master_numbers()
+    batches, parameters = words(257, 3, 2, 2, 20), master_numbers(model)
     for batch in batches:
         alone.append(np.concatenate([array.ravel() for array in gradients(model, batch).values()], dtype=np.float64))
         losses.append(model.report().loss)
@@ -97,7 +103,7 @@ def accumulated_steps(device):
         yield f"norm of {count}", norm, np.linalg.norm(mean), limit
         yield f"m of {count}", device.get(model.arenas["adam m"].view(np.float32)), mean, limit
     yield "steps", model.step, 5, EXACT
-    yield "the parameters stay", model.master_numbers(), parameters, EXACT
+    yield "the parameters stay", master_numbers(model), parameters, EXACT
 
 
 def repeated_steps(device):
@@ -121,7 +127,7 @@ def repeated_steps(device):
                 late = hasattr(device, "fetch")
                 reports.append(device.fetch(model.adam.verdict) if late else model.report())
             if device.name == "cuda":
-                memory.append((device.free_bytes(), device.cupy.get_default_memory_pool().total_bytes()))
+                memory.append((device.gpu.mem_info[0], device.cupy.get_default_memory_pool().total_bytes()))
         reports = [Verdict(*report().tolist()) if callable(report) else report for report in reports]
         runs.append([reports, *(device.get(model.arenas[name]) for name in ("adam m", "adam v", "parameters"))])
     for name, *found, by_passes in zip(("losses, norms", "m", "v", "parameters"), *runs):
@@ -169,7 +175,7 @@ def computed_again(device):
             found.append(gradients(model, *batches) | {"loss": np.float32(model.report().loss)})
             for _ in range(3):  # on a fast GPU: run, recorded, replayed
                 model.train_step(*[pack_batch(*batch) for batch in batches[:2]], learning_rate=1e-2)
-            found[-1] |= {f"master, {kind}": model.master_numbers(), "verdict": device.get(model.adam.verdict)}
+            found[-1] |= {f"master, {kind}": master_numbers(model), "verdict": device.get(model.adam.verdict)}
             memory.append(model.arenas["activations"].nbytes)
         check(f"{device.dtype} computed again: less memory", memory[1] < memory[0], f"{memory[1]} < {memory[0]}")
         for name, array in found[1].items():
@@ -183,7 +189,7 @@ def moments_in_bf16(device):
     for moment, seed, again in ((np.float32, 0, 0), (np.float32, 1, 0), (BF16, 0, 0), (BF16, 0, 1), (BF16, 1, 0)):
         model, losses = poisoned_model(device, 2, 20, moments="bf16" if moment == BF16 else "fp32"), []
         for _ in range(12):
-            model.train_step(batch, learning_rate=5e-3, seed=seed)
+            model.train_step(batch, learning_rate=5e-3, **dict(seed=seed) if moment == BF16 else {})
             losses.append(model.report().loss)
         runs[moment, seed, again] = np.array(losses), device.get(model.arenas["parameters"])
         size, wish = model.arenas["adam v"].nbytes, model.arenas["gradients"].nbytes // 4 * np.dtype(moment).itemsize
@@ -233,7 +239,7 @@ def bits_of_updates(device):
         return [*map(device.get, arrays[: len(numbers)])]
 
     upper, low = updated(device, 0.0, *every)
-    before, after, finite = to_float(*every), to_float(upper, low), np.isfinite(to_float(*every))
+    before, after, finite = joined(*every), joined(upper, low), np.isfinite(joined(*every))
     before[abs(before) < np.finfo(np.float32).tiny] *= device.name == "cpu"  # which leaves the sign
     yield "at a rate of 0", after[finite].view(np.uint32), before[finite].view(np.uint32), EXACT
     check("bf16 updates: not finite", np.isnan(to_float(upper)[~finite]).all() and np.isnan(after[~finite]).all())
@@ -480,7 +486,7 @@ def good_files(device_name, folder):
         for other in models:
             other.set_parameters(read_parameters(path, SMALL))
             write_checkpoint(copy, other)
-            master, again = other.master_numbers(), np.fromfile(copy, other.device.real, offset=1024)
+            master, again = master_numbers(other), np.fromfile(copy, other.device.real, offset=1024)
             wish = halves(master.astype(np.float64))[0] if other.device.real == BF16 else master
             check(f"checkpoint: written in {dtype}, read and written in {other.device.dtype}",
                   np.array_equal(master, to_float(numbers)) and np.array_equal(again, wish))
@@ -561,11 +567,14 @@ SCHEDULES = {  # llm.c's, at steps 0, 699, 700, 5000, 9432, 15092, 15093 and 188
 def schedules(device_name, folder):
     """The learning rates of llm.c, to the last digit."""
     for kind, rates in SCHEDULES.items():
-        flags = SimpleNamespace(learning_rate=6e-4, warmup=700, final_fraction=0.1, schedule=kind)
-        found = [scheduled_rate(step, 18865, flags) for step in (0, 699, 700, 5000, 9432, 15092, 15093, 18864)]
+        flags = SimpleNamespace(learning_rate=6e-4, warmup=700, final_fraction=0.1, schedule=kind, steps=18865)
+        layers = (Training,) if kind == "cosine" else (Scheduled, Training)
+        rate_of = type("Rates", layers, {})(flags, None).learning_rate
+        found = [rate_of(step) for step in (0, 699, 700, 5000, 9432, 15092, 15093, 18864)]
         yield kind, np.float32(found), np.float32(rates), EXACT
-    flags = SimpleNamespace(learning_rate=3e-4, warmup=0, final_fraction=1.0, schedule="cosine")
-    yield "by default", np.float32([scheduled_rate(step, 3, flags) for step in range(3)]), np.float32([3e-4] * 3), EXACT
+    flags = SimpleNamespace(learning_rate=3e-4, warmup=0, final_fraction=1.0, steps=3)
+    rates = [Training(flags, None).learning_rate(step) for step in range(3)]
+    yield "by default", np.float32(rates), np.float32([3e-4] * 3), EXACT
 
 
 def samples(device_name, folder):
@@ -629,15 +638,15 @@ def token_order(device_name, folder):
 
     in_order = [0 + 16 * i for i in range(12)] + [1000 + 16 * i for i in range(5)] + [2000]
     one, several = str(folder / "part_0.bin"), str(folder / "part_*.bin")
-    yield "one file, in order", np.array(starts(DataLoader(one, 2, 8, WORDS), 13)), np.array([*in_order[:12], 0]), EXACT
+    yield "one file, in order", np.array(starts(FilesLoader(one, 2, 8, WORDS), 13)), np.array([*in_order[:12], 0]), EXACT
     shuffled = [16 * i for i in (1, 0, 9, 10, 5, 8, 3, 2, 4, 11, 7, 6)]
-    yield "one file, shuffled", np.array(starts(DataLoader(one, 2, 8, WORDS, True), 12)), np.array(shuffled), EXACT
-    data = DataLoader(several, 2, 8, WORDS, False)
+    yield "one file, shuffled", np.array(starts(FilesLoader(one, 2, 8, WORDS, True), 12)), np.array(shuffled), EXACT
+    data = FilesLoader(several, 2, 8, WORDS, False)
     yield "several files, in order", np.array(starts(data, 19)), np.array([*in_order, 0]), EXACT
     data.next_batch()
     data.open(0)
     yield "and from the first again", np.array(starts(data, 18)), np.array(in_order), EXACT
-    data, epochs = DataLoader(several, 2, 8, WORDS), []
+    data, epochs = FilesLoader(several, 2, 8, WORDS), []
     for _ in range(3):
         epochs.append(starts(data, 18))
         yield "an epoch of several files", np.sort(epochs[-1]), np.array(in_order), EXACT
@@ -653,7 +662,7 @@ def token_order(device_name, folder):
                   str(folder / "none_*.bin"), 2, 8, WORDS)
     check_refusal("pattern", r"part_2.bin: 17 tokens, .* needs B\*T\+1 = 33", DataLoader, several, 4, 8, WORDS)
     check_refusal("pattern", "part_1.bin: token 0 is 1000, and the model has V = 1000", lambda: starts(
-        DataLoader(several, 2, 8, fewer, False), 13))
+        FilesLoader(several, 2, 8, fewer, False), 13))
 
 
 def limits(device_name, folder):
@@ -704,8 +713,6 @@ def kernel_files(device_name, folder):
                 found = {make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(file,)))()).library._name
                          for file in (path, Path(copied))}
             check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
-    path.write_text(KERNEL_FILE.replace("float value", "double value"))
-    check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
         path.write_text(KERNEL_FILE.replace("BLOCK(32, threads)", f"BLOCK(32, {block})"))
         check_refusal("kernel", "BLOCK over fill: .*: expected arithmetic in threads and W", read_kernels, [path])
@@ -941,7 +948,7 @@ def profiler_ranges(device_name, folder):
     with mock.patch.object(ranged, "kernels", {}):
         check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
     check("ranges: closed behind an error", not nvtx.open, nvtx.open)
-    yield "parameters with ranges", model.master_numbers(), plain.master_numbers(), EXACT
+    yield "parameters with ranges", master_numbers(model), master_numbers(plain), EXACT
 
     class Made:
         make_device = lambda self: SimpleNamespace(graph=True)
@@ -975,14 +982,14 @@ def models_too_large(device_name, folder):
                               (room, 50, r"the largest -b that fits is 3\b"),
                               (tables(Model, 4) - 1, 4, r"the largest -b that fits is 3\b"),
                               (tables(Recomputing, 1) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
-            with mock.patch.object(device, "free_bytes", lambda free=free: free):
+            with mock.patch.object(memory, "free_bytes", lambda device, free=free: free):
                 check_refusal(f"model of -b {B}", wish, Model, c, device, B, 40)
-    with mock.patch.object(device, "free_bytes", lambda: room):
+    with mock.patch.object(memory, "free_bytes", lambda device: room):
         model = Model(c, device, 3, 40)
     found = sum(arena.nbytes for arena in model.arenas.values())
     yield "bytes that a model takes, as foretold", found, room, EXACT
     for moments, recompute, wish in (("fp32", 0, 12.5), ("fp32", 1, 9.5), ("fp32", 2, 6.0), ("bf16", 2, 5.5)):
-        bf16 = SimpleNamespace(real=BF16, free_bytes=lambda: 0)
+        bf16 = SimpleNamespace(real=BF16, name="cpu")
         Model = model_class(GPT2, "--moments", moments, "--recompute", f"{recompute}")
         found, *_ = Model.memory(Config(), bf16, 32, 1024)
         check(f"124M, B=32, --recompute {recompute}", found <= wish * 2**30, f"{found / 2**30:.2f} <= {wish} GiB")
@@ -1045,32 +1052,31 @@ def command_line(device_name, folder):
 
 
 def top_level_files(device_name, folder):
-    """The files of the top level alone train on a GPU, and with dev/cpu on a CPU, to the bits of the whole program.
-    Without it they say what a CPU needs."""
+    """The files of the top level alone train on a GPU, to the bits of the whole program; without one they say so."""
     token_files(folder)
     alone = folder / "alone"
     alone.mkdir()
     for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
         shutil.copy(HERE.parent / name, alone)
-    arguments = ("--device", device_name, "-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8",
-                 "-x", "3", "-s", "0", "--dtype", "fp32")
+    arguments = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0",
+                 "--dtype", "fp32", "--plain", "1")  # which times no algorithms of products
 
     def train(program, *arguments):
         return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, cwd=folder)
 
     if device_name == "cpu":
-        done = train(alone / "train_gpt2.py", "--device", "cpu")
-        ok = done.returncode == 1 and re.fullmatch("error: this needs dev.*: restore it\n", done.stderr)
-        check("train_gpt2.py: without dev/cpu", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
-        shutil.copytree(HERE / "cpu", alone / "dev" / "cpu", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, program in (("few", alone), ("all", HERE.parent)):
-        done = train(program / "train_gpt2.py", *arguments, "-o", name)
-        ok = done.returncode == 0 and "step    3/3" in done.stdout
-        check(f"train_gpt2.py: with {name} files", ok, "" if ok else f"{done.stdout[-300:]} {done.stderr!r}")
-    few, whole = (folder / name / "model_00000003.bin" for name in ("few", "all"))
-    check("train_gpt2.py: the same bits", few.read_bytes() == whole.read_bytes())
+        done = train(alone / "train_gpt2.py", *arguments)
+        ok = has_gpu() or done.returncode == 1 and re.fullmatch("error: --device cuda: .*\n", done.stderr)
+        check("train_gpt2.py: alone, and no GPU", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+    else:
+        for name, program in (("few", alone), ("all", HERE.parent)):
+            done = train(program / "train_gpt2.py", *arguments, "-o", name)
+            ok = done.returncode == 0 and "step    3/3" in done.stdout
+            check(f"train_gpt2.py: with {name} files", ok, "" if ok else f"{done.stdout[-300:]} {done.stderr!r}")
+        few, whole = (folder / name / "model_00000003.bin" for name in ("few", "all"))
+        check("train_gpt2.py: the same bits", few.read_bytes() == whole.read_bytes())
     done = train(alone / "train_gpt2.py", "--recompute", "1")
-    ok = done.returncode == 1 and "--recompute is no flag" in done.stderr
+    ok = done.returncode == 1 and "unrecognized arguments: --recompute" in done.stderr
     check("train_gpt2.py: without features, their flags are none", ok, "" if ok else done.stderr)
 
 
@@ -1088,12 +1094,21 @@ def tensor_maps_of_a_gpu(device_name, folder):
             return status
 
     B, T, channels, status = 3, 5, 192, 0
-    array = SimpleNamespace(data=SimpleNamespace(ptr=4096), size=B * T * channels)
-    device = SimpleNamespace(maps={}, hopper=False)
-    check("without a use, the array itself", train_gpt2.FastCuda.tiles(device, array, B, T) is array and not asked)
+    array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, channels))
+    device = mock.Mock(maps={}, hopper=False, kernels=read_kernels(Config.SOURCES), AVOID="")
+    device.tensor_map = functools.partial(train_gpt2.FastCuda.tensor_map, device)
+    arguments = "atty", "lse", array, 0.1, 0, T, 3, 3  # of attention_forward
+    given = train_gpt2.FastCuda.with_tensor_maps(device, "attention_forward", arguments)
+    check("without a use, the array itself", given is arguments and not asked)
     device.hopper = True
     with mock.patch("ctypes.CDLL", return_value=Driver()):
-        made = [train_gpt2.FastCuda.tiles(device, array, B, T) for _ in range(2)]
+        made, others = [], []
+        for _ in range(2):
+            *before, one, scale, relu, same_T, NH, NKV = train_gpt2.FastCuda.with_tensor_maps(
+                device, "attention_forward", arguments)
+            made.append(one)
+            others.append((*before, array, scale, relu, same_T, NH, NKV))
+    check("other arguments stay", others == [arguments] * 2)
     yield "one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
     yield "the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
     yield "its bytes", made[0].view(np.uint8), 7, EXACT
@@ -1102,8 +1117,8 @@ def tensor_maps_of_a_gpu(device_name, folder):
     check("asked once, for a box of 64 tokens and channels", asked == [wish], asked)
     device.maps, status = {}, 1
     with mock.patch("ctypes.CDLL", return_value=Driver()):
-        check_refusal("GPU", "cuTensorMapEncodeTiled failed with status 1: B=3, T=5, 192 channels",
-                      train_gpt2.FastCuda.tiles, device, array, B, T)
+        check_refusal("GPU", r"cuTensorMapEncodeTiled failed with status 1: T=5, \(15, 192\)",
+                      device.tensor_map, array, T)
 
 
 def faults_of_a_gpu(device_name, folder):
@@ -1116,15 +1131,15 @@ def faults_of_a_gpu(device_name, folder):
 
     def launch(name, *args, **keywords):
         type(device).launch(device, name, *args, **keywords)
-        device.launched = name
+        device.last_kernel = name
         if name == "global_norm":
             raise Broken("an illegal address")
 
     arguments = ["--device", device_name, "-e", TINY, "-b", "2", "-t", "8", "-x", "3", "-v", "0", "-s", "0",
                  "-i", folder / "tokens.bin", "-j", folder / "tokens.bin", "-o", folder / "fault"]
     with (contextlib.redirect_stdout(None), mock.patch.object(train_gpt2.Training, "make_device", return_value=device),
-          mock.patch.multiple(device, create=True, launch=launch, launched=None, Fault=Broken)):
-        check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or a .* before it",
+          mock.patch.multiple(device, create=True, launch=launch, last_kernel=None, Fault=Broken)):
+        check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or before",
                       train_gpt2.main, [str(argument) for argument in arguments])
 
 

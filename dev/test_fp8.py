@@ -25,8 +25,11 @@ from dev.precision.fp8 import fp8_device  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
 from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, model_class,  # noqa: E402
                        poisoned_model, read_debug_state, run, summary)
-from train_gpt2 import (BF16, GPT2, Config, has_gpu, make_device, pack_batch, read_parameters,  # noqa: E402
-                        to_bf16, to_float)
+from dev.bf16 import to_bf16  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
+from dev.bf16 import master_numbers  # noqa: E402
+from train_gpt2 import BF16, GPT2, Config, pack_batch, read_parameters, to_float  # noqa: E402
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
 
@@ -161,7 +164,7 @@ def twins(device_name):
                 with mock.patch.object(below, "launch", autospec=True, side_effect=below.launch) as watched:
                     losses += steps_of(model, 1, 2)
                 made = sum(call.args[1] == "to_fp8" for call in watched.mock_calls)
-            results.append((losses, model.master_numbers(), made))
+            results.append((losses, master_numbers(model), made))
         name = f"{architecture.__name__} {recompute=}"
         yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
         yield f"{name}: parameters", results[0][1], results[1][1], EXACT

@@ -37,9 +37,12 @@ from dev.ranks.ranks import Ranks  # noqa: E402
 from dev.runs.folder import load_state, state_parts  # noqa: E402
 from dev.test_files import run_prepared  # noqa: E402
 from dev.test_runs import LLAMA, TINY, command, parse_state, without  # noqa: E402
+from dev.data.loader import FilesLoader  # noqa: E402
+from dev.bf16 import master_numbers  # noqa: E402
 from prepro_tinyshakespeare import write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, device_of, summary, words  # noqa: E402
-from train_gpt2 import GPT2, Config, DataLoader, Training, has_gpu, parse_flags, read_parameters  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
+from train_gpt2 import GPT2, Config, Training, parse_flags, read_parameters  # noqa: E402
 
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "self,sm"}
@@ -183,7 +186,7 @@ def places_of_shares(device, folder):
             whole = model.arenas["gradients"].view(np.float32)
             place.put(whole, np.arange(whole.size))
             model.set_tensors((), model.master)  # keeps the share of what is staged there
-            kept, starts = model.master_numbers(), place.get(model.adam.starts).tolist()
+            kept, starts = master_numbers(model), place.get(model.adam.starts).tolist()
             for start, end, first, piece, stride in zip(starts, starts[1:], *place.get(model.adam.places).tolist()):
                 j = np.arange(end - start)
                 number = first + j // piece * stride + j % piece
@@ -318,7 +321,7 @@ def slots(device, folder):
     starts, c = np.cumsum((0, *COUNTS)), Config(V=257)
     for count, shuffle in ((1, 0), (2, 0), (3, 0), (2, 1), (3, 1)):
         for rank in range(count):
-            data = DataLoader(folder / "part_train_*.bin", 2, 4, c, shuffle, rank, count)
+            data = FilesLoader(folder / "part_train_*.bin", 2, 4, c, shuffle, rank, count)
             walk, found, expected = Walk(rank, count, shuffle), [], []
             for _ in range(90 // count):
                 walk.advance(1)
@@ -371,7 +374,7 @@ def loaded(device, folder, saved, count, sets, others, zero):
     wrong = []
     for rank in range(others):
         model = class_of(rank, others, "-z", zero)(c, place, 1, 8)
-        data = DataLoader(folder / "part_train_*.bin", 1, 8, c, 1, rank, others)
+        data = FilesLoader(folder / "part_train_*.bin", 1, 8, c, 1, rank, others)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             load_state(lambda rank: saved / f"state_00000007_{rank:05d}.bin", model, data)
         parts = [np.asarray(part if isinstance(part, np.ndarray) else place.get(part))
@@ -498,7 +501,7 @@ def signals(device, folder):
     step = int(re.search("interrupted after (\\d+) of", text)[1])
     c = Llama3.Config.from_file(TIED["model"])
     place = device_of(device, "bf16", c.C, c.NH, architecture=Llama3)
-    model, data = Llama3(c, place, 1, 8), DataLoader(folder / "part_train_*.bin", 1, 8, c, 1)
+    model, data = Llama3(c, place, 1, 8), FilesLoader(folder / "part_train_*.bin", 1, 8, c, 1)
     with contextlib.redirect_stdout(None):
         load_state(lambda rank: output / f"state_{step:08d}_{rank:05d}.bin", model, data)
     for name, values in read_parameters(output / f"model_{step:08d}.bin", c):

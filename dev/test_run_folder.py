@@ -26,9 +26,10 @@ sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
 from dev.runs.folder import State, load_position, shuffle_record  # noqa: E402
 from dev.test_files import run_prepared  # noqa: E402
+from dev.data.loader import FilesLoader  # noqa: E402
 from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, summary, words  # noqa: E402
-from train_gpt2 import Config, DataLoader, FastTraining, Training  # noqa: E402
+from train_gpt2 import Config, FastTraining, Training  # noqa: E402
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 
@@ -306,7 +307,7 @@ def smaller_batches(device, folder):
                                record=record if data.shuffle else None)
 
     def loader(B, shuffle, rank=0, count=1):
-        return DataLoader(pattern, B, T, Config.from_file(TINY), shuffle, rank, count)
+        return FilesLoader(pattern, B, T, Config.from_file(TINY), shuffle, rank, count)
 
     def go_on(data, state, had):
         with contextlib.redirect_stdout(io.StringIO()) as said:

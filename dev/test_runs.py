@@ -36,7 +36,8 @@ from dev.test_files import run_prepared  # noqa: E402
 from prepro_tinyshakespeare import write_tokens  # noqa: E402
 from test_gpt2 import (EXACT, FIXTURES, check, device_of, gradients, poisoned_model, summary,  # noqa: E402
                        words)
-from train_gpt2 import Config, batch_table, carve, has_gpu, pack_batch  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
+from train_gpt2 import Config, batch_table, carve, pack_batch  # noqa: E402
 
 TRAINER, LLAMA = HERE.parent / "train_gpt2.py", HERE / "llama3/train_llama3.py"
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40

@@ -25,12 +25,15 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from dev.features import FLAGS as FEATURE_FLAGS
+from dev.data.loader import FilesLoader, files_of
+from dev.devices import OnCpu
+from dev.features import set_defaults, table_of_flags
+from dev.update.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import (DEFAULT_T, FLAGS, SWITCH, Config, DataLoader, count_tokens, draw_parameters, files_of,
-                        parse_flags, read_parameters, scheduled_rate, set_defaults, to_float)
+from train_gpt2 import (FLAGS, Config, Training, count_tokens, draw_parameters, parse_flags, read_parameters,
+                        to_float)
 
-OWN_FLAGS = [(None, "--compile", SWITCH, 0, "1: with torch.compile")]
+OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
 FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len", "learning_rate",
             "schedule", "warmup", "final_fraction", "steps", "val_every", "val_batches", "weight_decay", "beta1",
             "beta2", "eps", "clip", "overfit", "shuffle", "seed", "device", "dtype", "compile"}
@@ -111,7 +114,7 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
         if done == steps:
             return
 
-        begin, losses, rate = time.perf_counter(), [], float(scheduled_rate(done, steps, flags))
+        begin, losses, rate = time.perf_counter(), [], float(rate_of(done, steps, flags))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
@@ -159,34 +162,39 @@ def open_log(folder):
                         "give -o a folder that can be, and that holds no run") from None
 
 
+def rate_of(step, steps, flags):
+    """The trainer's learning rate of a step."""
+    flags.steps = steps
+    kinds = (Training,) if flags.schedule == "cosine" else (Scheduled, Training)
+    return type("Rates", kinds, {})(flags, None).learning_rate(step)
+
+
 def main(arguments=None):
     """Everything from the flags to the last line of main.log. Raises UserError."""
-    rows = {row[1]: row for row in [*FLAGS, *FEATURE_FLAGS, *OWN_FLAGS]}
-    table = [(*row[:4], row[4].format(kind=Config)) for row in rows.values()]
+    trainers, _ = table_of_flags(FLAGS, Config)
+    table = [*trainers, *OWN_FLAGS]
     flags = parse_flags("Train with PyTorch, with train_gpt2.py's flags.", table, arguments, defaults=False)
     check_followed(flags, table)
     place = flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if place == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU; check nvidia-smi, or train with --device cpu")
-    flags.dtype = flags.dtype or ("bf16" if place == "cuda" else "fp32")
+    set_defaults(flags, table, Config)
     if flags.dtype == "tf32" and place == "cpu":
         raise UserError("--dtype tf32: PyTorch has it on a GPU alone; take fp32 or bf16, or --device cuda")
     torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
 
-    name = flags.model or next(filter(os.path.exists, Config.MODELS[:1]), None)
-    set_defaults(flags, scratch=not name and (place == "cpu" or not flags.train_data))
-    name = name or Config.MODELS[2 if place == "cpu" else 1]
+    name = flags.model
     from_file = Path(name).exists() or name.endswith(".bin")
     c = Config.from_file(name) if from_file else Config.from_descriptor(name)
-    B, T = flags.batch_size, flags.seq_len or min(c.maxT, DEFAULT_T[place])
+    B, T = flags.batch_size, flags.seq_len or min(c.maxT, (OnCpu if place == "cpu" else Training).longest)
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")
     train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
-    train_data = DataLoader(val_path if flags.overfit else train_path, B, T, c, 0 if flags.overfit else flags.shuffle)
+    train_data = FilesLoader(val_path if flags.overfit else train_path, B, T, c, 0 if flags.overfit else flags.shuffle)
     val_data = None
     if flags.val_every:
         fits = (min(count_tokens(path, c)[0] for path in files_of(val_path)) - 1) // T  # sequences, as the trainer's
-        val_data = DataLoader(val_path, max(1, min(B, fits)), T, c, False)
+        val_data = FilesLoader(val_path, max(1, min(B, fits)), T, c, False)
     flags.total_batch = flags.total_batch or B * T
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")

@@ -61,7 +61,7 @@ class Cpu:
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
-        self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone: see tiles
+        self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.library = ctypes.CDLL(str(self.build(sources)))
@@ -84,7 +84,7 @@ class Cpu:
 
     def build(self, sources):
         """The path of the shared library, compiled if there is none for these files, flags and this processor."""
-        from train_gpt2 import cache_folder
+        from dev.products import cache_folder
         compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         if not compiler or not shutil.which(compiler):
             found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
@@ -146,10 +146,6 @@ class Cpu:
                             "which shuffles the threads")
         self.library.set_order(ctypes.c_int(numbers[order] if order in numbers else int(order)))
 
-    def free_bytes(self):
-        """How much memory there is to allocate."""
-        return available_memory()
-
     def empty(self, nbytes):
         try:
             return np.empty(nbytes, np.uint8)
@@ -168,17 +164,17 @@ class Cpu:
     def launch(self, name, items, *args, threads=None, shared=0):
         """Run a kernel over its items, each block with `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
-            raise UserError(f"kernels.cu: no kernel {name} with a BLOCK(...) over it, and train_gpt2.py launches it")
-        kernel = self.kernels[name]
+            raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
+        from train_gpt2 import FastCuda
+        kernel, args = self.kernels[name], FastCuda.with_tensor_maps(self, name, args)
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
 
         def at(array):
             return 0 if array is None else array.__array_interface__["data"][0]
 
-        # An array goes by its address, but a struct, of type void, by value.
-        by_value = (kind or arg is not None and arg.dtype.kind == "V"
-                    for arg, (_, kind, _) in zip(args, kernel.parameters))
+        # An array goes by its address, but a scalar, and a struct, of type void, by value.
+        by_value = (isinstance(arg, np.generic) or arg is not None and arg.dtype.kind == "V" for arg in args)
         values = [np.asarray(arg if whole else np.uint64(at(arg))) for arg, whole in zip(args, by_value)]
         pointers = (ctypes.c_void_p * len(values))(*map(at, values))
         grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
@@ -186,18 +182,17 @@ class Cpu:
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
 
-    def tiles(self, array, B, T):
-        """As train_gpt2.FastCuda.tiles; with CXXFLAGS=-DHOPPER, what cuda.h reads is simpler."""
+    def tensor_map(self, array, T):
+        """As train_gpt2.FastCuda.tensor_map; what cuda.h reads is simpler."""
         from train_gpt2 import aligned_bytes
-        if not self.hopper:
-            return array
         made = aligned_bytes(128)
-        made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.size // (B * T), T
+        made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.shape[1], T
         return made.view("V128")
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
-        from train_gpt2 import BF16, to_bf16, to_float
+        from dev.bf16 import to_bf16
+        from train_gpt2 import BF16, to_float
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
         if self.real == BF16:

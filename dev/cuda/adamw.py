@@ -23,15 +23,14 @@ def halves(x):
     return (of_upper >> 16).astype(BF16), (bits - of_upper).astype(LOW)
 
 
-def problem(draw, n, tensors=16, clip=1, step=3, update=1, seed=0, moment=f32):
+def problem(draw, n, tensors=16, clip=1, step=3, update=1, moment=f32):
     """Gradients of ten decades, of which the small bring out eps, after `step` - 1 steps with such; every third tensor
     decays. They are clipped to so many halves of their norm, unless clip is 0. Without update, nothing changes. moment
     rounds to what m and v are stored in."""
     rate1, rate2 = f32([0.1, 0.001])
     values = dict.fromkeys(ADAMW, 0) | dict(
         learning_rate=0.01, rate1=rate1, rate2=rate2, eps=1e-8, weight_decay=0.1, clip=clip * NORM / 2,
-        correction1=1 / (1 - (1 - rate1) ** step), correction2=1 / (1 - (1 - rate2) ** step),
-        seed=seed, step=step)
+        correction1=1 / (1 - (1 - rate1) ** step), correction2=1 / (1 - (1 - rate2) ** step))
     settings = f32([values[name] for name in ADAMW])
     s = dict(zip(ADAMW, settings))
     verdict = np.float64(Verdict(norm=NORM, loss=0, update=update, stopped=1 - update))

@@ -3,7 +3,7 @@ import numpy as np
 
 from dev.cuda import adamw
 from dev.cuda.kernel import ANY, Kernel, Version, bf16, in_parts
-from train_gpt2 import to_bf16
+from dev.bf16 import to_bf16
 
 
 def splitmix64(seed, i):
@@ -29,7 +29,7 @@ def rounded(x, parts, terms):
 def problem(draw, n, piece=0, seed=7, step=3, **sizes):
     """That of adamw. A tensor is one piece, or has pieces of so many numbers, with others between them, which a rank
     does not have."""
-    inputs, truth, terms = adamw.problem(draw, n, step=step, seed=seed, moment=bf16, **sizes)
+    inputs, truth, terms = adamw.problem(draw, n, step=step, moment=bf16, **sizes)
     starts, tensors = inputs["starts"], inputs["tensors"]
     pieces = np.full(tensors, piece or n, np.uint64)
     strides = pieces + draw.rng.integers(0, 2**36 // n, tensors, np.uint64)
@@ -47,7 +47,7 @@ def problem(draw, n, piece=0, seed=7, step=3, **sizes):
     given = truth["m"], truth["v"], inputs["m"], inputs["v"], inputs["grads"]
     after = in_parts(new, np.arange(n, dtype=np.uint64).reshape(-1, 32), *(x.reshape(-1, 32) for x in given))
     truth |= dict(zip(("m", "v"), (x.reshape(-1) for x in after)))
-    inputs |= dict(places=places, m=to_bf16(inputs["m"]), v=to_bf16(inputs["v"]))
+    inputs |= dict(places=places, noise=np.float32([seed, step]), m=to_bf16(inputs["m"]), v=to_bf16(inputs["v"]))
     return inputs, truth, {name: terms[name] for name in ("master", "params")}
 
 
@@ -56,7 +56,7 @@ KERNEL = Kernel(
                              "n=300032,tensors=32,clip=4,seed=16777215"),
     trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0,piece=24", "n=9600,tensors=14,step=70000",
                     "n=1024,tensors=32,step=1,piece=1"),
-    args="params low grads m v starts decayed tensors n settings verdict places",
-    fp32="grads settings verdict", exact="m v", sums="master params", made_of=adamw.KERNEL.made_of, versions=(
+    args="params low grads m v starts decayed tensors n settings verdict places noise",
+    fp32="grads settings verdict noise", exact="m v", sums="master params", made_of=adamw.KERNEL.made_of, versions=(
         Version("a hash of the number's place rounds it: the trainer's", "adamw_bf16", "n", trainer=True),
     ))

@@ -37,7 +37,9 @@ import numpy as np  # noqa: E402
 from dev import gpt2_numpy  # noqa: E402
 from dev.cuda import formulas, timing  # noqa: E402
 from dev.cuda.kernel import ANY, GUARD, Bench, Draw, Version, find_kernel, kernel_names, model_of, parse_sizes  # noqa: E402
-from train_gpt2 import Config, make_device, read_kernels, to_float, without_comments  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.kernel_text import parameters_of, without_comments  # noqa: E402
+from train_gpt2 import Config, read_kernels, to_float  # noqa: E402
 
 PREFIX = "my_"
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it: HS is 64
@@ -437,9 +439,8 @@ def student_version(path):
     exercise, kernel, mine = EXERCISES[name], find_kernel(name), declared(path, run)
     _, expected = signature(exercise)
     shape = [(None if "*" in text else text.split()[0], "const" in text) for text in expected]
-    given = [(None if kind is None else {np.int32: "int", np.float32: "float", np.uint64: "size_t"}[kind], const)
-             for _, kind, const in mine.parameters]
-    if [kind for kind, _ in shape] != [kind for kind, _ in given]:
+    given = [None if array else kind for _, kind, array, _ in parameters_of(mine)]
+    if [kind for kind, _ in shape] != given:
         raise UserError(f"{path}: {run} has the wrong parameters; expected ({', '.join(expected)})")
     if not 1 <= mine.threads <= 1024:
         raise UserError(f"{path}: BLOCK({mine.threads}, ...): a block has at least one thread, and at most 1024")

@@ -1,10 +1,12 @@
 """Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
+from types import SimpleNamespace
+
 import numpy as np
 
 from dev.cuda.formulas import attention, attention_weights, causal, dattention, transposed
 from dev.cuda.kernel import f32, in_parts
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import launch_attention
+from train_gpt2 import GPT2
 
 # What every version is checked at: a single token, tiles that are not full, and tiles of several kinds.
 HEADS = ("B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64")
@@ -129,8 +131,9 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
 
 
 def launch_trainers(device, a, kernel, *arrays, tiled):
-    """Launch a kernel of kernels.cu as the trainer does."""
-    launch_attention(device, kernel, arrays, tiled, a.B, a.T, a.NH, a.NKV, a.scale, a.relu)
+    """Launch a kernel of kernels.cu as the trainer does. tiled: arrays that it reads by tiles."""
+    model = SimpleNamespace(device=device, config=a, BT=(a.B, a.T), scale=a.scale, relu=a.relu)
+    GPT2.attention(model, kernel, *arrays, *(x.reshape(a.B * a.T, -1) for x in tiled))
 
 
 def trainers_forward(device, a):

@@ -36,7 +36,9 @@ from prepro_tinyshakespeare import run as run_main  # noqa: E402
 from dev.cuda import results, timing  # noqa: E402  (after prepro_tinyshakespeare, which says how NumPy's threads wait)
 from dev.cuda.kernel import (DTYPES, Bench, find_kernel, kernel_names, launched_by, model_of,  # noqa: E402
                              noting, parse_sizes, words)
-from train_gpt2 import Config, has_gpu, make_device, read_kernels  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
+from train_gpt2 import Config, read_kernels  # noqa: E402
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in ("llama3/llama3", "precision/moments", "update/outliers")]
 

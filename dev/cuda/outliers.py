@@ -3,7 +3,7 @@ import numpy as np
 
 from dev.cuda.kernel import Kernel, Version, f32
 from dev.update.outliers import WINDOW
-from train_gpt2 import ADAMW, Verdict
+from train_gpt2 import Verdict
 
 KINDS = ("normal", "outlier", "constant")
 
@@ -22,9 +22,8 @@ def problem(draw, seen, loss=0, norm=0, loss_limit=0, norm_limit=0, update=1, st
         high = history[-WINDOW:].mean() + 9 * history[-WINDOW:].std() if seen else 3
         given[row] = f32([4, high, 3][kind])
     before = Verdict(loss=given[0], norm=given[1], update=update, stopped=1 - update)
-    settings = f32([{"step": step}.get(name, 0) for name in ADAMW])
     inputs = dict(verdict=np.float64(before), windows=windows.view(np.uint64), seen=np.array([seen], np.int32),
-                  z_scores=draw.fp32(WINDOW, 2), settings=settings, loss_limit=float(loss_limit),
+                  z_scores=draw.fp32(WINDOW, 2), step=f32([step]), loss_limit=float(loss_limit),
                   norm_limit=float(norm_limit))
     after, z_scores = before, inputs["z_scores"].copy()
     if update:
@@ -46,7 +45,7 @@ KERNEL = Kernel(
         "seen=290,norm=1,loss_limit=3", "seen=290,loss=1,norm=1,loss_limit=30,norm_limit=30",
         "seen=100,loss=1,norm=1,loss_limit=1,norm_limit=1", "seen=200,loss=2,norm=2,loss_limit=3,norm_limit=3",
         "seen=250,update=0", "seen=250,loss=1,update=0,loss_limit=3"),
-    args="verdict windows seen z_scores loss_limit norm_limit settings", fp32="verdict z_scores settings",
+    args="verdict windows seen z_scores loss_limit norm_limit step", fp32="verdict z_scores step",
     exact="windows seen", versions=(
         Version("one warp: the trainer's", "skip_outliers", "32", threads=(None,), trainer=True,
                 held_back=dict.fromkeys(("fp32", "bf16"), "one warp: a launch, then loads, sums in double precision "

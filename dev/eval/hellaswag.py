@@ -10,7 +10,9 @@ from dev.files import read_header
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag import PADDING, read_examples, score
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import GPT2, has_gpu, make_device, parse_flags, read_parameters
+from dev.devices import make_device
+from dev.features import has_gpu
+from train_gpt2 import GPT2, parse_flags, read_parameters
 
 FLAGS = [
     ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of a GPT-2, or of a Llama 3 on GPT-2's "
@@ -40,7 +42,7 @@ def main():
     c = architecture.Config.from_file(flags.model)
     examples = read_examples(flags.data, c.V, flags.seq_len)
     most = max(example.longest for example in examples)
-    B, T = flags.batch_size, flags.seq_len or min(c.longest, -(-(most + 1) // PADDING) * PADDING)
+    B, T = flags.batch_size, flags.seq_len or min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
     place = flags.device or ("cuda" if has_gpu() else "cpu")
     device = make_device(place, flags.dtype, c, flags.plain)
     print(f"device       | {device} (--device, --dtype)")
@@ -52,7 +54,7 @@ def main():
         model.set_parameters(read_parameters(flags.model, c))
         correct, total = score(model, examples, progress_line if sys.stderr.isatty() else None)
     except device.Fault as e:
-        raise UserError(f"the GPU stopped ({e}) at {device.launched} or a launch before it: find "
+        raise UserError(f"the GPU stopped ({e}) at {device.last_kernel} or a launch before it: find "
                         "the fault with --plain 1, compute-sanitizer, or --device cpu") from None
     print(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
 

@@ -24,7 +24,8 @@ from dev.runs.hellaswag import Example, mean_losses, read_examples, score
 from dev.test_files import check_refusal
 from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, LIMITS, SMALL_MODEL, check, device_of, poisoned_model,
                        read_debug_state, run, summary)
-from train_gpt2 import GPT2, FileKind, make_device, read_parameters, to_float
+from dev.devices import make_device
+from train_gpt2 import GPT2, FileKind, read_parameters, to_float
 
 HERE = Path(__file__).resolve().parent
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)

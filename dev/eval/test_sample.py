@@ -25,7 +25,8 @@ from dev.runs.sample import choose, generate, stream, texts
 from dev.runs.tokenizer import gpt2_words
 from dev.test_files import check_refusal
 from test_gpt2 import EXACT, FIXTURES, check, device_of, poisoned_model, run, summary
-from train_gpt2 import GPT2, coins, decode, sample, vocabulary, words_of
+from dev.runs.tokenizer import decode, vocabulary, words_of
+from train_gpt2 import GPT2, coins, sample
 
 
 def first_coins(count):

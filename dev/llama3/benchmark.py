@@ -31,8 +31,10 @@ from dev.benchmark import run_job  # noqa: E402
 from dev.llama3.train_llama3 import Config3, Llama3  # noqa: E402
 from dev.precision.recompute import LlamaInside, RecomputeInside  # noqa: E402
 from prepro_tinyshakespeare import UserError, run  # noqa: E402
-from train_gpt2 import (BF16, draw_parameters, has_gpu, kept_as, make_device, pack_batch,  # noqa: E402
-                        to_bf16)
+from dev.bf16 import to_bf16  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
+from train_gpt2 import BF16, draw_parameters, kept_as, pack_batch  # noqa: E402
 
 PLACE, WARM_UP, STEPS, TIMEOUT, GIB = "cuda", 5, 20, 200, 2**30  # TIMEOUT: seconds, for one process
 RATE, CLIP = 3e-4, 1.0  # the learning rate, and the largest norm of a gradient

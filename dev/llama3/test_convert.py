@@ -19,7 +19,8 @@ import convert  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, run, summary  # noqa: E402
-from train_gpt2 import BF16, HEADER_BYTES, to_bf16, to_float  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
+from train_gpt2 import BF16, HEADER_BYTES, to_float  # noqa: E402
 
 C, H, V, L, NH, NKV, HS = 96, 112, 37, 2, 6, 2, 16
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": C, "intermediate_size": H,

@@ -21,7 +21,8 @@ from dev.llama3.train_llama3 import Config3  # noqa: E402
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens  # noqa: E402
 from test_files import check_refusal  # noqa: E402
 from test_gpt2 import EXACT, check, run, summary  # noqa: E402
-from train_gpt2 import Config, DataLoader, decode, words_of  # noqa: E402
+from dev.runs.tokenizer import decode, words_of  # noqa: E402
+from train_gpt2 import Config, DataLoader  # noqa: E402
 from train_gpt2 import read_tokens as read_tokens_of  # noqa: E402
 
 BYTES = [bytes([b]) for b in range(255, -1, -1)]  # ids are not the bytes themselves, nor GPT-2's

@@ -43,8 +43,9 @@ import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, as there)
 from dev.files import read_header  # noqa: E402
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary  # noqa: E402
 from dev.runs.tokenizer import gpt2_words  # noqa: E402
-from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row,  # noqa: E402
-                        check_size, files_of, logit_rows, main, read_parameters, to_float)
+from dev.data.loader import files_of  # noqa: E402
+from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,  # noqa: E402
+                        logit_rows, main, matrices, read_parameters, to_float)
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
 
@@ -80,11 +81,11 @@ class Config3(Config):
                     "Face's files")
     TOKEN_FILES = {**Config.TOKEN_FILES, LLAMA_TOKENS: np.dtype("<u4")}
     SOURCES = (*Config.SOURCES, HERE / "llama3.cu")
-    MODELS = ("llama3.2_1B.bin", "llama3:d12", "llama3:d3")
+    MODELS = ("llama3.2_1B.bin", "llama3:d12")
     DESCRIPTORS = f"{', '.join(META)}, or llama3:d12 and the like"
     PADDED = ("wte", "lm_head")
+    longest = math.inf  # of a sequence
     EOT = property(lambda self: BEGIN_ID if self.has_llamas_words else EOT)
-    longest = math.inf
 
     def __post_init__(self):
         object.__setattr__(self, "Vp", -(-self.V // 128) * 128)
@@ -225,12 +226,19 @@ class Config3(Config):
                       Row(f"{name}b", tuple(shape[:1]), **each)]
         return [*table, final, Row("lnfb", (C,), real)]
 
+    def file_parts(self, views, real=np.float32):
+        """As Config.file_parts; a tensor that is no parameter is zeros, and padding stays away."""
+        for row in self.file_table(real):
+            absent = np.zeros(0 if hasattr(views, row.name) else row.size, row.dtype)
+            parts = matrices(getattr(views, row.name, absent))
+            yield from (part.reshape(-1)[: row.size // len(parts)] for part in parts)
+
     def parameter_table(self, real=np.float32):
         """The parameters, as they lie in memory. They start as GPT-2's do."""
         C, H, once, each = self.C, self.H, dict(dtype=real), dict(dtype=real, layers=self.L)
-        weight = dict(std=0.02, decay=True, matrix=True)
+        weight = dict(std=0.02, decay=True, linear=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
-        embedding = weight | dict(matrix=self.tied)  # a product sets its gradient if it is the head
+        embedding = weight | dict(linear=self.tied)  # a product sets its gradient if it is the head
         head = [] if self.tied else [Row("lm_head", (self.Vp, C), **once, **weight)]
         return [
             Row("wte", (self.Vp, C), **once, **embedding),
@@ -297,6 +305,9 @@ class Llama3(GPT2):
     def __init__(self, config, *args, **keywords):
         super().__init__(config, *args, **keywords)
         self.head, self.dhead = self.params.lm_head, self.grads.lm_head
+
+    def check(self, config, device, B, T):
+        """RoPE has positions for any T."""
 
     def whole_views(self, arena):
         """As GPT2's. The tensors of a file are there by their names too."""
@@ -370,19 +381,19 @@ class Llama3(GPT2):
         not."""
         c, N, half = self.config, len(qkv), 0
         heads = c.NH + c.NKV
-        self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.shape[1],
+        self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.BT[1],
                            heads, c.QKV, half)
 
     def embedding_forward(self):
         """Where the stream begins: x = wte[token]. RoPE's table is made anew, for this T: that
         takes microseconds."""
-        c, (_, T), a, x = self.config, self.shape, self.acts, self.acts.residual
+        c, (_, T), a, x = self.config, self.BT, self.acts, self.acts.residual
         self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # (T,HS)
         self.device.launch("encoder_forward", x.size, x, self.batch.tokens, self.params.wte, None,
                            len(x), T, c.C)
 
     def embedding_backward(self):
-        (B, T), C, b = self.shape, self.config.C, self.batch
+        (B, T), C, b = self.BT, self.config.C, self.batch
         self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual,
                            b.tokens, b.order, b.run_length, C)
 

@@ -21,7 +21,10 @@ from dev.losses.label_smoothing import SOURCE  # noqa: E402
 from dev.test_fp8 import in_each_order, on_device  # noqa: E402
 from prepro_tinyshakespeare import byte_encoding, prepare  # noqa: E402
 from test_gpt2 import check, f32, finite_difference, gradients, model_class, normal, run, summary, words  # noqa: E402
-from train_gpt2 import GPT2, Config, draw_parameters, has_gpu, make_device, to_bf16, to_float  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
+from train_gpt2 import GPT2, Config, draw_parameters, to_float  # noqa: E402
 
 SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
 device_for = functools.cache(lambda name, dtype: make_device(name, dtype, Config(**SIZES), beside=[SOURCE]))

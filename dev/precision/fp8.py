@@ -35,7 +35,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Cuda, Row, address, carve, device_class, stride_of, without_comments
+from dev.devices import device_class
+from dev.kernel_text import without_comments
+from train_gpt2 import Cuda, Row, address, carve, stride_of
 
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
 OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
@@ -54,7 +56,7 @@ def e4m3_values():
 def fp8_rows(c):
     """The rows of the parameter table whose products are in FP8."""
     return [row for row in c.parameter_table()
-            if row.matrix and row.layers and not any(n % WHOLE for n in row.shape)]
+            if row.linear and row.layers and not any(n % WHOLE for n in row.shape)]
 
 
 def fp8_table(c, B, T):

@@ -31,19 +31,20 @@ __device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
 
 // adamw, with moments in bf16. With --zero a tensor here is a rank's pieces of one, a piece of each of its layers. So
 // number j of tensor i is number first[i] + j / piece[i] * stride[i] + j % piece[i] of all parameters, which are fewer
-// than 2^40. places (3, tensors) has first, piece and stride. Items: n numbers.
+// than 2^40. places (3, tensors) has first, piece and stride; noise has the seed and the step, whole numbers. Items: n
+// numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw_bf16(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
     bf16_moment* __restrict__ m, bf16_moment* __restrict__ v, const size_t* __restrict__ starts,
     const int* __restrict__ decayed, int tensors, size_t n, const AdamW* __restrict__ settings,
-    const Verdict* __restrict__ verdict, const size_t* __restrict__ places) {
-    auto add_noise = [&](Pack<W>& m1, Pack<W>& m2, size_t i, int tensor, const AdamW& a) {
+    const Verdict* __restrict__ verdict, const size_t* __restrict__ places, const float* __restrict__ noise) {
+    auto add_noise = [&](Pack<W>& m1, Pack<W>& m2, size_t i, int tensor) {
         size_t first = places[tensor], piece = places[tensors + tensor], stride = places[2 * tensors + tensor];
         size_t j = i - starts[tensor], in_piece = j % piece, number = first + j / piece * stride + in_piece;
         for (int k = 0; k < W; k++, number++, in_piece++) {
             if (in_piece == piece) in_piece = 0, number += stride - piece;
-            size_t bits = random_number((size_t)a.seed, ((size_t)a.step << 40) + number);
+            size_t bits = random_number((size_t)noise[0], ((size_t)noise[1] << 40) + number);
             m1[k] = plus_noise(m1[k], bits & 0xffff);
             m2[k] = plus_noise(m2[k], bits >> 16 & 0xffff);
         }

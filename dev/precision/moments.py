@@ -19,9 +19,10 @@ def in_bf16(tables):
     updates here: the place of its first number among all parameters; the numbers of a piece of it;
     and how far it is from a piece to that of the next layer."""
     moments = [row._replace(dtype=BF16) for row in tables["adam m"]]
-    update = [row for row in tables["update"] if row.name != "places"]
+    update = [row for row in tables["update"] if row.name not in ("places", "noise")]
     return tables | {"adam m": moments, "adam v": moments,
-                     "update": [*update, Row("places", (3, len(moments)), np.uint64)]}
+                     "update": [*update, Row("places", (3, len(moments)), np.uint64),
+                                Row("noise", (2,))]}  # the seed and the step
 
 
 class Bf16Moments:
@@ -41,8 +42,14 @@ class Bf16Moments:
         sizes = [row.size for row in table]
         return [[start // 4 for start in layout(table)[:-1]], sizes, sizes]
 
+    def set_adamw(self, seed=None, **settings):
+        super().set_adamw(**settings)
+        seed = self.flags.seed if seed is None else seed
+        # below 2^24 fp32 has all whole numbers
+        self.device.put(self.adam.noise, [seed % 2**24, self.step])
+
     def adamw_launch(self, kernel, *args):
-        super().adamw_launch("adamw_bf16", *args, self.adam.places)
+        super().adamw_launch("adamw_bf16", *args, self.adam.places, self.adam.noise)
 
 
 class Bf16MomentsTraining:

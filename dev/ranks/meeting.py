@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import cache_folder
+from dev.products import cache_folder
 
 HERE = str(Path(__file__).resolve().parents[2])
 BEAT = 1.0  # seconds between signs of life

@@ -196,7 +196,7 @@ class Ranks:
     def __str__(self):
         machines = len({host for host, *_ in self.meeting.people.values()})
         where = f" of {machines} machines" if machines > 1 else ""
-        return f" on {self.count} ranks{where}"
+        return f"{self.count} ranks{where}"
 
     def in_turn(self, work):
         """work(), first by one rank of each machine: the others there find what it has compiled, or
@@ -340,8 +340,9 @@ class RankedTraining:
         super().__init__(flags, Model)
         self.modules = modules_of()  # now: later one rank may import what others do not need
 
-    def place(self):
-        return f"{self.ranks}"
+    def announce(self):
+        super().announce()
+        print(f"ranks        | {self.ranks}")
 
     def make_device(self, *beside):
         make = super().make_device
@@ -389,7 +390,8 @@ class RankedTraining:
         """Whether any rank has a signal. All ranks ask before each step, and so notice if one of
         them hangs: they are told what takes longer than a step."""
         opens = self.train_data.next + self.micros > len(self.train_data.order)  # the next file
-        return self.ranks.agree(self.signals, self.pauses(done) or opens)
+        pauses = self.validates(done) or self.samples(done) or self.saves(done)
+        return self.ranks.agree(self.signals, pauses or opens)
 
     def total_loss(self, batches):
         """Each rank takes every N-th batch, maybe none."""
@@ -406,9 +408,13 @@ class RanksExplained:
     batches, and the first that finds something speaks."""
     share = ", in rank 0's part of the batch"
 
-    def no_update(self, queued, verdict):
+    def give_up(self, queued, verdict):
         self.ranks.exchange(None, "a look at the step")  # from here on it may take longer
-        super().no_update(queued, verdict)
+        super().give_up(queued, verdict)
+
+    def explain_outlier(self, queued, scores):
+        self.ranks.exchange(None, "a look at the step")
+        super().explain_outlier(queued, scores)
 
     def reports(self, queued):
         return self.ranks.exchange(*super().reports(queued), "a look at the step")

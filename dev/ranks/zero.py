@@ -14,7 +14,7 @@ multiples of 8 numbers. What is left of them, the tails, are tensors of their ow
 import numpy as np
 
 from dev.ranks.ranks import cut, cut_layers
-from train_gpt2 import LOW, Row, carve, kept_as, to_float, update_table
+from train_gpt2 import LOW, Row, carve, kept_as, update_table
 
 TENSOR = 32  # numbers: 64 bytes in bf16, where tensors of arenas start
 
@@ -87,11 +87,6 @@ class Sharded:
                     own[...] = kept_as(part, own.dtype)
                 if rest is not None:
                     rest[...] = kept_as(tail, rest.dtype)
-
-    def master_numbers(self):
-        arrays = self.arenas["param share"].view(self.device.real), self.arenas.get("low share")
-        return to_float(*(self.device.get(array.view(LOW) if i else array)
-                          for i, array in enumerate(arrays) if array is not None))
 
     # ---- A step
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from dev.runs.peak import flops_per_token
 from dev.terminal import duration
-from train_gpt2 import BF16, to_bf16
+from dev.bf16 import to_bf16
+from train_gpt2 import BF16
 
 # A training step does its FLOPs at this share of the speed of one of its matrix products alone:
 # 0.62 for the 124M model in bf16 on an H200, 0.7 for the 1558M model, and on two CPU cores 0.4 to
@@ -40,17 +41,19 @@ def product_rate(device, c, B, T):
 class DryRun:
     """Training that only says what it would be."""
 
-    def start(self):
-        """Print how large a checkpoint is, and about how long the steps take. Returns the exit
+    def run(self):
+        """Print the tables, how large a checkpoint is, and about how long the steps take. Returns the exit
         status."""
-        c, device, flags, (B, T) = self.config, self.device, self.flags, self.model_size()
+        self.prepare()
+        c, device, flags = self.config, self.device, self.flags
+        B, T = flags.batch_size, flags.seq_len
         numbers, size = sum(row.size for row in c.file_table()), np.dtype(device.real).itemsize
         print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} "
               "GiB of state (-n, -nk)")
         rate = product_rate(device, c, B, T) * SHARE[device.name]
         # --recompute 2 does the products of a layer's forward pass again, but the last.
         again = 2 * sum(row.size for row in c.parameter_table()
-                        if row.matrix and row.layers and row.name != "fcprojw")
+                        if row.linear and row.layers and row.name != "fcprojw")
         flops = flops_per_token(c, T) + again * (flags.recompute == 2)
         seconds = flags.total_batch / self.count * flops / rate
         print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, "

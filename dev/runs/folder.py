@@ -36,6 +36,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.bf16 import joined
 from dev.cpu.device import available_memory
 from dev.files import check_kind, read_header
 from dev.ranks.ranks import cut, sketch
@@ -43,9 +44,9 @@ from dev.runs.replay import bad_place
 from dev.terminal import say
 from dev.update.outliers import WINDOW
 from prepro_tinyshakespeare import UserError, make_header, replace_file
-from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, Config, FileKind, Row, checkpoint_parts,
-                        count_tokens, files_of, in_file_order, mapped, read_parameters,
-                        to_float)
+from dev.data.loader import files_of
+from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, Config, FileKind, Row, checkpoint_parts, count_tokens,
+                        carve, mapped, read_parameters, to_float)
 
 # ---- llm.c's state file
 
@@ -91,15 +92,22 @@ def state_parts(model, position, shared=False):
     header.view("<u8")[[10, 11, 15, 16]] = SEED, SEED, position.place, position.next
     yield header
     table = state_table(c, count, rank) if shared else None
-    for kept in ([model.m], [model.v], model.master):
-        for halves in zip(*(of_share(table, views) if shared else
-                            in_file_order(c, views, np.float32) for views in kept)):
+    for kept in (*moments_of(model), model.master):
+        for halves in zip(*(of_share(table, views) if shared else c.file_parts(views) for views in kept)):
+            halves = [half.reshape(-1) for half in halves]
             for start in range(0, halves[0].size, 2**20):  # a device has little memory for more
-                yield to_float(*(half[start : start + 2**20] for half in halves))
+                parts = [half[start : start + 2**20] for half in halves]
+                yield joined(*parts) if len(parts) == 2 else to_float(*parts)
     if position.shuffle:
         P, n, (_, key, used, *_) = len(position.files), len(position.order), position.rng
         yield np.array([(P, position.files, n, position.order, 0, max(1, 625 - used), used, key,
                          (0, 0x9908B0DF))], shuffle_record(P, n))  # used: of 624 numbers
+
+
+def moments_of(model):
+    """[views of AdamW's m], [views of its v]."""
+    tables = model.tables(model.config, model.device, model.B, model.T)
+    return [[carve(model.arenas[name], tables[name])] for name in ("adam m", "adam v")]
 
 
 class Damage(UserError):
@@ -207,7 +215,7 @@ def load_state(path_of, model, data, had=None):
     as_before, known = len(states) == model.count, model.rank < len(states)
     load_position(states[min(model.rank, len(states) - 1)], data, as_before, known, had)
     names = {row.name for row in c.parameter_table()}
-    for tensors, kept in zip(finite_sets(states, c), ([model.m], [model.v], model.master)):
+    for tensors, kept in zip(finite_sets(states, c), (*moments_of(model), model.master)):
         if kept is not model.master:
             tensors = ((name, values) for name, values in tensors if name in names)
         model.set_tensors(tensors, kept)
@@ -893,9 +901,11 @@ class RunFolder:
 class Resumed:
     """A run that begins with the checkpoint which its folder has for it."""
 
-    def checkpoint(self, name):
-        self.flags.model = name  # for run_*.json
-        return str(self.folder.checkpoint or name)
+    def choose_model(self):
+        flags, given = self.flags, self.flags.model
+        flags.model = str(self.folder.checkpoint or given)
+        super().choose_model()
+        flags.model = given  # for run_*.json
 
 
 class Kept(Resumed):
@@ -920,6 +930,14 @@ class Kept(Resumed):
             super().train()
         finally:
             self.folder.close()
+
+    def next_batches(self):
+        if self.flags.overfit:
+            self.train_data.restart()
+        position = self.train_data.position()
+        batches = super().next_batches()
+        batches.position = position
+        return batches
 
     def saves(self, done):
         return super().saves(done) or done > 0 and self.due(done, self.flags.checkpoint_every)

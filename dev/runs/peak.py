@@ -22,16 +22,21 @@ def flops_per_token(c, T):
     """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4
     backward), and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery
     et al. 2022, appendix B, halved: causal)."""
-    weights = sum(row.size for row in c.parameter_table() if row.matrix)
+    weights = sum(row.size for row in c.parameter_table() if row.linear)
     return 6 * weights + 6 * c.L * c.C * T
+
+
+def peak_of(device):
+    """What a device's name is followed by."""
+    peak = peak_flops(device)
+    return f", peak {peak / 1e12:.0f} TFLOP/s" if peak else ""
 
 
 class Titled:
     """A device whose name has its peak."""
 
     def __str__(self):
-        peak = peak_flops(self)
-        return super().__str__() + (f", peak {peak / 1e12:.0f} TFLOP/s" if peak else "")
+        return super().__str__() + peak_of(self)
 
 
 class Peak:

@@ -19,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 
+from dev.kernel_text import parameters_of
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import batch_table, carve, pack_batch, read_parameters, to_float
 
@@ -61,8 +62,8 @@ class Watch:
 
         def watched_launch(name, items, *args, **keywords):
             launch(name, items, *args, **keywords)
-            for arg, (_, kind, const) in zip(args, device.kernels[name].parameters):
-                written = kind is None and not const and arg is not None
+            for arg, (_, _, array, const) in zip(args, parameters_of(device.kernels[name])):
+                written = array and not const and arg is not None
                 if written and arg.dtype in (np.float32, device.real):
                     self.look(arg, f"kernel {name}")
 
@@ -99,8 +100,8 @@ class Watch:
             return
         place = np.ravel_multi_index(at, array.shape)
         value = to_float(self.model.device.get(array.reshape(-1)[place:][:1]))[0]
-        T, token = self.model.shape[1], ""
-        if len(array) == math.prod(self.model.shape):
+        T, token = self.model.BT[1], ""
+        if len(array) == math.prod(self.model.BT):
             token = f" (token {at[0] % T} of sequence {at[0] // T})"
         raise Found(f"{value} in {self.name_of(array)}[{', '.join(map(str, at))}]{token}, which "
                     f"{writer} wrote in {self.part}")

@@ -10,7 +10,8 @@ import codecs
 import numpy as np
 
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import coins, draw_token, words_of
+from dev.runs.tokenizer import words_of
+from train_gpt2 import coins, draw_token
 
 
 def choose(logits, coin, temperature, top_k):
@@ -72,6 +73,7 @@ class Sampling:
 
     def run(self):
         flags = self.flags
+        flags.batch_size = 1
         self.choose_model()
         if not self.from_file:
             raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing "
@@ -82,6 +84,3 @@ class Sampling:
                flags.sample_tokens, flags.temperature, flags.top_k)
         print()
         return 0
-
-    def model_size(self):
-        return 1, self.flags.seq_len

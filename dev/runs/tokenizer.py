@@ -1,12 +1,12 @@
-"""gpt2_tokenizer.bin, llm.c's file of GPT-2's words: if it is in the current folder, samples are
-shown in its words, and tiktoken is not needed.
+"""The words in which samples are shown: those of gpt2_tokenizer.bin, llm.c's file of GPT-2's words,
+if it is in the current folder; else tiktoken's; and without a network the single bytes alone.
 """
 import functools
 from pathlib import Path
 
 from dev.files import read_header
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import HEADER_BYTES, Config, FileKind, vocabulary
+from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
+from train_gpt2 import HEADER_BYTES, FileKind
 
 TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it "
                      "tiktoken is used")
@@ -26,15 +26,42 @@ def read_tokenizer(path):
     return words
 
 
+def words_of(encoding):
+    """{token id: its bytes} of an encoding, special tokens too."""
+    special = (name.encode() for name in encoding.special_tokens_set)
+    words = *encoding.token_byte_values(), *special
+    return {encoding.encode_single_token(word): word for word in words}
+
+
+@functools.cache
+def vocabulary():
+    """{token id: its bytes} of GPT-2, by tiktoken, or else of the single bytes."""
+    try:
+        encoding = gpt2_encoding()
+    except UserError as e:
+        print(f"WARNING: {e}. In samples, tokens of more than one byte are shown as numbers.")
+        encoding = byte_encoding()
+    return words_of(encoding)
+
+
 @functools.cache
 def gpt2_words():
-    """{token id: its bytes} of GPT-2: by the file, else as train_gpt2.vocabulary."""
+    """{token id: its bytes} of GPT-2."""
     return dict(enumerate(read_tokenizer(FILE))) if FILE.exists() else vocabulary()
 
 
+def decode(tokens, words):
+    """The text of token ids; words: {id: bytes}. An id without bytes is shown as a number."""
+    text = b"".join(words.get(t, f"<{t}>".encode()) for t in tokens)
+    return text.decode("utf-8", errors="replace")
+
+
 class Tokenized:
-    """Training whose samples are in the file's words."""
+    """Training whose samples are in such words."""
 
     def words(self):
-        # The config of another model says which words it has.
-        return gpt2_words() if type(self.config) is Config else super().words()
+        """{token id: its bytes}; the config of another model says which it has."""
+        return self.config.words() if hasattr(self.config, "words") else gpt2_words()
+
+    def decode(self, tokens):
+        return decode(tokens, self.words())

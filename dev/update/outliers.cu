@@ -26,14 +26,14 @@ __device__ double z_score(double* window, int seen, double value) {
 BLOCK(32, threads)
 extern "C" __global__ void skip_outliers(
     Verdict* verdict, double* windows, int* seen, float* __restrict__ z_scores, float loss_limit, float norm_limit,
-    const AdamW* __restrict__ settings) {
+    const float* __restrict__ step) {
     if (!verdict->update) return;
     int count = *seen;
     double loss_z = z_score(windows, count, verdict->loss), norm_z = z_score(windows + WINDOW, count, verdict->norm);
     bool skips = (loss_limit > 0.0f && loss_z > loss_limit) || (norm_limit > 0.0f && norm_z > norm_limit);
     __syncwarp();  // all lanes have read *verdict and *seen
     if (threadIdx.x > 0) return;
-    float* z = z_scores + 2 * ((int)settings->step % WINDOW);
+    float* z = z_scores + 2 * ((int)*step % WINDOW);
     z[0] = loss_z, z[1] = norm_z;
     if (skips) verdict->update = 0.0f;
     *seen = count + 1;

@@ -29,14 +29,19 @@ class Outliers:
         tables = super().tables(c, device, B, T)
         rows = [Row("windows", (2, WINDOW), np.float64),  # the last losses and norms
                 Row("seen", (1,), np.int32),  # how many there have been
-                Row("z_scores", (WINDOW, 2))]  # of loss and norm; those of step s at s % WINDOW
+                Row("z_scores", (WINDOW, 2)),  # of loss and norm; those of step s at s % WINDOW
+                Row("step", (1,))]
         return tables | {"update": tables["update"] + rows}
+
+    def set_adamw(self, **settings):
+        super().set_adamw(**settings)
+        self.device.put(self.adam.step, [self.step])
 
     def judge(self):
         super().judge()
         adam, flags = self.adam, self.flags
         self.device.launch("skip_outliers", 32, adam.verdict, adam.windows, adam.seen,
-                           adam.z_scores, flags.loss_limit, flags.norm_limit, adam.settings)
+                           adam.z_scores, flags.loss_limit, flags.norm_limit, adam.step)
 
     def z_scores(self, step):
         """(loss's, norm's) of one of the last steps; NaN in the first 128."""
@@ -50,10 +55,13 @@ class OutliersTraining:
     def make_device(self, *beside):
         return super().make_device(*beside, SOURCE)
 
-    def no_update(self, queued, verdict):
-        super().no_update(queued, verdict)  # which gives up if the step is not finite
-        loss, norm = self.model.z_scores(queued.number)
-        self.explain_outlier(queued, f"z-scores: loss {loss:.2f}, norm {norm:.2f}")
+    def report(self, queued, verdict):
+        if not (verdict.update or verdict.stopped):
+            self.say(f"WARNING: step {queued.number}: no update: loss {verdict.loss:.6f}, norm "
+                     f"{verdict.norm:.6f}")
+            loss, norm = self.model.z_scores(queued.number)
+            self.explain_outlier(queued, f"z-scores: loss {loss:.2f}, norm {norm:.2f}")
+        super().report(queued, verdict)
 
     def state(self, model):
         windows, seen = map(model.device.get, (model.adam.windows, model.adam.seen))

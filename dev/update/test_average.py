@@ -19,10 +19,11 @@ from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
 from dev.update.average import SOURCE
 from dev.update.outliers import SOURCE as OUTLIERS
+from dev.bf16 import master_numbers
 from prepro_tinyshakespeare import UserError, write_tokens
 from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
-from train_gpt2 import (GPT2, Config, Training, draw_parameters, make_device, pack_batch,
-                        parse_flags)
+from dev.devices import make_device
+from train_gpt2 import GPT2, Config, Training, draw_parameters, pack_batch, parse_flags
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
@@ -44,28 +45,28 @@ def recurrence(dtype, decay):
     """A few steps against the recurrence in float64; then one that a limit skips, and one whose
     gradient is not finite."""
     model, rng = averaged_model(dtype, decay), np.random.default_rng(2)
-    expected = model.master_numbers().astype(np.float64)
-    yield "begins as the parameters", average_of(model), model.master_numbers(), EXACT
+    expected = master_numbers(model).astype(np.float64)
+    yield "begins as the parameters", average_of(model), master_numbers(model), EXACT
     batch = pack_batch(*rng.integers(CONFIG.V, size=(2, 3, 17), dtype=np.int32))
     for _ in range(5):
-        before = model.master_numbers()
+        before = master_numbers(model)
         model.train_step(batch, learning_rate=1e-2)
-        check("parameters move", (model.master_numbers() != before).mean() > 0.5)
-        expected = decay * expected + (1 - decay) * model.master_numbers()
+        check("parameters move", (master_numbers(model) != before).mean() > 0.5)
+        expected = decay * expected + (1 - decay) * master_numbers(model)
     yield "after 5 steps", average_of(model), expected, 1e-7
     if decay == 0:
-        yield "without memory", average_of(model), model.master_numbers(), EXACT
+        yield "without memory", average_of(model), master_numbers(model), EXACT
     else:
-        apart = np.linalg.norm(average_of(model) - model.master_numbers())
+        apart = np.linalg.norm(average_of(model) - master_numbers(model))
         check("is no copy of the parameters", apart > 1e-3 * np.linalg.norm(expected), f"{apart}")
 
     # The windows say that all losses were 0.5 or 0.51, so this one is an outlier.
-    average, parameters = average_of(model), model.master_numbers()
+    average, parameters = average_of(model), master_numbers(model)
     model.device.put(model.adam.windows, np.full((2, 128), 0.5) + 0.01 * (np.arange(128) % 2))
     model.device.put(model.adam.seen, [128])
     model.train_step(batch, learning_rate=1e-2)
     check("a step is skipped", not model.report().update and not model.report().stopped)
-    yield "skipped: parameters", model.master_numbers(), parameters, EXACT
+    yield "skipped: parameters", master_numbers(model), parameters, EXACT
     yield "skipped: average", average_of(model), average, EXACT
     model.params.lnfb[...] = 0xFF80 if dtype == "bf16" else -np.inf
     model.train_step(batch, learning_rate=1e-2)

@@ -23,7 +23,9 @@ from dev.cpu.device import Cpu
 from dev.update.outliers import SOURCE, WINDOW
 from prepro_tinyshakespeare import UserError, write_tokens
 from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
-from train_gpt2 import GPT2, Config, Verdict, has_gpu, make_device
+from dev.devices import make_device
+from dev.features import has_gpu
+from train_gpt2 import GPT2, Config, Verdict
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)

@@ -1,0 +1,90 @@
+"""Token files in any number, and in llm.c's random order.
+
+-i may be a pattern such as 'data/fineweb_train_*.bin'. With --shuffle 1, the default for several
+files, each epoch shuffles the files, and the batches of each. Ranks have orders of their own.
+"""
+import glob
+from types import SimpleNamespace
+
+import numpy as np
+
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import DataLoader, count_tokens, read_tokens
+
+
+def files_of(pattern):
+    """The paths that a pattern such as data/fineweb_train_*.bin matches, sorted as in llm.c; or,
+    if none does, that of a file of this name."""
+    return sorted(glob.glob(str(pattern))) or [str(pattern)]
+
+
+class FilesLoader(DataLoader):
+    """Batches of the token files that match a pattern, epoch after epoch. A file's last, partial
+    batch is skipped."""
+
+    def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
+        self.pattern, self.paths, self.rank = pattern, files_of(pattern), rank
+        self.B, self.T, self.c = B, T, c
+        self.size = count * B * T  # of a batch
+        counts = [count_tokens(path, c)[0] for path in self.paths]
+        for path, tokens in zip(self.paths, counts):
+            if tokens <= self.size:
+                raise UserError(f"{path}: {tokens:,} tokens, and a batch needs B*T+1 = "
+                                f"{self.size + 1:,}; give a longer file, or a smaller -b or -t")
+        self.total, self.batches_of = sum(counts), [(n - 1) // self.size for n in counts]
+        self.batches = sum(self.batches_of)  # of an epoch
+        self.shuffle = len(counts) > 1 if shuffle is None else shuffle
+        self.rng = np.random.RandomState(42 + rank)
+        self.files, self.path = self.permuted(range(len(counts))), None
+        self.restart()
+
+    def __str__(self):
+        files = f" in {len(self.paths)} files" if len(self.paths) > 1 else ""
+        return f"{self.pattern}: {self.total:,} tokens{files}"
+
+    def permuted(self, items):
+        """The items as a list; with shuffle, permuted by Fisher and Yates's method from the end, as
+        llm.c does it, with the numbers of a Mersenne Twister."""
+        items = list(items)
+        for i in range(len(items) - 1, 0, -1) if self.shuffle else ():
+            j = int(self.rng.randint(2**32, dtype=np.uint32)) % (i + 1)
+            items[i], items[j] = items[j], items[i]
+        return items
+
+    def restart(self):
+        self.open(0)
+
+    def open(self, place):
+        """Go to the first batch of the file at a place in this epoch's order."""
+        self.place, self.next, path = place, 0, self.paths[self.files[place]]
+        if path != self.path:
+            self.path, self.tokens = path, read_tokens(path, self.c)
+        self.order = self.permuted(range(self.batches_of[self.files[place]]))
+
+    def position(self):
+        """Where the next batch is, for a checkpoint."""
+        return SimpleNamespace(place=self.place, next=self.next, files=self.files, order=self.order,
+                               shuffle=self.shuffle, rng=self.rng.get_state())
+
+    def next_file(self):
+        if self.place + 1 == len(self.files):
+            self.files = self.permuted(self.files)
+        self.open((self.place + 1) % len(self.files))
+
+    def next_batch(self):
+        if self.next == len(self.order):
+            self.next_file()
+        self.next += 1
+        return self.batch(self.order[self.next - 1])
+
+
+class Shuffled:
+    """Training on such files."""
+
+    def loader(self, path, B, T, *ranks):
+        if not ranks:  # of a validation, in smaller batches if its file is short
+            shortest = min(count_tokens(each, self.config)[0] for each in files_of(path))
+            return FilesLoader(path, max(1, min(B, (shortest - 1) // T)), T, self.config, 0)
+        loader = FilesLoader(path, B, T, self.config, self.flags.shuffle, *ranks)
+        self.flags.shuffle = int(loader.shuffle)
+        return loader

@@ -1,0 +1,65 @@
+"""Whether a model fits into a device: says so before anything is allocated, and which batch would.
+"""
+import bisect
+
+from dev.cpu.device import available_memory
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import layout
+
+SPARE = 2**28  # bytes left for what CuPy, cuBLAS and the driver take in the first step
+
+
+def free_bytes(device):
+    """How much memory a device has for the tables."""
+    if device.name == "cpu":
+        return available_memory()
+    return max(0, device.gpu.mem_info[0] - SPARE)
+
+
+class Fitting:
+    """A model that checks its device first."""
+
+    @classmethod
+    def memory(cls, c, device, B, T):
+        """(bytes that the tables ask for, bytes that are free, the largest B that fits)."""
+        def bytes_of(B):
+            return sum(layout(table)[-1] for table in cls.tables(c, device, B, T).values())
+
+        free = free_bytes(device)
+        return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
+
+    def check(self, config, device, B, T):
+        super().check(config, device, B, T)
+        if device.compiled_for != config.switches():
+            raise UserError("the device's kernels are compiled for "
+                            f"{' '.join(device.compiled_for)}: expected a device for "
+                            f"{' '.join(config.switches())}")
+        attention = device.attention_sizes
+        shared = max(attention.shared_forward, attention.shared_backward,
+                     device.layernorm_sizes.shared_of_row)
+        if shared > device.max_shared:
+            raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of "
+                            f"shared memory, and this device has {device.max_shared:,}: choose a "
+                            "smaller C, smaller heads, or bf16")
+        asked, free, fits = self.memory(config, device, B, T)
+        if asked > free:
+            memory = "memory" if device.name == "cpu" else "device memory"
+            raise UserError(f"-b {B} -t {T}: the tables ask for {asked / 2**30:.2f} GiB of "
+                            f"{memory}, and {free / 2**30:.2f} are free; the largest -b that fits "
+                            f"is {fits}" + self.smaller(config, device, B, T, fits))
+
+    def smaller(self, config, device, B, T, fits):
+        """What else to tell a user whose model does not fit."""
+        return "" if fits else "; choose a smaller -t or -e"
+
+
+class FittingTraining:
+    """A run that says how much of the memory it takes."""
+
+    def announce(self):
+        super().announce()
+        flags = self.flags
+        asked, free, fits = self.Model.memory(self.config, self.device, flags.batch_size,
+                                              flags.seq_len)
+        print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into "
+              f"{free / 2**30:.2f} GiB")

@@ -1,0 +1,28 @@
+"""--schedule: other ways for the learning rate to fall than along half a cosine.
+
+    linear      along a line
+    constant    not at all, and it does not rise, either
+    wsd         not until the last fifth of the steps, and then as 1 - sqrt (warmup, stable, decay:
+                Hagele et al. 2024, section 4)
+"""
+import numpy as np
+
+
+class Scheduled:
+    """Training with one of these."""
+
+    def learning_rate(self, step):
+        f, flags = np.float32, self.flags
+        rate, steps, warmup = f(flags.learning_rate), flags.steps, flags.warmup
+        if flags.schedule == "constant":
+            return rate
+        if step < warmup:
+            return super().learning_rate(step)
+        least = rate * f(flags.final_fraction)
+        if flags.schedule == "linear":
+            return rate - f(step - warmup) / f(steps - warmup) * (rate - least)
+        begin = int(f(0.8) * f(steps))
+        if step < begin:
+            return rate
+        share = f(step - begin) / f(steps - begin)  # of the way down
+        return least + (f(1) - np.sqrt(share)) * (rate - least)
