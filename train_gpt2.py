@@ -1083,9 +1083,10 @@ def read_header(path, *kinds):
     for kind in kinds:
         if len(header) == 256 and header[0] == kind.magic and header[1] in kind.versions:
             return header
-    wish = " or ".join(f"a {kind.name} ({kind.magic}, version {kind.versions})" for kind in kinds)
-    raise UserError(f"{path}: begins with {header[:2]}, and has {4 * len(header)} bytes of header; "
-                    f"expected {wish}, and {HEADER_BYTES}: {kinds[0].remedy}")
+    wish = " or ".join(f"a {kind.name}'s [{kind.magic}, {' or '.join(map(str, kind.versions))}]"
+                       for kind in kinds)
+    raise UserError(f"{path}: its {4 * len(header)} bytes of header begin with {header[:2]}; "
+                    f"expected {HEADER_BYTES}, and {wish}: {kinds[0].remedy}")
 
 
 def check_size(path, kind, expected):
@@ -1260,7 +1261,8 @@ def number(kind, least, below=math.inf):
     """The type of a flag: an int or a float, least <= x < below."""
     def convert(text):
         if not least <= kind(text) < below:
-            raise argparse.ArgumentTypeError(f"{text}: expected {least} <= x < {below}")
+            upper = "" if below == math.inf else f" and below {below}"
+            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}{upper}")
         return kind(text)
     convert.__name__ = kind.__name__  # for argparse's messages
     return convert
