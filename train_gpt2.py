@@ -137,7 +137,7 @@ class Config:
         return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
 
     def check(self, path, wishes=()):
-        """Raise UserError unless the sizes make a model. wishes: more (ok, expectation) pairs."""
+        """Raise UserError unless the sizes make a model; wishes: more of (ok, expectation)."""
         sizes = dataclasses.astuple(self)[:6]
         for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
                          (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
@@ -500,17 +500,13 @@ class GPT2:
             self.layer_backward(l)
         self.embedding_backward()
 
-    def forward(self, tokens, targets=None):
-        """The mean loss of a batch, tokens and targets (B,T), in nats; without targets, None.
-        acts.logits has its logits, or those of the last part."""
-        self.set_batch(pack_batch(tokens, 0 if targets is None else targets))
+    def forward(self, tokens, targets=0):
+        """The mean loss of a batch, tokens and targets (B,T), in nats. acts.logits has its logits,
+        or those of the last part."""
+        self.set_batch(pack_batch(tokens, targets))
         self.forward_pass()
         for rows in self.parts:
-            logits = self.head_forward(rows)
-            if targets is not None:
-                self.loss_forward(rows, logits)
-        if targets is None:
-            return None
+            self.loss_forward(rows, self.head_forward(rows))
         self.mean_loss()
         return self.report().loss
 
@@ -811,9 +807,7 @@ class Training:
 
     def make_device(self, *beside):
         """The device; beside: more CUDA files to compile."""
-        device = self.device_class()(self.flags.dtype, self.config, beside)
-        device.graph = self.flags.graph
-        return device
+        return self.device_class()(self.flags.dtype, self.config, beside)
 
     def device_class(self):
         return Cuda if self.flags.plain else FastCuda
@@ -1285,16 +1279,12 @@ ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip"
 
 # A flag's letter, long name, type or choices, default, and what it is.
 FLAGS = [
-    ("-i", "--train-data", "name", None, "token file to train on (default: "
-     "tinyshakespeare, prepared if missing)"),
-    ("-j", "--val-data", "name", None, "token file to validate on (default: -i's, with val for "
-     "train)"),
-    ("-e", "--model", "name", None, "checkpoint; or, from scratch, d12, d24, d36, d48 and the like "
-     "for that depth (default: gpt2_124M.bin if it is here, else d12)"),
-    ("-o", "--output", "name", None, "folder for the weights, at the end (default: none)"),
+    ("-i", "--train-data", "name", None, "token file to train on (default: tinyshakespeare)"),
+    ("-j", "--val-data", "name", None, "token file to validate on (default: -i's other one)"),
+    ("-e", "--model", "name", None, "checkpoint, or from scratch d12, d24 ... (default: d12)"),
+    ("-o", "--output", "name", None, "folder for the weights (default: none)"),
     ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
-    ("-d", "--total-batch", "count", None, "tokens in a step, which accumulates gradients over "
-     "-d/(B*T) micro-batches (default: B*T)"),
+    ("-d", "--total-batch", "count", None, "tokens in a step of micro-batches (default: B*T)"),
     ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024)"),
     ("-l", "--learning-rate", "rate", 3e-4, "learning rate"),
     ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises"),
@@ -1312,7 +1302,6 @@ FLAGS = [
     (None, "--seed", "count or 0", 42, "of the initial parameters, and of all that is drawn"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), "bf16", "tf32: fp32, products in TF32"),
     (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster"),
-    (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one, not as a graph"),
 ]
 
 

@@ -18,6 +18,15 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=()):
     return device
 
 
+class OneByOne:
+    """Training whose kernels are launched one by one."""
+
+    def make_device(self, *beside):
+        device = super().make_device(*beside)
+        device.graph = False
+        return device
+
+
 class OnCpu:
     """Training on the CPU device."""
     longest = 64  # T without -t

@@ -51,6 +51,7 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
+    (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one, not as one graph"),
     (None, "--gpus", "count", None, "train on N of this machine's GPUs; 1: alone (default: alone, "
      "or as one of the ranks that torchrun, srun or mpirun has started)"),
     ("-z", "--zero", "switch", 0, "1: each of several ranks has a share of AdamW's moments and "
@@ -167,6 +168,7 @@ FEATURES = [
     Feature("loader", lambda flags, ranks: True, training="dev.data.loader:Shuffled"),
     Feature("products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
             training="dev.products:Timed"),
+    Feature("no graph", lambda flags, ranks: not flags.graph, training="dev.devices:OneByOne"),
     Feature("cpu", lambda flags, ranks: flags.device == "cpu", training="dev.devices:OnCpu"),
 ]
 # {names of features: (the model's subclass, the training's)}. A model's class counts as a feature.
