@@ -401,15 +401,12 @@ class GPT2:
         self.attention("attention_forward", atty, lse, qkv)
 
     def attention_backward(self, qkv, lse, atty, dbias):
-        """dqkv = the gradient of qkv, given dinp, that of atty. dbias, unless None, += the sum of
-        its rows."""
-        (B, T), d, rows = self.BT, self.back, self.device.attention_sizes.rows
-        sums = None if dbias is None else d.dqkv_sums
+        """dqkv = the gradient of qkv, given dinp, that of atty. dbias += the sum of its rows."""
+        (B, T), d, OC = self.BT, self.back, dbias.size
+        sums, rows = d.dqkv_sums, B * -(-T // self.device.attention_sizes.rows)
         self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, atty, qkv, d.dinp)
         self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, qkv, d.dinp)
-        if sums is not None:
-            self.device.launch("add_partials", dbias.size, dbias, None, None, sums,
-                               B * -(-T // rows), dbias.size)
+        self.device.launch("add_partials", OC, dbias, None, None, sums, rows, OC)
 
     def attention(self, kernel, *arrays):
         """Launch a kernel: a block takes some rows of a query head, or of a key head."""
@@ -430,11 +427,10 @@ class GPT2:
 
     def embedding_backward(self):
         """The gradients of wte, beside what the head has left there, and of wpe."""
-        (B, T), b, dx = self.BT, self.batch, self.back.dresidual
-        C, launch = self.config.C, self.device.launch
-        launch("encoder_backward_wte", (B * T, C), self.grads.wte, dx, b.tokens, b.order,
-               b.run_length, C)
-        launch("encoder_backward_wpe", T * C, self.grads.wpe, dx, B, T, C)
+        (B, T), C, b = self.BT, self.config.C, self.batch
+        launch, dx, g = self.device.launch, self.back.dresidual, self.grads
+        launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.run_length, C)
+        launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
     def last_norm_forward(self):
         """The stream ends in lnf (N,C), of which the head makes logits."""
@@ -1095,11 +1091,7 @@ def read_parameters(path, c):
     """(name, values) of a checkpoint's tensors, mapped into memory as stored."""
     header = read_header(path, c.FILE)
     table = c.file_table(c.STORED[header[1]], header)
-    return mapped(path, table, os.path.getsize(path) - sum(row.nbytes for row in table))
-
-
-def mapped(path, table, start):
-    """(name, values) of a table's tensors, in a file from byte `start` on."""
+    start = os.path.getsize(path) - sum(row.nbytes for row in table)
     for row in table:
         yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
         start += row.nbytes

@@ -354,7 +354,7 @@ class Llama3(GPT2):
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention_backward(a.qkv, a.lse, a.atty, None)  # (N,C) -> dqkv (N,QKV)
+        self.attention_backward(a.qkv, a.lse, a.atty)  # (N,C) -> dqkv (N,QKV)
         self.rope("rope_backward", d.dqkv)  # of queries and keys, in place
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (QKV,N) @ (N,C) -> (QKV,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,QKV) @ (QKV,C) -> (N,C)
@@ -374,6 +374,12 @@ class Llama3(GPT2):
         device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,
                       rstd, N, shared=shared)
         device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
+
+    def attention_backward(self, qkv, lse, atty):
+        """back.dqkv = the gradient of qkv, given back.dinp, that of atty."""
+        d = self.back
+        self.attention("attention_backward_q", d.dqkv, None, d.delta, lse, atty, qkv, d.dinp)
+        self.attention("attention_backward_kv", d.dqkv, None, d.delta, lse, qkv, d.dinp)
 
     def rope(self, kernel, qkv):
         """Turn the queries and keys of qkv (N,QKV), or their gradients back. The two channels of a

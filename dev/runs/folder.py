@@ -46,7 +46,7 @@ from dev.update.outliers import WINDOW
 from prepro_tinyshakespeare import UserError, make_header, replace_file
 from dev.data.loader import files_of
 from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, Config, FileKind, Row, checkpoint_parts, count_tokens,
-                        carve, mapped, read_parameters, to_float)
+                        carve, read_parameters, to_float)
 
 # ---- llm.c's state file
 
@@ -152,7 +152,10 @@ class State:
 
     def tensors(self, i):
         """(name, values) of its m, v or parameters, mapped into memory."""
-        return mapped(self.path, self.table, HEADER_BYTES + i * self.nbytes)
+        start = HEADER_BYTES + i * self.nbytes
+        for row in self.table:
+            yield row.name, np.memmap(self.path, row.dtype, "r", start, row.whole_shape)
+            start += row.nbytes
 
 
 def read_states(path_of, c):
