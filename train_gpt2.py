@@ -402,15 +402,17 @@ class GPT2:
 
     def attention_backward(self, qkv, lse, atty, dbias):
         """dqkv = the gradient of qkv, given dinp, that of atty. dbias += the sum of its rows."""
-        (B, T), d, OC = self.BT, self.back, dbias.size
+        (B, T), d = self.BT, self.back
         sums, rows = d.dqkv_sums, B * -(-T // self.device.attention_sizes.rows)
         self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, atty, qkv, d.dinp)
         self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, qkv, d.dinp)
+        OC = dbias.size
         self.device.launch("add_partials", OC, dbias, None, None, sums, rows, OC)
 
     def attention(self, kernel, *arrays):
         """Launch a kernel: a block takes some rows of a query head, or of a key head."""
-        (B, T), c, sizes = self.BT, self.config, self.device.attention_sizes
+        (B, T), c = self.BT, self.config
+        sizes = self.device.attention_sizes
         heads = c.NKV if kernel == "attention_backward_kv" else c.NH
         forward = kernel == "attention_forward"
         shared = sizes.shared_forward if forward else sizes.shared_backward
@@ -427,8 +429,9 @@ class GPT2:
 
     def embedding_backward(self):
         """The gradients of wte, beside what the head has left there, and of wpe."""
-        (B, T), C, b = self.BT, self.config.C, self.batch
-        launch, dx, g = self.device.launch, self.back.dresidual, self.grads
+        (B, T), C = self.BT, self.config.C
+        launch, b = self.device.launch, self.batch
+        dx, g = self.back.dresidual, self.grads
         launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.run_length, C)
         launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
@@ -803,7 +806,8 @@ class Training:
 
     def make_device(self, *beside):
         """The device; beside: more CUDA files to compile."""
-        return self.device_class()(self.flags.dtype, self.config, beside)
+        kind = self.device_class()
+        return kind(self.flags.dtype, self.config, beside)
 
     def device_class(self):
         return Cuda if self.flags.plain else FastCuda
@@ -891,14 +895,15 @@ SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backwa
 
 def read_kernels(sources):
     """{name: Kernel} of CUDA files."""
-    declaration = (r'BLOCK\(\s*(\d+)\s*,([^()]*)\)\s*extern "C" __global__ void\s+'
+    declaration = (r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
     kernels = {}
     for path in sources:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text("utf-8"), flags=re.S)
-        for threads, covers, name, parameters in re.findall(declaration, text):
+        for block, name, parameters in re.findall(declaration, text):
+            threads, *covers = block.split(",")
             try:
-                covers = [eval(f"lambda threads, W: {items}") for items in covers.split(",")]
+                covers = [eval(f"lambda threads, W: {items}") for items in covers]
                 if min(function(int(threads), W) for function in covers for W in (4, 8)) < 1:
                     raise ValueError("a block covers nothing")
             except Exception as e:
@@ -1308,7 +1313,8 @@ def parse_flags(description, table, arguments=None, defaults=True, groups=()):
     --help, {the first flag below: headline}."""
     parser = group = Parser(description=description, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
-    for letter, name, kind, default, text in table:
+    for letter, name, *more in table:
+        kind, default, text = more
         group = parser.add_argument_group(groups[name]) if name in groups else group
         if isinstance(kind, tuple):
             form = dict(choices=kind)
@@ -1395,7 +1401,8 @@ class FastCuda(Cuda):
     it leaves the registers. CuPy loads the library and does not wrap it, so ctypes calls it. Bare
     numbers are cublasLt.h's."""
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
-    NO_EPILOGUE, ADD_BIAS, GELU_AND_BIAS, TIMES_DGELU = 1, 4, 164, 192
+    NO_EPILOGUE, ADD_BIAS = 1, 4
+    GELU_AND_BIAS, TIMES_DGELU = 164, 192
     AVOID = "--plain 1 does without it"
     hopper = False  # whether kernels are compiled with -DHOPPER
     graph = True
@@ -1448,7 +1455,8 @@ class FastCuda(Cuda):
             def numbers(kind, *values):
                 return (kind * len(values))(*values)
 
-            status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+            driver = ctypes.CDLL("libcuda.so.1")
+            status = driver.cuTensorMapEncodeTiled(
                 ctypes.c_void_p(made.ctypes.data), 9, 3, address(array),  # bf16, three dimensions
                 numbers(ctypes.c_uint64, width, T, N // T),
                 numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
@@ -1461,7 +1469,8 @@ class FastCuda(Cuda):
 
     def call(self, name, *args):
         """Call a function of cuBLASLt."""
-        status = getattr(self.library, f"cublasLt{name}")(*args)
+        function = getattr(self.library, f"cublasLt{name}")
+        status = function(*args)
         if status:
             self.cupy.cuda.runtime.deviceSynchronize()  # raises what a kernel before has done wrong
             raise UserError(f"cublasLt{name} failed with status {status}; {self.AVOID}")
@@ -1497,12 +1506,12 @@ class FastCuda(Cuda):
 
     def multiply(self, plan, algorithm, accumulate, out, a, b):
         """Queue a product that describe() has described."""
-        description, b_layout, a_layout, out_layout = plan
+        description, *layouts = plan
         one, beta = ctypes.c_float(1), ctypes.c_float(accumulate)
         stream = ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr)
-        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), b_layout,
-                  address(a), a_layout, ctypes.byref(beta), address(out), out_layout, address(out),
-                  out_layout, ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
+        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), layouts[0],
+                  address(a), layouts[1], ctypes.byref(beta), *2 * (address(out), layouts[2]),
+                  ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
                   ctypes.c_size_t(self.WORKSPACE), stream)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):

@@ -126,7 +126,7 @@ class Fast(NamedTuple):
 
 WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev/tests/run.py", "lint counting"),
-    Fast("dev/tests/test_ratchet.py", "ratchet counting"),
+    Fast("dev/tests/test_budgets.py", "budgets counting"),
     # Formulas, and numbers
     Fast("test_gpt2.py", "finite_differences rounding two_halves numpy_beside_pytorch"),
     Fast("dev/llama3/test_llama3.py", "finite_differences"),

@@ -1,0 +1,218 @@
+"""Budgets: how large the top-level files may be, what they may import, and how their Python is written.
+
+    python dev/tests/test_budgets.py
+
+A feature does not raise a budget: it is a chapter under dev/. Where a figure is far below its budget, there is room for
+something that a reader needs.
+"""
+import ast
+import functools
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+TOP = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(TOP))
+from test_gpt2 import EXACT, check, run, summary  # noqa: E402
+
+FEATURE = re.compile("fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every", re.I)
+BUDGETS = {
+    "train_gpt2.py: bytes": 76000,
+    "train_gpt2.py: bytes before Faster": 64000,
+    "train_gpt2.py: widest line": 100,
+    "train_gpt2.py: line of class GPT2": 349,
+    "train_gpt2.py: lines of the loop": 45,
+    "train_gpt2.py: lines of main": 60,
+    "train_gpt2.py: imports from dev/": 1,
+    "train_gpt2.py: names from prepro_tinyshakespeare": 8,
+    "train_gpt2.py: lines before Faster that name a feature": 0,
+    "train_gpt2.py: habits": 0,
+    "kernels.cu: bytes": 80000,
+    "kernels.cu: bytes before Faster": 72000,
+    "kernels.cu: widest line": 100,
+    "prepro_tinyshakespeare.py: bytes": 9480,
+    "prepro_tinyshakespeare.py: widest line": 100,
+    "modules in the largest circle of imports": 1,
+}
+
+
+@functools.cache
+def imports_of(path):
+    """Every import statement of a file, also within functions: a list of (module, name) each. `import module` has the
+    name ""."""
+    statements = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            statements.append([(alias.name, "") for alias in node.names])
+        elif isinstance(node, ast.ImportFrom):
+            statements.append([(node.module or "", alias.name) for alias in node.names])
+    return statements
+
+
+def graph_of(top):
+    """{module: modules of the project that it imports}. A program's own folder, and dev/, come before the top level in
+    its search path, so a bare name is looked up there too."""
+    paths = {".".join(path.relative_to(top).with_suffix("").parts): path
+             for path in (*top.glob("*.py"), *top.glob("dev/**/*.py"))}
+    graph = {}
+    for module, path in paths.items():
+        folders = ["", f"{module.rpartition('.')[0]}.".lstrip("."), "dev."]
+        graph[module] = {found for statement in imports_of(path)
+                         for name, part in statement for folder in folders for found in
+                         (f"{folder}{name}", f"{folder}{name}.{part}") if found in paths} - {module}
+    return graph
+
+
+def circles(graph):
+    """The strongly connected components of a graph, largest first: sets of modules that reach each other."""
+    def reached(start):
+        seen, waiting = set(), [start]
+        while waiting:
+            for following in graph[waiting.pop()] - seen:
+                seen.add(following)
+                waiting.append(following)
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    found = {frozenset({module, *(other for other in reach[module] if module in reach[other])}) for module in graph}
+    return sorted(found, key=len, reverse=True)
+
+
+# ---- How the trainer's Python is written
+
+
+def names_of(target):
+    """How many names an assignment to a target sets."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return sum(map(names_of, target.elts))
+    return 1
+
+
+def is_text(node):
+    return isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def targets_of(node):
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, (ast.For, ast.comprehension)) else []
+
+
+def habits(text):
+    """[(line, habit)] of Python that has to be read three times."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
+            found.append((node.lineno, "a call of what a call returns"))
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            found.append((node.lineno, "a lambda with a name"))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp):
+            found.append((node.lineno, "a conditional expression as a statement"))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and (is_text(node.left) or is_text(node.right)):
+            found.append((node.lineno, "text times a condition"))
+        found += [(target.lineno, f"{names_of(target)} names set at once") for target in targets_of(node)
+                  if names_of(target) > 3]
+        if isinstance(node, ast.FunctionDef):
+            found += [(inner.lineno, "a closure with defaults") for inner in ast.walk(node)
+                      if inner is not node and isinstance(inner, (ast.FunctionDef, ast.Lambda)) and inner.args.defaults]
+        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            if isinstance(body, list):
+                lines = [getattr(node, "lineno", 0), *(statement.lineno for statement in body)]
+                found += [(line, "two statements on a line") for before, line in zip(lines, lines[1:]) if before == line]
+    return found
+
+
+def lines_of(text, name):
+    """The lines of the first function of this name; 0 if there is none."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node.end_lineno - node.lineno + 1
+    return 0
+
+
+def figures(top):
+    """What BUDGETS limits, as it is now."""
+    found, texts = {}, {}
+    for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
+        data = (top / name).read_bytes()
+        texts[name] = data.decode()
+        found[f"{name}: bytes"] = len(data)
+        found[f"{name}: widest line"] = max(map(len, texts[name].splitlines()))
+    imports, text = imports_of(top / "train_gpt2.py"), texts["train_gpt2.py"]
+    found["train_gpt2.py: imports from dev/"] = sum(
+        any(module.split(".")[0] == "dev" for module, _ in statement) for statement in imports)
+    found["train_gpt2.py: names from prepro_tinyshakespeare"] = len(
+        {name for statement in imports for module, name in statement if module == "prepro_tinyshakespeare"})
+    for name, mark in (("train_gpt2.py", "\n# ---- Faster"), ("kernels.cu", "\n// ---- Faster")):
+        found[f"{name}: bytes before Faster"] = len(texts[name].split(mark)[0].encode())
+    before = text.split("\n# ---- Faster")[0].splitlines()
+    found["train_gpt2.py: lines before Faster that name a feature"] = sum(bool(FEATURE.search(line)) for line in before)
+    found["train_gpt2.py: line of class GPT2"] = next(
+        (number for number, line in enumerate(before, 1) if line.startswith("class GPT2")), 0)
+    found["train_gpt2.py: lines of the loop"] = lines_of(text, "train")
+    found["train_gpt2.py: lines of main"] = lines_of(text, "main")
+    found["train_gpt2.py: habits"] = len(habits(text))
+    found["modules in the largest circle of imports"] = len(circles(graph_of(top))[0])
+    return found
+
+
+def budgets():
+    """Every figure is within its budget."""
+    found = figures(TOP)
+    check("a figure for each budget", found.keys() == BUDGETS.keys(), found.keys() ^ BUDGETS.keys())
+    for name, value in found.items():
+        check(name, value <= BUDGETS[name], f"{value:,} of {BUDGETS[name]:,}")
+    for line, habit in habits((TOP / "train_gpt2.py").read_text(encoding="utf-8")):
+        print(f"train_gpt2.py:{line}: {habit}")
+
+
+FILES = {  # a small tree: train_gpt2 imports dev.a and back, and dev.a imports dev.deep.b and back
+    "train_gpt2.py": "import os  # FP8\nfrom prepro_tinyshakespeare import (x,\n    y)\n"
+                     "def f():\n    from dev.a import g\n    import dev.deep.b\n    text = 'from dev import c'\n"
+                     "class GPT2: pass\n\n# ---- Faster\ndef main():\n\n    f()()\n",
+    "dev/a.py": "import train_gpt2\ndef g():\n    from dev.deep import b\n",
+    "dev/deep/b.py": "def h():\n    import a\n",
+    "dev/test_a.py": "import a, train_gpt2\n",
+    "prepro_tinyshakespeare.py": "x = y = 1\n", "kernels.cu": "//\n// \u00e9\u00e9\n// ---- Faster on\n",
+}
+HABITS = """
+f()()
+g = lambda x: x
+f() if x else y
+text = "a" * (x > 1)
+a, (b, c), d = x
+for a, b, c, d in x: pass
+def f():
+    return [lambda i=i: i for i in x]
+x = 1; y = 2
+a, b, c = (lambda x, y=1: x), 2 * 3, [a for a, b in f(x)]
+"""
+
+
+def counting():
+    """The figures of a small tree, counted by hand, and the habits of a few lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in FILES.items():
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        found = figures(Path(folder))
+    for name, wish in (("train_gpt2.py: imports from dev/", 2), ("train_gpt2.py: names from prepro_tinyshakespeare", 2),
+                       ("train_gpt2.py: lines before Faster that name a feature", 1), ("kernels.cu: bytes", 29),
+                       ("kernels.cu: bytes before Faster", 10), ("kernels.cu: widest line", 17),
+                       ("train_gpt2.py: line of class GPT2", 8), ("train_gpt2.py: lines of main", 3),
+                       ("train_gpt2.py: habits", 2), ("modules in the largest circle of imports", 3)):
+        yield name, found[name], wish, EXACT
+    lines = [line for line, _ in habits(HABITS)]
+    check("habits", sorted(lines) == [2, 3, 4, 5, 6, 7, 7, 9, 10], lines)
+
+
+def test_budgets():
+    run("counting:", counting)
+    run("budgets:", budgets)
+
+
+if __name__ == "__main__":
+    test_budgets()
+    sys.exit(summary())
