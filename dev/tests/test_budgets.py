@@ -33,7 +33,7 @@ BUDGETS = {
     "kernels.cu: widest line": 100,
     "prepro_tinyshakespeare.py: bytes": 9480,
     "prepro_tinyshakespeare.py: widest line": 100,
-    "modules in the largest circle of imports": 1,
+    "modules in the largest circle of imports": 2,
 }
 
 
