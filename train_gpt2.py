@@ -1304,8 +1304,8 @@ FLAGS = [
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise UserError(f"{message.removeprefix('argument ')}; --help lists the flags, and a "
-                        "pattern of files goes in quotes")
+        quotes = "; a pattern goes in quotes" if re.match("unrec.*: [^-]", message) else ""
+        raise UserError(f"{message.removeprefix('argument ')}{quotes}; --help lists the flags")
 
 
 def parse_flags(description, table, arguments=None, defaults=True, groups=()):
