@@ -24,8 +24,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
-from dev.runs.folder import State, load_position, shuffle_record  # noqa: E402
-from dev.test_files import run_prepared  # noqa: E402
+from dev.runs.folder import STATE, State, load_position, shuffle_record  # noqa: E402
+from dev.test_files import header_refusal, run_prepared  # noqa: E402
 from dev.data.loader import FilesLoader  # noqa: E402
 from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, summary, words  # noqa: E402
@@ -437,13 +437,13 @@ def damaged_checkpoints(device, folder):
     nan, inf = float("nan"), float("inf")
     where = 1024 + 4 * (starts["fcb"] + 256 + 7)  # number 7 of layer 1
     for i, (wish, damage) in enumerate((
-            (f"{model.format(6)}: truncated", cut(model.format(6), 9999)),
-            (f"{model.format(6)}: begins with 7", put(model.format(6), 0, 7, "<i")),
+            (f"{model.format(6)}: 9,999 bytes; expected \\d", cut(model.format(6), 9999)),
+            (f"{model.format(6)}: .*{header_refusal((7, 3), Config.FILE)}", put(model.format(6), 0, 7, "<i")),
             (f"DONE_00000006: is there, and {model.format(6)} is not", lambda path: (path / model.format(6)).unlink()),
             (f"DONE_00000006: is there, and {state.format(6)} is not", lambda path: (path / state.format(6)).unlink()),
-            (f"{state.format(6)}: truncated within its header", cut(state.format(6), 1000)),
+            (f"{state.format(6)}: its 1000 bytes of header .*expected 1024", cut(state.format(6), 1000)),
             (f"{state.format(6)}: truncated, or of", cut(state.format(6), 1024 + 12 * N)),
-            (f"{state.format(6)}: state of version 2", put(state.format(6), 4, 2, "<i")),
+            (f"{state.format(6)}: .*{header_refusal((20240527, 2), STATE)}", put(state.format(6), 4, 2, "<i")),
             (f"{state.format(6)}: of rank 1 of 1", put(state.format(6), 12, 1, "<i")),
             (f"{state.format(6)}: of step 5; expected 6", put(state.format(6), 40, 5, "<i")),
             (f"{state.format(6)}: with --shuffle 1, in file 5", put(state.format(6), 120, 5, "<i")),

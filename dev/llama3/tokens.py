@@ -22,7 +22,7 @@ from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encod
 from dev.runs.tokenizer import words_of
 from train_gpt2 import FileKind
 
-LLAMA_TOKENS = FileKind("token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
+LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
 # Stands between two texts, as GPT-2's end-of-text. Its id is how the trainer knows a model with Llama 3's vocabulary of
 # 128,256 words from one with GPT-2's.
 BEGIN_OF_TEXT, BEGIN_ID = "<|begin_of_text|>", 128000
