@@ -232,10 +232,9 @@ def stopped_runs(device, folder):
                     r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of 6 steps; -y 1 goes on from "
                     r"there|wrote .*model_\d+\.bin(?: and its state)?)", text, re.M))
                 wish = "".join(f"val loss, {'generating, ' * (i > 0)}step    {i + 1}/6, " for i in range(step))
-                wish += end + f"{step} steps in, " * (step > 0)
-                wish += f"interrupted after {step} of 6 steps; -y 1 goes on from there, "
+                wish += f"{end}interrupted after {step} of 6 steps; -y 1 goes on from there, "
                 state = " and its state" * (not end)  # else the run was done, and -n is 0
-                wish += f"wrote {output / f'model_{step:08d}.bin'}{state}"
+                wish += f"wrote {output / f'model_{step:08d}.bin'}{state}" + f", {step} steps in" * (step > 0)
                 check(f"{output.name}: what is said", said == wish, f"{said!r}, expected {wish!r}" * (said != wish))
                 if not end:
                     yield f"{output.name}: goes on", train(output, *flags, "-y", 1)[0], 0, EXACT
@@ -281,7 +280,7 @@ def data_of_a_run(device, folder):
     yield "an older version's notes have no hash", train(output, "-y", 1, "-x", 5)[0], 0, EXACT
 
     found = folder / "as found"
-    with mock.patch.object(Config, "MODELS", ("absent.bin", "d1", "d1")):
+    with mock.patch.object(Config, "MODELS", ("absent.bin", "d1")):
         train(found, "-i", folder / "part_train_*.bin", "-b", 2, "-t", 8, "-x", 0, "-v", 0, "-s", 0)
     notes = json.loads((found / "run_00000000.json").read_text())["flags"]
     wish = ["d1", str(folder / "part_val_*.bin")]
