@@ -13,8 +13,8 @@ chart of a step's time to dev/step_by_kernel.svg.
 """
 import argparse
 import contextlib
-import functools
 import datetime
+import functools
 import io
 import json
 import math

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import UserError, run  # noqa: E402
 from dev.kernel_text import without_comments  # noqa: E402
+from prepro_tinyshakespeare import UserError, run  # noqa: E402
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
 MOMENTS, FP8, OUTLIERS = "dev/precision/moments.cu", "dev/precision/fp8.cu", "dev/update/outliers.cu"

@@ -29,13 +29,13 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 import convert  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
 from dev.llama3.test_convert import LIBRARY, read_folder, write_folder  # noqa: E402
 from dev.llama3.test_tokens import BYTES, letters  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
 from prepro_tinyshakespeare import UserError, gpt2_encoding  # noqa: E402
 from test_files import check_refusal, header_refusal  # noqa: E402
 from test_gpt2 import FIXTURES, LIMITS, check, device_of, run, summary  # noqa: E402
-from dev.bf16 import to_bf16  # noqa: E402
 from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float  # noqa: E402
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9

@@ -24,9 +24,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
+from dev.data.loader import FilesLoader  # noqa: E402
 from dev.runs.folder import STATE, State, load_position, shuffle_record  # noqa: E402
 from dev.test_files import header_refusal, run_prepared  # noqa: E402
-from dev.data.loader import FilesLoader  # noqa: E402
 from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, summary, words  # noqa: E402
 from train_gpt2 import Config, FastTraining, Training  # noqa: E402

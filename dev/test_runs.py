@@ -30,13 +30,13 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from dev.cuda.adamw import halves  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
 from dev.runs.folder import STATE, RunFolder  # noqa: E402
 from dev.runs.replay import largest_gradients, repeat  # noqa: E402
 from dev.test_files import header_refusal, run_prepared  # noqa: E402
 from prepro_tinyshakespeare import write_tokens  # noqa: E402
 from test_gpt2 import (EXACT, FIXTURES, check, device_of, gradients, poisoned_model, summary,  # noqa: E402
                        words)
-from dev.features import has_gpu  # noqa: E402
 from train_gpt2 import Config, batch_table, carve, pack_batch  # noqa: E402
 
 TRAINER, LLAMA = HERE.parent / "train_gpt2.py", HERE / "llama3/train_llama3.py"

@@ -19,12 +19,12 @@ from dev.eval.hellaswag import progress_line  # before NumPy: what it imports sa
 
 import numpy as np
 
+from dev.devices import make_device
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag import EVAL_FILE, Example, mean_losses, read_examples, score
 from dev.test_files import check_refusal, header_refusal
 from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, LIMITS, SMALL_MODEL, check, device_of, poisoned_model,
                        read_debug_state, run, summary)
-from dev.devices import make_device
 from train_gpt2 import GPT2, FileKind, read_parameters, to_float
 
 HERE = Path(__file__).resolve().parent

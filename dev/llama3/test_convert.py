@@ -16,10 +16,10 @@ import safetensors
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 import convert  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
 from test_files import check_refusal, header_refusal  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, run, summary  # noqa: E402
-from dev.bf16 import to_bf16  # noqa: E402
 from train_gpt2 import BF16, HEADER_BYTES, Config, to_float  # noqa: E402
 
 C, H, V, L, NH, NKV, HS = 96, 112, 37, 2, 6, 2, 16

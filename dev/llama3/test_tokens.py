@@ -18,10 +18,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent)]
 import tokens  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
+from dev.runs.tokenizer import decode, words_of  # noqa: E402
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens  # noqa: E402
 from test_files import check_refusal, header_refusal  # noqa: E402
 from test_gpt2 import EXACT, check, run, summary  # noqa: E402
-from dev.runs.tokenizer import decode, words_of  # noqa: E402
 from train_gpt2 import TOKENS, Config, DataLoader  # noqa: E402
 from train_gpt2 import read_tokens as read_tokens_of  # noqa: E402
 

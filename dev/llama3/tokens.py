@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dev.runs.tokenizer import gpt2_words
+from dev.runs.tokenizer import words_of
 from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,
                                     read_text, run, text_flags)
-from dev.runs.tokenizer import words_of
 from train_gpt2 import FileKind
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
