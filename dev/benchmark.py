@@ -13,8 +13,8 @@ chart of a step's time to dev/step_by_kernel.svg.
 """
 import argparse
 import contextlib
-import functools
 import datetime
+import functools
 import io
 import json
 import math
@@ -36,6 +36,7 @@ import numpy as np
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
 import train_gpt2  # noqa: E402
+from dev import products  # noqa: E402
 from dev.bf16 import to_bf16  # noqa: E402
 from dev.devices import make_device  # noqa: E402
 from dev.features import FLAGS as FEATURE_FLAGS  # noqa: E402
@@ -87,7 +88,7 @@ ROWS = [
 ]
 PLAIN_TOO = ROWS[:4]  # measured with --plain 1 too, and in bf16 with each of FASTER
 
-# What the last section of train_gpt2.py adds to the plain device, one thing after the other.
+# What the last section of train_gpt2.py and dev/products.py add to the plain device, one thing after the other.
 FASTER = [
     "the plain device",
     "cuBLASLt, which adds the bias in the product; Hopper's own attention",
@@ -261,12 +262,12 @@ def ours_job(row, tokens):
 def faster_job(row, count, tokens):
     """A step's ms with the first `count` things that FASTER adds to the plain device."""
     class Some(FastCuda):
-        CANDIDATES = FastCuda.CANDIDATES if count > 1 else 1
-
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.fused_gelu = count > 2 and self.fused_gelu
 
+    if count < 2:
+        products.TimedProducts.CANDIDATES = 1  # the first on offer
     if count < 5:  # each step is waited for
         train_gpt2.FastTraining = train_gpt2.Training
     # Where algorithms are not timed, none may come from a run that did. From 2 on, all have the ones that 2 has chosen.

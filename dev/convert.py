@@ -43,10 +43,10 @@ from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encod
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
+from dev.bf16 import to_bf16  # noqa: E402
 from dev.data.hub import ask  # noqa: E402
 from dev.files import read_header  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
-from dev.bf16 import to_bf16  # noqa: E402
 from dev.runs.tokenizer import words_of  # noqa: E402
 from train_gpt2 import BF16, Config, to_float  # noqa: E402
 

@@ -2,8 +2,8 @@
 and which program takes it. The trainer's own error has the two numbers.
 """
 import train_gpt2
-from prepro_tinyshakespeare import UserError
 from dev.data.loader import files_of
+from prepro_tinyshakespeare import UserError
 
 FILES = {  # by the first number: what the file is, and what takes it
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",

@@ -116,8 +116,8 @@ def mean_loss(targets, logits):
 
 
 def main():
-    from prepro_tinyshakespeare import UserError
     from dev.runs.tokenizer import decode, words_of
+    from prepro_tinyshakespeare import UserError
     from train_gpt2 import Config, read_parameters, to_float
     parser = argparse.ArgumentParser(description="The loss of a text, and what likely follows.")
     parser.add_argument("checkpoint", nargs="?", default="gpt2_124M.bin")

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP))
-from prepro_tinyshakespeare import UserError, run  # noqa: E402
 from dev.kernel_text import without_comments  # noqa: E402
+from prepro_tinyshakespeare import UserError, run  # noqa: E402
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/cuda/tiles.cu"
 MOMENTS, FP8, OUTLIERS = "dev/precision/moments.cu", "dev/precision/fp8.cu", "dev/update/outliers.cu"
@@ -206,13 +206,13 @@ TABLE = [
         ("constant", "random_number", "x >> 27", "x >> 28"),
         ("bound", "random_number", "(i + 1)", "i"),
         ("index", "adamw_bf16", "<< 40", "<< 20"),
-        ("index", "adamw_bf16", "(size_t)a.seed", "0"),
+        ("index", "adamw_bf16", "(size_t)noise[0]", "0"),
         ("index", "adamw_bf16", "number += stride - piece", "number += stride"),
         ("index", "adamw_bf16", "j / piece * stride", "j / piece * piece"),
         ("index", "adamw_bf16", "bits >> 16 & 0xffff", "bits & 0xffff"),
         ("rounding", "plus_noise", " + parts", ""), file=MOMENTS),
     *of("adamw_bf16",
-        ("missing term", "adamw_step", "add_noise(m1, m2, i, tensor, a);", "")),
+        ("missing term", "adamw_step", "add_noise(m1, m2, i, tensor);", "")),
     *of("adamw_bf16", ("rounding", "store_master", "0x8000", "0x7fff"), dtype="bf16"),
     *of("attention_forward",
         ("stride", "describe(", "64ull << 32", "32ull << 32"),

@@ -27,8 +27,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from compare_training import read_log  # noqa: E402
-from prepro_tinyshakespeare import UserError, data_paths, replace_file, run  # noqa: E402
 from dev.features import has_gpu, table_of_flags  # noqa: E402
+from prepro_tinyshakespeare import UserError, data_paths, replace_file, run  # noqa: E402
 from train_gpt2 import FLAGS as PLAIN_FLAGS  # noqa: E402
 from train_gpt2 import Config, number, parse_flags  # noqa: E402
 

@@ -29,12 +29,13 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 import convert  # noqa: E402
+from dev.bf16 import to_bf16  # noqa: E402
 from dev.llama3.test_convert import LIBRARY, read_folder, write_folder  # noqa: E402
 from dev.llama3.test_tokens import BYTES, letters  # noqa: E402
+from dev.llama3.train_llama3 import Config3  # noqa: E402
 from prepro_tinyshakespeare import UserError, gpt2_encoding  # noqa: E402
-from test_files import check_refusal  # noqa: E402
+from test_files import check_refusal, header_refusal  # noqa: E402
 from test_gpt2 import FIXTURES, LIMITS, check, device_of, run, summary  # noqa: E402
-from dev.bf16 import to_bf16  # noqa: E402
 from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float  # noqa: E402
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9
@@ -300,10 +301,11 @@ def refusals(folder):
             ints[int(i[1:])] = value
         return ints.tobytes()
 
-    for wish, bad in (("begins with 5, and a GPT-2 checkpoint or a Llama 3 checkpoint with 20240326 or 20240803",
-                       header(_0=5)),
-                      ("version 4; expected version 3 or 5", header(_1=4)), ("truncated: ", good[:-1]),
-                      ("too long", good + b"1"), ("truncated within its header", good[:1000]),
+    for wish, bad in ((header_refusal((5, 3), Config.FILE, Config3.FILE), header(_0=5)),
+                      (header_refusal((20240326, 4), Config.FILE, Config3.FILE), header(_1=4)),
+                      ("2,516,991 bytes; expected 2,516,992", good[:-1]),
+                      ("2,516,993 bytes; expected 2,516,992", good + b"1"),
+                      ("its 1000 bytes of header .*expected 1024", good[:1000]),
                       ("V not to exceed Vp", header(_3=257)), ("C to be divisible by NH", header(_5=3)),
                       ("wte has other numbers than zeros below its V = 130 words", header(_3=V - 1)),
                       (r"wte has other numbers .* V = 131", header(**{f"_{256 + V * C + 1}": 1})),

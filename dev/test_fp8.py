@@ -18,17 +18,16 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
+from dev.bf16 import master_numbers, to_bf16  # noqa: E402
 from dev.cuda.kernel import orders  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
 from dev.llama3.train_llama3 import Llama3  # noqa: E402
 from dev.precision import fp8  # noqa: E402
 from dev.precision.fp8 import fp8_device  # noqa: E402
 from dev.test_files import check_refusal  # noqa: E402
 from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, model_class,  # noqa: E402
                        poisoned_model, read_debug_state, run, summary)
-from dev.bf16 import to_bf16  # noqa: E402
-from dev.devices import make_device  # noqa: E402
-from dev.features import has_gpu  # noqa: E402
-from dev.bf16 import master_numbers  # noqa: E402
 from train_gpt2 import BF16, GPT2, Config, pack_batch, read_parameters, to_float  # noqa: E402
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))

@@ -24,9 +24,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train_gpt2  # noqa: E402
-from dev.runs.folder import State, load_position, shuffle_record  # noqa: E402
-from dev.test_files import run_prepared  # noqa: E402
 from dev.data.loader import FilesLoader  # noqa: E402
+from dev.runs.folder import STATE, State, load_position, shuffle_record  # noqa: E402
+from dev.test_files import header_refusal, run_prepared  # noqa: E402
 from prepro_tinyshakespeare import UserError, write_tokens  # noqa: E402
 from test_gpt2 import EXACT, FIXTURES, check, summary, words  # noqa: E402
 from train_gpt2 import Config, FastTraining, Training  # noqa: E402
@@ -232,10 +232,9 @@ def stopped_runs(device, folder):
                     r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of 6 steps; -y 1 goes on from "
                     r"there|wrote .*model_\d+\.bin(?: and its state)?)", text, re.M))
                 wish = "".join(f"val loss, {'generating, ' * (i > 0)}step    {i + 1}/6, " for i in range(step))
-                wish += end + f"{step} steps in, " * (step > 0)
-                wish += f"interrupted after {step} of 6 steps; -y 1 goes on from there, "
+                wish += f"{end}interrupted after {step} of 6 steps; -y 1 goes on from there, "
                 state = " and its state" * (not end)  # else the run was done, and -n is 0
-                wish += f"wrote {output / f'model_{step:08d}.bin'}{state}"
+                wish += f"wrote {output / f'model_{step:08d}.bin'}{state}" + f", {step} steps in" * (step > 0)
                 check(f"{output.name}: what is said", said == wish, f"{said!r}, expected {wish!r}" * (said != wish))
                 if not end:
                     yield f"{output.name}: goes on", train(output, *flags, "-y", 1)[0], 0, EXACT
@@ -281,7 +280,7 @@ def data_of_a_run(device, folder):
     yield "an older version's notes have no hash", train(output, "-y", 1, "-x", 5)[0], 0, EXACT
 
     found = folder / "as found"
-    with mock.patch.object(Config, "MODELS", ("absent.bin", "d1", "d1")):
+    with mock.patch.object(Config, "MODELS", ("absent.bin", "d1")):
         train(found, "-i", folder / "part_train_*.bin", "-b", 2, "-t", 8, "-x", 0, "-v", 0, "-s", 0)
     notes = json.loads((found / "run_00000000.json").read_text())["flags"]
     wish = ["d1", str(folder / "part_val_*.bin")]
@@ -437,13 +436,13 @@ def damaged_checkpoints(device, folder):
     nan, inf = float("nan"), float("inf")
     where = 1024 + 4 * (starts["fcb"] + 256 + 7)  # number 7 of layer 1
     for i, (wish, damage) in enumerate((
-            (f"{model.format(6)}: truncated", cut(model.format(6), 9999)),
-            (f"{model.format(6)}: begins with 7", put(model.format(6), 0, 7, "<i")),
+            (f"{model.format(6)}: 9,999 bytes; expected \\d", cut(model.format(6), 9999)),
+            (f"{model.format(6)}: .*{header_refusal((7, 3), Config.FILE)}", put(model.format(6), 0, 7, "<i")),
             (f"DONE_00000006: is there, and {model.format(6)} is not", lambda path: (path / model.format(6)).unlink()),
             (f"DONE_00000006: is there, and {state.format(6)} is not", lambda path: (path / state.format(6)).unlink()),
-            (f"{state.format(6)}: truncated within its header", cut(state.format(6), 1000)),
+            (f"{state.format(6)}: its 1000 bytes of header .*expected 1024", cut(state.format(6), 1000)),
             (f"{state.format(6)}: truncated, or of", cut(state.format(6), 1024 + 12 * N)),
-            (f"{state.format(6)}: state of version 2", put(state.format(6), 4, 2, "<i")),
+            (f"{state.format(6)}: .*{header_refusal((20240527, 2), STATE)}", put(state.format(6), 4, 2, "<i")),
             (f"{state.format(6)}: of rank 1 of 1", put(state.format(6), 12, 1, "<i")),
             (f"{state.format(6)}: of step 5; expected 6", put(state.format(6), 40, 5, "<i")),
             (f"{state.format(6)}: with --shuffle 1, in file 5", put(state.format(6), 120, 5, "<i")),

@@ -108,7 +108,8 @@ def program():
     text = out.getvalue()
     check("its tables", (text.count("| --- |"), text.count("\n| 1,024 | ")) == (3 + 3, 3), text[:60])
     for wish, *arguments in (("-d 1000: expected a sequence at least, T = 1024", "-d", "1000"),
-                             ("-e tiny: expected", "-e", "tiny"), ("-t 1025: this model has", "-t", "1025")):
+                             ("-e tiny: expected", "-e", "tiny"),
+                             ("-t 1025: expected at most maxT = 1024", "-t", "1025")):
         check_refusal("scaling.py", wish, scaling.main, arguments)
 
 

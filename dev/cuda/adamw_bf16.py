@@ -1,9 +1,9 @@
 """a step of AdamW whose moments are bf16, rounded at random by SplitMix64's numbers"""
 import numpy as np
 
+from dev.bf16 import to_bf16
 from dev.cuda import adamw
 from dev.cuda.kernel import ANY, Kernel, Version, bf16, in_parts
-from dev.bf16 import to_bf16
 
 
 def splitmix64(seed, i):

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prepro_tinyshakespeare import UserError
 from dev.bf16 import to_bf16
+from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, to_float
 
 LAB = Path(__file__).resolve().parent

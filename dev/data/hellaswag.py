@@ -26,7 +26,7 @@ from train_gpt2 import FileKind, parse_flags  # noqa: E402
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
 
 REPO = "Rowan/hellaswag"
-QUESTIONS = FileKind("file of multiple-choice questions", 20240522, (1,), "dev/data/hellaswag.py writes one")
+QUESTIONS = FileKind("HellaSwag file", 20240522, (1,), "dev/data/hellaswag.py writes one")
 START, ENDINGS = 65535, 4
 FLAGS = [
     (None, "--input", str, None, "a .jsonl or .parquet file with ctx, endings and label, instead of downloading it"),

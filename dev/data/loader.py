@@ -29,8 +29,8 @@ class FilesLoader(DataLoader):
         counts = [count_tokens(path, c)[0] for path in self.paths]
         for path, tokens in zip(self.paths, counts):
             if tokens <= self.size:
-                raise UserError(f"{path}: {tokens:,} tokens, and a batch needs B*T+1 = "
-                                f"{self.size + 1:,}; give a longer file, or a smaller -b or -t")
+                raise UserError(f"{path}: {tokens:,} tokens; expected {self.size + 1:,} or more, a "
+                                "batch and one: a longer file, or a smaller -b or -t")
         self.total, self.batches_of = sum(counts), [(n - 1) // self.size for n in counts]
         self.batches = sum(self.batches_of)  # of an epoch
         self.shuffle = len(counts) > 1 if shuffle is None else shuffle

@@ -35,7 +35,7 @@ import hellaswag  # noqa: E402
 import hub  # noqa: E402
 from prepro_tinyshakespeare import PRINTING, UserError, byte_encoding, gpt2_encoding  # noqa: E402
 from rows import read_rows, table_files  # noqa: E402
-from test_files import check_refusal  # noqa: E402
+from test_files import check_refusal, header_refusal  # noqa: E402
 from test_gpt2 import check, run, summary  # noqa: E402
 
 EOT = 50256
@@ -317,7 +317,7 @@ def refusals(folder):
     code, out, _ = command("fineweb", folder, *own, die_at=5)
     check("fineweb.py, which will be changed", code == -signal.SIGKILL and "own_val" in out)
     for wish, *flags in (
-            ("--nonsense is no flag", "--nonsense"), ("--type: .*classic", "-t", "best"),
+            ("--nonsense; --help", "--nonsense"), ("--type: .*classic", "-t", "best"),
             ("--version: .*10B", "-v", "1B"), ("--shard-tokens: 0: expected at least 1", "-s", 0),
             ("--workers: 0: expected", "--workers", 0), ("--val-tokens: 0: expected", "--val-tokens", 0),
             ("--input takes local files, and -t or -v", "--input", "texts", "-t", "edu"),
@@ -342,7 +342,8 @@ def refusals(folder):
     header = np.frombuffer(whole[:1024], "<i4").copy()
     header[2] -= 1
     shorter = header.tobytes() + whole[1024:-2]
-    for wish, content in (("truncated", whole[:-1]), ("332 tokens; expected 333: delete the shards", shorter),
+    for wish, content in ((f"{len(whole) - 1:,} bytes; expected {len(whole):,}", whole[:-1]),
+                          ("332 tokens; expected 333: delete the shards", shorter),
                           ("could not be read", None)):
         shard.unlink()
         if content is not None:
@@ -578,7 +579,7 @@ def questions(folder):
         check_refusal("hellaswag.py", wish, write, change)
         check("hellaswag.py writes nothing then", not (folder / "bad.bin").exists())
     (folder / "other.bin").write_bytes(b"\1\0\0\0" * 256)
-    check_refusal("hellaswag.py", "other.bin: begins with 1, and a file of multiple-choice questions with 20240522",
+    check_refusal("hellaswag.py", f"other.bin: .*{header_refusal((1, 0), hellaswag.QUESTIONS)}",
                   in_process, hellaswag, "--output", folder / "other.bin")
 
 

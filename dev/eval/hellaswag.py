@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from dev.devices import make_device
+from dev.features import has_gpu
 from dev.files import read_header
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag import PADDING, read_examples, score
+from dev.runs.memory import Fitting
 from prepro_tinyshakespeare import UserError, run
-from dev.devices import make_device
-from dev.features import has_gpu
 from train_gpt2 import GPT2, parse_flags, read_parameters
 
 FLAGS = [
@@ -50,7 +51,7 @@ def main():
     print(f"data         | {flags.data}: {len(examples):,} examples of at most {most} tokens "
           f"(--data), B={B} T={T}", flush=True)
     try:
-        model = architecture(c, device, B, T)
+        model = type(architecture.__name__, (Fitting, architecture), {})(c, device, B, T)
         model.set_parameters(read_parameters(flags.model, c))
         correct, total = score(model, examples, progress_line if sys.stderr.isatty() else None)
     except device.Fault as e:

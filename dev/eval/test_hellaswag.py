@@ -19,12 +19,12 @@ from dev.eval.hellaswag import progress_line  # before NumPy: what it imports sa
 
 import numpy as np
 
+from dev.devices import make_device
 from dev.llama3.train_llama3 import Llama3
-from dev.runs.hellaswag import Example, mean_losses, read_examples, score
-from dev.test_files import check_refusal
+from dev.runs.hellaswag import EVAL_FILE, Example, mean_losses, read_examples, score
+from dev.test_files import check_refusal, header_refusal
 from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, LIMITS, SMALL_MODEL, check, device_of, poisoned_model,
                        read_debug_state, run, summary)
-from dev.devices import make_device
 from train_gpt2 import GPT2, FileKind, read_parameters, to_float
 
 HERE = Path(__file__).resolve().parent
@@ -89,8 +89,8 @@ def bad_files(folder):
     assert len(whole) == 512 + 16 + 19, len(whole)
     first, second, path = 512, 512 + 16, folder / "hellaswag.bin"
     for wish, index, value, *cut in (
-            ("begins with 5, and a file of HellaSwag's examples with 20240522", 0, (5, 0)),
-            ("version 2; expected version 1", 2, 2), ("its header promises 0 examples", 4, 0),
+            (header_refusal((5, 1), EVAL_FILE), 0, (5, 0)),
+            (header_refusal((20240522, 2), EVAL_FILE), 2, 2), ("its header promises 0 examples", 4, 0),
             ("its header promises -1 examples", 4, (65535, 65535)),
             ("example 2, byte 1094: the file ends here, and its header promises 3", 4, 3),
             ("38 bytes follow the 1 examples", 4, 1),
@@ -116,8 +116,8 @@ def bad_files(folder):
             ("example 0, byte 1052: 2 tokens of completion 3; .* leaves 1", first + 14, 2),
             ("example 0, byte 1038: token 50, and the model has V = 50 words", first + 7, 50),
             ("example 1, byte 1092: token 65535, and the model", second + 18, 65535),
-            ("truncated within its header", 4, 2, 1000),
-            ("could not be read .*expected a file of HellaSwag's examples", 4, 2, None),
+            ("its 1000 bytes of header .*expected 1024", 4, 2, 1000),
+            ("could not be read .*expected a HellaSwag file", 4, 2, None),
             ("example 0, byte 1024: the file ends here, and its header promises 2", 4, 2, 1024),
             ("example 1, byte 1056: the file ends here", 4, 2, second * 2 + 9),
             ("example 1, byte 1058: EXAMPLE_BYTES is 38; expected an even number from 30 to the 36", 4, 2, -1),
@@ -263,7 +263,7 @@ MISTAKES = [  # what the one line says, and the flags
     ("-t 35: HellaSwag's example 5 has 39 tokens", "-t", "35"), ("absent.bin: could not be read", "-e", "absent.bin"),
     ("none.bin: could not be read .*dev/data/hellaswag.py writes one", "--data", "none.bin"),
     ("is a file of HellaSwag's questions, .* expected a GPT-2 checkpoint or a Llama 3 c", "-e", "hellaswag.bin"),
-    ("token 400, and the model has V = 331", "--data", "words.bin"), ("--nonsense is no flag", "--nonsense"),
+    ("token 400, and the model has V = 331", "--data", "words.bin"), ("--nonsense; --help", "--nonsense"),
     ("--batch-size.* 0: expected at least 1", "-b", "0"), ("maxT = 40", "-t", "41"),
 ]
 

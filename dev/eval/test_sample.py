@@ -23,9 +23,9 @@ from dev.llama3.tokens import vocabulary as llamas_words
 from dev.llama3.train_llama3 import Config3
 from dev.runs.sample import choose, generate, stream, texts
 from dev.runs.tokenizer import gpt2_words
+from dev.runs.tokenizer import decode, vocabulary, words_of
 from dev.test_files import check_refusal
 from test_gpt2 import EXACT, FIXTURES, check, device_of, poisoned_model, run, summary
-from dev.runs.tokenizer import decode, vocabulary, words_of
 from train_gpt2 import GPT2, coins, sample
 
 

@@ -28,12 +28,13 @@ import numpy as np
 TOP = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(TOP))
 from dev.benchmark import run_job  # noqa: E402
-from dev.llama3.train_llama3 import Config3, Llama3  # noqa: E402
-from dev.precision.recompute import LlamaInside, RecomputeInside  # noqa: E402
-from prepro_tinyshakespeare import UserError, run  # noqa: E402
 from dev.bf16 import to_bf16  # noqa: E402
 from dev.devices import make_device  # noqa: E402
 from dev.features import has_gpu  # noqa: E402
+from dev.llama3.train_llama3 import Config3, Llama3  # noqa: E402
+from dev.precision.recompute import LlamaInside, RecomputeInside  # noqa: E402
+from dev.runs.memory import Fitting  # noqa: E402
+from prepro_tinyshakespeare import UserError, run  # noqa: E402
 from train_gpt2 import BF16, draw_parameters, kept_as, pack_batch  # noqa: E402
 
 PLACE, WARM_UP, STEPS, TIMEOUT, GIB = "cuda", 5, 20, 200, 2**30  # TIMEOUT: seconds, for one process
@@ -112,7 +113,11 @@ def fill(model):
                 part[...] = block[: part.size]
 
 
-class RecomputingLlama3(LlamaInside, RecomputeInside, Llama3):
+class FittingLlama3(Fitting, Llama3):
+    """One that knows how much memory it takes."""
+
+
+class RecomputingLlama3(LlamaInside, RecomputeInside, FittingLlama3):
     """As with --recompute 1."""
 
 
@@ -122,7 +127,7 @@ def ours_step(name, layers):
     c = Config3.from_descriptor(row.model)
     c = dataclasses.replace(c, L=layers or c.L)
     device = make_device(PLACE, "bf16", c)
-    Model = RecomputingLlama3 if row.recompute else Llama3
+    Model = RecomputingLlama3 if row.recompute else FittingLlama3
     asked, free, _ = Model.memory(c, device, row.B, row.T)
     if asked > free:
         raise UserError(f"the tables ask for {asked / GIB:.2f} GiB, and {free / GIB:.2f} are free: "
@@ -149,7 +154,7 @@ def ours_attention(c):
         device.put(array, to_bf16(values) if device.real == BF16 else values)
 
     events = device.cupy.cuda.get_current_stream().record, device.cupy.cuda.get_elapsed_time
-    forward = partial(model.attention, "attention_forward", a.atty, a.lse, tiled=(a.qkv,))
+    forward = partial(model.attention_forward, a.atty, a.lse, a.qkv)
     backward = partial(model.attention_backward, a.qkv, a.lse, a.atty, None)
     return time_kernels(forward, *events), time_kernels(backward, *events)
 

@@ -16,11 +16,11 @@ import safetensors
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 import convert  # noqa: E402
-from dev.llama3.train_llama3 import Config3  # noqa: E402
-from test_files import check_refusal  # noqa: E402
-from test_gpt2 import EXACT, FIXTURES, check, run, summary  # noqa: E402
 from dev.bf16 import to_bf16  # noqa: E402
-from train_gpt2 import BF16, HEADER_BYTES, to_float  # noqa: E402
+from dev.llama3.train_llama3 import Config3  # noqa: E402
+from test_files import check_refusal, header_refusal  # noqa: E402
+from test_gpt2 import EXACT, FIXTURES, check, run, summary  # noqa: E402
+from train_gpt2 import BF16, HEADER_BYTES, Config, to_float  # noqa: E402
 
 C, H, V, L, NH, NKV, HS = 96, 112, 37, 2, 6, 2, 16
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": C, "intermediate_size": H,
@@ -268,11 +268,14 @@ def refusals(folder):
     for wish, content in (("is a debug state of GPT-2, .*; expected a GPT-2 checkpoint or a Llama 3 checkpoint: ",
                            (FIXTURES / "gpt2_tiny_debug_state.bin").read_bytes()),
                           ("sizes from 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
-                          ("truncated: ", good[:-1]), ("too long", good + b"1"), ("too long", header(_1=5)),
+                          ("719,359 bytes; expected 719,360", good[:-1]),
+                          ("719,361 bytes; expected 719,360", good + b"1"),
+                          ("719,360 bytes; expected 360,704", header(_1=5)),
                           ("truncated within its second header", good[:HEADER_BYTES + 11]),
                           ("NH to be divisible by NKV", header(_6=4)), ("C to be divisible by NH", header(_7=80)),
-                          ("H, by ffn", header(_8=0)), ("H, by ffn", header(_256=0)), ("truncated", header(_3=332)),
-                          ("version 9", header(_1=9))):
+                          ("H, by ffn", header(_8=0)), ("H, by ffn", header(_256=0)),
+                          ("719,360 bytes; expected 720,128", header(_3=332)),
+                          (header_refusal((20240803, 9), Config.FILE, Config3.FILE), header(_1=9))):
         (folder / "bad.bin").write_bytes(content)
         check_refusal("checkpoint", f"bad.bin: .*{wish}", convert.checkpoint_to_folder, folder / "bad.bin",
                       folder / "new")

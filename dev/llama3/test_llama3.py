@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said 
 
 from dev.cuda.formulas import drmsnorm, dswiglu, rmsnorm, swiglu  # noqa: E402
 from dev.llama3.train_llama3 import Config3, Llama3  # noqa: E402
-from dev.test_files import TINY, check_refusal, numbers_of, test_steps, token_files  # noqa: E402
+from dev.test_files import TINY, check_refusal, header_refusal, numbers_of, test_steps, token_files  # noqa: E402
 from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, SMALL_MODEL, check, check_launched, device_of,  # noqa: E402
                        each_device, each_kind, finite_difference, normal, read_flags, run, stored, summary, test_dump,
                        test_kernels, write_checkpoint)
@@ -140,8 +140,7 @@ def files(device_name, folder):
     check_refusal("format A", "ffn_dim_multiplier = 1.* cut off", Config3.from_file, path)
     check_refusal("a GPT-2's", "is a GPT-2 checkpoint, which train_gpt2.py trains .-e.; expected a Llama 3 "
                   "checkpoint: dev/convert.py", Config3.from_file, TINY)
-    check_refusal("for GPT-2", "begins with 20240803, and a GPT-2 checkpoint with 20240326: a run with -o",
-                  Config.from_file, GQA)
+    check_refusal("for GPT-2", header_refusal((20240803, 3), Config.FILE), Config.from_file, GQA)
 
 
 def bad_files(device_name, folder):
@@ -154,11 +153,12 @@ def bad_files(device_name, folder):
             ("C to be divisible by NH", 5, 7), ("an even number of channels", 5, 32), ("sizes from 1", 3, -1),
             ("sizes from 1", 4, 2**30), ("multiple of 32", 7, 108), ("H, by ffn_multiplier", 8, 0),
             ("H, by ffn_multiplier", 8, 1), *(("H, by ffn_multiplier", 256, int(x)) for x in ratio[:4]),
-            ("promises", 256, int(ratio[4])), ("eps between 0 and 1", 257, int(ratio[1])),
+            ("719,360 bytes; expected 1,647,360", 256, int(ratio[4])), ("eps between 0 and 1", 257, int(ratio[1])),
             ("a theta above 1", 258, int(ratio[0])), ("a scaling of RoPE", 9, -1), ("C of at most 8,192", 7, 96 * 96),
             ("a Llama 2.1; expected a Llama 3", 10, 2),
-            ("ln1b is not zero", bias, 1), ("truncated", 3, 332), ("truncated", 0, 20240803, 1500),
-            ("too long", 3, 330), ("version 4", 1, 4)):
+            ("ln1b is not zero", bias, 1), ("719,360 bytes; expected 720,128", 3, 332),
+            ("truncated", 0, 20240803, 1500), ("719,360 bytes; expected 718,592", 3, 330),
+            (header_refusal((20240803, 4), Config3.FILE), 1, 4)):
         changed = whole.copy()
         changed[index] = number
         path.write_bytes(changed.tobytes()[: cut[0] if cut else None])
@@ -181,7 +181,7 @@ def command_line(device_name, folder):
             *((None, *tiny, "--dtype", "fp32", *flags, "-o", name) for name, *flags in others),
             (None, *tiny[2:], "-e", "llama3:d1", "-t", "9", "-g", "0"),
             ("is a GPT-2 checkpoint, which train_gpt2.py", *tiny, "-e", TINY), ("-e d1.5: expected", "-e", "d1.5"),
-            ("token 9 is 331, and the model has V = 331 words", *tiny, "-i", "larger.bin")):
+            ("larger.bin: token 9 is 331; expected .* 331", *tiny, "-i", "larger.bin")):
         done = subprocess.run([sys.executable, HERE / "train_llama3.py", "--device", device_name, *flags], cwd=folder,
                               capture_output=True, text=True)
         ok = done.returncode == (wish is not None) and re.fullmatch(

@@ -18,11 +18,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent)]
 import tokens  # noqa: E402
 from dev.llama3.train_llama3 import Config3  # noqa: E402
-from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens  # noqa: E402
-from test_files import check_refusal  # noqa: E402
-from test_gpt2 import EXACT, check, run, summary  # noqa: E402
 from dev.runs.tokenizer import decode, words_of  # noqa: E402
-from train_gpt2 import Config, DataLoader  # noqa: E402
+from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens  # noqa: E402
+from test_files import check_refusal, header_refusal  # noqa: E402
+from test_gpt2 import EXACT, check, run, summary  # noqa: E402
+from train_gpt2 import TOKENS, Config, DataLoader  # noqa: E402
 from train_gpt2 import read_tokens as read_tokens_of  # noqa: E402
 
 BYTES = [bytes([b]) for b in range(255, -1, -1)]  # ids are not the bytes themselves, nor GPT-2's
@@ -144,18 +144,19 @@ def files(folder):
     yield "targets above 65,535", y, np.int32(ids[1:17]).reshape(2, 8), EXACT
     yield "GPT-2's file", read_tokens(folder / "small.bin", 40), (ids // 3000).astype("<u2"), EXACT
     yield "GPT-2's ids in Llama's file", read_tokens(folder / "small_llama.bin", 40), (ids // 3000).astype("<u4"), EXACT
-    check_refusal("token file", "large.bin: token 17 is 51000, and the model has V = 50257", read_tokens,
+    check_refusal("token file", "large.bin: token 17 is 51000; expected .* 50257", read_tokens,
                   folder / "large.bin", 50257)
-    check_refusal("token file", "begins with 20240801, and a token file with 20240520: prepro_tinyshakespeare.py",
-                  read_tokens, folder / "large.bin", 50257, Config)
+    check_refusal("token file", f"large.bin: .*{header_refusal((20240801, 7), TOKENS)}", read_tokens,
+                  folder / "large.bin", 50257, Config)
     header = np.fromfile(folder / "large.bin", "<i4")
-    for wish, index, value in (("begins with 5, and a token file with 20240520 or 20240801:", 0, 5),
-                               ("version 1 .*; expected version 7: dev/llama3/tokens.py", 1, 1),
-                               ("truncated: ", 2, 41), ("too long", 2, 39), ("token 0 is 4294967295", 256, -1)):
+    for wish, index, value in ((header_refusal((5, 7), TOKENS, tokens.LLAMA_TOKENS), 0, 5),
+                               (header_refusal((20240801, 1), TOKENS, tokens.LLAMA_TOKENS), 1, 1),
+                               ("1,184 bytes; expected 1,188", 2, 41), ("1,184 bytes; expected 1,180", 2, 39),
+                               ("token 0 is 4294967295", 256, -1)):
         content = header.copy()
         content[index] = value
         content.tofile(folder / "bad.bin")
-        check_refusal("token file", wish, read_tokens, folder / "bad.bin", 128256)
+        check_refusal("token file", f"bad.bin: .*{wish}", read_tokens, folder / "bad.bin", 128256)
 
 
 def refusals(folder):

@@ -17,12 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dev.runs.tokenizer import gpt2_words
+from dev.runs.tokenizer import words_of
 from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,
                                     read_text, run, text_flags)
-from dev.runs.tokenizer import words_of
 from train_gpt2 import FileKind
 
-LLAMA_TOKENS = FileKind("token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
+LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
 # Stands between two texts, as GPT-2's end-of-text. Its id is how the trainer knows a model with Llama 3's vocabulary of
 # 128,256 words from one with GPT-2's.
 BEGIN_OF_TEXT, BEGIN_ID = "<|begin_of_text|>", 128000

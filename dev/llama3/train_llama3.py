@@ -40,10 +40,10 @@ from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,  
 
 import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, as there)
 
+from dev.data.loader import files_of  # noqa: E402
 from dev.files import read_header  # noqa: E402
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary  # noqa: E402
 from dev.runs.tokenizer import gpt2_words  # noqa: E402
-from dev.data.loader import files_of  # noqa: E402
 from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,  # noqa: E402
                         logit_rows, main, matrices, read_parameters, to_float)
 

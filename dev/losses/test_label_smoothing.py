@@ -16,14 +16,14 @@ import numpy as np
 
 TOP = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(TOP))
+from dev.bf16 import to_bf16  # noqa: E402
 from dev.cuda.formulas import cross_entropy  # noqa: E402
+from dev.devices import make_device  # noqa: E402
+from dev.features import has_gpu  # noqa: E402
 from dev.losses.label_smoothing import SOURCE  # noqa: E402
 from dev.test_fp8 import in_each_order, on_device  # noqa: E402
 from prepro_tinyshakespeare import byte_encoding, prepare  # noqa: E402
 from test_gpt2 import check, f32, finite_difference, gradients, model_class, normal, run, summary, words  # noqa: E402
-from dev.bf16 import to_bf16  # noqa: E402
-from dev.devices import make_device  # noqa: E402
-from dev.features import has_gpu  # noqa: E402
 from train_gpt2 import GPT2, Config, draw_parameters, to_float  # noqa: E402
 
 SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)

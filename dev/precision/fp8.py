@@ -34,9 +34,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import UserError
 from dev.devices import device_class
 from dev.kernel_text import without_comments
+from prepro_tinyshakespeare import UserError
 from train_gpt2 import Cuda, Row, address, carve, stride_of
 
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")

@@ -24,8 +24,8 @@ import threading
 import time
 from pathlib import Path
 
-from prepro_tinyshakespeare import UserError, replace_file
 from dev.products import cache_folder
+from prepro_tinyshakespeare import UserError, replace_file
 
 HERE = str(Path(__file__).resolve().parents[2])
 BEAT = 1.0  # seconds between signs of life

@@ -24,8 +24,7 @@ from dev.files import read_header
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import HEADER_BYTES, FileKind
 
-EVAL_FILE = FileKind("file of HellaSwag's examples", 20240522, (1,), "dev/data/hellaswag.py writes "
-                     "one")
+EVAL_FILE = FileKind("HellaSwag file", 20240522, (1,), "dev/data/hellaswag.py writes one")
 START, COMPLETIONS = 65535, 4
 PARTS = "context", *(f"completion {i}" for i in range(COMPLETIONS))
 PADDING = 128  # rows are padded to a multiple of it, so that batches have few shapes

@@ -9,8 +9,8 @@ import codecs
 
 import numpy as np
 
-from prepro_tinyshakespeare import UserError
 from dev.runs.tokenizer import words_of
+from prepro_tinyshakespeare import UserError
 from train_gpt2 import coins, draw_token
 
 

@@ -48,10 +48,11 @@ class Stoppable:
     def train(self):
         """As Training.train. What wraps this, such as Kept.train, sees an end like any other."""
         self.signals = self.handlers.enter_context(stop_signals())
-        try:
+        with contextlib.suppress(Stopped):
             super().train()
-        except Stopped:
-            self.summarize()
+        if self.signals:
+            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; "
+                     f"{self.what_is_left()}")
 
     def told_to_stop(self, done):
         """Asked once before each step, and once after the last."""
@@ -71,12 +72,6 @@ class Stoppable:
 
     def saves(self, done):
         return super().saves(done) or self.stopping
-
-    def summarize(self):
-        super().summarize()
-        if self.signals:
-            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; "
-                     f"{self.what_is_left()}")
 
     def what_is_left(self):
         """What there is of a run that was interrupted."""

@@ -15,14 +15,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt2
+from dev.bf16 import master_numbers
+from dev.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
 from dev.update.average import SOURCE
 from dev.update.outliers import SOURCE as OUTLIERS
-from dev.bf16 import master_numbers
 from prepro_tinyshakespeare import UserError, write_tokens
 from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
-from dev.devices import make_device
 from train_gpt2 import GPT2, Config, Training, draw_parameters, pack_batch, parse_flags
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40

@@ -20,11 +20,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt2
 from dev.cpu.device import Cpu
+from dev.devices import make_device
+from dev.features import has_gpu
 from dev.update.outliers import SOURCE, WINDOW
 from prepro_tinyshakespeare import UserError, write_tokens
 from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
-from dev.devices import make_device
-from dev.features import has_gpu
 from train_gpt2 import GPT2, Config, Verdict
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
