@@ -54,9 +54,9 @@ HERE = Path(__file__).resolve().parent
 BF16, LOW = np.uint16, np.int16
 
 ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps, as in a checkpoint.
-LOGIT_ROWS = 8192  # tokens whose logits are computed together, at least
-PARTIAL_ROWS = 256  # partial sums a column that layernorm_backward leaves, at most
-NORM_BLOCKS = 1024  # the most blocks that share the sum of the gradient's norm
+LOGIT_ROWS = 8192  # logits are computed for this many tokens at once, or for more
+PARTIAL_ROWS = 256  # the most blocks of layernorm_backward: each leaves a row of sums
+NORM_BLOCKS = 1024  # the most blocks of global_norm
 
 
 class Row(NamedTuple):
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     mean: float = 0.0  # a parameter starts as mean + std * normal
     std: float = 0.0
     decay: bool = False  # weight decay applies
-    linear: bool = False  # the weight of a linear layer: a matrix product sets its gradient
+    linear: bool = False  # a matrix product sets its gradient
 
     @property
     def size(self):
@@ -99,7 +99,7 @@ TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py write
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A GPT-2: its sizes, in the order of a checkpoint's header, and its tables. `real` is the type
-    in which parameters and activations are stored."""
+    of stored parameters and activations."""
     maxT: int = 1024
     V: int = 50257
     L: int = 12
@@ -107,58 +107,9 @@ class Config:
     C: int = 768
     Vp: int = 50304
 
-    FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, "
-                    "dev/convert.py another")
-    STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
-    TOKEN_FILES = {TOKENS: np.dtype("<u2")}
-    PADDED = ("wte",)  # parameters whose rows are words; those beyond V are zeros
-    SOURCES = (HERE / "kernels.cu",)
-    MODELS = ("gpt2_124M.bin", "d12")  # without -e: if the first is here, else the second
-    EOT, encoding, data_paths = EOT, staticmethod(gpt2_encoding), staticmethod(data_paths)
-
-    @classmethod
-    def from_file(cls, path):
-        """The config of a checkpoint, whose header and size are checked."""
-        header = read_header(path, cls.FILE)
-        c = cls(*header[2:8])
-        c.check(path)
-        table = c.file_table(cls.STORED[header[1]])
-        check_size(path, cls.FILE, HEADER_BYTES + sum(row.nbytes for row in table))
-        return c
-
-    @classmethod
-    def from_descriptor(cls, descriptor):
-        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL."""
-        if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
-            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
-                            "d999, such as d12")
-        L = int(descriptor[1:])
-        NH = {48: 25, 60: 30, 72: 30, 84: 36}.get(L, min(L, 12 + max(0, L - 12) // 3))
-        return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
-
-    def check(self, path, wishes=()):
-        """Raise UserError unless the sizes make a model; wishes: more of (ok, expectation)."""
-        sizes = dataclasses.astuple(self)[:6]
-        for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
-                         (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
-                         (self.C % 32 == 0, "C to be a multiple of 32"),
-                         (self.V <= self.Vp, "V not to exceed Vp"), *wishes):
-            if not ok:
-                raise UserError(f"{path}: {self}; expected {wish}")
-
-    @property
-    def NKV(self):
-        """Heads of keys and values: each query head has its own."""
-        return self.NH
-
-    def switches(self):
-        """What kernels.cu is compiled for."""
-        return [f"-DCHANNELS={self.C}", f"-DHS={self.C // self.NH}"]
-
     def parameter_table(self, real=np.float32):
-        """The parameters, in the order of a checkpoint. They start as in GPT-2 (Radford et al.
-        2019, section 2.3): the 2L matrices that add to the residual stream are smaller by
-        sqrt(2L)."""
+        """The parameters, in a checkpoint's order. They start as in GPT-2 (Radford et al. 2019,
+        section 2.3): the 2L matrices that add to the residual stream are divided by sqrt(2L)."""
         C, once, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
         weight = dict(std=0.02, decay=True, linear=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
@@ -216,26 +167,74 @@ class Config:
             Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty and ln1
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
-            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # sums of dqkv's rows, of 64 or more each
+            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # sums of its rows; -(-T // 64) rounds up
             Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: norm_backward, bias_backward
         ]
 
+    FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, "
+                    "dev/convert.py another")
+    STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
+    TOKEN_FILES = {TOKENS: np.dtype("<u2")}
+    PADDED = ("wte",)  # parameters whose rows are words; those beyond V are zeros
+    SOURCES = (HERE / "kernels.cu",)
+    MODELS = ("gpt2_124M.bin", "d12")  # without -e: if the first is here, else the second
+    EOT, encoding, data_paths = EOT, staticmethod(gpt2_encoding), staticmethod(data_paths)
+
+    @classmethod
+    def from_file(cls, path):
+        """The config of a checkpoint; checks its header and size."""
+        header = read_header(path, cls.FILE)
+        c = cls(*header[2:8])
+        c.check(path)
+        table = c.file_table(cls.STORED[header[1]])
+        check_size(path, cls.FILE, HEADER_BYTES + sum(row.nbytes for row in table))
+        return c
+
+    @classmethod
+    def from_descriptor(cls, descriptor):
+        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL."""
+        if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
+            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
+                            "d999, such as d12")
+        L = int(descriptor[1:])
+        NH = {48: 25, 60: 30, 72: 30, 84: 36}.get(L, min(L, 12 + max(0, L - 12) // 3))
+        return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
+
+    def check(self, path):
+        """Raise UserError unless the sizes make a model."""
+        sizes = dataclasses.astuple(self)[:6]
+        for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
+                         (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
+                         (self.C % 32 == 0, "C to be a multiple of 32"),
+                         (self.V <= self.Vp, "V not to exceed Vp")):
+            if not ok:
+                raise UserError(f"{path}: {self}; expected {wish}")
+
+    @property
+    def NKV(self):
+        """Heads of keys and values: each query head has its own."""
+        return self.NH
+
+    def switches(self):
+        """What kernels.cu is compiled for."""
+        return [f"-DCHANNELS={self.C}", f"-DHS={self.C // self.NH}"]
+
     def file_table(self, real=np.float32, header=None):
-        """The tensors of a checkpoint."""
+        """A checkpoint's tensors."""
         return self.parameter_table(real)
 
     def file_parts(self, views, real=np.float32):
-        """The same as arrays, matrix by matrix, from views of parameters."""
+        """Their arrays, matrix by matrix, from views of parameters."""
         for row in self.file_table(real):
             yield from matrices(getattr(views, row.name))
 
     def headers(self, version):
-        """What a checkpoint of this version begins with."""
+        """What a checkpoint begins with."""
         return [make_header(self.FILE.magic, version, *dataclasses.astuple(self))]
 
 
 def logit_rows(N):
-    """How many of N tokens have logits at a time: each time adds to all of wte's gradient."""
+    """How many tokens get logits at a time: few parts, since each adds to all of dwte."""
     return min(N, max(LOGIT_ROWS, -(-N // 4)))
 
 
@@ -254,7 +253,7 @@ ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps",
 
 
 class Verdict(NamedTuple):
-    """A step's numbers, and what kernels.cu decides: is there an update, is the run stopped?"""
+    """A step's numbers, and what kernels.cu decided: whether to update, whether to stop."""
     norm: float
     loss: float
     update: float
@@ -294,13 +293,13 @@ def of_layer(views, table, l):
 
 
 def matrices(values):
-    """A stack of matrices, one per layer: large tensors are copied in pieces."""
+    """The matrices of a stack, to copy a large tensor in pieces."""
     return values.reshape(-1, *values.shape[-2:])
 
 
 # ---- The model: GPT-2 on a device
 #
-# A device does the arithmetic: Cuda, below, or the CPU of dev/cpu/device.py. Its verbs are
+# A device does the arithmetic: Cuda, below, or the CPU of dev/cpu/device.py. Its methods:
 #
 #     empty(nbytes)                 memory, as bytes
 #     put(array, values)            host to device
@@ -308,7 +307,7 @@ def matrices(values):
 #     zero(array)                   all bits 0
 #     launch(kernel, items, *args)  run a kernel of kernels.cu over so many items
 #     matmul(out, a, b, ...)        out = a @ b, or out += a @ b, with a bias or a GELU if asked
-#     repeat(graphs, key, work)     do work(), whose launches are the same each time for one key
+#     repeat(graphs, key, work)     do work(), which launches the same for the same key
 
 
 class GPT2:
@@ -330,16 +329,16 @@ class GPT2:
     """
     Config = Config
     rank, count = 0, 1  # this process's index, and how many share each batch
-    relu = 0  # 1: attention weights are max(0, scale * q.k), and not softmax
+    relu = 0  # 1: attention's weights are max(0, scale * q.k), no softmax
 
     def layer_forward(self, l):
-        """x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1 adds."""
+        """x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next norm adds."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
         added = branch if l else None  # what the MLP of the layer before computed
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added, p.ln1w, p.ln1b)  # (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
-        self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C): tokens see each other
+        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
@@ -396,21 +395,17 @@ class GPT2:
         if shares > 1:
             device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
 
-    def attention_forward(self, atty, lse, qkv):
-        """atty (N,C) = attention of qkv (N,3C)."""
-        self.attention("attention_forward", atty, lse, qkv)
-
     def attention_backward(self, qkv, lse, atty, dbias):
         """dqkv = the gradient of qkv, given dinp, that of atty. dbias += the sum of its rows."""
         (B, T), d = self.BT, self.back
-        sums, rows = d.dqkv_sums, B * -(-T // self.device.attention_sizes.rows)
+        sums, blocks = d.dqkv_sums, B * -(-T // self.device.attention_sizes.rows)
         self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, atty, qkv, d.dinp)
         self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, qkv, d.dinp)
         OC = dbias.size
-        self.device.launch("add_partials", OC, dbias, None, None, sums, rows, OC)
+        self.device.launch("add_partials", OC, dbias, None, None, sums, blocks, OC)
 
     def attention(self, kernel, *arrays):
-        """Launch a kernel: a block takes some rows of a query head, or of a key head."""
+        """Launch an attention kernel: a block takes some rows of one head."""
         (B, T), c = self.BT, self.config
         sizes = self.device.attention_sizes
         heads = c.NKV if kernel == "attention_backward_kv" else c.NH
@@ -419,7 +414,7 @@ class GPT2:
         self.device.launch(kernel, -(-T // sizes.rows) * B * heads, *arrays, self.scale, self.relu,
                            T, c.NH, c.NKV, threads=sizes.threads, shared=shared)
 
-    # ---- Before the first layer, and behind the last
+    # ---- Before the first layer, after the last
 
     def embedding_forward(self):
         """The stream begins: x = wte[token] + wpe[position]."""
@@ -428,7 +423,7 @@ class GPT2:
                            x.shape[1])
 
     def embedding_backward(self):
-        """The gradients of wte, beside what the head has left there, and of wpe."""
+        """Add to the gradients of wte, which has the head's already, and wpe."""
         (B, T), C = self.BT, self.config.C
         launch, b = self.device.launch, self.batch
         dx, g = self.back.dresidual, self.grads
@@ -436,7 +431,7 @@ class GPT2:
         launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
     def last_norm_forward(self):
-        """The stream ends in lnf (N,C), of which the head makes logits."""
+        """The stream ends in lnf (N,C), which the head turns into logits."""
         p, a = self.params, self.acts
         self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)
 
@@ -453,14 +448,14 @@ class GPT2:
         return logits
 
     def head_backward(self, rows, dlogits):
-        """The gradients of their lnf, into dinp, and of the head's weight."""
+        """dinp[rows] = the gradient of lnf[rows]. The first part sets dhead, others add."""
         matmul, adds = self.device.matmul, self.micro > 0 or rows.start > 0
         matmul(self.back.dinp[rows], dlogits, self.head)  # (rows,Vp) @ (Vp,C) -> (rows,C)
         matmul(self.dhead, dlogits.T, self.acts.lnf[rows], accumulate=adds)  # (Vp,rows) @ (rows,C)
 
     def loss_forward(self, rows, logits, with_gradient=False):
-        """Their losses, -log softmax(logits)[target]; with_gradient, the logits become the gradient
-        of the step's mean loss."""
+        """losses[rows] = -log softmax(logits)[target]; with_gradient, the logits then become the
+        gradient of the step's mean loss."""
         c, a = self.config, self.acts
         blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
         targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
@@ -468,7 +463,7 @@ class GPT2:
                            len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
 
     def mean_loss(self):
-        """The verdict's loss: the mean over the micro-batches, each of which adds its part."""
+        """verdict.loss = the step's mean loss; each micro-batch adds its part."""
         N = len(self.acts.losses)
         self.device.launch("add_loss", 1, self.adam.verdict, self.acts.losses,
                            1 / (N * self.micros), N, self.micro > 0)
@@ -484,8 +479,8 @@ class GPT2:
         self.last_norm_forward()
 
     def backward_pass(self):
-        """From lnf through the loss to the gradients of all parameters, to which all micro-batches
-        of a step but the first add. Kernels always add; products can set."""
+        """From lnf through the loss to the gradients of all parameters. A step's first micro-batch
+        sets them, the others add; what only kernels write is cleared first."""
         for row in self.config.parameter_table():
             if self.micro == 0 and not row.linear:
                 self.device.zero(getattr(self.grads, row.name))
@@ -530,7 +525,7 @@ class GPT2:
         self.micro, self.micros, self.last_micro = 0, 1, True
 
     def micro_step(self):
-        """A micro-batch; behind the last one, the update."""
+        """A micro-batch; after the last, the update."""
         self.forward_pass()
         self.backward_pass()
         if self.last_micro:
@@ -556,11 +551,14 @@ class GPT2:
                    arenas["adam m"], arenas["adam v"])
 
     def adamw(self, parameters, low, gradients, m, v):
-        """AdamW on arenas, which hold all tensors one after another."""
+        """AdamW on arenas, which hold all tensors one after another. With m and v, means of g and
+        g*g over the steps: p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)."""
         n = gradients.nbytes // 4
         self.norm_of(gradients, n)
         self.judge()
-        self.adamw_launch("adamw", parameters, low, gradients, m, v, n)
+        a = self.adam
+        self.device.launch("adamw", n, parameters, low, gradients, m, v, a.starts, a.decayed,
+                           a.decayed.size, n, a.settings, a.verdict)
 
     def norm_of(self, gradients, n):
         """adam.norm[0] = the norm of n gradients."""
@@ -570,11 +568,6 @@ class GPT2:
     def judge(self):
         """Decide whether this step updates the parameters: its loss and norm have to be finite."""
         self.device.launch("judge", 1, self.adam.verdict, self.adam.norm)
-
-    def adamw_launch(self, kernel, parameters, low, gradients, m, v, n, *more):
-        adam = self.adam
-        self.device.launch(kernel, n, parameters, low, gradients, m, v, adam.starts, adam.decayed,
-                           adam.decayed.size, n, adam.settings, adam.verdict, *more)
 
     # ---- Its memory
 
@@ -599,7 +592,7 @@ class GPT2:
             device.zero(self.arenas[name])
         self.params, self.grads = self.whole_views("parameters"), self.whole_views("gradients")
         self.adam = carve(self.arenas["update"], tables["update"])
-        self.master = [self.params]  # what keeps fp32 parameters; in bf16 both of their halves
+        self.master = [self.params]  # views that hold fp32 parameters: in bf16, two halves
         if "low bits" in tables:
             self.master.append(self.whole_views("low bits"))
         self.head, self.dhead = self.params.wte, self.grads.wte  # wte makes the logits, too
@@ -610,7 +603,7 @@ class GPT2:
         self.graphs = {}  # what the device has recorded of train_step
         self.step = 0  # steps done
         self.micro, self.last_micro = 0, True  # which micro-batch of a step; is it the last one?
-        self.micros = 1  # micro-batches over which the step's loss is the mean
+        self.micros = 1  # of a step, over all ranks: its loss is their mean
 
     def check(self, config, device, B, T):
         """Raise UserError unless the model can have such batches on this device."""
@@ -624,14 +617,14 @@ class GPT2:
         return carve(self.arenas[arena], self.config.parameter_table(dtype))
 
     def set_parameters(self, tensors):
-        """Set parameters from (name, values) pairs, fp32 or bf16."""
+        """Set parameters from (name, values), fp32 or bf16."""
         self.set_tensors(tensors, self.master)
 
     def set_tensors(self, tensors, kept):
-        """Set tensors from (name, values) pairs, in views that keep all of an fp32 number or in two
-        that keep a half each. Rows beyond a shorter vocabulary keep their values."""
+        """Set tensors from (name, values) pairs. kept: views of fp32, or two views of its halves.
+        Rows beyond a shorter vocabulary keep their values."""
         for name, values in tensors:
-            for views in kept if hasattr(kept[0], name) else ():
+            for views in kept:
                 for to, part in zip(matrices(getattr(views, name)), matrices(values)):
                     part = to_float(part)
                     self.device.put(to.reshape(-1)[: part.size], kept_as(part, to.dtype))
@@ -657,7 +650,7 @@ class GPT2:
 
 
 class Training:
-    """A run: what happens when."""
+    """A training run."""
     rank, count = 0, 1  # as GPT2's
     longest = 1024  # T without -t, at most
 
@@ -674,7 +667,7 @@ class Training:
             rate, begun = self.learning_rate(done), time.perf_counter()
             self.model.train_step(*batches.packed, learning_rate=rate, **adamw)
             queued = SimpleNamespace(number=done + 1, rate=rate, begun=begun, batches=batches)
-            batches = self.next_batches()  # while a GPU is at work
+            batches = self.next_batches()  # while the GPU works
             self.finish(queued)
         self.pause(steps, batches)
 
@@ -723,18 +716,14 @@ class Training:
         self.report(queued, self.model.report())
 
     def report(self, queued, verdict):
-        """Print the line of a step."""
         if verdict.stopped:
-            self.model.step = queued.number - 1  # no later one has made an update
             self.give_up(queued, verdict)
         step, seconds = queued.number, time.perf_counter() - queued.begun
-        queued.seconds = seconds
         self.say(f"step {step:4d}/{self.flags.steps} | loss {verdict.loss:.6f} | "
                  f"norm {verdict.norm:7.4f} | lr {queued.rate:.2e} | {self.speed(seconds)} | "
                  f"{step * self.flags.total_batch:,} tokens")
 
     def speed(self, seconds):
-        """The time of a step, and tokens in a second."""
         return f"{1e3 * seconds:8.2f} ms | {self.flags.total_batch / seconds:9,.0f} tok/s"
 
     def give_up(self, queued, verdict):
@@ -752,7 +741,6 @@ class Training:
         return loss
 
     def total_loss(self, batches):
-        """The sum of the mean losses of these batches."""
         return sum(self.model.forward(*batch) for batch in batches)
 
     def sample(self):
@@ -783,8 +771,7 @@ class Training:
             self.train()
         except self.device.Fault as e:
             raise UserError(f"the GPU stopped ({e}) at {self.device.last_kernel} or before: find "
-                            "the fault with --graph 0, --plain 1, compute-sanitizer, or --device "
-                            "cpu") from None
+                            "the fault with --plain 1 and compute-sanitizer") from None
         return 0
 
     def prepare(self):
@@ -813,7 +800,6 @@ class Training:
         return Cuda if self.flags.plain else FastCuda
 
     def open_data(self):
-        """Open the tokens to train and to validate on."""
         flags = self.flags
         B, T = flags.batch_size, flags.seq_len
         self.train_path, self.val_path = self.data_paths()
@@ -847,8 +833,7 @@ class Training:
         print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), "
               f"{flags.steps} steps (-x), an epoch has {self.epoch}")
         for arena, table in self.Model.tables(c, self.device, B, T).items():
-            print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors, of "
-                  f"which {max(table, key=lambda row: row.nbytes).name} is the largest")
+            print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors")
 
     def make_model(self):
         """The model, with the parameters that it starts from."""
@@ -880,7 +865,7 @@ class Kernel(NamedTuple):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and "
                             f"is launched with {len(args)} arguments")
         threads = threads or self.threads
-        # int, since C's / of ints is a float in Python; the 1 is for y, where BLOCK does not say
+        # int: in C, / of ints is an int. 1: along y, if BLOCK says nothing
         sizes = [*(int(covers(threads, W)) for covers in self.covers), 1]
         counts = items if isinstance(items, tuple) else (items,)
         grid = tuple(-(-count // size) for count, size in zip(counts, sizes))  # rounded up
@@ -888,27 +873,21 @@ class Kernel(NamedTuple):
         return grid, (threads,), tuple(to(arg) if to else arg for to, arg in zip(types, args))
 
 
-# Constant arrays of kernels.cu, for launches
+# Arrays in kernels.cu that launches read
 SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward"),
          "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
 
 def read_kernels(sources):
     """{name: Kernel} of CUDA files."""
-    declaration = (r'BLOCK\(([^()]*)\)\s*extern "C" __global__ void\s+'
+    declaration = (r'BLOCK\((\s*\d[^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
     kernels = {}
     for path in sources:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text("utf-8"), flags=re.S)
         for block, name, parameters in re.findall(declaration, text):
             threads, *covers = block.split(",")
-            try:
-                covers = [eval(f"lambda threads, W: {items}") for items in covers]
-                if min(function(int(threads), W) for function in covers for W in (4, 8)) < 1:
-                    raise ValueError("a block covers nothing")
-            except Exception as e:
-                raise UserError(f"{path.name}: BLOCK over {name}: {e}: expected arithmetic in "
-                                "threads and W") from None
+            covers = [eval(f"lambda threads, W: {items}") for items in covers]
             kernels[name] = Kernel(name, int(threads), covers, parameters.split(","))
     return kernels
 
@@ -923,8 +902,8 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits, bytes of shared memory): a block on each multiprocessor, which keeps up to
-    two rows of logits; or, on a CPU and where long rows are read once, a block a row."""
+    """(blocks, logits that a block caches, bytes of shared memory). A block on each multiprocessor
+    caches up to two rows; without a cache, a block a row."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     if device.name == "cpu" or not with_gradient and room < 2 * Vp:
         return N, 0, 0
@@ -971,7 +950,7 @@ class Cuda:
         if self.dtype == "tf32":
             self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
-        # but for a KiB of arrays that kernels declare themselves
+        # 1 KiB is left for arrays that kernels declare
         self.max_shared = self.gpu.attributes["MaxSharedMemoryPerBlockOptin"] - 1024
         self.multiprocessors = self.gpu.attributes["MultiProcessorCount"]
         self.compiled_for = c.switches()
@@ -1065,7 +1044,7 @@ class Cuda:
         work()
 
 
-# ---- Files and batches, as llm.c has them: a header of 256 int32, then numbers
+# ---- Files and batches, in llm.c's format: 256 int32 of header, then numbers
 
 
 def read_header(path, *kinds):
@@ -1085,7 +1064,7 @@ def read_header(path, *kinds):
 
 
 def check_size(path, kind, expected):
-    """Raise UserError unless the file has so many bytes."""
+    """Raise UserError unless the file has that size."""
     size = os.path.getsize(path)
     if size != expected:
         raise UserError(f"{path}: {size:,} bytes; expected {expected:,} by the header of this "
@@ -1157,7 +1136,7 @@ def check_tokens(path, tokens, V):
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
         bad = int(np.argmax((tokens < 0) | (tokens >= V)))
         raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}; expected ids below V = {V}, "
-                        "of the model's own vocabulary")
+                        "the model's vocabulary")
 
 
 class DataLoader:
@@ -1172,15 +1151,14 @@ class DataLoader:
         self.total = len(self.tokens)
         self.batches = (self.total - 1) // self.size  # of an epoch
         if self.batches < 1:
-            raise UserError(f"{path}: {self.total:,} tokens; expected {self.size + 1:,} or more, a "
-                            "batch and one: a longer file, or a smaller -b or -t")
+            raise UserError(f"{path}: {self.total:,} tokens; expected {self.size + 1:,} or more; "
+                            "use a longer file, or a smaller -b or -t")
         self.restart()
 
     def __str__(self):
         return f"{self.path}: {self.total:,} tokens"
 
     def restart(self):
-        """Go to the first batch."""
         self.next = 0
 
     def next_batch(self):
@@ -1205,12 +1183,12 @@ def pack_batch(tokens, targets=0):
     data = np.zeros(layout(table)[-1], np.uint8)
     batch = carve(data, table)
     batch.tokens[...], batch.targets[...] = tokens, targets
-    narrow = np.uint32 if tokens.max() > 65535 else np.uint16  # NumPy radix-sorts 16 bits
-    flat = tokens.reshape(-1).astype(narrow)
-    batch.order[...] = np.argsort(flat, kind="stable")
-    steps = np.diff(flat[batch.order].astype(np.int32))
-    begins = np.flatnonzero(np.r_[True, steps != 0])  # where a new word does
-    batch.run_length[begins] = np.diff(begins, append=flat.size)
+    flat = tokens.reshape(-1)
+    narrow = flat.astype(np.min_scalar_type(flat.max()))  # NumPy radix-sorts 16 bits
+    batch.order[...] = np.argsort(narrow, kind="stable")
+    counts = np.bincount(flat)
+    counts = counts[counts > 0]
+    batch.run_length[np.cumsum(counts) - counts] = counts
     return data, tokens.shape
 
 
@@ -1259,16 +1237,8 @@ def number(kind, least, below=math.inf):
     return convert
 
 
-def named(text):
-    """The type of a flag that names something."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a name, found nothing")
-    return text
-
-
-named.__name__ = "name"  # as --help has it
 TYPES = {  # of flags, by their names in the tables of flags
-    "name": named, "count": number(int, 1), "count or 0": number(int, 0), "rate": number(float, 0),
+    "name": str, "count": number(int, 1), "count or 0": number(int, 0), "rate": number(float, 0),
     "count or -1": number(int, -1), "switch": number(int, 0, 2), "level": number(int, 0, 3),
     "share": number(float, 0, 1),
     "eps": number(float, 1e-37)}  # the smallest numbers of fp32 would be 0 on a GPU
@@ -1278,7 +1248,7 @@ ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip"
 FLAGS = [
     ("-i", "--train-data", "name", None, "token file to train on (default: tinyshakespeare)"),
     ("-j", "--val-data", "name", None, "token file to validate on (default: -i's other one)"),
-    ("-e", "--model", "name", None, "checkpoint, or from scratch d12, d24 ... (default: d12)"),
+    ("-e", "--model", "name", None, "checkpoint, or d12, d24 ... (default: gpt2_124M.bin or d12)"),
     ("-o", "--output", "name", None, "folder for the weights (default: none)"),
     ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
     ("-d", "--total-batch", "count", None, "tokens in a step of micro-batches (default: B*T)"),
@@ -1290,13 +1260,13 @@ FLAGS = [
     (None, "--beta1", "share", 0.9, "AdamW's decay of the first moment"),
     (None, "--beta2", "share", 0.999, "AdamW's decay of the second moment"),
     (None, "--eps", "eps", 1e-8, "AdamW's epsilon"),
-    (None, "--clip", "rate", 1.0, "norm that a step's gradient is scaled down to; 0: none"),
+    (None, "--clip", "rate", 1.0, "scale a step's gradient down to this norm; 0: never"),
     ("-x", "--steps", "count or -1", -1, "steps to train; -1: an epoch"),
     ("-v", "--val-every", "count or 0", 20, "steps between validations; 0: none"),
     ("-m", "--val-batches", "count or -1", 20, "batches of a validation, at most; -1: all"),
     ("-s", "--sample-every", "count or 0", 20, "steps between samples; 0: none"),
     ("-g", "--sample-tokens", "count or 0", 64, "tokens of a sample"),
-    (None, "--seed", "count or 0", 42, "of the initial parameters, and of all that is drawn"),
+    (None, "--seed", "count or 0", 42, "of the initial parameters"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), "bf16", "tf32: fp32, products in TF32"),
     (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster"),
 ]
@@ -1304,8 +1274,7 @@ FLAGS = [
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        quotes = "; a pattern goes in quotes" if re.match("unrec.*: [^-]", message) else ""
-        raise UserError(f"{message.removeprefix('argument ')}{quotes}; --help lists the flags")
+        raise UserError(f"{message.removeprefix('argument ')}; --help lists the flags")
 
 
 def parse_flags(description, table, arguments=None, defaults=True, groups=()):
@@ -1330,7 +1299,7 @@ def parse_flags(description, table, arguments=None, defaults=True, groups=()):
 
 
 def main(arguments=None, Model=GPT2):
-    """Train as the arguments say, with the features of dev/ if they are there: a CPU is one."""
+    """Train as the arguments say, with dev/'s features if they are there, such as a CPU."""
     try:
         from dev import features
     except ModuleNotFoundError as e:
@@ -1343,7 +1312,7 @@ def main(arguments=None, Model=GPT2):
     return features.run_with(flags, table, Model, Training, FastTraining)
 
 
-# ---- Faster. A step of the 124M model in bf16 on an H200, with more and more of what is here:
+# ---- Faster. A step of the 124M model in bf16 on an H200, with one thing more on each line:
 #
 #                                                              B=4          B=32
 #     the plain device                                        10.82 ms     69.90 ms
@@ -1397,8 +1366,8 @@ def aligned_bytes(size):
 
 
 class FastCuda(Cuda):
-    """Cuda with cuBLASLt, whose products graphs can capture, and whose epilogues work on out before
-    it leaves the registers. CuPy loads the library and does not wrap it, so ctypes calls it. Bare
+    """Cuda with cuBLASLt. Graphs can capture its products, and epilogues work on out before it
+    leaves the registers. CuPy loads the library and does not wrap it, so ctypes calls it. Bare
     numbers are cublasLt.h's."""
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     NO_EPILOGUE, ADD_BIAS = 1, 4
@@ -1436,7 +1405,7 @@ class FastCuda(Cuda):
         super().launch(name, items, *self.with_tensor_maps(name, args), **sizes)
 
     def with_tensor_maps(self, name, args):
-        """A kernel's arguments; of what attention reads by tiles on Hopper, their tensor maps."""
+        """The arguments; on Hopper, tensor maps for arrays that attention reads by tiles."""
         if not (self.hopper and name.startswith("attention")):
             return args
         words = [text.split() for text in self.kernels[name].parameters]
@@ -1445,8 +1414,8 @@ class FastCuda(Cuda):
                 for word, arg in zip(words, args)]
 
     def tensor_map(self, array, T):
-        """What Hopper's copy engine has to know of a bf16 array (B*T,channels), of which it copies
-        boxes of 64 tokens and 64 channels: 128 bytes, by value."""
+        """The 128 bytes that tell Hopper's copy engine how to copy boxes of 64 tokens and 64
+        channels from a bf16 array (B*T,channels)."""
         key = T, array.data.ptr, array.shape
         if key not in self.maps:
             N, width = array.shape
@@ -1465,14 +1434,14 @@ class FastCuda(Cuda):
             if status:
                 raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {T=}, "
                                 f"{array.shape}; {self.AVOID}")
-        return self.maps[key].view("V128")  # one number, for CuPy, that goes by value
+        return self.maps[key].view("V128")  # for CuPy one number, passed by value
 
     def call(self, name, *args):
         """Call a function of cuBLASLt."""
         function = getattr(self.library, f"cublasLt{name}")
         status = function(*args)
         if status:
-            self.cupy.cuda.runtime.deviceSynchronize()  # raises what a kernel before has done wrong
+            self.cupy.cuda.runtime.deviceSynchronize()  # raises the error of an earlier kernel
             raise UserError(f"cublasLt{name} failed with status {status}; {self.AVOID}")
 
     def create(self, kind, *args, attributes=()):
@@ -1526,7 +1495,7 @@ class FastCuda(Cuda):
             self.gelu_of_product(out, gelu, dgelu_at)
 
     def product(self, epilogue, out, a, b, bias, aux, accumulate, *more):
-        """Queue a product. more: what else describe() is told of it, arrays."""
+        """Queue a product. more: further arrays for describe()."""
         name = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue
         name = *name, *(a.dtype.str for _ in more)
         arrays = (x if x is None else x.data.ptr for x in (bias, aux, *more))
@@ -1550,8 +1519,8 @@ class FastCuda(Cuda):
         return found[: count.value]
 
     def repeat(self, graphs, key, work):
-        """Do work(): the first time plainly, which chooses algorithms; the second time recorded as
-        a graph. From then on one launch does it all, without gaps between kernels."""
+        """Do work(): the first time plainly, which chooses algorithms; the second time to record a
+        graph. From then on one launch does it all, without gaps between kernels."""
         if not self.graph or key not in graphs:
             work()
             graphs[key] = None

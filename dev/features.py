@@ -48,6 +48,7 @@ FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the p
     (None, "--attention", ("softmax", "relu"), "softmax", "or relu: max(0, q.k / sqrt(HS))"),
     (None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: for several "
      "files)"),
+    (None, "--seed", "count or 0", 42, "of the initial parameters, and of --moments bf16's rounding"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
@@ -146,10 +147,10 @@ FEATURES = [
     Feature("outliers", lambda flags, ranks: flags.loss_limit or flags.norm_limit,
             "dev.update.outliers:Outliers", "dev.update.outliers:OutliersTraining"),
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
-    Feature("moments", lambda flags, ranks: flags.moments == "bf16",
-            "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),
     Feature("average", lambda flags, ranks: flags.ema is not None,
             "dev.update.average:Averaged", "dev.update.average:AveragedTraining"),
+    Feature("moments", lambda flags, ranks: flags.moments == "bf16",
+            "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),
     Feature("recompute 1", lambda flags, ranks: flags.recompute == 1,
             "dev.precision.recompute:RecomputeInside"),
     Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
@@ -267,10 +268,13 @@ def attach(flags, Training, Model, ranks=None, folder=None):
 
 
 def check_needs(flags):
-    """Raise UserError if one of the flags was given without the one that it needs."""
+    """Raise UserError if one of the flags is empty, or was given without the one that it needs."""
     def called(name):
         return f"--{name.replace('_', '-')}"
 
+    empty = [name for name, value in vars(flags).items() if value == "" and name != "sample"]
+    if empty:
+        raise UserError(f"{called(empty[0])}: expected a name, found nothing")
     for name, needed in NEEDS.items():
         known = flags.resume and needed.startswith("checkpoint")  # by the run that goes on
         if getattr(flags, name) and getattr(flags, needed) in (None, 0) and not known:

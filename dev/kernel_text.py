@@ -2,6 +2,9 @@
 import re
 from typing import NamedTuple
 
+import train_gpt2
+from prepro_tinyshakespeare import UserError
+
 STRUCTS = {"Output": False, "Tiles": True}  # of an array: whether the kernel only reads it
 
 
@@ -20,6 +23,25 @@ def parameters_of(kernel):
         array = "*" in text or kind in STRUCTS
         found.append(Parameter(name, kind, array, array and STRUCTS.get(kind, "const" in text)))
     return found
+
+
+def read_kernels(sources):
+    """As train_gpt2.read_kernels. Raises UserError unless what stands over each kernel is a BLOCK
+    whose blocks cover something."""
+    kernels = {}
+    for path in sources:
+        name = "a kernel"
+        try:
+            found = train_gpt2.read_kernels([path])
+            for kernel in found.values():
+                name = kernel.name
+                if min(covers(kernel.threads, W) for covers in kernel.covers for W in (4, 8)) < 1:
+                    raise ValueError("a block covers nothing")
+        except (ArithmeticError, NameError, SyntaxError, TypeError, ValueError) as e:
+            raise UserError(f"{path.name}: BLOCK over {name}: {e}: expected arithmetic in threads "
+                            "and W") from None
+        kernels |= found
+    return kernels
 
 
 def without_comments(text):

@@ -55,9 +55,12 @@ class Terminal:
                      f"{self.flags.total_batch / median:,.0f} tok/s; training loss "
                      f"{losses[0]:.6f} -> {losses[-1]:.6f}")
 
+    def speed(self, seconds):
+        self.times.append(seconds)
+        return super().speed(seconds)
+
     def report(self, queued, verdict):
         super().report(queued, verdict)
-        self.times.append(queued.seconds)
         self.losses.append(verdict.loss)
         done, steps, median = queued.number, self.flags.steps, float(np.median(self.times[-100:]))
         if len(self.times) == 20:

@@ -54,7 +54,8 @@ class Cpu:
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
-        from train_gpt2 import BF16, SIZES, read_kernels
+        from dev.kernel_text import read_kernels
+        from train_gpt2 import BF16, SIZES
         # moments.cu is always there, so that a run with --moments bf16 needs no other library than one without.
         always = [MOMENTS] * (KERNELS in c.SOURCES and MOMENTS.exists() and not only)
         sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]

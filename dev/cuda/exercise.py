@@ -38,8 +38,8 @@ from dev import gpt2_numpy  # noqa: E402
 from dev.cuda import formulas, timing  # noqa: E402
 from dev.cuda.kernel import ANY, GUARD, Bench, Draw, Version, find_kernel, kernel_names, model_of, parse_sizes  # noqa: E402
 from dev.devices import make_device  # noqa: E402
-from dev.kernel_text import parameters_of, without_comments  # noqa: E402
-from train_gpt2 import Config, read_kernels, to_float  # noqa: E402
+from dev.kernel_text import parameters_of, read_kernels, without_comments  # noqa: E402
+from train_gpt2 import Config, to_float  # noqa: E402
 
 PREFIX = "my_"
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it: HS is 64

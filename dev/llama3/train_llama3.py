@@ -171,7 +171,8 @@ class Config3(Config):
     def check(self, path):
         HS = self.C // max(1, self.NH)
         has_mlp = self.multiple_of > 0 and 0 < self.ffn_multiplier < 100
-        super().check(path, (
+        super().check(path)
+        for ok, wish in (
             (self.NKV > 0 and self.NH % self.NKV == 0, "NH to be divisible by NKV"),
             (HS % 2 == 0, "heads of an even number of channels, which RoPE turns in pairs"),
             (has_mlp and self.H % 8 == 0,
@@ -179,7 +180,9 @@ class Config3(Config):
             (self.C <= 8192, "C of at most 8,192"),
             (0 <= self.scaled < 2**16, "a scaling of RoPE from 0 to 65,535"),
             (0 < self.eps < 1 and 1 < self.theta < math.inf,
-             "eps between 0 and 1, and a theta above 1")))
+             "eps between 0 and 1, and a theta above 1")):
+            if not ok:
+                raise UserError(f"{path}: {self}; expected {wish}")
 
     def words(self):
         """{token id: its bytes}, by the tokenizer in the current folder if the words are Llama's.
@@ -316,6 +319,10 @@ class Llama3(GPT2):
         views.upw, views.gatew = views.fcw[:, :H], views.fcw[:, H:]
         return views
 
+    def set_tensors(self, tensors, kept):
+        """As GPT2's. A file's tensors that are no parameters are left out."""
+        super().set_tensors((pair for pair in tensors if hasattr(kept[0], pair[0])), kept)
+
     def layer_forward(self, l):
         """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1,
         or lnf, adds."""
@@ -325,7 +332,7 @@ class Llama3(GPT2):
         self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, added, p.ln1w)  # (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
         self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
-        self.attention_forward(a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C): tokens see each other
+        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C)
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w)  # (N,C)

@@ -48,8 +48,12 @@ class Bf16Moments:
         # below 2^24 fp32 has all whole numbers
         self.device.put(self.adam.noise, [seed % 2**24, self.step])
 
-    def adamw_launch(self, kernel, *args):
-        super().adamw_launch("adamw_bf16", *args, self.adam.places, self.adam.noise)
+    def adamw(self, parameters, low, gradients, m, v):
+        n, a = gradients.nbytes // 4, self.adam
+        self.norm_of(gradients, n)
+        self.judge()
+        self.device.launch("adamw_bf16", n, parameters, low, gradients, m, v, a.starts, a.decayed,
+                           a.decayed.size, n, a.settings, a.verdict, a.places, a.noise)
 
 
 class Bf16MomentsTraining:

@@ -90,7 +90,7 @@ class RecomputeLayers(Shared):
     def layer_forward(self, l):
         p, _, a = self.layers[l]
         self.before_attention(p, a, self.acts.branch if l else None)
-        self.attention_forward(a.atty, a.lse, a.qkv)
+        self.attention("attention_forward", a.atty, a.lse, a.qkv)
         self.after_attention(p, a)
         self.end_of_mlp(p, a)
 

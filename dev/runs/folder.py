@@ -961,6 +961,7 @@ class Kept(Resumed):
                         f"norm:{verdict.norm:.2f}")
 
     def give_up(self, queued, verdict):
+        self.model.step = queued.number - 1  # no later one has made an update
         self.folder.save(self, queued.batches.position, whole=True, prunes=False)
         super().give_up(queued, verdict)
 

@@ -197,6 +197,7 @@ class Explained:
                      f"{'; '.join(batches.places)}")
 
     def give_up(self, queued, verdict):
+        self.model.step = queued.number - 1  # no later one has made an update
         reports = self.reports(queued)
         speaker = next((rank for rank, (_, found) in enumerate(reports) if found), 0)
         raise UserError(f"the loss of step {queued.number} is {verdict.loss} and the norm of its "
