@@ -7,21 +7,20 @@ text. A BLAS library multiplies the linear layers' matrices.
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
 NH heads of HS = C/NH channels. Arrays are C-contiguous: the last index named is the fastest.
 Parameters, activations and their gradients are real (fp32 or bf16). The residual stream, the
-gradients of parameters, and statistics are fp32. The file is compiled for one model, with
--DCHANNELS=C and -DHS=HS: a row whose length is known can stay in registers.
+gradients of parameters, and statistics are fp32. The file is compiled for one model, -DCHANNELS=C
+and -DHS=HS: a row whose length is known can stay in registers.
 
 Rules for all of them:
   - The gradient of a parameter is added to (+=), so that micro-batches add up. Before the first of
     them the host clears it, or a matrix product sets it.
   - An activation and its gradient are set (=). The residual stream is the exception, because two
     branches meet there: residual_layernorm_forward adds to it, layernorm_backward to its gradient.
-  - Every sum has an order that depends on the shapes and the grid alone. There are no float
-    atomics, so every run gives the same bits.
+  - The order of a sum depends on shapes and the grid alone, without float atomics: every run gives
+    the same bits.
 
-Nearly all of them are bound by memory: a GPU does some fifty operations in the time that one float
-takes to arrive. So the 32 lanes of a warp touch adjacent addresses, 16 bytes a lane where possible;
-many loads are in flight at once; and what a block needs twice stays in registers, shared memory or
-a cache.
+Nearly all are bound by memory: a GPU does some fifty operations while one float arrives. So the
+32 lanes of a warp touch adjacent addresses, 16 bytes a lane where possible; many loads are in
+flight at once; and what a block needs twice stays in registers, shared memory or a cache.
 */
 
 // BLOCK stands over each kernel for the host to read: a block's threads, and the items it covers
@@ -41,8 +40,7 @@ constexpr float LOWEST = -3.402823466e38f;
 
 // ---- sums over a warp and over a block ----
 
-// Each lane adds the number of the lane at some distance, so all end with the total, in a fixed
-// order.
+// Each lane adds the number of the lane at some distance: all get the total, in a fixed order.
 template <typename T>
 __device__ T warp_sum(T x) {
     for (int distance = 16; distance > 0; distance /= 2)
@@ -89,6 +87,8 @@ using real = float;
 #endif
 
 #ifdef __CUDACC__  // PTX, here and below; on a CPU, dev/cpu/cuda.h has C++ of the same names
+__device__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
 // Two fp32, rounded to nearest with ties to even, as two bf16. `low` becomes the lower half.
 __device__ unsigned two_bf16(float low, float high) {
     unsigned bits;
@@ -103,16 +103,15 @@ __device__ float power_of_2(float x) {
     return y;
 }
 
-// Start a copy of 16 or 4 bytes from device to shared memory, past the registers, and go on at
-// once. Unless `there`, zeros are written.
+// Start a copy of 16 or 4 bytes from device to shared memory, or of zeros unless `there`.
 __device__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0)
+                 ::"r"(shared_address(shared)), "l"(global), "r"(there ? 16 : 0)
                  : "memory");
 }
 __device__ void copy4(void* shared, const void* global, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 4 : 0)
+                 ::"r"(shared_address(shared)), "l"(global), "r"(there ? 4 : 0)
                  : "memory");
 }
 // copies_end closes a group of copies. copies_arrive waits until at most `pending` of this thread's
@@ -127,9 +126,7 @@ __device__ void copies_arrive() {
 __device__ float to_float(float x) { return x; }
 __device__ void from_float(float& to, float x) { to = x; }
 #ifdef BF16
-__device__ float to_float(real x) {
-    return __uint_as_float((unsigned)x.bits << 16);
-}
+__device__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
 #endif
 
@@ -139,8 +136,8 @@ __device__ float exponential(float x) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
 }
 
-// Pack<n> is n neighbours of an array, in registers, as fp32. load and store move up to 16 bytes at
-// a time, the most that one instruction can. Rows of C numbers start at a multiple of 16 bytes.
+// Pack<n> is n neighbours of an array as fp32, in registers: the compiler unrolls short loops. load
+// and store move up to 16 bytes at a time, the most that one instruction can.
 template <int n>
 struct Pack {
     float x[n];
@@ -171,17 +168,15 @@ __device__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
 
 constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 
-// In an element-wise kernel each thread takes W numbers. This is the first of them.
-__device__ size_t first_number() {
-    return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
-}
+// The first of the W numbers that a thread of an element-wise kernel takes.
+__device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
-// The row of number i, if rows have C numbers. A division of 32 bits takes a fifth of one of 64.
+// The row of number i, if rows have C numbers. To divide 64 bits would take five times as long.
 __device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
 // An array that a kernel writes and a matrix product reads. A thread calls begin, then store as
-// often as it likes, then end, which all lanes of a warp must reach. Here begin and end do nothing:
-// -DOUTPUT=<file> may bring another Output.
+// often as it likes, then end, which all lanes of a warp must reach. -DOUTPUT=<file> may bring an
+// Output that does more.
 #ifdef OUTPUT
 #include OUTPUT
 #else
@@ -200,9 +195,9 @@ struct Output {
 // stands, unless wpe is null. This begins the residual stream. A thread takes 4 channels, 16 bytes
 // of out. Items: B*T*C numbers.
 BLOCK(256, 4 * threads)
-extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* __restrict__ tokens,
-                                           const real* __restrict__ wte,
-                                           const real* __restrict__ wpe, int N, int T, int C) {
+extern "C" __global__ void encoder_forward(
+    float* __restrict__ out, const int* __restrict__ tokens, const real* __restrict__ wte,
+    const real* __restrict__ wpe, int N, int T, int C) {
     int packs = C / 4, i = blockIdx.x * blockDim.x + threadIdx.x;
     int row = i / packs, c = 4 * (i % packs);
     if (row >= N) return;
@@ -212,17 +207,14 @@ extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* _
 }
 
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
-// any order. So the host sorts the positions by token, into order (N), which has a run of equal
-// tokens for each word. run_length (N) is a run's length at its first position, and 0 elsewhere.
-// Block (i, y) has work only if a run begins at i: then it owns 32 W channels of that word's
-// gradient. Its 8 warps share the run, since a common word can make up a tenth of the batch.
-// Items: N positions along x, C channels along y.
+// any order. So the host sorts the positions by token: order (N). A run of equal tokens has its
+// length in run_length (N) at its first position; the others have 0. If one begins at i, block
+// (i, y) owns 32 W channels of the word's gradient, and its 8 warps share the run, since a word may
+// make up a tenth of the batch. Items: N positions along x, C channels along y.
 BLOCK(256, 1, 32 * W)
-extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte,
-                                                const real* __restrict__ dout,
-                                                const int* __restrict__ tokens,
-                                                const int* __restrict__ order,
-                                                const int* __restrict__ run_length, int C) {
+extern "C" __global__ void encoder_backward_wte(
+    float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
+    const int* __restrict__ order, const int* __restrict__ run_length, int C) {
     int begin = blockIdx.x, length = run_length[begin];
     if (length == 0) return;
     __shared__ Pack<W> of_warp[8][32];
@@ -242,9 +234,8 @@ extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte,
 
 // dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. Items: T*C numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe,
-                                                const real* __restrict__ dout,
-                                                int B, int T, int C) {
+extern "C" __global__ void encoder_backward_wpe(
+    float* __restrict__ dwpe, const real* __restrict__ dout, int B, int T, int C) {
     size_t i = first_number(), TC = (size_t)T * C;
     if (i >= TC) return;
     Pack<W> sum = load<W>(dwpe + i);
@@ -255,9 +246,8 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe,
 
 // ---- residual stream and layernorm (Ba, Kiros and Hinton 2016, section 3) ----
 
-// A row is kept in the registers of its threads: thread i holds packs i, i + threads, ... of n
-// columns each. EACH_PACK goes over them: pack k begins at column c. If a row has one warp, shuffles
-// sum it without a barrier.
+// The threads of a row keep it in registers: thread i has packs i, i + threads, ... of n columns.
+// EACH_PACK goes over them: pack k begins at column c.
 template <int n, int threads>
 constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
 #define EACH_PACK(n, threads)                                               \
@@ -271,9 +261,8 @@ constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
 //   out (N,C) = (residual - mean) * rstd * weight + bias
 //   mean (N), rstd (N) = 1/sqrt(variance + 1e-5), of each row
 //   copy (N,C) = residual, as a real, for the backward pass
-// before may be residual. The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel.
-// Packs have 4 columns in bf16, too: 8 of the fp32 stream would be loaded in two halves.
-// Items: N rows.
+// before may be residual. The variance is taken around the mean, as E[x^2] - E[x]^2 would cancel.
+// Packs have 4 columns in bf16, too: 8 of the fp32 stream would be two loads. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
@@ -314,11 +303,10 @@ extern "C" __global__ void residual_layernorm_forward(
 // out (N,C) = (inp - mean) * rstd * weight + bias once more, for a backward pass that has not kept
 // it. inp is the forward pass's copy. Items: N*C numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* __restrict__ inp,
-                                           const float* __restrict__ mean,
-                                           const float* __restrict__ rstd,
-                                           const real* __restrict__ weight,
-                                           const real* __restrict__ bias, int N, int C) {
+extern "C" __global__ void layernorm_again(
+    real* __restrict__ out, const real* __restrict__ inp, const float* __restrict__ mean,
+    const float* __restrict__ rstd, const real* __restrict__ weight, const real* __restrict__ bias,
+    int N, int C) {
     size_t i = first_number();
     if (i >= (size_t)N * C) return;
     int row = row_of_number(i, C), c = i - (size_t)row * C;
@@ -332,11 +320,11 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 //   partials (3, gridDim.x, C) = each block's sums of dout * norm, of dout, and of dresidual
 // From these add_partials makes the gradients of weight, of bias, and of the bias of the linear
-// layer whose output was added to the stream. A warp has a row, and its threads keep the sums of
-// their columns in registers. Four warps share a row that is too long for that. While they work on a
-// row, the next is copied to shared memory (rows of a block, 2 stages, 3, C), so some tens of KB are
-// always on their way to each multiprocessor, and one block on each is enough. Items: blocks. The
-// host chooses their number, and their threads in place of 256: see layernorm_sizes.
+// layer whose output was added to the stream. A warp has a row, or four warps a long one, and keeps
+// the sums of its columns in registers. While a row is worked on, the next is copied to shared
+// memory (rows of a block, 2 stages, 3, C): some tens of KB are always on their way to each
+// multiprocessor, so one block on each is enough. Items: blocks. The host chooses their number, and
+// their threads in place of 256: see layernorm_sizes.
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
@@ -438,11 +426,11 @@ extern "C" { __constant__ int layernorm_sizes[] = {
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
 // Sums each column of inp (N,OC) over every `shares`-th band of 32 rows, from band `share` on. One
-// share is added to out (OC); several are set in out (shares, OC). The 32 octets of a block, 8 lanes
-// each, take a row of a band each, and an octet reads 128 neighbouring bytes of it.
+// share is added to out (OC); several are set in out (shares, OC). A block has 32 octets of lanes,
+// one for each row of a band, which read 128 neighbouring bytes of it.
 template <class T>
-__device__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, int N, int OC,
-                            int share, int shares) {
+__device__ void add_columns(
+    float* __restrict__ out, const T* __restrict__ inp, int N, int OC, int share, int shares) {
     constexpr int n = 16 / sizeof(T), columns = 8 * n;
     __shared__ float of_octet[32][columns];
     int octet = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * n;
@@ -463,16 +451,16 @@ __device__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, 
 // dbias (OC) += the sum over rows of dout (N,OC). Items: OC columns along x, shares of the rows
 // along y. Several shares are set in dbias (gridDim.y, OC), for add_partials to add up.
 BLOCK(256, 8 * W)
-extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias,
-                                                const real* __restrict__ dout, int N, int OC) {
+extern "C" __global__ void matmul_backward_bias(
+    float* __restrict__ dbias, const real* __restrict__ dout, int N, int OC) {
     add_columns(dbias, dout, N, OC, blockIdx.y, gridDim.y);
 }
 
 // Each of out1, out2 and out3 (OC), unless it is null, += the sum over its N rows of
 // partials (gridDim.y, N, OC). Items: OC columns along x, outs along y.
 BLOCK(256, 32)
-extern "C" __global__ void add_partials(float* out1, float* out2, float* out3,
-                                        const float* __restrict__ partials, int N, int OC) {
+extern "C" __global__ void add_partials(
+    float* out1, float* out2, float* out3, const float* __restrict__ partials, int N, int OC) {
     float* out = blockIdx.y == 0 ? out1 : blockIdx.y == 1 ? out2 : out3;
     if (out) add_columns(out, partials + (size_t)blockIdx.y * N * OC, N, OC, 0, 1);
 }
@@ -487,11 +475,10 @@ extern "C" __global__ void add_partials(float* out1, float* out2, float* out3,
 //   score (T,T) = q k'
 //   weight (T,T) = softmax(scale * score) over the keys s <= t of query t
 //   out (B,T,NH,HS) = weight v
-// ReLU attention has weight = max(0, scale * score) instead.
-//
-// Scores and weights never go to memory. A block owns ROWS rows of a head, queries or keys, and
-// walks over the other side in tiles, which pass through shared memory: while it works on one, the
-// next is on its way. Here a head has four blocks, and a tile is drawn as high as a block:
+// ReLU attention has weight = max(0, scale * score) instead. Scores and weights never go to memory.
+// A block owns ROWS rows of a head, queries or keys, and walks over the other side in tiles, which
+// pass through shared memory: while it works on one, the next is on its way. Here a head has four
+// blocks, and a tile is drawn as high as a block:
 //
 //                    keys  0  1  2  3
 //             queries  0   \  .  .  .   last to start       #  all keys of the tile are seen
@@ -501,19 +488,18 @@ extern "C" __global__ void add_partials(float* out1, float* out2, float* out3,
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from
 // the diagonal, and column 0 starts first. Long blocks start early, so that short ones fill the
-// gaps at the end. Speed is limited because each product waits for the one before: several blocks
-// on a multiprocessor fill each other's gaps, as far as its registers suffice.
+// gaps at the end. Each product waits for the one before: several blocks on a multiprocessor fill
+// each other's gaps, as far as its registers suffice.
 
 // -DHOPPER is for Hopper GPUs: see the last section.
 #ifndef HOPPER
 #define HOPPER 0
 #endif
-static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)),
-              "-DHOPPER: bf16 and heads of 64 or 128 only");
+static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "bf16, HS 64 or 128");
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
-constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;                   // a block has these
+constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // a block has these
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * M * WARPS;        // a block owns these
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows that the tensor cores multiply together
@@ -523,14 +509,13 @@ constexpr int LD = HOPPER ? HP : HP + 8;    // from a row of a tile to the next
 constexpr int SECTION = 64;                 // heads at a time, so that what they share stays in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // for a row
-// How many blocks a multiprocessor must have registers for.
+// Blocks that a multiprocessor must have registers for.
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
-constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // whether to start dv's product before dscores
+constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // dv's product goes before dscores
 
-// For the host: rows and threads of a block, which replace BLOCK's, and its bytes of shared memory,
-// forward and backward.
+// For the host: rows and threads of a block, and its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
     (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
@@ -561,29 +546,25 @@ struct Own {
 template <int rows>
 struct Stages {
     real* tiles;  // (2, 2, rows, LD)
-    __device__ real* left(int stage) const { return tiles + 2 * stage * rows * LD; }
-    __device__ real* right(int stage) const { return left(stage) + rows * LD; }
+    __device__ real* left(int stage) { return tiles + 2 * stage * rows * LD; }
+    __device__ real* right(int stage) { return left(stage) + rows * LD; }
 };
 
-// A product (16 M, columns) in the registers of a warp. x[e] is one of a lane's elements, and
-// e.row() and e.column() say which: see the picture of D at mma.
-__device__ int row_of(int m, int i) {
-    return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8;
-}
-__device__ int column_of(int n, int i) {
-    return 8 * n + 2 * (threadIdx.x % 4) + i % 2;
-}
+// A product (16 M, columns) in a warp's registers. x[e] is an element that this lane has, in row
+// e.row() and column e.column(): see the picture of D.
+__device__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
 struct Element {
     int m, n, i;
-    __device__ int row() const { return row_of(m, i); }
-    __device__ int column() const { return column_of(n, i); }
+    __device__ int row() { return row_of(m, i); }
+    __device__ int column() { return column_of(n, i); }
 };
 template <int columns>
 struct Result {
     float x[M][columns / 8][4];
     __device__ float& operator[](Element e) { return x[e.m][e.n][e.i]; }
 };
-struct PerRow {  // a number for each row of which the lane has elements
+struct PerRow {  // a number for each row of these
     float x[M][2];
     __device__ float& operator[](Element e) { return x[e.m][e.i / 2]; }
 };
@@ -591,27 +572,21 @@ struct PerRow {  // a number for each row of which the lane has elements
 // f(e) for each of a lane's elements; each_row: for the first in each of its rows.
 template <int columns, class F>
 __device__ void each(Result<columns>&, F f) {
-#pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < columns / 8; n++)
-#pragma unroll
             for (int i = 0; i < 4; i++) f(Element{m, n, i});
 }
 template <class F>
 __device__ void each_row(F f) {
-#pragma unroll
     for (int m = 0; m < M; m++)
-#pragma unroll
         for (int half = 0; half < 2; half++) f(Element{m, 0, 2 * half});
 }
 
-// The causal mask: x = value where a query would see a later key. Column 0 of x is row `column`
-// of the head.
+// The causal mask: x = value where a query would see a later key. Column 0 of x is row `column`.
 template <bool rows_are_keys, int columns>
 __device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
-    // Only tiles on the diagonal have anything to hide.
-    if (column >= own.slab + SLAB || column + columns <= own.slab) return;
+    if (column >= own.slab + SLAB || column + columns <= own.slab) return;  // not on the diagonal
     each(x, [&](Element e) {
         int r = own.warp + e.row(), c = column + e.column();
         if (rows_are_keys ? r > c : c > r) x[e] = value;
@@ -653,16 +628,16 @@ __device__ void weights_from_scores(Result<columns>& x, int relu, float scale, F
     else each(x, [&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
 }
 
-// dscores from dweights, in place: weight * (dweight - delta(e)), or ReLU's. They leave out the
-// factor scale, which dq and dk get at the end.
+// dscores from dweights, in place: weight * (dweight - delta(e)), or ReLU's. dq and dk get the
+// factor scale at the end.
 template <int columns, class F>
-__device__ void dscores_from_dweights(Result<columns>& x, Result<columns>& weights, int relu,
-                                      F delta) {
+__device__ void dscores_from_dweights(
+    Result<columns>& x, Result<columns>& weights, int relu, F delta) {
     if (relu) each(x, [&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
     else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });
 }
 
-// The verbs of a block. All of its threads call them. How they are made comes after the kernels.
+// The verbs of a block, which all threads call. How they are made comes after the kernels.
 
 // What this block owns. Blocks with the most work come first.
 template <bool rows_are_keys>
@@ -677,8 +652,9 @@ __device__ void load_tile(real* tile, const Tiles& array, Head head, int first, 
 
 // The same for both tiles of a stage.
 template <int rows>
-__device__ void load_stage(Stages<rows> stages, int stage, const Tiles& left, Head left_head,
-                           const Tiles& right, Head right_head, int first, Arrivals& arrivals) {
+__device__ void load_stage(
+    Stages<rows> stages, int stage, const Tiles& left, Head left_head, const Tiles& right,
+    Head right_head, int first, Arrivals& arrivals) {
     load_tile<rows>(stages.left(stage), left, left_head, first, arrivals);
     load_tile<rows>(stages.right(stage), right, right_head, first, arrivals);
 }
@@ -689,8 +665,8 @@ __device__ void tiles_arrive(Arrivals& arrivals);
 
 // x = the slab's rows of a tile that the block owns, times the transpose of another tile.
 template <int columns>
-__device__ void multiply_transposed(Result<columns>& x, const Own& own, const real* tile,
-                                    const real* other);
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other);
 
 // sum += x times a tile.
 template <int columns>
@@ -702,26 +678,25 @@ __device__ void products_arrive(Result<columns>& x);
 
 // The paper's D: the sum over a head's channels of out * dout, for each row. Stores it in
 // delta (B,NH,T), too. Waits for the tiles: out is fetched while dout is on its way.
-__device__ PerRow delta_of_rows(float* delta, const real* out, const real* douts, const Own& own,
-                                Arrivals& arrivals);
+__device__ PerRow delta_of_rows(
+    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals);
 
-// Stores x in a head's rows of an array. x is rounded in the warp's rows of a tile, which nobody
-// may need any more. Returns what this lane has stored, summed by column.
+// Stores x in a head's rows of an array, by way of a tile that the block owns and needs no more.
+// Returns what this lane has stored, summed by column.
 constexpr int COLUMN_PACKS = (HS + HEAD_LANES * HEAD_PACK - 1) / (HEAD_LANES * HEAD_PACK);
 struct ColumnSums { Pack<HEAD_PACK> x[COLUMN_PACKS]; };
-__device__ ColumnSums store_rows(Output& array, Head head, const Own& own, real* tile,
-                                 Result<HP>& x);
+__device__ ColumnSums store_rows(
+    Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
 
-// Adds up the block's ColumnSums, which meet in a tile that nobody needs. They become a row of
-// sums (B, blocks of rows, heads, HS), for the gradient of a bias.
-__device__ void store_column_sums(float* sums, Head head, const Own& own, ColumnSums& of_lane,
-                                  real* tile);
+// Adds up the block's ColumnSums, in a tile that nobody needs, for the gradient of a bias: a row of
+// sums (B, blocks of rows, heads, HS).
+__device__ void store_column_sums(
+    float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile);
 
-// Algorithm 1, whose lines stand on the right. For softmax it keeps the paper's L, to base 2:
-// lse (B,NH,T) = log2 of each row's sum of 2^(scale * log2(e) * score). From that the backward
-// pass computes the weights again. `maximum`, `total` and `output` are those of the tiles so far:
-// when a maximum grows, the other two are scaled down (Milakov and Gimelshein 2018, algorithm 3).
-// Items: blocks of ROWS queries of a head.
+// Algorithm 1, whose lines stand on the right. `maximum`, `total` and `output` are those of the
+// tiles so far: when a maximum grows, the other two are scaled down (Milakov and Gimelshein 2018,
+// algorithm 3). For the backward pass, which computes the weights again, it keeps the paper's L:
+// lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of ROWS queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int relu,
@@ -782,8 +757,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 
 // Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has
 // the shape of qkv. This one owns queries and walks over the keys that they see, for
-// dq = dscore k. It leaves delta for the next. sums may be null: see store_column_sums.
-// Items: blocks of ROWS queries of a head.
+// dq = dscore k. It leaves delta for the next. sums, which may be null: see store_column_sums.
+// Items: blocks of ROWS queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     Output dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,
@@ -833,7 +808,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 
 // This one runs after attention_backward_q. It owns keys and walks over the queries that see them,
 // for dv = weight' dout and dk = dscore' q: those of one query head, then of the next that shares
-// the keys. Its weights are the transpose: a row is a key. Items: blocks of ROWS keys of a head.
+// the keys. Its weights are the transpose: a row is a key. Items: blocks of ROWS keys.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     Output dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
@@ -904,8 +879,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
 
 // ---- how attention's verbs are made: the rows of a block ----
 
-// GPUs start blocks in the order of their numbers. Only speed depends on it: a section of heads
-// after the other, and in a section the longest blocks first.
+// GPUs start blocks in the order of their numbers: a section of heads after the other.
 template <bool rows_are_keys>
 __device__ Own own_rows(int T, int NH, int NKV) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
@@ -923,16 +897,14 @@ __device__ Own own_rows(int T, int NH, int NKV) {
             {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
 }
 
-__device__ PerRow delta_of_rows(float* delta, const real* out, const real* douts, const Own& own,
-                                Arrivals& arrivals) {
+__device__ PerRow delta_of_rows(
+    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
     // Two lanes share a row and take its packs by turns.
     constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
     int lane = threadIdx.x % 32, T = own.out.T;
     auto channel = [&](int k) { return (2 * k + lane / 16) * HEAD_PACK; };
     Pack<HEAD_PACK> of_out[M][packs];
-#pragma unroll
     for (int m = 0; m < M; m++)
-#pragma unroll
         for (int k = 0; k < packs; k++) {
             int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
             of_out[m][k] = {};
@@ -941,11 +913,9 @@ __device__ PerRow delta_of_rows(float* delta, const real* out, const real* douts
         }
     tiles_arrive(arrivals);
     PerRow result;
-#pragma unroll
     for (int m = 0; m < M; m++) {
         int row = own.warp + 16 * m + lane % 16;
         float sum = 0.0f;
-#pragma unroll
         for (int k = 0; k < packs; k++) {
             // Beyond HS a tile has zeros.
             Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
@@ -953,7 +923,6 @@ __device__ PerRow delta_of_rows(float* delta, const real* out, const real* douts
         }
         sum += __shfl_xor_sync(FULL_WARP, sum, 16);
         if (lane < 16 && row < T) delta[own.out.row() + row] = sum;
-#pragma unroll
         for (int half = 0; half < 2; half++)
             result.x[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
     }
@@ -961,8 +930,8 @@ __device__ PerRow delta_of_rows(float* delta, const real* out, const real* douts
 }
 
 // HEAD_LANES lanes store a row together, HEAD_PACK numbers each. A lane keeps to its columns.
-__device__ ColumnSums store_rows(Output& array, Head head, const Own& own, real* tile,
-                                 Result<HP>& x) {
+__device__ ColumnSums store_rows(
+    Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
     int in_block = own.warp - own.first, lane = threadIdx.x % 32;
     __syncthreads();
 #pragma unroll
@@ -973,7 +942,6 @@ __device__ ColumnSums store_rows(Output& array, Head head, const Own& own, real*
         });
     __syncwarp();
     ColumnSums sums = {};
-#pragma unroll
     for (int k = 0; k < COLUMN_PACKS; k++) {
         int c = (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK;
         if (c >= HS) break;
@@ -989,12 +957,11 @@ __device__ ColumnSums store_rows(Output& array, Head head, const Own& own, real*
     return sums;
 }
 
-__device__ void store_column_sums(float* sums, Head head, const Own& own, ColumnSums& of_lane,
-                                  real* tile) {
-    constexpr int shares = THREADS / HEAD_LANES;     // of each column's sum
-    static_assert(shares * HP * sizeof(float) <= TILE * LD * sizeof(real), "they fit in a tile");
+__device__ void store_column_sums(
+    float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile) {
+    constexpr int shares = THREADS / HEAD_LANES;  // of a column's sum
+    static_assert(shares * HP * sizeof(float) <= TILE * LD * sizeof(real), "they fit");
     float* of_share = reinterpret_cast<float*>(tile);  // (shares, HP)
-#pragma unroll
     for (int k = 0; k < COLUMN_PACKS; k++) {
         int c = (HEAD_LANES * k + threadIdx.x % HEAD_LANES) * HEAD_PACK;
         if (c < HS) store(of_share + threadIdx.x / HEAD_LANES * HP + c, of_lane.x[k]);
@@ -1004,7 +971,6 @@ __device__ void store_column_sums(float* sums, Head head, const Own& own, Column
     size_t row = ((size_t)head.b * blocks + own.first / ROWS) * head.heads + head.h;
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         float sum = 0.0f;
-#pragma unroll
         for (int i = 0; i < shares; i++) sum += of_share[i * HP + c];
         sums[row * HS + c] = sum;
     }
@@ -1012,22 +978,20 @@ __device__ void store_column_sums(float* sums, Head head, const Own& own, Column
 
 // ---- how attention's verbs are made: products on tensor cores, and copies ----
 
-// A tensor core multiplies small matrices that a warp holds in its registers:
-// D (16,8) += A (16,16) B (16,8). A Pair is two neighbours along the summed index. The numbers in
-// the picture are lanes: each holds Pairs of A and of B, and two neighbours of D at a time. So lane
-// 4g + q has rows g and g+8 of A and D, and column g of B.
+// A tensor core multiplies small matrices in a warp's registers: D (16,8) += A (16,16) B (16,8). A
+// Pair is two neighbours along the summed index. The numbers in the picture are lanes: lane 4g + q
+// has rows g and g+8 of A and D, and column g of B.
 //
 //   A  columns 0,1 2,3 4,5 6,7  8,9 .. 14,15   B  column  0  1 ..  7    D  columns 0,1 2,3 4,5 6,7
 //   row  0       0   1   2   3    0  ..  3     rows  0,1  0  4 .. 28    row  0       0   1   2   3
 //        1       4   5   6   7    4  ..  7           2,3  1  5 .. 29         1       4   5   6   7
-//       ...         a[0]            a[2]             4,5  2  6 .. 30        ...     d[0] and d[1]
+//       ...         a[0]            a[2]       b[0]  4,5  2  6 .. 30        ...     d[0] and d[1]
 //        7      28  29  30  31   28  .. 31           6,7  3  7 .. 31         7      28  29  30  31
 //        8       0   1   2   3    0  ..  3           8,9  0  4 .. 28         8       0   1   2   3
-//       ...         a[1]            a[3]             ...                    ...     d[2] and d[3]
+//       ...         a[1]            a[3]       b[1]  ...                    ...     d[2] and d[3]
 //       15      28  29  30  31   28  .. 31         14,15  3  7 .. 31        15      28  29  30  31
 //
-// (The upper half of B is b[0], the lower half b[1].) Two D side by side, taken in pairs, are the A
-// of a next product. So attention's weights never leave the registers.
+// Two D side by side, taken in pairs, are the A of a next product: weights stay in registers.
 #ifdef BF16
 using Pair = unsigned;
 __device__ Pair pair(float x, float y) { return two_bf16(x, y); }
@@ -1046,16 +1010,16 @@ __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
 }
 
 // Loads four 8 x 8 matrices of bf16 from shared memory. Lane i gives the address of row i % 8 of
-// matrix i / 8. From each matrix it gets elements 2q and 2q+1 of row g, or, transposed, of column g.
+// matrix i / 8. Of each it gets elements 2q and 2q+1 of row g, or, transposed, of column g.
 __device__ void load_matrices(unsigned (&x)[4], const real* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"((unsigned)__cvta_generic_to_shared(row)));
+                 : "r"(shared_address(row)));
 }
 __device__ void load_matrices_transposed(unsigned (&x)[4], const real* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"((unsigned)__cvta_generic_to_shared(row)));
+                 : "r"(shared_address(row)));
 }
 #else
 __device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
@@ -1065,26 +1029,22 @@ __device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same in TF32, as two products of 8 summed columns. There a lane holds columns q and q+4, not
-// 2q and 2q+1: columns of A and rows of B are permuted alike, so the sum is the same.
-// A tensor core reads the upper 10 bits of a mantissa. Adding half of the last of them first makes
-// it round. 0x7fffffff, the NaN that GPUs compute, would overflow to -0; the maximum keeps it.
-// In fp32, x is a sum of two TF32 numbers, big + small, and a product is three of TF32. That of the
-// small ones is below the last bit (Ootomo and Yokota 2022, section 3). In small, a NaN stays one.
+// The same in TF32, as two products of 8 summed columns. There a lane has columns q and q+4, not 2q
+// and 2q+1: columns of A and rows of B are permuted alike, so the sum is the same. A tensor core
+// reads the upper 10 bits of a mantissa; half of the last is added first, to round. A GPU's NaN,
+// 0x7fffffff, would overflow to -0: the maximum keeps it.
+// fp32 is three products of TF32 numbers, with x = big + small. That of the small ones is below the
+// last bit (Ootomo and Yokota 2022, section 3). A NaN stays one in small.
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     constexpr unsigned half_of_last_bit = 0x1000;
-#pragma unroll
     for (int i = 0; i < 2; i++) {
         float x[6] = {a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b[i].x, b[i].y};
         unsigned big[6];
-#pragma unroll
         for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + half_of_last_bit;
 #ifdef TF32
-#pragma unroll
         for (int j = 0; j < 6; j++) big[j] = max((int)big[j], __float_as_int(x[j]));
 #else
         unsigned small[6];
-#pragma unroll
         for (int j = 0; j < 6; j++) {
             big[j] &= ~(2 * half_of_last_bit - 1);
             small[j] = __float_as_uint(x[j] - __uint_as_float(big[j]));
@@ -1108,7 +1068,6 @@ __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4]
 // A from columns 16 j..16 j + 15 of a result.
 template <int n>
 __device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
-#pragma unroll
     for (int i = 0; i < 4; i++) {
         const float(&left_right)[4] = x[2 * j + i / 2];
         a[i] = pair(left_right[i % 2 * 2], left_right[i % 2 * 2 + 1]);
@@ -1116,7 +1075,7 @@ __device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
 }
 
 #if !HOPPER
-// The same column of 8 neighbouring rows is in different banks, since LD is not HP.
+// LD is not HP, so that the same column of 8 neighbouring rows is in different banks.
 __device__ int in_tile(int row, int c) { return row * LD + c; }
 
 // A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
@@ -1128,7 +1087,6 @@ __device__ void load_square(Pair (&x)[4], const real* tile, int r, int c) {
     int one = lane / 8 % 2 * 8, other = lane / 16 * 8;
     load_matrices(x, tile + in_tile(r + lane % 8 + (as_b ? other : one), c + (as_b ? one : other)));
 #else
-#pragma unroll
     for (int i = 0; i < 4; i++) {
         int one = i % 2 * 8, other = i / 2 * 8;
         int row = r + lane / 4 + (as_b ? other : one);
@@ -1144,7 +1102,6 @@ __device__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
 #ifdef BF16
     load_matrices_transposed(b, tile + in_tile(r + lane % 16, c + lane / 16 * 8));
 #else
-#pragma unroll
     for (int i = 0; i < 4; i++) {
         int row = r + 2 * (lane % 4) + i % 2 * 8, channel = c + lane / 4 + i / 2 * 8;
         b[i] = {tile[in_tile(row, channel)], tile[in_tile(row + 1, channel)]};
@@ -1152,22 +1109,20 @@ __device__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
 #endif
 }
 
-// What a warp reads of a tile serves all of its 16 M rows: M = 2 halves the traffic of shared
-// memory. The registers have room for that in bf16, if heads are short.
+// What a warp reads of a tile serves all of its 16 M rows, so M = 2 halves the traffic of shared
+// memory. In bf16, if heads are short, the registers have room for that.
 template <int columns>
-__device__ void multiply_transposed(Result<columns>& x, const Own& own, const real* tile,
-                                    const real* other) {
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other) {
     x = {};
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
         Pair a[M][4], b[4];
-#pragma unroll
         for (int m = 0; m < M; m++)
             load_square<false>(a[m], tile, own.warp - own.first + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < columns / 16; n++) {
             load_square<true>(b, other, 16 * n, c);
-#pragma unroll
             for (int m = 0; m < M; m++) mma_pair(x.x[m][2 * n], x.x[m][2 * n + 1], a[m], b);
         }
     }
@@ -1178,12 +1133,10 @@ __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) 
 #pragma unroll
     for (int j = 0; j < columns / 16; j++) {
         Pair a[M][4], b[4];
-#pragma unroll
         for (int m = 0; m < M; m++) a_from_result(a[m], x.x[m], j);
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
             load_b(b, tile, 16 * j, 16 * n);
-#pragma unroll
             for (int m = 0; m < M; m++) mma_pair(sum.x[m][2 * n], sum.x[m][2 * n + 1], a[m], b);
         }
     }
@@ -1220,9 +1173,8 @@ __device__ void tiles_arrive(Arrivals&) {
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
 
-// gelu(x) = x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). It is x times a logistic
-// function, since (1 + tanh u)/2 = 1/(1 + exp(-2u)). That takes one exponential, and nothing cancels
-// where tanh u is near -1.
+// gelu(x) = x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). Since (1 + tanh u)/2 =
+// 1/(1 + exp(-2u)), one exponential is enough, and nothing cancels where tanh u is near -1.
 constexpr float SQRT_8_OVER_PI = 1.595769122f;
 
 __device__ float gelu(float x) {
@@ -1267,15 +1219,14 @@ extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ i
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]): how surprised the model is by the
 // next token. If with_gradient, the logits become dloss * (softmax - 1 at the target), and zeros in
 // the padding. Probabilities are never stored. A block takes every gridDim.x-th row, and a thread n
-// logits at a time. A row, 100 KB in bf16, is read from device memory once, and waits in shared
-// memory for the second pass. If two rows fit, the next is on its way while the block works on one.
-// If not, the first `kept` logits of a row are there, and in the second pass each makes room for
-// that of the next row. The others are read twice, the second time from L2, where they fit if each
-// multiprocessor has one block.
+// logits at a time. A row, 100 KB in bf16, is read once and waits in shared memory for the second
+// pass. If two rows fit, the next is on its way while the block works on one. If not, the first
+// `kept` logits of a row are there, and in the second pass those of the next row replace them. The
+// others are read again from L2, where they fit if a multiprocessor has one block.
 template <int n, bool two_rows>
-__device__ void classify_rows(real* logits, float* __restrict__ losses,
-                              const int* __restrict__ targets, float dloss, int N, int V, int Vp,
-                              int with_gradient, int kept) {
+__device__ void classify_rows(
+    real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
+    int V, int Vp, int with_gradient, int kept) {
     DYNAMIC_SHARED(real, row_cache);  // (kept), or (2, Vp)
     auto load_row = [&](int stage, int row) {  // a thread copies what it reads itself
         for (int v = n * threadIdx.x; v < kept; v += n * blockDim.x)
@@ -1327,8 +1278,7 @@ __device__ void classify_rows(real* logits, float* __restrict__ losses,
     }
 }
 
-// classify_rows, W logits at a time if the padded rows allow it. Shared memory has room for `room`
-// logits; without a gradient none is needed. Items: blocks.
+// Shared memory has room for `room` logits; without a gradient none is needed. Items: blocks.
 #if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 constexpr int CLASSIFIER_BLOCKS = 2;  // their multiprocessors have 2,048 threads, others 1,536
 #else
@@ -1505,29 +1455,24 @@ extern "C" __global__ void adamw(
     adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
 }
 
-// ---- Faster on Hopper: attention's products by wgmma, and its tiles by bulk copies ----
+// ---- Faster on Hopper: attention's products by wgmma, its tiles by bulk copies ----
 
-// The verbs that the attention kernels call, once more. The tensor cores of Hopper read tiles from
-// shared memory by themselves while the threads go on, and a copy engine brings the tiles. A slab is
-// the 64 rows of a warpgroup, four warps that start a product together. Tiles of 128 channels serve
-// two warpgroups, or L2 would not keep up.
+// Here the tensor cores read tiles from shared memory by themselves while the threads go on, and a
+// copy engine brings them. A slab is the 64 rows of a warpgroup, four warps that start a product
+// together. Two warpgroups share tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
 
-// A tile consists of boxes of 64 rows and 64 channels, row by row; the next 64 channels follow. A
-// box has the layout that wgmma knows as a 128-byte swizzle: in each row, 8 packs of 16 bytes are
-// permuted so that the same column of 8 neighbouring rows is in different banks.
+// A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. wgmma knows
+// the layout as a 128-byte swizzle: in each row, packs of 16 bytes are permuted so that the same
+// column of 8 neighbouring rows is in different banks.
 __device__ int in_tile(int row, int c) {
     constexpr int box = 64 * 64;
     return (row / 64 * (HP / 64) + c / 64) * box + row % 64 * 64 + (c % 64 ^ row % 8 * 8);
 }
 
 #ifdef __CUDACC__
-__device__ unsigned shared_address(const void* p) {
-    return (unsigned)__cvta_generic_to_shared(p);
-}
-
-// An mbarrier counts bytes that are on their way. Its phase ends when they are all there and a
-// thread has arrived, which says that there are no more. Phases have parities.
+// An mbarrier counts bytes on their way. Its phase, which has a parity, ends when all are there and
+// a thread has arrived, to say that there are no more.
 __device__ void mbarrier_start(unsigned long long& mbarrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;"
                  ::"r"(shared_address(&mbarrier)) : "memory");  // the copy engine sees it, too
@@ -1542,10 +1487,9 @@ __device__ void mbarrier_wait(unsigned long long& mbarrier, int parity) {
                  ::"r"(shared_address(&mbarrier)), "r"(parity) : "memory");
 }
 
-// Starts to copy a box, 8,192 bytes: tokens t..t+63 of sequence b, and 64 channels. Those beyond the
-// array are zeros.
-__device__ void copy_box(real* box, const Tiles* map, int channel, int t, int b,
-                         unsigned long long& mbarrier) {
+// Starts to copy a box, 8,192 bytes: tokens t..t+63 of sequence b, with zeros beyond T.
+__device__ void copy_box(
+    real* box, const Tiles* map, int channel, int t, int b, unsigned long long& mbarrier) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8192;"
                  ::"r"(shared_address(&mbarrier)) : "memory");
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -1555,10 +1499,8 @@ __device__ void copy_box(real* box, const Tiles* map, int channel, int t, int b,
                  : "memory");
 }
 
-// The address of a tile's first row, in units of 16 bytes.
-__device__ unsigned address16(const real* tile) {
-    return shared_address(tile) / 16;
-}
+// In units of 16 bytes.
+__device__ unsigned address16(const real* tile) { return shared_address(tile) / 16; }
 
 #define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
 #define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), \
@@ -1567,13 +1509,13 @@ __device__ unsigned address16(const real* tile) {
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 
-// D (64,64) = A (64,16) B (16,64), or with `add` D += A B. Each warp holds 16 rows of D, 8 columns
-// in each d[n] as for mma. A and B' are 16 channels of the rows of two tiles.
+// D (64,64) = A (64,16) B (16,64), or with `add` D += A B. Each warp has 16 rows of D, in eight d as
+// for mma. A and B' are 16 channels of the rows of two tiles.
 __device__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
-// D += A B. Each warp holds its 16 rows of A as for mma, and B is 64 channels of 16 rows of a tile.
+// D += A B. A is in registers as for mma, and B is 64 channels of 16 rows of a tile.
 __device__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;" WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
                  : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
@@ -1584,8 +1526,7 @@ __device__ void compute_now(Pair (&a)[4]) {
 }
 
 // wgmma_fence goes before a group of products and wgmma_commit after it. wgmma_wait waits until at
-// most `pending` groups are under way. All of d goes in and out of the first and the last, so that
-// the compiler moves no use of it across.
+// most `pending` groups are under way. d goes in and out, so that no use of it moves across.
 template <int n8>
 __device__ void wgmma_fence(float (&d)[1][n8][4]) {
 #pragma unroll
@@ -1612,10 +1553,9 @@ __device__ Arrivals arrivals_start() {
     return {&mbarrier, 0};
 }
 
-// One thread asks for boxes, and the others have nothing to do with it. No thread computes
-// addresses, which would take a fifth of attention's time and registers that another block needs.
-// The engine knows an array by its tensor map, which cuTensorMapEncodeTiled makes on the host. The
-// map is an argument by value, since one in device memory would need a fence.
+// One thread asks for boxes. No thread computes addresses, which would take a fifth of attention's
+// time, and the registers of a block. The host describes an array by a tensor map, made by
+// cuTensorMapEncodeTiled. It is an argument by value, since one in device memory would need a fence.
 template <int rows>
 __device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals) {
 #pragma unroll
@@ -1636,16 +1576,15 @@ __device__ void tiles_arrive(Arrivals& arrivals) {
     __syncthreads();
 }
 
-// How wgmma finds a matrix in a tile, in units of 16 bytes: its address; the leading offset, which
-// no A or B here needs; the stride offset, from 8 rows to the next 8; and the 128-byte swizzle.
-// That fits sums over channels, where A and B have 16 of them, and sums over 16 rows of B.
+// How wgmma finds a matrix in a tile, in units of 16 bytes: its address; the leading offset, not
+// needed here; the stride offset, from 8 rows to the next 8; and the 128-byte swizzle.
 __device__ unsigned long long describe(unsigned address16) {
     return address16 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
 template <int columns>
-__device__ void multiply_transposed(Result<columns>& x, const Own& own, const real* tile,
-                                    const real* other) {
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other) {
     static_assert(columns == 64, "one wgmma has 64 columns");
     unsigned a = address16(tile + (own.slab - own.first) * HP), b = address16(other);
     wgmma_fence(x.x);
