@@ -64,7 +64,7 @@ __device__ float quad_max(float x) {
     return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
 }
 
-// Every thread of a one-dimensional block of whole warps must call it, and gets the result.
+// All threads of a one-dimensional block of whole warps must call it.
 template <float (*warp_reduce)(float)>
 __device__ float block_reduce(float x, float neutral) {
     __shared__ float of_warp[32];
@@ -250,8 +250,8 @@ extern "C" __global__ void encoder_backward_wpe(
 // EACH_PACK goes over them: pack k begins at column c.
 template <int n, int threads>
 constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
-#define EACH_PACK(n, threads)                                               \
-    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % threads);      \
+#define EACH_PACK(n, threads) \
+    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % threads); \
                            k < packs_of<n, threads>; k++, c += n * threads) \
         if (CHANNELS % (n * threads) == 0 || c < CHANNELS)
 
@@ -480,11 +480,11 @@ extern "C" __global__ void add_partials(
 // pass through shared memory: while it works on one, the next is on its way. Here a head has four
 // blocks, and a tile is drawn as high as a block:
 //
-//                    keys  0  1  2  3
-//             queries  0   \  .  .  .   last to start       #  all keys of the tile are seen
-//                      1   #  \  .  .                       \  the diagonal runs through the tile
-//                      2   #  #  \  .                       .  no key is seen: the tile is skipped
-//                      3   #  #  #  \   first to start
+//           keys  0  1  2  3
+//    queries  0   \  .  .  .   last to start    #  all keys of the tile are seen
+//             1   #  \  .  .                    \  the diagonal runs through the tile
+//             2   #  #  \  .                    .  no key is seen: the tile is skipped
+//             3   #  #  #  \   first to start
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from
 // the diagonal, and column 0 starts first. Long blocks start early, so that short ones fill the
@@ -721,13 +721,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         const real *keys = stages.left(stage), *values = stages.right(stage);
 
         Result<KEYS> scores;
-        auto& weights = scores;  // computed in place
-        multiply_transposed(scores, own, queries, keys);  // S = Q K'
+        auto& weights = scores;                             // computed in place
+        multiply_transposed(scores, own, queries, keys);    // S = Q K'
         products_arrive<0>(scores);
         hide_future<false>(scores, LOWEST, own, key);
         PerRow before = maximum, correction;
-        if (!relu) maximum = row_maximum(before, scores);  // m = max(m, rowmax(S))
-        weights_from_scores(scores, relu, scale,  // P = e^(S - m)
+        if (!relu) maximum = row_maximum(before, scores);   // m = max(m, rowmax(S))
+        weights_from_scores(scores, relu, scale,            // P = e^(S - m)
                             [&](Element e) { return scale2 * maximum[e]; });
         if (!relu) {
             PerRow sum = row_sum(weights);
@@ -735,9 +735,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
                 correction[e] = power_of_2(scale2 * (before[e] - maximum[e]));
                 total[e] = total[e] * correction[e] + sum[e];  // l = e^(before - m) l + rowsum(P)
             });
-            rescale(output, correction);  // O = diag(e^(before - m)) O
+            rescale(output, correction);                    // O = diag(e^(before - m)) O
         }
-        multiply(output, weights, values);  // O = O + P V
+        multiply(output, weights, values);                  // O = O + P V
         products_arrive<0>(output);
     }
 
@@ -749,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         if (e.column() == 0 && t < T)
             lse[own.out.row() + t] = scale2 * maximum[e] + log2f(sum);  // L = m + log(l)
     });
-    rescale(output, inverse);  // O = diag(l)^-1 O
+    rescale(output, inverse);                               // O = diag(l)^-1 O
     out.begin();
     store_rows(out, own.out, own, queries, output);
     out.end();
@@ -785,17 +785,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         const real *keys = stages.left(stage), *values = stages.right(stage);
 
         Result<TILE> scores, dweights;
-        auto &weights = scores, &dscores = dweights;               // computed in place
-        multiply_transposed(scores, own, queries, keys);  // S = Q K'
+        auto &weights = scores, &dscores = dweights;        // computed in place
+        multiply_transposed(scores, own, queries, keys);    // S = Q K'
         multiply_transposed(dweights, own, douts, values);  // dP = dO V'
         products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale,  // P = e^(S - L)
+        weights_from_scores(scores, relu, scale,            // P = e^(S - L)
                             [&](Element e) { return row_lse[e]; });
         hide_future<false>(weights, 0.0f, own, key);
         products_arrive<0>(dweights);
-        dscores_from_dweights(dweights, weights, relu,  // dS = P o (dP - D)
+        dscores_from_dweights(dweights, weights, relu,      // dS = P o (dP - D)
                               [&](Element e) { return row_delta[e]; });
-        multiply(dq, dscores, keys);  // dQ = dQ + dS K
+        multiply(dq, dscores, keys);                        // dQ = dQ + dS K
         products_arrive<0>(dq);
     }
 
@@ -817,7 +817,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
     real* values = keys + ROWS * LD;
     Stages<TILE> stages = {values + ROWS * LD};  // of queries and dout
-    __shared__ float of_query[2][2][TILE];       // of each stage lse, then delta
+    __shared__ float of_query[2][2][TILE];  // of each stage lse, then delta
     Arrivals arrivals = arrivals_start();
     Own own = own_rows<true>(T, NH, NKV);
     int next = own.first, end = own.queries.h + NH / NKV;
@@ -848,19 +848,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
             const real *queries = stages.left(stage), *douts = stages.right(stage);
 
             Result<TILE> scores, dweights;
-            auto &weights = scores, &dscores = dweights;           // computed in place
-            multiply_transposed(scores, own, keys, queries);  // S' = K Q'
+            auto &weights = scores, &dscores = dweights;        // computed in place
+            multiply_transposed(scores, own, keys, queries);    // S' = K Q'
             multiply_transposed(dweights, own, values, douts);  // dP' = V dO'
             products_arrive<1>(scores);
-            weights_from_scores(scores, relu, scale,  // P' = e^(S' - L)
+            weights_from_scores(scores, relu, scale,            // P' = e^(S' - L)
                                 [&](Element e) { return of_query[stage][0][e.column()]; });
             hide_future<true>(weights, 0.0f, own, query);
-            if (EARLY_DV) multiply(dv, weights, douts);  // dV = dV + P' dO
+            if (EARLY_DV) multiply(dv, weights, douts);         // dV = dV + P' dO
             products_arrive<EARLY_DV>(dweights);
-            dscores_from_dweights(dweights, weights, relu,  // dS' = P' o (dP' - D)
+            dscores_from_dweights(dweights, weights, relu,      // dS' = P' o (dP' - D)
                                   [&](Element e) { return of_query[stage][1][e.column()]; });
             if (!EARLY_DV) multiply(dv, weights, douts);
-            multiply(dk, dscores, queries);  // dK = dK + dS' Q
+            multiply(dk, dscores, queries);                     // dK = dK + dS' Q
             products_arrive<0>(dv);
             products_arrive<0>(dk);
         }
@@ -917,7 +917,6 @@ __device__ PerRow delta_of_rows(
         int row = own.warp + 16 * m + lane % 16;
         float sum = 0.0f;
         for (int k = 0; k < packs; k++) {
-            // Beyond HS a tile has zeros.
             Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
             for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
         }
@@ -1457,7 +1456,7 @@ extern "C" __global__ void adamw(
 
 // ---- Faster on Hopper: attention's products by wgmma, its tiles by bulk copies ----
 
-// Here the tensor cores read tiles from shared memory by themselves while the threads go on, and a
+// Here the tensor cores read tiles from shared memory while the threads go on, and a
 // copy engine brings them. A slab is the 64 rows of a warpgroup, four warps that start a product
 // together. Two warpgroups share tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
@@ -1509,18 +1508,19 @@ __device__ unsigned address16(const real* tile) { return shared_address(tile) / 
               "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 
-// D (64,64) = A (64,16) B (16,64), or with `add` D += A B. Each warp has 16 rows of D, in eight d as
-// for mma. A and B' are 16 channels of the rows of two tiles.
+// D (64,64) = A (64,16) B (16,64), or with `add` D += A B. Each warp has 16 rows of D, in eight d
+// as for mma. A and B' are 16 channels of the rows of two tiles.
 __device__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
 // D += A B. A is in registers as for mma, and B is 64 channels of 16 rows of a tile.
 __device__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;" WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;"
+                 WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
                  : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
-// Has A computed here, and not after wgmma_fence.
+// Has A computed here, not after wgmma_fence.
 __device__ void compute_now(Pair (&a)[4]) {
     asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
 }
@@ -1555,9 +1555,10 @@ __device__ Arrivals arrivals_start() {
 
 // One thread asks for boxes. No thread computes addresses, which would take a fifth of attention's
 // time, and the registers of a block. The host describes an array by a tensor map, made by
-// cuTensorMapEncodeTiled. It is an argument by value, since one in device memory would need a fence.
+// cuTensorMapEncodeTiled: an argument by value, since in device memory it would need a fence.
 template <int rows>
-__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals) {
+__device__ void load_tile(
+    real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals) {
 #pragma unroll
     for (int row = 0; row < rows; row += 64)
 #pragma unroll
