@@ -23,7 +23,7 @@ Nearly all are bound by memory: a GPU does some fifty operations while one float
 flight at once; and what a block needs twice stays in registers, shared memory or a cache.
 */
 
-// BLOCK stands over each kernel for the host to read: a block's threads, and the items it covers
+// BLOCK stands over a kernel for the host to read: a block's threads, and the items it covers
 // along x and, with a third argument, y. The host divides the number of items by that to get the
 // grid. The comment over a kernel says what its items are. W is how many reals are 16 bytes.
 #define BLOCK(threads, ...)
@@ -54,7 +54,7 @@ __device__ float warp_max(float x) {
     return x;
 }
 
-// The same over a quad, four neighbouring lanes.
+// The same over a quad: four neighbours.
 __device__ float quad_sum(float x) {
     x += __shfl_xor_sync(FULL_WARP, x, 1);
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
@@ -489,7 +489,7 @@ extern "C" __global__ void add_partials(
 // A block of queries walks along its row from the left. A block of keys walks down its column from
 // the diagonal, and column 0 starts first. Long blocks start early, so that short ones fill the
 // gaps at the end. Each product waits for the one before: several blocks on a multiprocessor fill
-// each other's gaps, as far as its registers suffice.
+// each other's gaps.
 
 // -DHOPPER is for Hopper GPUs: see the last section.
 #ifndef HOPPER
@@ -639,7 +639,7 @@ __device__ void dscores_from_dweights(
 
 // The verbs of a block, which all threads call. How they are made comes after the kernels.
 
-// What this block owns. Blocks with the most work come first.
+// What this block owns.
 template <bool rows_are_keys>
 __device__ Own own_rows(int T, int NH, int NKV);
 
@@ -725,15 +725,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         multiply_transposed(scores, own, queries, keys);    // S = Q K'
         products_arrive<0>(scores);
         hide_future<false>(scores, LOWEST, own, key);
-        PerRow before = maximum, correction;
-        if (!relu) maximum = row_maximum(before, scores);   // m = max(m, rowmax(S))
-        weights_from_scores(scores, relu, scale,            // P = e^(S - m)
-                            [&](Element e) { return scale2 * maximum[e]; });
-        if (!relu) {
+        if (relu) {
+            each(weights, [&](Element e) { weights[e] = relu_of(scale * scores[e]); });
+        } else {
+            PerRow before = maximum, correction;
+            maximum = row_maximum(before, scores);          // m = max(m, rowmax(S))
+            each(weights, [&](Element e) {                  // P = e^(S - m)
+                weights[e] = power_of_2(scale2 * scores[e] - scale2 * maximum[e]);
+            });
             PerRow sum = row_sum(weights);
-            each_row([&](Element e) {
+            each_row([&](Element e) {                       // l = e^(before - m) l + rowsum(P)
                 correction[e] = power_of_2(scale2 * (before[e] - maximum[e]));
-                total[e] = total[e] * correction[e] + sum[e];  // l = e^(before - m) l + rowsum(P)
+                total[e] = total[e] * correction[e] + sum[e];
             });
             rescale(output, correction);                    // O = diag(e^(before - m)) O
         }
@@ -888,7 +891,7 @@ __device__ Own own_rows(int T, int NH, int NKV) {
     int head = section + i % heads_here, turn = i / heads_here;
     int first = (rows_are_keys ? turn : blocks - 1 - turn) * ROWS;
     int warp = threadIdx.x / 32 * 16 * M, slab = 0;
-    if (ROWS > SLAB)  // by a shuffle, so that the compiler knows that all lanes have the same
+    if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
         slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
 
     int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, own = head % of_sequence;
@@ -928,7 +931,7 @@ __device__ PerRow delta_of_rows(
     return result;
 }
 
-// HEAD_LANES lanes store a row together, HEAD_PACK numbers each. A lane keeps to its columns.
+// HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
 __device__ ColumnSums store_rows(
     Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
     int in_block = own.warp - own.first, lane = threadIdx.x % 32;
@@ -959,7 +962,7 @@ __device__ ColumnSums store_rows(
 __device__ void store_column_sums(
     float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile) {
     constexpr int shares = THREADS / HEAD_LANES;  // of a column's sum
-    static_assert(shares * HP * sizeof(float) <= TILE * LD * sizeof(real), "they fit");
+    static_assert(shares * HP * sizeof(float) <= TILE * LD * sizeof(real));
     float* of_share = reinterpret_cast<float*>(tile);  // (shares, HP)
     for (int k = 0; k < COLUMN_PACKS; k++) {
         int c = (HEAD_LANES * k + threadIdx.x % HEAD_LANES) * HEAD_PACK;
@@ -1456,9 +1459,9 @@ extern "C" __global__ void adamw(
 
 // ---- Faster on Hopper: attention's products by wgmma, its tiles by bulk copies ----
 
-// Here the tensor cores read tiles from shared memory while the threads go on, and a
-// copy engine brings them. A slab is the 64 rows of a warpgroup, four warps that start a product
-// together. Two warpgroups share tiles of 128 channels, or L2 would not keep up.
+// Here the tensor cores read tiles from shared memory while the threads go on, and a copy engine
+// brings them. A slab is the 64 rows of a warpgroup: four warps start a product together. Two
+// warpgroups share tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
 
 // A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. wgmma knows
