@@ -168,7 +168,7 @@ __device__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
 
 constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 
-// The first of the W numbers that a thread of an element-wise kernel takes.
+// The first of the W numbers that a thread takes, element by element.
 __device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
 // The row of number i, if rows have C numbers. To divide 64 bits would take five times as long.
