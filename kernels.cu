@@ -1464,8 +1464,8 @@ extern "C" __global__ void adamw(
 // warpgroups share tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
 
-// A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. wgmma knows
-// the layout as a 128-byte swizzle: in each row, packs of 16 bytes are permuted so that the same
+// A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. For wgmma
+// the layout is a 128-byte swizzle: in each row, packs of 16 bytes are permuted so that the same
 // column of 8 neighbouring rows is in different banks.
 __device__ int in_tile(int row, int c) {
     constexpr int box = 64 * 64;
@@ -1484,8 +1484,8 @@ __device__ void mbarrier_arrive(unsigned long long& mbarrier) {
                  ::"r"(shared_address(&mbarrier)) : "memory");
 }
 __device__ void mbarrier_wait(unsigned long long& mbarrier, int parity) {
-    asm volatile("{.reg .pred done;"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}"
+    asm volatile("{.reg .pred done; again: "
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}"
                  ::"r"(shared_address(&mbarrier)), "r"(parity) : "memory");
 }
 
