@@ -1,125 +1,143 @@
 /*
-The hand-written kernels of a GPT-2 training step, in the order in which a step meets them, each forward next to its
-backward; what a feature needs besides is in its own file under dev/. train_gpt2.py compiles this file with NVRTC for
-a GPU, or with a C++ compiler and dev/cpu/cuda.h for a CPU. It reads the kernels' names, arguments and grids from this
+The hand-written kernels of a GPT-2 training step, in the order in which a step meets them, each
+forward next to its backward. train_gpt2.py compiles this file with NVRTC for a GPU, or with a C++
+compiler and dev/cpu/cuda.h for a CPU; it reads the kernels' names, arguments and grids from this
 text. A BLAS library multiplies the linear layers' matrices.
 
-Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp; NH heads of
-HS = C/NH channels. Arrays are C-contiguous: the last index named is the fastest. Parameters, activations and their
-gradients are real (fp32 or bf16). The residual stream, the gradients of parameters, and statistics are fp32. The file
-is compiled for one model, with -DCHANNELS=C and -DHS=HS: so the length of a row is known, and it can lie in registers.
+Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
+NH heads of HS = C/NH channels. Arrays are C-contiguous: the last index named is the fastest.
+Parameters, activations and their gradients are real (fp32 or bf16). The residual stream, the
+gradients of parameters, and statistics are fp32. The file is compiled for one model, -DCHANNELS=C
+and -DHS=HS: a row whose length is known can stay in registers.
 
-Rules that hold for all of them:
-  - The gradient of a parameter is added to (+=), so that micro-batches add up. Before the first of them the host clears
-    it, or a matrix product sets it.
-  - An activation and its gradient are set (=). The residual stream is the exception, because two branches meet there:
-    residual_layernorm_forward adds to it, and layernorm_backward adds to its gradient.
-  - Every sum is taken in an order that depends on the shapes and the grid alone. There are no float atomics, so every
-    run gives the same bits.
+Rules for all of them:
+  - The gradient of a parameter is added to (+=), so that micro-batches add up. Before the first of
+    them the host clears it, or a matrix product sets it.
+  - An activation and its gradient are set (=). The residual stream is the exception, because two
+    branches meet there: residual_layernorm_forward adds to it, layernorm_backward to its gradient.
+  - The order of a sum depends on shapes and the grid alone, without float atomics: every run gives
+    the same bits.
 
-Nearly all of them are bound by memory: a GPU does some fifty operations in the time that one float takes to arrive. So
-the 32 lanes of a warp touch adjacent addresses, 16 bytes a lane where the shapes allow it; many loads are in flight at
-once; and what a block needs twice waits in registers or in shared memory, or in a cache.
+Nearly all are bound by memory: a GPU does some fifty operations while one float arrives. So the
+32 lanes of a warp touch adjacent addresses, 16 bytes a lane where possible; many loads are in
+flight at once; and what a block needs twice stays in registers, shared memory or a cache.
 */
 
-// BLOCK stands over each kernel, for the host to read: a block has so many threads, and covers so many items along x
-// and, with a third argument, along y. The host divides the number of items by that to get the grid. The comment over
-// a kernel says what its items are. W is the count of numbers of type real in 16 bytes.
+// BLOCK stands over a kernel for the host to read: a block's threads, and the items it covers
+// along x and, with a third argument, y. The host divides the number of items by that to get the
+// grid. The comment over a kernel says what its items are. W is how many reals are 16 bytes.
 #define BLOCK(threads, ...)
 
-// The shared memory whose size is chosen at launch. The alignment is for the swizzle that at() describes.
+// Shared memory whose size is chosen at launch. The alignment is for in_tile on Hopper.
 #ifndef DYNAMIC_SHARED  // dev/cpu/cuda.h has its own
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(dynamic_shared)
 #endif
 
 constexpr unsigned FULL_WARP = 0xffffffff;
-constexpr float LOWEST = -3.402823466e38f;  // stands for -infinity in a maximum: LOWEST - LOWEST is 0, not NaN
+// Stands for -infinity in a maximum: LOWEST - LOWEST is 0, not NaN.
+constexpr float LOWEST = -3.402823466e38f;
 
 // ---- sums over a warp and over a block ----
 
-// Each lane adds what the lane at some distance has, and so all lanes end with the total, in an order that is fixed.
+// Each lane adds the number of the lane at some distance: all get the total, in a fixed order.
 template <typename T>
-__device__ __forceinline__ T warp_sum(T x) {
-    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
+__device__ T warp_sum(T x) {
+    for (int distance = 16; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(FULL_WARP, x, distance);
     return x;
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-    for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
+__device__ float warp_max(float x) {
+    for (int distance = 16; distance > 0; distance /= 2)
+        x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
     return x;
 }
 
-// Every thread of a one-dimensional block of whole warps must call it, and gets the result.
+// The same over a quad: four neighbours.
+__device__ float quad_sum(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+__device__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+}
+
+// All threads of a one-dimensional block of whole warps must call it.
 template <float (*warp_reduce)(float)>
-__device__ __forceinline__ float block_reduce(float x, float neutral) {
+__device__ float block_reduce(float x, float neutral) {
     __shared__ float of_warp[32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     x = warp_reduce(x);
     if (lane == 0) of_warp[warp] = x;
     __syncthreads();
     x = warp_reduce(lane < warps ? of_warp[lane] : neutral);
-    __syncthreads();  // of_warp may be written again from here on
+    __syncthreads();  // from here on of_warp may be written again
     return x;
 }
 
 // ---- numbers ----
 
-// Parameters and activations are stored as real, which is fp32 or bfloat16. All arithmetic is in fp32.
+// Parameters and activations are stored as real, which is fp32 or bfloat16. Arithmetic is in fp32.
 #ifdef BF16
 struct real { unsigned short bits; };  // the upper half of an fp32
 #else
 using real = float;
 #endif
 
-#ifdef __CUDACC__  // GPU only: what is written in PTX, here and below. dev/cpu/cuda.h has C++ of the same names.
+#ifdef __CUDACC__  // PTX, here and below; on a CPU, dev/cpu/cuda.h has C++ of the same names
+__device__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
 // Two fp32, rounded to nearest with ties to even, as two bf16. `low` becomes the lower half.
-__device__ __forceinline__ unsigned two_bf16(float low, float high) {
+__device__ unsigned two_bf16(float low, float high) {
     unsigned bits;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
     return bits;
 }
 
-// 2^x in one instruction. Unlike exp2f it does not care for denormals: they become 0.
-__device__ __forceinline__ float power_of_2(float x) {
+// 2^x in one instruction. Unlike exp2f it makes denormals 0.
+__device__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Start a copy of 16 or 4 bytes from device to shared memory. The bytes pass through no register, and the thread goes
-// on at once. If the bytes are not there, the copy writes zeros.
-__device__ __forceinline__ void copy16(void* shared, const void* global, bool there) {
+// Start a copy of 16 or 4 bytes from device to shared memory, or of zeros unless `there`.
+__device__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 16 : 0)
+                 ::"r"(shared_address(shared)), "l"(global), "r"(there ? 16 : 0)
                  : "memory");
 }
-__device__ __forceinline__ void copy4(void* shared, const void* global, bool there) {
+__device__ void copy4(void* shared, const void* global, bool there) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                 ::"r"((unsigned)__cvta_generic_to_shared(shared)), "l"(global), "r"(there ? 4 : 0)
+                 ::"r"(shared_address(shared)), "l"(global), "r"(there ? 4 : 0)
                  : "memory");
 }
-// copies_end closes a group of copies. copies_arrive waits until at most `pending` of a thread's groups are under way.
-__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;"); }
+// copies_end closes a group of copies. copies_arrive waits until at most `pending` of this thread's
+// groups are under way.
+__device__ void copies_end() { asm volatile("cp.async.commit_group;"); }
 template <int pending>
-__device__ __forceinline__ void copies_arrive() {
+__device__ void copies_arrive() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 #endif
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ void from_float(float& to, float x) { to = x; }
+__device__ float to_float(float x) { return x; }
+__device__ void from_float(float& to, float x) { to = x; }
 #ifdef BF16
-__device__ __forceinline__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 16); }
-__device__ __forceinline__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
+__device__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 16); }
+__device__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
 #endif
 
 // e^x. Where results are rounded to bf16, the hardware's own 2^x is good enough.
 constexpr float LOG2_E = 1.442695041f;
-__device__ __forceinline__ float exponential(float x) { return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x); }
+__device__ float exponential(float x) {
+    return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
+}
 
-// Pack<n> is n neighbours of an array, in registers, as fp32. load and store move up to 16 bytes at a time, the most
-// that one instruction can. Rows of C numbers start at a multiple of 16 bytes, since C is a multiple of 32.
+// Pack<n> is n neighbours of an array as fp32, in registers: the compiler unrolls short loops. load
+// and store move up to 16 bytes at a time, the most that one instruction can.
 template <int n>
 struct Pack {
     float x[n];
@@ -130,34 +148,35 @@ template <int n, class T>
 struct alignas(n * sizeof(T) < 16 ? n * sizeof(T) : 16) Stored { T x[n]; };
 
 template <int n, class T>
-__device__ __forceinline__ Pack<n> load(const T* p) {
+__device__ Pack<n> load(const T* p) {
     Stored<n, T> s = *reinterpret_cast<const Stored<n, T>*>(p);
     Pack<n> x;
     for (int i = 0; i < n; i++) x[i] = to_float(s.x[i]);
     return x;
 }
 template <int n, class T>
-__device__ __forceinline__ void store(T* p, Pack<n> x) {
+__device__ void store(T* p, Pack<n> x) {
     Stored<n, T> s;
     for (int i = 0; i < n; i++) from_float(s.x[i], x[i]);
     *reinterpret_cast<Stored<n, T>*>(p) = s;
 }
 template <int n>
-__device__ __forceinline__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
+__device__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
     for (int i = 0; i < n; i++) a[i] += b[i];
     return a;
 }
 
 constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
 
-// In an element-wise kernel each thread takes W numbers. This is the first of them.
-__device__ __forceinline__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
+// The first of the W numbers that a thread takes, element by element.
+__device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
-// The row that number i is in, if rows have C numbers. It divides 32 bits, which takes a fifth of the time of 64.
-__device__ __forceinline__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
+// The row of number i, if rows have C numbers. To divide 64 bits would take five times as long.
+__device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
-// An array that a kernel writes and a matrix product reads. A thread calls begin, then store as often as it likes, then
-// end, which all lanes of a warp must reach. Here begin and end do nothing: -DOUTPUT=<file> may bring another Output.
+// An array that a kernel writes and a matrix product reads. A thread calls begin, then store as
+// often as it likes, then end, which all lanes of a warp must reach. -DOUTPUT=<file> may bring an
+// Output that does more.
 #ifdef OUTPUT
 #include OUTPUT
 #else
@@ -165,35 +184,37 @@ struct Output {
     real* numbers;
     __device__ void begin() {}
     template <int n>
-    __device__ void store(size_t i, Pack<n> x) { ::store(numbers + i, x); }  // numbers[i..i+n-1] = x
+    __device__ void store(size_t i, Pack<n> x) { ::store(numbers + i, x); }
     __device__ void end() {}
 };
 #endif
 
 // ---- encoder: token and position embeddings ----
 
-// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]: what a token is, plus where it stands, unless wpe is
-// null. This begins the residual stream. A thread takes 4 channels, which are 16 bytes of out. Items: B*T*C numbers.
+// out (B,T,C) = wte (Vp,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]: what a token is, plus where it
+// stands, unless wpe is null. This begins the residual stream. A thread takes 4 channels, 16 bytes
+// of out. Items: B*T*C numbers.
 BLOCK(256, 4 * threads)
-extern "C" __global__ void encoder_forward(float* __restrict__ out, const int* __restrict__ tokens,
-                                           const real* __restrict__ wte, const real* __restrict__ wpe,
-                                           int N, int T, int C) {
-    int packs = C / 4, i = blockIdx.x * blockDim.x + threadIdx.x, row = i / packs, c = 4 * (i % packs);
+extern "C" __global__ void encoder_forward(
+    float* __restrict__ out, const int* __restrict__ tokens, const real* __restrict__ wte,
+    const real* __restrict__ wpe, int N, int T, int C) {
+    int packs = C / 4, i = blockIdx.x * blockDim.x + threadIdx.x;
+    int row = i / packs, c = 4 * (i % packs);
     if (row >= N) return;
     Pack<4> x = load<4>(wte + (size_t)tokens[row] * C + c);
     if (wpe) x = x + load<4>(wpe + (size_t)(row % T) * C + c);
     store(out + (size_t)row * C + c, x);
 }
 
-// dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Items: N positions along x, C channels along y.
-// A common word's gradient has many contributors, and atomics would add them in any order. So the host sorts the
-// positions by token into order (N), which makes a run of equal tokens. run_length (N) has its length at its first
-// position, and 0 at the others. Block (i, y) has work only if a run begins at i: then it owns 32 W channels of that
-// word's gradient. Its 8 warps share the run, so a word that makes up a tenth of the batch is no bottleneck.
+// dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
+// any order. So the host sorts the positions by token: order (N). A run of equal tokens has its
+// length in run_length (N) at its first position; the others have 0. If one begins at i, block
+// (i, y) owns 32 W channels of the word's gradient, and its 8 warps share the run, since a word may
+// make up a tenth of the batch. Items: N positions along x, C channels along y.
 BLOCK(256, 1, 32 * W)
-extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const real* __restrict__ dout,
-                                                const int* __restrict__ tokens, const int* __restrict__ order,
-                                                const int* __restrict__ run_length, int C) {
+extern "C" __global__ void encoder_backward_wte(
+    float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
+    const int* __restrict__ order, const int* __restrict__ run_length, int C) {
     int begin = blockIdx.x, length = run_length[begin];
     if (length == 0) return;
     __shared__ Pack<W> of_warp[8][32];
@@ -201,7 +222,8 @@ extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const 
     Pack<W> sum = {};
     if (c < C)
 #pragma unroll 8  // so that eight rows are on their way at once
-        for (int j = warp; j < length; j += 8) sum = sum + load<W>(dout + (size_t)order[begin + j] * C + c);
+        for (int j = warp; j < length; j += 8)
+            sum = sum + load<W>(dout + (size_t)order[begin + j] * C + c);
     of_warp[warp][lane] = sum;
     __syncthreads();
     if (warp > 0 || c >= C) return;
@@ -212,8 +234,8 @@ extern "C" __global__ void encoder_backward_wte(float* __restrict__ dwte, const 
 
 // dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. Items: T*C numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const real* __restrict__ dout,
-                                                int B, int T, int C) {
+extern "C" __global__ void encoder_backward_wpe(
+    float* __restrict__ dwpe, const real* __restrict__ dout, int B, int T, int C) {
     size_t i = first_number(), TC = (size_t)T * C;
     if (i >= TC) return;
     Pack<W> sum = load<W>(dwpe + i);
@@ -224,29 +246,28 @@ extern "C" __global__ void encoder_backward_wpe(float* __restrict__ dwpe, const 
 
 // ---- residual stream and layernorm (Ba, Kiros and Hinton 2016, section 3) ----
 
-// What registers keep of a row is shared out like this: of its threads, thread i holds packs i, i + threads, ... of n
-// columns each. EACH_PACK goes over them: pack k begins at column c. Where a row has one warp, shuffles can sum it
-// without a barrier.
+// The threads of a row keep it in registers: thread i has packs i, i + threads, ... of n columns.
+// EACH_PACK goes over them: pack k begins at column c.
 template <int n, int threads>
 constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
-#define EACH_PACK(n, threads)                                                          \
-    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % threads);                 \
-                           k < packs_of<n, threads>; k++, c += n * threads)            \
+#define EACH_PACK(n, threads) \
+    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % threads); \
+                           k < packs_of<n, threads>; k++, c += n * threads) \
         if (CHANNELS % (n * threads) == 0 || c < CHANNELS)
 
-// x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the layernorm that the
-// next of them begins with:
-//   residual (N,C) = before (N,C) + branch (N,C), unless branch is null, and residual is there; before may be residual
-//   out (N,C) = (residual - mean) * rstd * weight + bias, with mean (N) and rstd (N) = 1/sqrt(variance + 1e-5) of a row
+// x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the
+// layernorm with which the next of them begins; one kernel for both saves a read.
+//   residual (N,C) = before (N,C) + branch (N,C); if branch is null, residual is there already
+//   out (N,C) = (residual - mean) * rstd * weight + bias
+//   mean (N), rstd (N) = 1/sqrt(variance + 1e-5), of each row
 //   copy (N,C) = residual, as a real, for the backward pass
-// The variance is taken around the mean, since E[x^2] - E[x]^2 would cancel. One kernel for both saves a read. Packs
-// have 4 columns in bf16 too: a lane would load 8 of the fp32 stream in halves, and memory moves 32 bytes for each.
-// Items: N rows.
+// before may be residual. The variance is taken around the mean, as E[x^2] - E[x]^2 would cancel.
+// Packs have 4 columns in bf16, too: 8 of the fp32 stream would be two loads. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
-    Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy, float* residual,
-    const float* before, const real* __restrict__ branch, const real* __restrict__ weight,
-    const real* __restrict__ bias, int N) {
+    Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
+    float* residual, const float* before, const real* __restrict__ branch,
+    const real* __restrict__ weight, const real* __restrict__ bias, int N) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
@@ -273,16 +294,19 @@ extern "C" __global__ void residual_layernorm_forward(
         out.store(start + c, x[k]);
     }
     out.end();
-    if (threadIdx.x % 32 == 0) mean[row] = m, rstd[row] = s;
+    if (threadIdx.x % 32 == 0) {
+        mean[row] = m;
+        rstd[row] = s;
+    }
 }
 
-// out (N,C) = (inp - mean) * rstd * weight + bias once more, for a backward pass that has not kept it. inp is the
-// forward pass's copy. Items: N*C numbers.
+// out (N,C) = (inp - mean) * rstd * weight + bias once more, for a backward pass that has not kept
+// it. inp is the forward pass's copy. Items: N*C numbers.
 BLOCK(256, W * threads)
-extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* __restrict__ inp,
-                                           const float* __restrict__ mean, const float* __restrict__ rstd,
-                                           const real* __restrict__ weight, const real* __restrict__ bias,
-                                           int N, int C) {
+extern "C" __global__ void layernorm_again(
+    real* __restrict__ out, const real* __restrict__ inp, const float* __restrict__ mean,
+    const float* __restrict__ rstd, const real* __restrict__ weight, const real* __restrict__ bias,
+    int N, int C) {
     size_t i = first_number();
     if (i >= (size_t)N * C) return;
     int row = row_of_number(i, C), c = i - (size_t)row * C;
@@ -291,50 +315,54 @@ extern "C" __global__ void layernorm_again(real* __restrict__ out, const real* _
     store(out + i, v);
 }
 
-// The gradient of a layernorm joins that of the residual stream. With norm = (inp - mean) * rstd and
-// dnorm = dout * weight, of each row:
+// The gradient of a layernorm joins that of the residual stream. With norm = (inp - mean) * rstd
+// and dnorm = dout * weight, for each row:
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
-//   partials (3, gridDim.x, C) = of each block's rows the sums of dout * norm, of dout, and of the new dresidual
-// add_partials makes of these the gradients of weight, of bias, and of the bias of the linear layer whose output was
-// added to the stream. A warp has a row, and its threads keep the sums of their columns in registers. Those of a long
-// row would fill its registers or not fit there, so four warps share such a row. Copies bring the next row into shared
-// memory (rows of a block, 2 stages, 3, C) while this one is worked on, so some tens of KB are always under way to each
-// multiprocessor. One block on each is enough for that. Items: blocks. The host chooses their number and their threads,
-// so 256 is not used: see layernorm_sizes.
+//   partials (3, gridDim.x, C) = each block's sums of dout * norm, of dout, and of dresidual
+// From these add_partials makes the gradients of weight, of bias, and of the bias of the linear
+// layer whose output was added to the stream. A warp has a row, or four warps a long one, and keeps
+// the sums of its columns in registers. While a row is worked on, the next is copied to shared
+// memory (rows of a block, 2 stages, 3, C): some tens of KB are always on their way to each
+// multiprocessor, so one block on each is enough. Items: blocks. The host chooses their number, and
+// their threads in place of 256: see layernorm_sizes.
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_backward(
-    Output dresidual, float* __restrict__ partials, const real* __restrict__ dout, const real* __restrict__ inp,
-    const real* __restrict__ weight, const float* __restrict__ mean, const float* __restrict__ rstd, int N) {
+    Output dresidual, float* __restrict__ partials, const real* __restrict__ dout,
+    const real* __restrict__ inp, const real* __restrict__ weight, const float* __restrict__ mean,
+    const float* __restrict__ rstd, int N) {
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
     dresidual.begin();
-    int rows = blockDim.x / ROW_THREADS, place = threadIdx.x / ROW_THREADS;  // which of them is the thread's
-    real* stages = shared + place * 2 * 3 * C;
+    int rows = blockDim.x / ROW_THREADS, own = threadIdx.x / ROW_THREADS;  // which row is its own
+    real* stages = shared + own * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
         real* to = stages + stage * 3 * C;
         size_t start = (size_t)row * C;
-        EACH_PACK(W, ROW_THREADS) {  // a thread copies what it will read itself, so no barrier is needed
+        EACH_PACK(W, ROW_THREADS) {  // a thread copies what it reads itself: no barrier is needed
             copy16(to + c, inp + start + c, true);
             copy16(to + C + c, dout + start + c, true);
             copy16(to + 2 * C + c, dresidual.numbers + start + c, true);
         }
         copies_end();
     };
-    int step = gridDim.x * rows, row = blockIdx.x * rows + place;
+    int step = gridDim.x * rows, row = blockIdx.x * rows + own;
     float next_mean = 0.0f, next_rstd = 0.0f;
     if (row < N) {
         load_row(0, row);
-        next_mean = mean[row], next_rstd = rstd[row];
+        next_mean = mean[row];
+        next_rstd = rstd[row];
     }
     Pack<W> sums[3][packs_of<W, ROW_THREADS>] = {};
-    for (int stage = 0; row - place < N; row += step, stage ^= 1) {  // as long as any thread of the block has a row
+    // The loop goes on as long as any thread of the block has a row.
+    for (int stage = 0; row - own < N; row += step, stage ^= 1) {
         bool has_row = row < N;
         float s = next_rstd, minus_ms = -next_mean * s;  // norm = inp * s + minus_ms
         if (row + step < N) {
             load_row(stage ^ 1, row + step);
-            next_mean = mean[row + step], next_rstd = rstd[row + step];
+            next_mean = mean[row + step];
+            next_rstd = rstd[row + step];
             copies_arrive<1>();
         } else {
             copies_arrive<0>();
@@ -353,16 +381,19 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         }
         total = {warp_sum(total[0]), warp_sum(total[1])};
         if (ROW_THREADS > 32) {
-            __shared__ Pack<2> of_warp[2][LAYERNORM_THREADS / 32];  // the other stage may still be read
+            // Two, since those of the last row may still be read.
+            __shared__ Pack<2> of_warp[2][LAYERNORM_THREADS / 32];
             if (threadIdx.x % 32 == 0) of_warp[stage][threadIdx.x / 32] = total;
             __syncthreads();
             total = {};
-            for (int w = 0; w < ROW_THREADS / 32; w++) total = total + of_warp[stage][place * ROW_THREADS / 32 + w];
+            for (int w = 0; w < ROW_THREADS / 32; w++)
+                total = total + of_warp[stage][own * ROW_THREADS / 32 + w];
         }
         float average_dnorm = total[0] / C, average_dnorm_norm = total[1] / C;
         if (has_row) {
             EACH_PACK(W, ROW_THREADS) {
-                Pack<W> v = load<W>(x + c), d = load<W>(dy + c), g = load<W>(dx + c), w = load<W>(weight + c);
+                Pack<W> v = load<W>(x + c), d = load<W>(dy + c);
+                Pack<W> g = load<W>(dx + c), w = load<W>(weight + c);
                 for (int i = 0; i < W; i++) {
                     float norm = v[i] * s + minus_ms;
                     g[i] += s * (d[i] * w[i] - average_dnorm - norm * average_dnorm_norm);
@@ -375,137 +406,649 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         }
     }
     dresidual.end();
-    float* of_place = reinterpret_cast<float*>(shared);  // (rows of a block, C), where the rows were
+    float* of_row = reinterpret_cast<float*>(shared);  // (rows of a block, C), where the rows were
 #pragma unroll
     for (int which = 0; which < 3; which++) {
         __syncthreads();
-        EACH_PACK(W, ROW_THREADS) store(of_place + place * C + c, sums[which][k]);
+        EACH_PACK(W, ROW_THREADS) store(of_row + own * C + c, sums[which][k]);
         __syncthreads();
         for (int column = threadIdx.x; column < C; column += blockDim.x) {
             float sum = 0.0f;
-            for (int i = 0; i < rows; i++) sum += of_place[i * C + column];
+            for (int i = 0; i < rows; i++) sum += of_row[i * C + column];
             partials[((size_t)which * gridDim.x + blockIdx.x) * C + column] = sum;
         }
     }
 }
-// What the host has to know: the threads of a block, those of a row, and a row's bytes of shared memory.
+// For the host: the threads of a block, those of a row, and a row's bytes of shared memory.
 extern "C" { __constant__ int layernorm_sizes[] = {
     LAYERNORM_THREADS, ROW_THREADS, 2 * 3 * CHANNELS * (int)sizeof(real)}; }
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// Sums each column of inp (N,OC) over every `shares`-th band of 32 rows, from band `share` on. One share is added to
-// out (OC), and several are set in out (shares, OC). In a block, 8 lanes read 128 neighbouring bytes of a row, and the
-// 32 such groups take one row each of a band.
+// Sums each column of inp (N,OC) over every `shares`-th band of 32 rows, from band `share` on. One
+// share is added to out (OC); several are set in out (shares, OC). A block has 32 octets of lanes,
+// one for each row of a band, which read 128 neighbouring bytes of it.
 template <class T>
-__device__ __forceinline__ void add_columns(float* __restrict__ out, const T* __restrict__ inp, int N, int OC,
-                                            int share, int shares) {
+__device__ void add_columns(
+    float* __restrict__ out, const T* __restrict__ inp, int N, int OC, int share, int shares) {
     constexpr int n = 16 / sizeof(T), columns = 8 * n;
-    __shared__ float of_group[32][columns];
-    int group = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * n;
+    __shared__ float of_octet[32][columns];
+    int octet = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * n;
     Pack<n> sum = {};
 #pragma unroll 4
-    for (int row = 32 * share + group; row < N; row += 32 * shares)
+    for (int row = 32 * share + octet; row < N; row += 32 * shares)
         if (o < OC) sum = sum + load<n>(inp + (size_t)row * OC + o);
-    for (int i = 0; i < n; i++) of_group[group][threadIdx.x % 8 * n + i] = sum[i];
+    for (int i = 0; i < n; i++) of_octet[octet][threadIdx.x % 8 * n + i] = sum[i];
     __syncthreads();
     int column = columns * blockIdx.x + threadIdx.x;
     if (threadIdx.x >= columns || column >= OC) return;
     float total = 0.0f;
-    for (int g = 0; g < 32; g++) total += of_group[g][threadIdx.x];
+    for (int i = 0; i < 32; i++) total += of_octet[i][threadIdx.x];
     if (shares > 1) out[(size_t)share * OC + column] = total;
     else out[column] += total;
 }
 
-// dbias (OC) += the sum over rows of dout (N,OC). Items: OC columns along x, shares of the rows along y. If there are
-// several shares, their sums are set in dbias (gridDim.y, OC), for add_partials to add up.
+// dbias (OC) += the sum over rows of dout (N,OC). Items: OC columns along x, shares of the rows
+// along y. Several shares are set in dbias (gridDim.y, OC), for add_partials to add up.
 BLOCK(256, 8 * W)
-extern "C" __global__ void matmul_backward_bias(float* __restrict__ dbias, const real* __restrict__ dout,
-                                                int N, int OC) {
+extern "C" __global__ void matmul_backward_bias(
+    float* __restrict__ dbias, const real* __restrict__ dout, int N, int OC) {
     add_columns(dbias, dout, N, OC, blockIdx.y, gridDim.y);
 }
 
-// Each of out1, out2 and out3 (OC), unless it is null, += the sum over its N rows of partials (gridDim.y, N, OC).
-// Items: OC columns along x, outs along y.
+// Each of out1, out2 and out3 (OC), unless it is null, += the sum over its N rows of
+// partials (gridDim.y, N, OC). Items: OC columns along x, outs along y.
 BLOCK(256, 32)
-extern "C" __global__ void add_partials(float* out1, float* out2, float* out3, const float* __restrict__ partials,
-                                        int N, int OC) {
+extern "C" __global__ void add_partials(
+    float* out1, float* out2, float* out3, const float* __restrict__ partials, int N, int OC) {
     float* out = blockIdx.y == 0 ? out1 : blockIdx.y == 1 ? out2 : out3;
     if (out) add_columns(out, partials + (size_t)blockIdx.y * N * OC, N, OC, 0, 1);
 }
 
-// ---- tensor cores ----
+// ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
 
-// A tensor core multiplies small matrices that a warp holds in its registers: D (16,8) += A (16,16) B (16,8). A Pair is
-// two neighbours along the summed index. The numbers in the picture are lanes: they hold a Pair each of A and of B, and
-// two neighbours of D. So lane 4g + q has rows g and g+8 of A and D, and column g of B.
+// Attention is the only layer in which a token sees others: those before it. A row of
+// qkv (B,T,NH+2NKV,HS) has the queries of NH heads, the keys of NKV heads, and their values.
+// NH/NKV neighbouring query heads share a head of keys and values (Ainslie et al. 2023, section
+// 2.2); in GPT-2 each has its own. For each query head, with q, k, v (T,HS), a prime for a
+// transpose, and scale = 1/sqrt(HS):
+//   score (T,T) = q k'
+//   weight (T,T) = softmax(scale * score) over the keys s <= t of query t
+//   out (B,T,NH,HS) = weight v
+// ReLU attention has weight = max(0, scale * score) instead. Scores and weights never go to memory.
+// A block owns ROWS rows of a head, queries or keys, and walks over the other side in tiles, which
+// pass through shared memory: while it works on one, the next is on its way. Here a head has four
+// blocks, and a tile is drawn as high as a block:
 //
-//    A  columns 0,1 2,3 4,5 6,7  8,9 .. 14,15    B  column  0  1  2 ..  7          D  columns 0,1 2,3 4,5 6,7
-//    row  0       0   1   2   3    0  ..  3      rows  0,1  0  4  8 .. 28          row  0       0   1   2   3
-//         1       4   5   6   7    4  ..  7            2,3  1  5  9 .. 29  b[0]         1       4   5   6   7
-//        ...         a[0]            a[2]              4,5  2  6 10 .. 30              ...     d[0] and d[1]
-//         7      28  29  30  31   28  .. 31            6,7  3  7 11 .. 31               7      28  29  30  31
-//         8       0   1   2   3    0  ..  3            8,9  0  4  8 .. 28               8       0   1   2   3
-//        ...         a[1]            a[3]              ...                 b[1]        ...     d[2] and d[3]
-//        15      28  29  30  31   28  .. 31          14,15  3  7 11 .. 31              15      28  29  30  31
+//           keys  0  1  2  3
+//    queries  0   \  .  .  .   last to start    #  all keys of the tile are seen
+//             1   #  \  .  .                    \  the diagonal runs through the tile
+//             2   #  #  \  .                    .  no key is seen: the tile is skipped
+//             3   #  #  #  \   first to start
 //
-// So two D side by side, taken in pairs, are the A of a next product: attention's weights never leave the registers.
+// A block of queries walks along its row from the left. A block of keys walks down its column from
+// the diagonal, and column 0 starts first. Long blocks start early, so that short ones fill the
+// gaps at the end. Each product waits for the one before: several blocks on a multiprocessor fill
+// each other's gaps.
+
+// -DHOPPER is for Hopper GPUs: see the last section.
+#ifndef HOPPER
+#define HOPPER 0
+#endif
+static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "bf16, HS 64 or 128");
+
+constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros
+constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
+constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // a block has these
+constexpr int THREADS = 32 * WARPS;
+constexpr int ROWS = 16 * M * WARPS;        // a block owns these
+constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows that the tensor cores multiply together
+constexpr int KEYS = 64;                    // rows of a tile in the forward pass
+constexpr int TILE = HOPPER ? 64 : 32;      // rows of a tile in the backward pass
+constexpr int LD = HOPPER ? HP : HP + 8;    // from a row of a tile to the next
+constexpr int SECTION = 64;                 // heads at a time, so that what they share stays in L2
+constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
+constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // for a row
+// Blocks that a multiprocessor must have registers for.
+constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
+constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
+constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
+constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // dv's product goes before dscores
+
+// For the host: rows and threads of a block, and its bytes of shared memory, forward and backward.
+extern "C" { __constant__ int attention_sizes[] = {
+    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
+    (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
+
+#if HOPPER
+struct alignas(64) Tiles { unsigned char map[128]; };
+struct Arrivals { unsigned long long* mbarrier; int parity; };
+#else
+struct Tiles { const real* numbers; };  // an array (B,T,heads,HS), to copy tiles from
+struct Arrivals {};                     // what a block knows of the tiles on their way
+#endif
+
+// Head h of sequence b, in an array (B,T,heads,HS).
+struct Head {
+    int b, h, heads, T;
+    __device__ size_t start() const { return ((size_t)b * T * heads + h) * HS; }
+    __device__ size_t stride() const { return heads * HS; }  // from a token to the next
+    __device__ size_t row() const { return ((size_t)b * heads + h) * T; }  // in lse (B,heads,T)
+};
+
+// What a block owns: ROWS queries or ROWS keys.
+struct Own {
+    int first, slab, warp;            // the first row of the block, of this slab, of this warp
+    Head queries, keys, values, out;  // of a block of keys: the first query head that shares them
+};
+
+// Two stages, each with two tiles: keys and values, or queries and dout.
+template <int rows>
+struct Stages {
+    real* tiles;  // (2, 2, rows, LD)
+    __device__ real* left(int stage) { return tiles + 2 * stage * rows * LD; }
+    __device__ real* right(int stage) { return left(stage) + rows * LD; }
+};
+
+// A product (16 M, columns) in a warp's registers. x[e] is an element that this lane has, in row
+// e.row() and column e.column(): see the picture of D.
+__device__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
+struct Element {
+    int m, n, i;
+    __device__ int row() { return row_of(m, i); }
+    __device__ int column() { return column_of(n, i); }
+};
+template <int columns>
+struct Result {
+    float x[M][columns / 8][4];
+    __device__ float& operator[](Element e) { return x[e.m][e.n][e.i]; }
+};
+struct PerRow {  // a number for each row of these
+    float x[M][2];
+    __device__ float& operator[](Element e) { return x[e.m][e.i / 2]; }
+};
+
+// f(e) for each of a lane's elements; each_row: for the first in each of its rows.
+template <int columns, class F>
+__device__ void each(Result<columns>&, F f) {
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < columns / 8; n++)
+            for (int i = 0; i < 4; i++) f(Element{m, n, i});
+}
+template <class F>
+__device__ void each_row(F f) {
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) f(Element{m, 0, 2 * half});
+}
+
+// The causal mask: x = value where a query would see a later key. Column 0 of x is row `column`.
+template <bool rows_are_keys, int columns>
+__device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
+    if (column >= own.slab + SLAB || column + columns <= own.slab) return;  // not on the diagonal
+    each(x, [&](Element e) {
+        int r = own.warp + e.row(), c = column + e.column();
+        if (rows_are_keys ? r > c : c > r) x[e] = value;
+    });
+}
+
+// The largest number of each row and of `least`.
+template <int columns>
+__device__ PerRow row_maximum(PerRow least, Result<columns>& x) {
+    each_row([&](Element e) {
+        float largest = least[e];
+#pragma unroll
+        for (int n = 0; n < columns / 8; n++)
+            largest = fmaxf(largest, fmaxf(x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]));
+        least[e] = quad_max(largest);
+    });
+    return least;
+}
+
+// The sum of a lane's numbers in each row. quad_sum adds up those of a row's four lanes.
+template <int columns>
+__device__ PerRow row_sum(Result<columns>& x) {
+    PerRow sum = {};
+    each(x, [&](Element e) { sum[e] += x[e]; });
+    return sum;
+}
+
+template <int columns>
+__device__ void rescale(Result<columns>& x, PerRow factor) {
+    each(x, [&](Element e) { x[e] *= factor[e]; });
+}
+
+__device__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // a NaN stays
+
+// Weights from scores, in place: 2^(scale * log2(e) * score - shift(e)), or ReLU's.
+template <int columns, class F>
+__device__ void weights_from_scores(Result<columns>& x, int relu, float scale, F shift) {
+    if (relu) each(x, [&](Element e) { x[e] = relu_of(scale * x[e]); });
+    else each(x, [&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
+}
+
+// dscores from dweights, in place: weight * (dweight - delta(e)), or ReLU's. dq and dk get the
+// factor scale at the end.
+template <int columns, class F>
+__device__ void dscores_from_dweights(
+    Result<columns>& x, Result<columns>& weights, int relu, F delta) {
+    if (relu) each(x, [&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
+    else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });
+}
+
+// The verbs of a block, which all threads call. How they are made comes after the kernels.
+
+// What this block owns.
+template <bool rows_are_keys>
+__device__ Own own_rows(int T, int NH, int NKV);
+
+// The index of (row, c) in a tile.
+__device__ int in_tile(int row, int c);
+
+// Starts to copy rows first..first+rows-1 of a head to a tile, with zeros beyond T and HS.
+template <int rows>
+__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals);
+
+// The same for both tiles of a stage.
+template <int rows>
+__device__ void load_stage(
+    Stages<rows> stages, int stage, const Tiles& left, Head left_head, const Tiles& right,
+    Head right_head, int first, Arrivals& arrivals) {
+    load_tile<rows>(stages.left(stage), left, left_head, first, arrivals);
+    load_tile<rows>(stages.right(stage), right, right_head, first, arrivals);
+}
+
+// Waits for all tiles that are on their way, and for all threads. arrivals_start goes first.
+__device__ Arrivals arrivals_start();
+__device__ void tiles_arrive(Arrivals& arrivals);
+
+// x = the slab's rows of a tile that the block owns, times the transpose of another tile.
+template <int columns>
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other);
+
+// sum += x times a tile.
+template <int columns>
+__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
+
+// The two products above only start. This waits for x; the last `pending` may still be under way.
+template <int pending, int columns>
+__device__ void products_arrive(Result<columns>& x);
+
+// The paper's D: the sum over a head's channels of out * dout, for each row. Stores it in
+// delta (B,NH,T), too. Waits for the tiles: out is fetched while dout is on its way.
+__device__ PerRow delta_of_rows(
+    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals);
+
+// Stores x in a head's rows of an array, by way of a tile that the block owns and needs no more.
+// Returns what this lane has stored, summed by column.
+constexpr int COLUMN_PACKS = (HS + HEAD_LANES * HEAD_PACK - 1) / (HEAD_LANES * HEAD_PACK);
+struct ColumnSums { Pack<HEAD_PACK> x[COLUMN_PACKS]; };
+__device__ ColumnSums store_rows(
+    Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
+
+// Adds up the block's ColumnSums, in a tile that nobody needs, for the gradient of a bias: a row of
+// sums (B, blocks of rows, heads, HS).
+__device__ void store_column_sums(
+    float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile);
+
+// Algorithm 1, whose lines stand on the right. `maximum`, `total` and `output` are those of the
+// tiles so far: when a maximum grows, the other two are scaled down (Milakov and Gimelshein 2018,
+// algorithm 3). For the backward pass, which computes the weights again, it keeps the paper's L:
+// lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of ROWS queries.
+BLOCK(128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
+    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int relu,
+    int T, int NH, int NKV) {
+    DYNAMIC_SHARED(real, queries);                // (ROWS, LD)
+    Stages<KEYS> stages = {queries + ROWS * LD};  // of keys and values
+    Arrivals arrivals = arrivals_start();
+    Own own = own_rows<false>(T, NH, NKV);
+    load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
+    load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
+
+    Result<HP> output = {};
+    PerRow maximum, total = {};
+    each_row([&](Element e) { maximum[e] = LOWEST; });
+    float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
+    int end = min(own.first + ROWS, T);
+    for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
+        tiles_arrive(arrivals);  // this stage is there, and nobody reads the other any more
+        if (key + KEYS < end)
+            load_stage(stages, stage ^ 1, qkv, own.keys, qkv, own.values, key + KEYS, arrivals);
+        if (key >= own.slab + SLAB) continue;  // the slab's queries see none of these keys
+        const real *keys = stages.left(stage), *values = stages.right(stage);
+
+        Result<KEYS> scores;
+        auto& weights = scores;                             // computed in place
+        multiply_transposed(scores, own, queries, keys);    // S = Q K'
+        products_arrive<0>(scores);
+        hide_future<false>(scores, LOWEST, own, key);
+        if (relu) {
+            each(weights, [&](Element e) { weights[e] = relu_of(scale * scores[e]); });
+        } else {
+            PerRow before = maximum, correction;
+            maximum = row_maximum(before, scores);          // m = max(m, rowmax(S))
+            each(weights, [&](Element e) {                  // P = e^(S - m)
+                weights[e] = power_of_2(scale2 * scores[e] - scale2 * maximum[e]);
+            });
+            PerRow sum = row_sum(weights);
+            each_row([&](Element e) {                       // l = e^(before - m) l + rowsum(P)
+                correction[e] = power_of_2(scale2 * (before[e] - maximum[e]));
+                total[e] = total[e] * correction[e] + sum[e];
+            });
+            rescale(output, correction);                    // O = diag(e^(before - m)) O
+        }
+        multiply(output, weights, values);                  // O = O + P V
+        products_arrive<0>(output);
+    }
+
+    PerRow inverse;
+    each_row([&](Element e) {
+        int t = own.warp + e.row();
+        float sum = relu ? 1.0f : quad_sum(total[e]);
+        inverse[e] = 1.0f / sum;
+        if (e.column() == 0 && t < T)
+            lse[own.out.row() + t] = scale2 * maximum[e] + log2f(sum);  // L = m + log(l)
+    });
+    rescale(output, inverse);                               // O = diag(l)^-1 O
+    out.begin();
+    store_rows(out, own.out, own, queries, output);
+    out.end();
+}
+
+// Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has
+// the shape of qkv. This one owns queries and walks over the keys that they see, for
+// dq = dscore k. It leaves delta for the next. sums, which may be null: see store_column_sums.
+// Items: blocks of ROWS queries.
+BLOCK(128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
+    Output dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,
+    const real* __restrict__ out, const __grid_constant__ Tiles qkv,
+    const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH, int NKV) {
+    DYNAMIC_SHARED(real, queries);  // queries and dout: (2, ROWS, LD)
+    real* douts = queries + ROWS * LD;
+    Stages<TILE> stages = {douts + ROWS * LD};  // of keys and values
+    Arrivals arrivals = arrivals_start();
+    Own own = own_rows<false>(T, NH, NKV);
+    load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
+    load_tile<ROWS>(douts, dout, own.out, own.first, arrivals);
+    load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
+    PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;
+    each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
+
+    Result<HP> dq = {};
+    int end = min(own.first + ROWS, T);
+    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
+        tiles_arrive(arrivals);
+        if (key + TILE < end)
+            load_stage(stages, stage ^ 1, qkv, own.keys, qkv, own.values, key + TILE, arrivals);
+        if (key >= own.slab + SLAB) continue;
+        const real *keys = stages.left(stage), *values = stages.right(stage);
+
+        Result<TILE> scores, dweights;
+        auto &weights = scores, &dscores = dweights;        // computed in place
+        multiply_transposed(scores, own, queries, keys);    // S = Q K'
+        multiply_transposed(dweights, own, douts, values);  // dP = dO V'
+        products_arrive<1>(scores);
+        weights_from_scores(scores, relu, scale,            // P = e^(S - L)
+                            [&](Element e) { return row_lse[e]; });
+        hide_future<false>(weights, 0.0f, own, key);
+        products_arrive<0>(dweights);
+        dscores_from_dweights(dweights, weights, relu,      // dS = P o (dP - D)
+                              [&](Element e) { return row_delta[e]; });
+        multiply(dq, dscores, keys);                        // dQ = dQ + dS K
+        products_arrive<0>(dq);
+    }
+
+    each(dq, [&](Element e) { dq[e] *= scale; });
+    dqkv.begin();
+    ColumnSums dq_sums = store_rows(dqkv, own.queries, own, queries, dq);
+    if (sums) store_column_sums(sums, own.queries, own, dq_sums, stages.left(0));
+    dqkv.end();
+}
+
+// This one runs after attention_backward_q. It owns keys and walks over the queries that see them,
+// for dv = weight' dout and dk = dscore' q: those of one query head, then of the next that shares
+// the keys. Its weights are the transpose: a row is a key. Items: blocks of ROWS keys.
+BLOCK(128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
+    Output dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu,
+    int T, int NH, int NKV) {
+    DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
+    real* values = keys + ROWS * LD;
+    Stages<TILE> stages = {values + ROWS * LD};  // of queries and dout
+    __shared__ float of_query[2][2][TILE];  // of each stage lse, then delta
+    Arrivals arrivals = arrivals_start();
+    Own own = own_rows<true>(T, NH, NKV);
+    int next = own.first, end = own.queries.h + NH / NKV;
+    auto load_next = [&](int stage) {  // walks ahead of the loops below
+        if (own.queries.h == end) return;
+        load_stage(stages, stage, qkv, own.queries, dout, own.out, next, arrivals);
+        int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = next + i;
+        if (which < 2)  // beyond T a weight is 2^0, and dout is 0
+            copy4(&of_query[stage][which][i],
+                  (which ? delta : lse) + own.out.row() + min(t, T - 1), t < T);
+        next += TILE;
+        if (next < T) return;
+        next = own.first;
+        own.queries.h++;
+        own.out.h++;
+    };
+    load_tile<ROWS>(keys, qkv, own.keys, own.first, arrivals);
+    load_tile<ROWS>(values, qkv, own.values, own.first, arrivals);
+    load_next(0);
+
+    Result<HP> dk = {}, dv = {};
+    int stage = 0;
+    for (int head = 0; head < NH / NKV; head++) {
+        for (int query = own.first; query < T; query += TILE, stage ^= 1) {
+            tiles_arrive(arrivals);
+            load_next(stage ^ 1);
+            if (query + TILE <= own.slab) continue;  // these queries see none of the slab's keys
+            const real *queries = stages.left(stage), *douts = stages.right(stage);
+
+            Result<TILE> scores, dweights;
+            auto &weights = scores, &dscores = dweights;        // computed in place
+            multiply_transposed(scores, own, keys, queries);    // S' = K Q'
+            multiply_transposed(dweights, own, values, douts);  // dP' = V dO'
+            products_arrive<1>(scores);
+            weights_from_scores(scores, relu, scale,            // P' = e^(S' - L)
+                                [&](Element e) { return of_query[stage][0][e.column()]; });
+            hide_future<true>(weights, 0.0f, own, query);
+            if (EARLY_DV) multiply(dv, weights, douts);         // dV = dV + P' dO
+            products_arrive<EARLY_DV>(dweights);
+            dscores_from_dweights(dweights, weights, relu,      // dS' = P' o (dP' - D)
+                                  [&](Element e) { return of_query[stage][1][e.column()]; });
+            if (!EARLY_DV) multiply(dv, weights, douts);
+            multiply(dk, dscores, queries);                     // dK = dK + dS' Q
+            products_arrive<0>(dv);
+            products_arrive<0>(dk);
+        }
+    }
+
+    each(dk, [&](Element e) { dk[e] *= scale; });
+    dqkv.begin();
+    ColumnSums dk_sums = store_rows(dqkv, own.keys, own, keys, dk);
+    ColumnSums dv_sums = store_rows(dqkv, own.values, own, values, dv);
+    if (sums) {
+        store_column_sums(sums, own.keys, own, dk_sums, stages.left(0));
+        store_column_sums(sums, own.values, own, dv_sums, stages.right(0));
+    }
+    dqkv.end();
+}
+
+// ---- how attention's verbs are made: the rows of a block ----
+
+// GPUs start blocks in the order of their numbers: a section of heads after the other.
+template <bool rows_are_keys>
+__device__ Own own_rows(int T, int NH, int NKV) {
+    int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
+    int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
+    int heads_here = min(SECTION, heads - section);
+    int head = section + i % heads_here, turn = i / heads_here;
+    int first = (rows_are_keys ? turn : blocks - 1 - turn) * ROWS;
+    int warp = threadIdx.x / 32 * 16 * M, slab = 0;
+    if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
+        slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
+
+    int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, own = head % of_sequence;
+    int h = own * NH / of_sequence, kv = own * NKV / of_sequence, all = NH + 2 * NKV;
+    return {first, first + slab, first + warp,
+            {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
+}
+
+__device__ PerRow delta_of_rows(
+    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
+    // Two lanes share a row and take its packs by turns.
+    constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
+    int lane = threadIdx.x % 32, T = own.out.T;
+    auto channel = [&](int k) { return (2 * k + lane / 16) * HEAD_PACK; };
+    Pack<HEAD_PACK> of_out[M][packs];
+    for (int m = 0; m < M; m++)
+        for (int k = 0; k < packs; k++) {
+            int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
+            of_out[m][k] = {};
+            if (c < HS)
+                of_out[m][k] = load<HEAD_PACK>(out + own.out.start() + t * own.out.stride() + c);
+        }
+    tiles_arrive(arrivals);
+    PerRow result;
+    for (int m = 0; m < M; m++) {
+        int row = own.warp + 16 * m + lane % 16;
+        float sum = 0.0f;
+        for (int k = 0; k < packs; k++) {
+            Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
+            for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
+        }
+        sum += __shfl_xor_sync(FULL_WARP, sum, 16);
+        if (lane < 16 && row < T) delta[own.out.row() + row] = sum;
+        for (int half = 0; half < 2; half++)
+            result.x[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
+    }
+    return result;
+}
+
+// HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
+__device__ ColumnSums store_rows(
+    Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
+    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < HP / 8; n++)
+        each_row([&](Element e) {
+            Pack<2> two = {x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]};
+            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
+        });
+    __syncwarp();
+    ColumnSums sums = {};
+    for (int k = 0; k < COLUMN_PACKS; k++) {
+        int c = (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK;
+        if (c >= HS) break;
+#pragma unroll
+        for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
+            int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
+            Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
+            if (t >= head.T) continue;
+            array.store(head.start() + t * head.stride() + c, pack);
+            sums.x[k] = sums.x[k] + pack;
+        }
+    }
+    return sums;
+}
+
+__device__ void store_column_sums(
+    float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile) {
+    constexpr int shares = THREADS / HEAD_LANES;  // of a column's sum
+    static_assert(shares * HP * sizeof(float) <= TILE * LD * sizeof(real));
+    float* of_share = reinterpret_cast<float*>(tile);  // (shares, HP)
+    for (int k = 0; k < COLUMN_PACKS; k++) {
+        int c = (HEAD_LANES * k + threadIdx.x % HEAD_LANES) * HEAD_PACK;
+        if (c < HS) store(of_share + threadIdx.x / HEAD_LANES * HP + c, of_lane.x[k]);
+    }
+    __syncthreads();
+    int blocks = (head.T + ROWS - 1) / ROWS;
+    size_t row = ((size_t)head.b * blocks + own.first / ROWS) * head.heads + head.h;
+    for (int c = threadIdx.x; c < HS; c += THREADS) {
+        float sum = 0.0f;
+        for (int i = 0; i < shares; i++) sum += of_share[i * HP + c];
+        sums[row * HS + c] = sum;
+    }
+}
+
+// ---- how attention's verbs are made: products on tensor cores, and copies ----
+
+// A tensor core multiplies small matrices in a warp's registers: D (16,8) += A (16,16) B (16,8). A
+// Pair is two neighbours along the summed index. The numbers in the picture are lanes: lane 4g + q
+// has rows g and g+8 of A and D, and column g of B.
+//
+//   A  columns 0,1 2,3 4,5 6,7  8,9 .. 14,15   B  column  0  1 ..  7    D  columns 0,1 2,3 4,5 6,7
+//   row  0       0   1   2   3    0  ..  3     rows  0,1  0  4 .. 28    row  0       0   1   2   3
+//        1       4   5   6   7    4  ..  7           2,3  1  5 .. 29         1       4   5   6   7
+//       ...         a[0]            a[2]       b[0]  4,5  2  6 .. 30        ...     d[0] and d[1]
+//        7      28  29  30  31   28  .. 31           6,7  3  7 .. 31         7      28  29  30  31
+//        8       0   1   2   3    0  ..  3           8,9  0  4 .. 28         8       0   1   2   3
+//       ...         a[1]            a[3]       b[1]  ...                    ...     d[2] and d[3]
+//       15      28  29  30  31   28  .. 31         14,15  3  7 .. 31        15      28  29  30  31
+//
+// Two D side by side, taken in pairs, are the A of a next product: weights stay in registers.
 #ifdef BF16
 using Pair = unsigned;
-__device__ __forceinline__ Pair pair(float x, float y) { return two_bf16(x, y); }
+__device__ Pair pair(float x, float y) { return two_bf16(x, y); }
 #else
 struct alignas(8) Pair { float x, y; };
-__device__ __forceinline__ Pair pair(float x, float y) { return {x, y}; }
+__device__ Pair pair(float x, float y) { return {x, y}; }
 #endif
 
 #ifdef __CUDACC__
 #ifdef BF16
-__device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
+__device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Loads four 8 x 8 matrices of bf16 from shared memory. Lane i gives the address of row i % 8 of matrix i / 8. It gets,
-// of each matrix, the elements 2q and 2q+1 of row g, or, transposed, of column g.
-__device__ __forceinline__ void load_matrices(unsigned (&x)[4], const real* row) {
+// Loads four 8 x 8 matrices of bf16 from shared memory. Lane i gives the address of row i % 8 of
+// matrix i / 8. Of each it gets elements 2q and 2q+1 of row g, or, transposed, of column g.
+__device__ void load_matrices(unsigned (&x)[4], const real* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"((unsigned)__cvta_generic_to_shared(row)));
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row)));
 }
-__device__ __forceinline__ void load_matrices_transposed(unsigned (&x)[4], const real* row) {
+__device__ void load_matrices_transposed(unsigned (&x)[4], const real* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"((unsigned)__cvta_generic_to_shared(row)));
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row)));
 }
 #else
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+__device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same in TF32, as two products of 8 summed columns. There a lane holds columns q and q+4, not 2q and 2q+1. Columns
-// of A and rows of B are permuted alike, so the sum is the same. A tensor core reads the upper 10 bits of a mantissa.
-// Half of the last of them is added first, so that dropping the others rounds. The NaN that GPUs compute, 0x7fffffff,
-// would overflow to -0 by that, and the maximum keeps it.
-// fp32 is three products of TF32 halves, x = big + small. The product of the small halves is beyond the last bit and is
-// left out (Ootomo and Yokota 2022, section 3). A NaN stays one in the small half.
-__device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
-#pragma unroll
+// The same in TF32, as two products of 8 summed columns. There a lane has columns q and q+4, not 2q
+// and 2q+1: columns of A and rows of B are permuted alike, so the sum is the same. A tensor core
+// reads the upper 10 bits of a mantissa; half of the last is added first, to round. A GPU's NaN,
+// 0x7fffffff, would overflow to -0: the maximum keeps it.
+// fp32 is three products of TF32 numbers, with x = big + small. That of the small ones is below the
+// last bit (Ootomo and Yokota 2022, section 3). A NaN stays one in small.
+__device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
+    constexpr unsigned half_of_last_bit = 0x1000;
     for (int i = 0; i < 2; i++) {
         float x[6] = {a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b[i].x, b[i].y};
         unsigned big[6];
-#pragma unroll
-        for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + 0x1000;
+        for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + half_of_last_bit;
 #ifdef TF32
-#pragma unroll
         for (int j = 0; j < 6; j++) big[j] = max((int)big[j], __float_as_int(x[j]));
 #else
         unsigned small[6];
-#pragma unroll
         for (int j = 0; j < 6; j++) {
-            big[j] &= 0xffffe000;
+            big[j] &= ~(2 * half_of_last_bit - 1);
             small[j] = __float_as_uint(x[j] - __uint_as_float(big[j]));
         }
         mma_tf32(d, {small[0], small[1], small[2], small[3]}, {big[4], big[5]});
@@ -516,706 +1059,133 @@ __device__ __forceinline__ void mma(float (&d)[4], const Pair (&a)[4], const Pai
 }
 #endif
 
-// The same with two B side by side, which are b[0], b[1] and b[2], b[3], and so with two D.
-__device__ __forceinline__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4]) {
+// The same for two B side by side, b[0], b[1] and b[2], b[3], and so for two D.
+__device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
+                         const Pair (&b)[4]) {
     mma(left, a, {b[0], b[1]});
     mma(right, a, {b[2], b[3]});
 }
 #endif
 
-// ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
-
-// Attention is the only layer in which a token sees others, those before it. A row of qkv (B,T,NH+2NKV,HS) has the
-// queries of NH heads, the keys of NKV heads, and their values. NH/NKV neighbouring query heads share one head of keys
-// and values (Ainslie et al. 2023, section 2.2); in GPT-2 each has its own. Of each query head, with q, k, v (T,HS), a
-// prime for a transpose, and scale = 1 / sqrt(HS):
-//   score (T,T) = q k'
-//   weight (T,T) = softmax(scale * score) over the keys s <= t of query t, or for ReLU attention max(0, scale * score)
-//   out (B,T,NH,HS) = weight v
-// Scores and weights are never stored. A block takes ROWS rows of one head, queries or keys, and walks over the other
-// side in tiles that pass through shared memory. While it works on one tile, the next is on its way. The scores live in
-// the registers of the warps that own their rows. Here T is four blocks, and a tile is drawn with as many rows as one:
-//
-//                        keys  0  1  2  3
-//                 queries  0   \  .  .  .   last to start       #  all keys of the tile are seen
-//                          1   #  \  .  .                       \  the diagonal runs through the tile
-//                          2   #  #  \  .                       .  no key is seen, and the tile is skipped
-//                          3   #  #  #  \   first to start
-//
-// A block of queries walks along its row from the left. A block of keys walks down its column from the diagonal, and
-// there column 0 is the first to start. Of SECTION heads the longest blocks come first, so that short ones fill the
-// gaps at the end. What bounds attention is that each product waits for the one before. Several blocks on a
-// multiprocessor, or several groups of warps of a block, fill each other's gaps, as far as their registers allow.
-
-// With -DHOPPER attention copies and multiplies by instructions that only Hopper has. A CPU has functions for them.
-#ifndef HOPPER
-#define HOPPER 0
-#endif
-static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "-DHOPPER: bf16 and heads of 64 or 128 only");
-
-constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels are padded with zeros to whole products
-constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread moves at a time: 16 bytes if HS allows it
-// On Hopper four warps are a warp group. Two groups share the tiles of 128 channels, or L2 would not keep up.
-constexpr int WARP_GROUPS = HOPPER && HP == 128 ? 2 : 1;
-// A warp owns 16 M rows. What it reads of a tile serves all of them, so M = 2 halves the traffic of shared memory. The
-// registers have room for that in bf16 if heads are short. On Hopper the tensor cores read by themselves.
-constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;
-constexpr int ROWS = 64 * M * WARP_GROUPS;   // a block owns them
-constexpr int THREADS = 128 * WARP_GROUPS;
-constexpr int GROUP = HOPPER ? 64 : 16 * M;  // rows that are multiplied together: those of a warp, or of a warp group
-constexpr int KEYS = 64;                     // a tile of the forward pass has so many
-constexpr int TILE = HOPPER ? 64 : 32;       // a tile of the backward pass has so many rows, keys or queries
-constexpr int LD = HOPPER ? HP : HP + 8;     // the rows of a tile are so many numbers long: see at()
-constexpr int SECTION = 64;                  // so many heads are worked on at a time: what blocks share stays in L2
-// A multiprocessor must have registers for so many blocks.
-constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARP_GROUPS == 1 ? 5 : 2;
-constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 4 : 1;
-constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARP_GROUPS == 1 ? 3 : 1;
-constexpr bool EARLY_DV = WARP_GROUPS > 1;  // dv's product starts before dscores are computed, which takes registers
-
-// What the host has to know: rows and threads of a block, for which it takes these in place of BLOCK's; and its bytes
-// of shared memory, forward and backward.
-extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real), (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
-
-// What a block owns: ROWS queries of one query head, or ROWS keys of one key head.
-struct Part {
-    int first;             // the block's first row, counted from the head's first
-    int warp;              // its warp's first row, counted from the block's first: a row of the block's own tile
-    int group;             // the first row of its warp's group, counted from the head's first
-    int b, h, kv;          // its sequence, its query head, or the first that shares the keys, and its key head
-    size_t queries, keys;  // where the query head and the key head begin in qkv
-    size_t out, lse;       // where the query head begins in out and dout, in lse and delta
-};
-
-// GPUs start blocks in the order of their numbers, on which only speed depends: by section, then the longest first.
-template <bool rows_are_keys>
-__device__ __forceinline__ Part part_of_block(int T, int NH, int NKV) {
-    int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
-    int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
-    int heads_here = min(SECTION, heads - section), head = section + i % heads_here, place = i / heads_here;
-    int of_sequence = rows_are_keys ? NKV : NH, own = head % of_sequence;
-    int h = own * NH / of_sequence, kv = own * NKV / of_sequence;  // one is `own`, the other NH/NKV times more or less
-    int first = (rows_are_keys ? place : blocks - 1 - place) * ROWS, warp = threadIdx.x / 32 * 16 * M;
-    int group = ROWS == GROUP ? 0 : warp / GROUP * GROUP;
-    if (HOPPER && ROWS > GROUP) group = __shfl_sync(FULL_WARP, group, 0);  // so the compiler knows that lanes agree
-    size_t b = head / of_sequence, row = b * T, start = row * (NH + 2 * NKV);
-    return {first, warp, first + group, (int)b, h, kv,
-            (start + h) * HS, (start + NH + kv) * HS, (row * NH + h) * HS, (b * NH + h) * T};
-}
-
-// The row and the column of x[m][n][i], an element of a warp's result: see the picture of D.
-__device__ __forceinline__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
-__device__ __forceinline__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
-
-// Loops over the elements x[m][n][i] of a result, over its rows (m, half), and over the elements of such a row.
-#define EACH_ELEMENT(x)                           \
-    _Pragma("unroll") for (int m = 0; m < M; m++) \
-        _Pragma("unroll") for (int n = 0; n < (int)(sizeof(x[0]) / sizeof(x[0][0])); n++) \
-            _Pragma("unroll") for (int i = 0; i < 4; i++)
-#define EACH_ROW                                  \
-    _Pragma("unroll") for (int m = 0; m < M; m++) \
-        _Pragma("unroll") for (int half = 0; half < 2; half++)
-#define EACH_OF_ROW(x)                                                                \
-    _Pragma("unroll") for (int n = 0; n < (int)(sizeof(x[0]) / sizeof(x[0][0])); n++) \
-        _Pragma("unroll") for (int i = 2 * half; i < 2 * half + 2; i++)
-
-__device__ __forceinline__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // keeps a NaN, as fmaxf does not
-
-// The maximum, or the sum, of a row of D, which four neighbouring lanes hold.
-__device__ __forceinline__ float row_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
-    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
-}
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(FULL_WARP, x, 1);
-    return x + __shfl_xor_sync(FULL_WARP, x, 2);
-}
-
-// Where a number of a tile lies. The same columns of 8 neighbouring rows must be in different banks. Padding does that,
-// or, for Hopper's tensor cores, a permutation of 8 pieces of 16 bytes, which they know as a 128-byte swizzle. There a
-// tile consists of boxes of 64 rows and 64 channels, row by row. The next 64 channels, if there are any, follow a box.
-__device__ __forceinline__ int at(int row, int c) {
-    return HOPPER ? (row / 64 * (HP / 64) + c / 64) * 4096 + row % 64 * 64 + (c % 64 ^ row % 8 * 8) : row * LD + c;
-}
-
-// Tiles is an array (B,T,heads,HS) that tiles are copied from, and a Head is one head's channels of a sequence of it.
-// load_tile starts to copy rows first..first+rows-1 of a head into a tile, which has zeros beyond T and HS.
-// tiles_arrive waits for all tiles. Arrivals are what a block knows of those on their way. Every thread must call each.
-#if !HOPPER
-struct Tiles { const real* numbers; };
-struct Head {
-    const real* first;  // those of token 0
-    int stride, T;      // numbers from a token to the next, and tokens
-};
-__device__ __forceinline__ Head head_of(const Tiles& array, int T, int heads, int b, int h) {
-    return {array.numbers + ((size_t)b * T * heads + h) * HS, heads * HS, T};
-}
-
-struct Arrivals {};
-__device__ __forceinline__ Arrivals arrivals_start() { return {}; }
-__device__ __forceinline__ void boxes_arrive(Arrivals&) {}
-
-template <int rows>
-__device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals&) {
-    constexpr int per_row = HP / HEAD_PACK;
-#pragma unroll
-    for (int start = 0; start < rows * per_row; start += THREADS) {
-        int i = start + threadIdx.x, row = i / per_row, c = i % per_row * HEAD_PACK;
-        if (rows * per_row % THREADS > 0 && i >= rows * per_row) break;
-        bool there = first + row < head.T && c < HS;
-        real* to = tile + at(row, c);
-        const real* from = there ? head.first + (size_t)(first + row) * head.stride + c : head.first;
-        if (HEAD_PACK == W) copy16(to, from, there);
-        else if (there) *to = *from;
-        else from_float(*to, 0.0f);
-    }
-}
-#else
-// On Hopper one thread asks the copy engine for boxes, and the others have nothing to do with it: no addresses, which
-// would take a fifth of attention's time and registers that another block needs. A barrier in shared memory counts the
-// bytes. Its phase ends when they are all there and thread 0 has said that there are no more. Phases have parities.
-// What the engine has to know of an array is a tensor map, which cuTensorMapEncodeTiled makes on the host. It is an
-// argument by value, because what lies in device memory would have to be fenced.
-struct alignas(64) Tiles { unsigned char map[128]; };
-struct Head {
-    const Tiles* array;
-    int b, channel;  // the sequence, and the head's first channel
-};
-__device__ __forceinline__ Head head_of(const Tiles& array, int, int, int b, int h) { return {&array, b, h * HS}; }
-
-#ifdef __CUDACC__
-using Barrier = unsigned long long;
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_start(Barrier& barrier) {  // lets the copy engine see it, too
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;"
-                 ::"r"(shared_address(&barrier)) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(Barrier& barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(Barrier& barrier, int parity) {
-    asm volatile("{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}"
-                 ::"r"(shared_address(&barrier)), "r"(parity) : "memory");
-}
-// Starts to copy 8,192 bytes: of sequence b, tokens t..t+63 and 64 channels. Those that do not exist are zeros.
-__device__ __forceinline__ void copy_box(real* box, const Tiles* map, int channel, int t, int b, Barrier& barrier) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8192;"
-                 ::"r"(shared_address(&barrier)) : "memory");
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(shared_address(box)), "l"(map), "r"(channel), "r"(t), "r"(b), "r"(shared_address(&barrier))
-                 : "memory");
-}
-#else
-using namespace hopper;  // dev/cpu/cuda.h
-#endif
-
-struct Arrivals {
-    Barrier* barrier;
-    int parity;
-};
-__device__ __forceinline__ Arrivals arrivals_start() {
-    __shared__ Barrier barrier;
-    if (threadIdx.x == 0) barrier_start(barrier);
-    __syncthreads();
-    return {&barrier, 0};
-}
-__device__ __forceinline__ void boxes_arrive(Arrivals& arrivals) {
-    if (threadIdx.x == 0) barrier_arrive(*arrivals.barrier);
-    barrier_wait(*arrivals.barrier, arrivals.parity);
-    arrivals.parity ^= 1;
-}
-
-template <int rows>
-__device__ __forceinline__ void load_tile(real* tile, const Head& head, int first, Arrivals& arrivals) {
-#pragma unroll
-    for (int row = 0; row < rows; row += 64)
-#pragma unroll
-        for (int c = 0; c < HP; c += 64)
-            if (threadIdx.x == 0)
-                copy_box(tile + at(row, c), head.array, head.channel + c, first + row, head.b, *arrivals.barrier);
-}
-#endif
-
-__device__ __forceinline__ void tiles_arrive(Arrivals& arrivals) {
-    copies_end();  // on Hopper there are such copies only in attention_backward_kv, of lse and delta
-    copies_arrive<0>();
-    boxes_arrive(arrivals);
-    __syncthreads();
-}
-
-// Loads a square of a tile, rows r..r+15 and channels c..c+15, for mma: as an A, or, as_b, as two B side by side whose
-// columns are the tile's rows. Both are the same four quarters, with x[1] and x[2] exchanged.
-template <bool as_b>
-__device__ __forceinline__ void load_square(Pair (&x)[4], const real* tile, int r, int c) {
-    int lane = threadIdx.x % 32;
-#ifdef BF16
-    int one = lane / 8 % 2 * 8, other = lane / 16 * 8;
-    load_matrices(x, tile + at(r + lane % 8 + (as_b ? other : one), c + (as_b ? one : other)));
-#else
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int one = i % 2 * 8, other = i / 2 * 8, row = r + lane / 4 + (as_b ? other : one);
-        x[i] = *reinterpret_cast<const Pair*>(tile + row * LD + c + 2 * (lane % 4) + (as_b ? one : other));
-    }
-#endif
-}
-
-// Two B side by side, for a product with a tile: their 16 columns are channels c..c+15 of its rows r..r+15.
-__device__ __forceinline__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
-    int lane = threadIdx.x % 32;
-#ifdef BF16
-    load_matrices_transposed(b, tile + at(r + lane % 16, c + lane / 16 * 8));
-#else
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const real* x = tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD + c + lane / 4 + i / 2 * 8;
-        b[i] = {x[0], x[LD]};
-    }
-#endif
-}
-
 // A from columns 16 j..16 j + 15 of a result.
-template <int parts>
-__device__ __forceinline__ void a_from_result(Pair (&a)[4], const float (&x)[parts][4], int j) {
-#pragma unroll
+template <int n>
+__device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
     for (int i = 0; i < 4; i++) {
         const float(&left_right)[4] = x[2 * j + i / 2];
         a[i] = pair(left_right[i % 2 * 2], left_right[i % 2 * 2 + 1]);
     }
 }
 
-// The two products that attention is made of. Their results are valid only after products_arrive.
 #if !HOPPER
-// d (16 M, columns) = a warp's rows of a block's own tile, times the transpose of another's first `columns` rows.
+// LD is not HP, so that the same column of 8 neighbouring rows is in different banks.
+__device__ int in_tile(int row, int c) { return row * LD + c; }
+
+// A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
+// whose columns are the tile's rows. Both are the same quarters, with x[1] and x[2] exchanged.
+template <bool as_b>
+__device__ void load_square(Pair (&x)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    int one = lane / 8 % 2 * 8, other = lane / 16 * 8;
+    load_matrices(x, tile + in_tile(r + lane % 8 + (as_b ? other : one), c + (as_b ? one : other)));
+#else
+    for (int i = 0; i < 4; i++) {
+        int one = i % 2 * 8, other = i / 2 * 8;
+        int row = r + lane / 4 + (as_b ? other : one);
+        int channel = c + 2 * (lane % 4) + (as_b ? one : other);
+        x[i] = *reinterpret_cast<const Pair*>(tile + in_tile(row, channel));
+    }
+#endif
+}
+
+// The same square as two B side by side whose rows are the tile's rows.
+__device__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(b, tile + in_tile(r + lane % 16, c + lane / 16 * 8));
+#else
+    for (int i = 0; i < 4; i++) {
+        int row = r + 2 * (lane % 4) + i % 2 * 8, channel = c + lane / 4 + i / 2 * 8;
+        b[i] = {tile[in_tile(row, channel)], tile[in_tile(row + 1, channel)]};
+    }
+#endif
+}
+
+// What a warp reads of a tile serves all of its 16 M rows, so M = 2 halves the traffic of shared
+// memory. In bf16, if heads are short, the registers have room for that.
 template <int columns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[M][columns / 8][4], const real* own, const Part& part,
-                                                    const real* right) {
-    memset(d, 0, sizeof(d));
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other) {
+    x = {};
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
         Pair a[M][4], b[4];
-#pragma unroll
-        for (int m = 0; m < M; m++) load_square<false>(a[m], own, part.warp + 16 * m, c);
+        for (int m = 0; m < M; m++)
+            load_square<false>(a[m], tile, own.warp - own.first + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < columns / 16; n++) {
-            load_square<true>(b, right, 16 * n, c);
-#pragma unroll
-            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
+            load_square<true>(b, other, 16 * n, c);
+            for (int m = 0; m < M; m++) mma_pair(x.x[m][2 * n], x.x[m][2 * n + 1], a[m], b);
         }
     }
 }
 
-// d (16 M, HP) += x (16 M, columns), a result in registers, times the first `columns` rows of a tile.
 template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[M][HP / 8][4], const float (&x)[M][columns / 8][4],
-                                         const real* tile) {
+__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) {
 #pragma unroll
     for (int j = 0; j < columns / 16; j++) {
         Pair a[M][4], b[4];
-#pragma unroll
-        for (int m = 0; m < M; m++) a_from_result(a[m], x[m], j);
+        for (int m = 0; m < M; m++) a_from_result(a[m], x.x[m], j);
 #pragma unroll
         for (int n = 0; n < HP / 16; n++) {
             load_b(b, tile, 16 * j, 16 * n);
-#pragma unroll
-            for (int m = 0; m < M; m++) mma_pair(d[m][2 * n], d[m][2 * n + 1], a[m], b);
+            for (int m = 0; m < M; m++) mma_pair(sum.x[m][2 * n], sum.x[m][2 * n + 1], a[m], b);
         }
     }
 }
 
 // mma.sync is done when it returns.
-template <int pending, class D>
-__device__ __forceinline__ void products_arrive(D&) {}
-#else
-// The same on Hopper, whose tensor cores read tiles from shared memory by themselves while the threads go on. The four
-// warps of a group start one product together, D (64,64) += A (64,16) B (16,64). Each warp holds 16 rows of D, and of A
-// if that comes from registers, as it does for mma. A wider result is several D of 8 parts.
+template <int pending, int columns>
+__device__ void products_arrive(Result<columns>&) {}
 
-// wgmma's description of a matrix in a tile. In units of 16 bytes: its place; the leading offset, from 64 channels to
-// the next 64, which no A or B reaches; the stride offset, from 8 rows to the next 8. Then the 128-byte swizzle. So it
-// is both for sums over channels, in which A and B have 16 of them, and for sums over 16 rows of B.
-__device__ __forceinline__ unsigned long long describe(unsigned place) {
-    return place | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-
-#ifdef __CUDACC__
-__device__ __forceinline__ unsigned place_of(const real* tile) { return shared_address(tile) / 16; }
-
-#define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
-#define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), FLOATS4(x[4]), FLOATS4(x[5]), \
-                    FLOATS4(x[6]), FLOATS4(x[7])
-#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13," \
-              "%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-
-// D = A B, or with `add` D += A B, where A and B' are 16 channels of the rows of two tiles.
-__device__ __forceinline__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
-                 : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
-}
-// D += A B, where A is in registers and B is 64 channels of 16 rows of a tile.
-__device__ __forceinline__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;" WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
-                 : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
-}
-// Has A computed here, and not after products_start.
-__device__ __forceinline__ void compute_now(Pair (&a)[4]) {
-    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
-}
-
-// products_start goes before a group of products, products_end after it. products_arrive waits until at most `pending`
-// groups are under way. D goes in and out of the first and the last, so that the compiler moves no use of it across.
-template <int parts>
-__device__ __forceinline__ void products_start(float (&d)[1][parts][4]) {
+template <int rows>
+__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals&) {
+    constexpr int packs = HP / HEAD_PACK;  // of a row
+    const real* numbers = array.numbers + head.start();
 #pragma unroll
-    for (int n = 8; n < parts; n += 8) asm volatile("" : FLOATS32((d[0] + n)));
-    asm volatile("wgmma.fence.sync.aligned;" : FLOATS32(d[0])::"memory");
-}
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int pending, int parts>
-__device__ __forceinline__ void products_arrive(float (&d)[1][parts][4]) {
-    asm volatile("wgmma.wait_group.sync.aligned %32;" : FLOATS32(d[0]) : "n"(pending) : "memory");
-#pragma unroll
-    for (int n = 8; n < parts; n += 8) asm volatile("" : FLOATS32((d[0] + n)));
-}
-#endif
-
-template <int columns>
-__device__ __forceinline__ void multiply_transposed(float (&d)[1][columns / 8][4], const real* own, const Part& part,
-                                                    const real* right) {
-    static_assert(columns == 64, "one wgmma has 64 columns");
-    unsigned a = place_of(own + (part.group - part.first) * HP), b = place_of(right);
-    products_start(d);
-#pragma unroll
-    for (int c = 0; c < HP; c += 16) wgmma(d[0], describe(a + at(0, c) / W), describe(b + at(0, c) / W), c > 0);
-    products_end();
-}
-
-template <int columns>
-__device__ __forceinline__ void multiply(float (&d)[1][HP / 8][4], const float (&x)[1][columns / 8][4],
-                                         const real* tile) {
-    unsigned b = place_of(tile);
-    Pair a[columns / 16][4];
-#pragma unroll
-    for (int j = 0; j < columns / 16; j++) {
-        a_from_result(a[j], x[0], j);
-        compute_now(a[j]);
-    }
-    products_start(d);
-#pragma unroll
-    for (int j = 0; j < columns / 16; j++)
-#pragma unroll
-        for (int c = 0; c < HP; c += 64) wgmma_from_registers(d[0] + c / 8, a[j], describe(b + at(16 * j, c) / W));
-    products_end();
-}
-#endif
-
-// The causal mask: a query does not see the keys after it. x has scores or weights, of a warp's rows and a tile whose
-// columns begin at `column`. Those not seen, of which only tiles on the diagonal have any, become `value`.
-template <bool rows_are_keys, int parts>
-__device__ __forceinline__ void hide_future(float (&x)[M][parts][4], float value, const Part& part, int column) {
-    if (column >= part.group + GROUP || column + 8 * parts <= part.group) return;
-    EACH_ELEMENT(x) {
-        int r = part.first + part.warp + row_of(m, i), c = column + column_of(n, i);
-        if (rows_are_keys ? r > c : c > r) x[m][n][i] = value;
+    for (int start = 0; start < rows * packs; start += THREADS) {
+        int i = start + threadIdx.x, row = i / packs, c = i % packs * HEAD_PACK;
+        if (rows * packs % THREADS > 0 && i >= rows * packs) break;
+        bool there = first + row < head.T && c < HS;
+        real* to = tile + in_tile(row, c);
+        const real* from = there ? numbers + (first + row) * head.stride() + c : numbers;
+        if (HEAD_PACK == W) copy16(to, from, there);
+        else if (there) *to = *from;
+        else from_float(*to, 0.0f);
     }
 }
 
-// Stores the rows of a result (16 M, HP), each times its factor(m, half), as a warp's rows of a head, which begins at
-// `start` in out and has a row every `stride` numbers. They pass through the warp's rows of the block's own tile. When
-// all threads are here, nobody needs that or another tile any more. HEAD_LANES neighbouring lanes store a row together,
-// HEAD_PACK numbers each. A lane keeps to its columns, and leaves the sums of its rows in of_lanes
-// (THREADS / HEAD_LANES, HP), unless that is null. The place of the other tiles is large enough for two of these.
-constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;
-template <class F>
-__device__ __forceinline__ void store_rows(Output& out, size_t start, size_t stride, int T, const Part& part,
-                                           real* own, const float (&x)[M][HP / 8][4], F factor, float* of_lanes) {
+__device__ Arrivals arrivals_start() { return {}; }
+__device__ void tiles_arrive(Arrivals&) {
+    copies_end();
+    copies_arrive<0>();
     __syncthreads();
-    EACH_ROW
-#pragma unroll
-        for (int n = 0; n < HP / 8; n++) {
-            Pack<2> two = {factor(m, half) * x[m][n][2 * half], factor(m, half) * x[m][n][2 * half + 1]};
-            store(own + at(part.warp + row_of(m, 2 * half), column_of(n, 0)), two);
-        }
-    __syncwarp();
-#pragma unroll
-    for (int begin = 0; begin < HS; begin += HEAD_LANES * HEAD_PACK) {
-        int c = begin + threadIdx.x % HEAD_LANES * HEAD_PACK;
-        if (c >= HS) break;
-        Pack<HEAD_PACK> sum = {};
-#pragma unroll
-        for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
-            int row = part.warp + r + threadIdx.x % 32 / HEAD_LANES, t = part.first + row;
-            Pack<HEAD_PACK> pack = load<HEAD_PACK>(own + at(row, c));
-            if (t >= T) continue;
-            out.store(start + t * stride + c, pack);
-            sum = sum + pack;
-        }
-        if (of_lanes) store(of_lanes + threadIdx.x / HEAD_LANES * HP + c, sum);
-    }
 }
-
-// Adds up what store_rows has left in of_lanes: the block's part of the gradient of a bias, a row of
-// sums (B, blocks of rows, NH+2NKV, HS). A barrier goes before.
-__device__ __forceinline__ void store_sums(float* sums, const float* of_lanes, int head, int heads, int T,
-                                           const Part& part) {
-    float* to = sums + (((size_t)part.b * ((T + ROWS - 1) / ROWS) + part.first / ROWS) * heads + head) * HS;
-    for (int c = threadIdx.x; c < HS; c += THREADS) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < THREADS / HEAD_LANES; i++) sum += of_lanes[i * HP + c];
-        to[c] = sum;
-    }
-}
-
-// Algorithm 1. For softmax it also keeps lse (B,NH,T) = log2 of each row's sum of 2^(score * log2(e) * scale), and from
-// that the backward pass computes the weights again. Exponentials are to base 2, as in hardware. A row's maximum, its
-// total and its output are those of the tiles seen so far. When the maximum grows, the other two are scaled down
-// (Milakov and Gimelshein 2018, algorithm 3). Items: blocks of ROWS queries of a head.
-BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
-    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int relu, int T, int NH,
-    int NKV) {
-    DYNAMIC_SHARED(real, queries);      // (ROWS, LD)
-    real* tiles = queries + ROWS * LD;  // two stages of keys and values (2, 2, KEYS, LD)
-    Arrivals arrivals = arrivals_start();
-    Part part = part_of_block<false>(T, NH, NKV);
-    int row = part.first + part.warp;
-    auto keys = [&](int stage) { return tiles + 2 * stage * KEYS * LD; };
-    auto values = [&](int stage) { return keys(stage) + KEYS * LD; };
-    auto head = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
-    auto load_stage = [&](int stage, int key) {
-        load_tile<KEYS>(keys(stage), head(NH + part.kv), key, arrivals);
-        load_tile<KEYS>(values(stage), head(NH + NKV + part.kv), key, arrivals);
-    };
-    load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
-    load_stage(0, 0);
-
-    float output[M][HP / 8][4] = {}, maximum[M][2], total[M][2] = {};  // the paper's O, m and l
-    EACH_ROW maximum[m][half] = LOWEST;
-    float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
-    int end = min(part.first + ROWS, T);
-    for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
-        tiles_arrive(arrivals);  // this stage is filled, and nobody reads the other any more
-        if (key + KEYS < end) load_stage(stage ^ 1, key + KEYS);
-        if (key >= part.group + GROUP) continue;  // no row of the group sees any of these keys
-
-        float scores[M][KEYS / 8][4];  // the paper's S
-        multiply_transposed<KEYS>(scores, queries, part, keys(stage));
-        products_arrive<0>(scores);
-        hide_future<false>(scores, LOWEST, part, key);
-        auto& weights = scores;  // the paper's P, computed in place
-        if (relu) {
-            EACH_ELEMENT(weights) weights[m][n][i] = relu_of(scale * scores[m][n][i]);
-        } else EACH_ROW {
-            float before = maximum[m][half], now = before;
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
-                now = fmaxf(now, fmaxf(scores[m][n][2 * half], scores[m][n][2 * half + 1]));
-            now = row_max(now);
-            float correction = power_of_2(scale2 * (before - now)), sum = 0.0f;
-            EACH_OF_ROW(weights) {
-                weights[m][n][i] = power_of_2(scale2 * scores[m][n][i] - scale2 * now);
-                sum += weights[m][n][i];
-            }
-            maximum[m][half] = now;
-            total[m][half] = total[m][half] * correction + sum;
-            EACH_OF_ROW(output) output[m][n][i] *= correction;
-        }
-        multiply<KEYS>(output, weights, values(stage));
-        products_arrive<0>(output);
-    }
-    EACH_ROW {
-        int t = row + row_of(m, 2 * half);
-        total[m][half] = relu ? 1.0f : row_sum(total[m][half]);
-        if (column_of(0, 0) == 0 && t < T) lse[part.lse + t] = scale2 * maximum[m][half] + log2f(total[m][half]);
-    }
-    out.begin();
-    store_rows(out, part.out, NH * HS, T, part, queries, output,
-               [&](int m, int half) { return 1.0f / total[m][half]; }, nullptr);
-    out.end();
-}
-
-// In the backward pass the weights are computed from the scores, and dscores from dweights, each in place. dscores
-// leave out the factor scale; dq and dk are multiplied by it when they are stored. lse and delta (m, n, i) are those of
-// an element's query.
-template <class F>
-__device__ __forceinline__ void weights_from_scores(float (&x)[M][TILE / 8][4], int relu, float scale, F lse) {
-    if (relu) EACH_ELEMENT(x) x[m][n][i] = relu_of(scale * x[m][n][i]);
-    else EACH_ELEMENT(x) x[m][n][i] = power_of_2(scale * LOG2_E * x[m][n][i] - lse(m, n, i));
-}
-template <class F>
-__device__ __forceinline__ void dscores_from_dweights(float (&dx)[M][TILE / 8][4],
-                                                      const float (&weights)[M][TILE / 8][4], int relu, F delta) {
-    if (relu) EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] <= 0.0f ? 0.0f : dx[m][n][i];
-    else EACH_ELEMENT(dx) dx[m][n][i] = weights[m][n][i] * (dx[m][n][i] - delta(m, n, i));
-}
-
-// Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has the shape of qkv.
-// This one has ROWS queries and walks over the keys that they see, for dq = dscore k. It also leaves
-// delta (B,NH,T), the paper's D = the sum over a head's channels of out * dout. That is the sum over a query's keys of
-// weight * dweight, which softmax's gradient needs. For sums, which may be null, see store_sums. Items: blocks of ROWS
-// queries of a head.
-BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
-    Output dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse, const real* __restrict__ out,
-    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH,
-    int NKV) {
-    DYNAMIC_SHARED(real, queries);  // queries and dout (2, ROWS, LD); two stages of keys and values (2, 2, TILE, LD)
-    real *douts = queries + ROWS * LD, *tiles = douts + ROWS * LD;
-    Arrivals arrivals = arrivals_start();
-    Part part = part_of_block<false>(T, NH, NKV);
-    int stride = (NH + 2 * NKV) * HS, row = part.first + part.warp, lane = threadIdx.x % 32;
-    auto keys = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
-    auto values = [&](int stage) { return keys(stage) + TILE * LD; };
-    auto head = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
-    auto load_stage = [&](int stage, int key) {
-        load_tile<TILE>(keys(stage), head(NH + part.kv), key, arrivals);
-        load_tile<TILE>(values(stage), head(NH + NKV + part.kv), key, arrivals);
-    };
-    load_tile<ROWS>(queries, head(part.h), part.first, arrivals);
-    load_tile<ROWS>(douts, head_of(dout, T, NH, part.b, part.h), part.first, arrivals);
-    load_stage(0, 0);
-    // Of row `lane % 16` of its square, a lane takes every second pack of out, while the tiles are on their way.
-    constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
-    Pack<HEAD_PACK> of_out[M][packs];
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int k = 0; k < packs; k++) {
-            int t = min(row + 16 * m + lane % 16, T - 1), c = (2 * k + lane / 16) * HEAD_PACK;
-            of_out[m][k] = {};
-            if (c < HS) of_out[m][k] = load<HEAD_PACK>(out + part.out + (size_t)t * NH * HS + c);
-        }
-    tiles_arrive(arrivals);
-    float row_lse[M][2], row_delta[M][2];
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int k = 0; k < packs; k++) {
-            int c = (2 * k + lane / 16) * HEAD_PACK;  // beyond HS a tile has zeros
-            Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + at(part.warp + 16 * m + lane % 16, c));
-            for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
-        }
-        sum += __shfl_xor_sync(FULL_WARP, sum, 16);
-        int t = row + 16 * m + lane;
-        if (lane < 16 && t < T) delta[part.lse + t] = sum;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            row_delta[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
-            row_lse[m][half] = lse[part.lse + min(row + row_of(m, 2 * half), T - 1)];
-        }
-    }
-
-    float dq[M][HP / 8][4] = {};
-    int end = min(part.first + ROWS, T);
-    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
-        tiles_arrive(arrivals);  // the first has arrived above
-        if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
-        if (key >= part.group + GROUP) continue;
-        float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
-        auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
-        multiply_transposed<TILE>(scores, queries, part, keys(stage));
-        multiply_transposed<TILE>(dweights, douts, part, values(stage));
-        products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale, [&](int m, int, int i) { return row_lse[m][i / 2]; });
-        hide_future<false>(weights, 0.0f, part, key);
-        products_arrive<0>(dweights);
-        dscores_from_dweights(dweights, weights, relu, [&](int m, int, int i) { return row_delta[m][i / 2]; });
-        multiply<TILE>(dq, dscores, keys(stage));
-        products_arrive<0>(dq);
-    }
-    float* of_lanes = reinterpret_cast<float*>(tiles);
-    dqkv.begin();
-    store_rows(dqkv, part.queries, stride, T, part, queries, dq, [&](int, int) { return scale; }, of_lanes);
-    if (sums) {
-        __syncthreads();
-        store_sums(sums, of_lanes, part.h, NH + 2 * NKV, T, part);
-    }
-    dqkv.end();
-}
-
-// This one runs after attention_backward_q. It has ROWS keys and walks over the queries that see them, for
-// dv = weight' dout and dk = dscore' q: all of one query head, then of the next that shares the keys. The rows of its
-// weights are keys. Items: blocks of ROWS keys of a key head.
-BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
-    Output dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
-    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH,
-    int NKV) {
-    DYNAMIC_SHARED(real, keys);  // keys and values (2, ROWS, LD); two stages of queries and dout (2, 2, TILE, LD)
-    __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
-    real *values = keys + ROWS * LD, *tiles = values + ROWS * LD;
-    Arrivals arrivals = arrivals_start();
-    Part part = part_of_block<true>(T, NH, NKV);
-    int stride = (NH + 2 * NKV) * HS;
-    auto queries = [&](int stage) { return tiles + 2 * stage * TILE * LD; };
-    auto douts = [&](int stage) { return queries(stage) + TILE * LD; };
-    auto head_of_qkv = [&](int h) { return head_of(qkv, T, NH + 2 * NKV, part.b, h); };
-    auto load_stage = [&](int stage, int head, int query) {  // 0, 1, ... are the query heads that share the keys
-        load_tile<TILE>(queries(stage), head_of_qkv(part.h + head), query, arrivals);
-        load_tile<TILE>(douts(stage), head_of(dout, T, NH, part.b, part.h + head), query, arrivals);
-        int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = query + i;  // beyond T a weight is 2^0, and dout 0
-        if (which < 2)
-            copy4(&of_query[stage][which][i], (which ? delta : lse) + part.lse + head * T + min(t, T - 1), t < T);
-    };
-    load_tile<ROWS>(keys, head_of_qkv(NH + part.kv), part.first, arrivals);
-    load_tile<ROWS>(values, head_of_qkv(NH + NKV + part.kv), part.first, arrivals);
-    load_stage(0, 0, part.first);
-
-    float dk[M][HP / 8][4] = {}, dv[M][HP / 8][4] = {};
-    int heads = NH / NKV;
-    for (int head = 0, next = part.first, stage = 0; head < heads; stage ^= 1) {
-        int query = next;
-        next += TILE;
-        if (next >= T) next = part.first, head++;
-        tiles_arrive(arrivals);
-        if (head < heads) load_stage(stage ^ 1, head, next);
-        if (query + TILE <= part.group) continue;  // all of these queries come before the group's keys
-        float scores[M][TILE / 8][4], dweights[M][TILE / 8][4];  // the paper's S and dP
-        auto &weights = scores, &dscores = dweights;             // and P and dS, computed in place
-        multiply_transposed<TILE>(scores, keys, part, queries(stage));
-        multiply_transposed<TILE>(dweights, values, part, douts(stage));
-        products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale,
-                            [&](int, int n, int i) { return of_query[stage][0][column_of(n, i)]; });
-        hide_future<true>(weights, 0.0f, part, query);
-        if (EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
-        products_arrive<EARLY_DV>(dweights);  // dv's product, if it is early, may still be under way
-        dscores_from_dweights(dweights, weights, relu,
-                              [&](int, int n, int i) { return of_query[stage][1][column_of(n, i)]; });
-        if (!EARLY_DV) multiply<TILE>(dv, weights, douts(stage));
-        multiply<TILE>(dk, dscores, queries(stage));
-        products_arrive<0>(dv);
-        products_arrive<0>(dk);
-    }
-    float *of_keys = reinterpret_cast<float*>(tiles), *of_values = of_keys + THREADS / HEAD_LANES * HP;
-    dqkv.begin();
-    store_rows(dqkv, part.keys, stride, T, part, keys, dk, [&](int, int) { return scale; }, of_keys);
-    store_rows(dqkv, part.keys + NKV * HS, stride, T, part, values, dv, [&](int, int) { return 1.0f; }, of_values);
-    if (sums) {
-        __syncthreads();
-        store_sums(sums, of_keys, NH + part.kv, NH + 2 * NKV, T, part);
-        store_sums(sums, of_values, NH + NKV + part.kv, NH + 2 * NKV, T, part);
-    }
-    dqkv.end();
-}
+#endif
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
 
-// gelu(x) = x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). Since (1 + tanh u)/2 = 1/(1 + exp(-2u)), it is x
-// times a logistic function. That takes one exponential, and nothing cancels where tanh u is near -1.
+// gelu(x) = x/2 (1 + tanh u) with u = sqrt(2/pi) (x + 0.044715 x^3). Since (1 + tanh u)/2 =
+// 1/(1 + exp(-2u)), one exponential is enough, and nothing cancels where tanh u is near -1.
 constexpr float SQRT_8_OVER_PI = 1.595769122f;
 
-__device__ __forceinline__ float gelu(float x) {
+__device__ float gelu(float x) {
     return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
 }
 
-// With g = 1/(1 + exp(-2u)):  d(x g)/dx = g + x g (1 - g) d(2u)/dx. Far to the left, exp overflows to infinity and g
-// becomes 0, which is its limit.
-__device__ __forceinline__ float gelu_derivative(float x) {
+// With g = 1/(1 + exp(-2u)):  d(x g)/dx = g + x g (1 - g) d(2u)/dx. Far to the left, exp overflows
+// to infinity and g becomes 0, its limit.
+__device__ float gelu_derivative(float x) {
     float g = 1.0f / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
     return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
 }
@@ -1248,19 +1218,19 @@ extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ i
 
 // ---- classifier: softmax, cross-entropy and its gradient ----
 
-// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]): how surprised the model is by the next token. If
-// with_gradient, the logits become dloss * (softmax - 1 at the target), and zeros in the padding.
-// The probabilities are never stored. A logit is read from device memory once: a row, which is 100 KB in bf16, waits in
-// shared memory for the second pass. A block takes every gridDim.x-th row, and a thread n logits at a time. If two rows
-// fit, the next is on its way while the block works on one. If not, the first `kept` logits of a row are there, and in
-// the second pass each makes room for that of the next row. The others are read twice, the second time from L2: with a
-// block for each multiprocessor, they fit there.
+// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]): how surprised the model is by the
+// next token. If with_gradient, the logits become dloss * (softmax - 1 at the target), and zeros in
+// the padding. Probabilities are never stored. A block takes every gridDim.x-th row, and a thread n
+// logits at a time. A row, 100 KB in bf16, is read once and waits in shared memory for the second
+// pass. If two rows fit, the next is on its way while the block works on one. If not, the first
+// `kept` logits of a row are there, and in the second pass those of the next row replace them. The
+// others are read again from L2, where they fit if a multiprocessor has one block.
 template <int n, bool two_rows>
-__device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ losses,
-                                              const int* __restrict__ targets, float dloss, int N, int V, int Vp,
-                                              int with_gradient, int kept) {
+__device__ void classify_rows(
+    real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
+    int V, int Vp, int with_gradient, int kept) {
     DYNAMIC_SHARED(real, row_cache);  // (kept), or (2, Vp)
-    auto load_row = [&](int stage, int row) {  // a thread copies what it will read itself
+    auto load_row = [&](int stage, int row) {  // a thread copies what it reads itself
         for (int v = n * threadIdx.x; v < kept; v += n * blockDim.x)
             copy16(row_cache + (size_t)stage * kept + v, logits + (size_t)row * Vp + v, true);
         copies_end();
@@ -1270,8 +1240,13 @@ __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ 
         int next = row + gridDim.x, target = targets[row];
         real *x = logits + (size_t)row * Vp, *cached = row_cache + (size_t)stage * kept;
         auto at = [&](int v) { return two_rows || v < kept ? cached + v : x + v; };
-        if (two_rows && next < N) load_row(stage ^ 1, next), copies_arrive<1>();
-        else copies_end(), copies_arrive<0>();
+        if (two_rows && next < N) {
+            load_row(stage ^ 1, next);
+            copies_arrive<1>();
+        } else {
+            copies_end();
+            copies_arrive<0>();
+        }
         float largest = LOWEST, sum = 0.0f;
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < V; v += n * blockDim.x) {
@@ -1296,28 +1271,32 @@ __device__ __forceinline__ void classify_rows(real* logits, float* __restrict__ 
             if (v < V) l = load<n>(at(v));
             for (int i = 0; i < n; i++) l[i] = exponential(l[i] - top) * per_sum;
             if (v + n > V || target / n == v / n)
-                for (int i = 0; i < n; i++) l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
+                for (int i = 0; i < n; i++)
+                    l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
             store(x + v, l);
-            if (!two_rows && v < kept && next < N) copy16(cached + v, logits + (size_t)next * Vp + v, true);
+            if (!two_rows && v < kept && next < N)
+                copy16(cached + v, logits + (size_t)next * Vp + v, true);
         }
     }
 }
 
-// classify_rows, W logits at a time if the padded rows allow it, with room for so many logits in shared memory. One
-// pass alone needs none of it. Items: blocks.
+// Shared memory has room for `room` logits; without a gradient none is needed. Items: blocks.
 #if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int CLASSIFIER_BLOCKS = 2;  // of 1,024 threads; the multiprocessors of other GPUs have 1,536
+constexpr int CLASSIFIER_BLOCKS = 2;  // their multiprocessors have 2,048 threads, others 1,536
 #else
 constexpr int CLASSIFIER_BLOCKS = 1;
 #endif
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024, CLASSIFIER_BLOCKS) fused_classifier(
-    real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N, int V, int Vp,
-    int with_gradient, int room) {
-    if (Vp % W > 0) classify_rows<1, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient, 0);
-    else if (room >= 2 * Vp) classify_rows<W, true>(logits, losses, targets, dloss, N, V, Vp, with_gradient, Vp);
-    else classify_rows<W, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient,
-                                 with_gradient ? min(room, Vp) : 0);
+    real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
+    int V, int Vp, int with_gradient, int room) {
+    if (Vp % W > 0)
+        classify_rows<1, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient, 0);
+    else if (room >= 2 * Vp)
+        classify_rows<W, true>(logits, losses, targets, dloss, N, V, Vp, with_gradient, Vp);
+    else
+        classify_rows<W, false>(logits, losses, targets, dloss, N, V, Vp, with_gradient,
+                                with_gradient ? min(room, Vp) : 0);
 }
 
 // ---- the gradient's norm, and AdamW ----
@@ -1461,3 +1440,168 @@ extern "C" __global__ void adamw(
     auto none = [](Pack<W>&, Pack<W>&, size_t, int) {};
     adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
 }
+
+// ---- Faster on Hopper: attention's products by wgmma, its tiles by bulk copies ----
+
+// Here the tensor cores read tiles from shared memory while the threads go on, and a copy engine
+// brings them. A slab is the 64 rows of a warpgroup: four warps start a product together. Two
+// warpgroups share tiles of 128 channels, or L2 would not keep up.
+#if HOPPER
+
+// A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. For wgmma
+// the layout is a 128-byte swizzle: in each row, packs of 16 bytes are permuted so that the same
+// column of 8 neighbouring rows is in different banks.
+__device__ int in_tile(int row, int c) {
+    constexpr int box = 64 * 64;
+    return (row / 64 * (HP / 64) + c / 64) * box + row % 64 * 64 + (c % 64 ^ row % 8 * 8);
+}
+
+#ifdef __CUDACC__
+// An mbarrier counts bytes on their way. Its phase, which has a parity, ends when all are there and
+// a thread has arrived, to say that there are no more.
+__device__ void mbarrier_start(unsigned long long& mbarrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;"
+                 ::"r"(shared_address(&mbarrier)) : "memory");  // the copy engine sees it, too
+}
+__device__ void mbarrier_arrive(unsigned long long& mbarrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 ::"r"(shared_address(&mbarrier)) : "memory");
+}
+__device__ void mbarrier_wait(unsigned long long& mbarrier, int parity) {
+    asm volatile("{.reg .pred done; again: "
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again;}"
+                 ::"r"(shared_address(&mbarrier)), "r"(parity) : "memory");
+}
+
+// Starts to copy a box, 8,192 bytes: tokens t..t+63 of sequence b, with zeros beyond T.
+__device__ void copy_box(
+    real* box, const Tiles* map, int channel, int t, int b, unsigned long long& mbarrier) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8192;"
+                 ::"r"(shared_address(&mbarrier)) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(box)), "l"(map), "r"(channel), "r"(t), "r"(b),
+                   "r"(shared_address(&mbarrier))
+                 : "memory");
+}
+
+// In units of 16 bytes.
+__device__ unsigned address16(const real* tile) { return shared_address(tile) / 16; }
+
+#define FLOATS4(x) "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+#define FLOATS32(x) FLOATS4(x[0]), FLOATS4(x[1]), FLOATS4(x[2]), FLOATS4(x[3]), \
+                    FLOATS4(x[4]), FLOATS4(x[5]), FLOATS4(x[6]), FLOATS4(x[7])
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " \
+              "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+              "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+
+// D (64,64) = A (64,16) B (16,64), or with `add` D += A B. Each warp has 16 rows of D, in eight d
+// as for mma. A and B' are 16 channels of the rows of two tiles.
+__device__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
+                 : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
+}
+// D += A B. A is in registers as for mma, and B is 64 channels of 16 rows of a tile.
+__device__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;"
+                 WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+                 : FLOATS32(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+// Has A computed here, not after wgmma_fence.
+__device__ void compute_now(Pair (&a)[4]) {
+    asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
+}
+
+// wgmma_fence goes before a group of products and wgmma_commit after it. wgmma_wait waits until at
+// most `pending` groups are under way. d goes in and out, so that no use of it moves across.
+template <int n8>
+__device__ void wgmma_fence(float (&d)[1][n8][4]) {
+#pragma unroll
+    for (int n = 8; n < n8; n += 8) asm volatile("" : FLOATS32((d[0] + n)));
+    asm volatile("wgmma.fence.sync.aligned;" : FLOATS32(d[0])::"memory");
+}
+__device__ void wgmma_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int pending, int n8>
+__device__ void wgmma_wait(float (&d)[1][n8][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %32;" : FLOATS32(d[0]) : "n"(pending) : "memory");
+#pragma unroll
+    for (int n = 8; n < n8; n += 8) asm volatile("" : FLOATS32((d[0] + n)));
+}
+#else
+using namespace hopper;  // dev/cpu/cuda.h
+#endif
+
+__device__ Arrivals arrivals_start() {
+    __shared__ unsigned long long mbarrier;
+    if (threadIdx.x == 0) mbarrier_start(mbarrier);
+    __syncthreads();
+    return {&mbarrier, 0};
+}
+
+// One thread asks for boxes. No thread computes addresses, which would take a fifth of attention's
+// time, and the registers of a block. The host describes an array by a tensor map, made by
+// cuTensorMapEncodeTiled: an argument by value, since in device memory it would need a fence.
+template <int rows>
+__device__ void load_tile(
+    real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals) {
+#pragma unroll
+    for (int row = 0; row < rows; row += 64)
+#pragma unroll
+        for (int c = 0; c < HP; c += 64)
+            if (threadIdx.x == 0)
+                copy_box(tile + in_tile(row, c), &array, head.h * HS + c, first + row, head.b,
+                         *arrivals.mbarrier);
+}
+
+__device__ void tiles_arrive(Arrivals& arrivals) {
+    copies_end();  // attention_backward_kv copies lse and delta without the engine
+    copies_arrive<0>();
+    if (threadIdx.x == 0) mbarrier_arrive(*arrivals.mbarrier);
+    mbarrier_wait(*arrivals.mbarrier, arrivals.parity);
+    arrivals.parity ^= 1;
+    __syncthreads();
+}
+
+// How wgmma finds a matrix in a tile, in units of 16 bytes: its address; the leading offset, not
+// needed here; the stride offset, from 8 rows to the next 8; and the 128-byte swizzle.
+__device__ unsigned long long describe(unsigned address16) {
+    return address16 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+template <int columns>
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other) {
+    static_assert(columns == 64, "one wgmma has 64 columns");
+    unsigned a = address16(tile + (own.slab - own.first) * HP), b = address16(other);
+    wgmma_fence(x.x);
+#pragma unroll
+    for (int c = 0; c < HP; c += 16) {
+        int channels = in_tile(0, c) / W;
+        wgmma(x.x[0], describe(a + channels), describe(b + channels), c > 0);
+    }
+    wgmma_commit();
+}
+
+template <int columns>
+__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) {
+    unsigned b = address16(tile);
+    Pair a[columns / 16][4];
+#pragma unroll
+    for (int j = 0; j < columns / 16; j++) {
+        a_from_result(a[j], x.x[0], j);
+        compute_now(a[j]);
+    }
+    wgmma_fence(sum.x);
+#pragma unroll
+    for (int j = 0; j < columns / 16; j++)
+#pragma unroll
+        for (int c = 0; c < HP; c += 64)
+            wgmma_from_registers(sum.x[0] + c / 8, a[j], describe(b + in_tile(16 * j, c) / W));
+    wgmma_commit();
+}
+
+template <int pending, int columns>
+__device__ void products_arrive(Result<columns>& x) { wgmma_wait<pending>(x.x); }
+#endif

@@ -782,7 +782,7 @@ class Training:
         self.announce()
 
     def choose_model(self):
-        """Find the model's config, and whether a checkpoint has it."""
+        """Find the model's config, and if a file has it."""
         flags, kind = self.flags, self.Model.Config
         file, descriptor = kind.MODELS
         self.name = flags.model or (file if os.path.exists(file) else descriptor)

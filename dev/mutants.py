@@ -42,7 +42,7 @@ class Mutant(NamedTuple):
     kind: str
     kernel: str  # of the lab, whose problem must notice it; in fp8, the test
     dtype: str
-    where: str  # the function, whose first line is the first that has its name and a parenthesis; "" is the whole file
+    where: str  # the function, by the start of its definition from its name on; "" is the whole file
     old: str  # found there exactly once
     new: str
     file: str = KERNELS
@@ -100,13 +100,13 @@ TABLE = [
         ("missing wait", "layernorm_backward", "copies_arrive<0>();", ""),
         ("index", "layernorm_backward", "stage ^= 1", "stage ^= 0"),
         ("bound", "layernorm_backward", "i = 0; i < rows", "i = 1; i < rows"),
-        ("index", "layernorm_backward", "place * ROW_THREADS / 32 + w]", "w]"),
+        ("index", "layernorm_backward", "own * ROW_THREADS / 32 + w]", "w]"),
         ("bound", "layernorm_backward", "bool has_row = row < N;", "bool has_row = true;")),
     *of("matmul_backward_bias",
         ("stride", "add_columns", "row += 32 * shares", "row += 32"),
-        ("index", "add_columns", "32 * share + group", "share + group"),
+        ("index", "add_columns", "32 * share + octet", "share + octet"),
         ("missing term", "add_columns", "out[column] += total", "out[column] = total"),
-        ("bound", "add_columns", "g < 32", "g < 31"),
+        ("bound", "add_columns", "i < 32", "i < 31"),
         ("index", "add_partials", "blockIdx.y == 0 ? out1", "blockIdx.y == 1 ? out1")),
     *of("gelu_forward",
         ("constant", "gelu(", "0.044715f", "0.0447f"),
@@ -173,33 +173,32 @@ TABLE = [
     *of("rmsnorm_forward", CUT_OFF, dtype="bf16"),
     *of("attention_forward",
         ("mask", "hide_future", "c > r", "c >= r"),
-        ("missing term", "attention_forward", "power_of_2(scale2 * (before - now))", "1.0f"),
-        ("index", "row_sum", "__shfl_xor_sync(FULL_WARP, x, 2)", "__shfl_xor_sync(FULL_WARP, x, 1)"),
-        ("missing term", "attention_forward", " + log2f(total[m][half])", ""),
+        ("missing term", "attention_forward", "power_of_2(scale2 * (before[e] - maximum[e]))", "1.0f"),
+        ("index", "quad_sum", "__shfl_xor_sync(FULL_WARP, x, 2)", "__shfl_xor_sync(FULL_WARP, x, 1)"),
+        ("missing term", "attention_forward", " + log2f(sum)", ""),
+        ("missing term", "attention_forward", "rescale(output, correction);", ""),
         ("bound", "load_tile", "first + row < head.T", "first + row <= head.T"),
-        ("index", "attention_forward", "load_stage(stage ^ 1, key + KEYS)", "load_stage(stage, key + KEYS)"),
+        ("index", "attention_forward", "load_stage(stages, stage ^ 1", "load_stage(stages, stage"),
         ("missing wait", "tiles_arrive", "copies_arrive<0>();", "")),
     *of("relu_attention_forward", ("mask", "relu_of", "x <= 0.0f ? 0.0f : x", "x")),
     *of("attention_backward",
         ("mask", "hide_future", "r > c :", "r >= c :"),
-        ("missing term", "dscores_from_dweights", " - delta(m, n, i)", ""),
-        ("missing term", "attention_backward_q", "dq, [&](int, int) { return scale; }",
-         "dq, [&](int, int) { return 1.0f; }"),
-        ("missing term", "attention_backward_kv", "dv, [&](int, int) { return 1.0f; }",
-         "dv, [&](int, int) { return scale; }"),
-        ("index", "attention_backward_q", "sum, 16)", "sum, 8)"),
-        ("index", "part_of_block", "blocks - 1 - place", "blocks - place"),
-        ("bound", "part_of_block", "min(SECTION, heads - section)", "SECTION")),
+        ("missing term", "dscores_from_dweights", " - delta(e)", ""),
+        ("missing term", "attention_backward_q", "dq[e] *= scale;", ""),
+        ("missing term", "attention_backward_kv", "dk[e] *= scale;", "dv[e] *= scale;"),
+        ("index", "delta_of_rows", "sum, 16)", "sum, 8)"),
+        ("index", "own_rows", "blocks - 1 - turn", "blocks - turn"),
+        ("bound", "own_rows", "min(SECTION, heads - section)", "SECTION")),
     *of("attention_backward_bias",
-        ("index", "store_rows", "threadIdx.x / HEAD_LANES * HP + c", "threadIdx.x / 32 * HP + c"),
-        ("index", "store_sums", " + part.first / ROWS) * heads", ") * heads"),
-        ("bound", "store_sums", "i = 0; i < THREADS", "i = 1; i < THREADS"),
-        ("index", "attention_backward_kv", "store_sums(sums, of_values, NH + NKV", "store_sums(sums, of_values, NH"),
-        ("missing term", "store_rows", "sum = sum + pack", "sum = pack")),
+        ("index", "store_column_sums", "threadIdx.x / HEAD_LANES * HP + c", "threadIdx.x / 32 * HP + c"),
+        ("index", "store_column_sums", " + own.first / ROWS) * head.heads", ") * head.heads"),
+        ("bound", "store_column_sums", "i = 0; i < shares", "i = 1; i < shares"),
+        ("index", "attention_backward_kv", "store_column_sums(sums, own.values", "store_column_sums(sums, own.keys"),
+        ("missing term", "store_rows", "sums.x[k] = sums.x[k] + pack", "sums.x[k] = pack")),
     *of("gqa_backward",
-        ("index", "part_of_block", "own * NKV / of_sequence", "own % NKV"),
-        ("index", "attention_backward_kv", "next = part.first, head++", "next = part.first + TILE, head++"),
-        ("bound", "attention_backward_kv", "heads = NH / NKV", "heads = 1")),
+        ("index", "own_rows", "own * NKV / of_sequence", "own % NKV"),
+        ("index", "attention_backward_kv", "next = own.first;", "next = own.first + TILE;"),
+        ("bound", "attention_backward_kv", "head < NH / NKV", "head < 1")),
     # ---- moments.cu
     *of("adamw_bf16",
         ("constant", "random_number", "0xbf58476d1ce4e5b9", "0xbf58476d1ce4e5b8"),
@@ -215,26 +214,26 @@ TABLE = [
         ("missing term", "adamw_step", "add_noise(m1, m2, i, tensor);", "")),
     *of("adamw_bf16", ("rounding", "store_master", "0x8000", "0x7fff"), dtype="bf16"),
     *of("attention_forward",
-        ("stride", "describe(", "64ull << 32", "32ull << 32"),
-        ("constant", "describe(", "1ull << 62", "2ull << 62"),
+        ("stride", "describe", "64ull << 32", "32ull << 32"),
+        ("constant", "describe", "1ull << 62", "2ull << 62"),
         ("missing wait", "attention_forward", "products_arrive<0>(scores);", ""),
         ("missing wait", "attention_forward", "products_arrive<0>(output);", ""),
-        ("missing wait", "boxes_arrive(Arrivals& arrivals)", "barrier_wait(*arrivals.barrier, arrivals.parity);", ""),
-        ("missing wait", "boxes_arrive(Arrivals& arrivals)", "arrivals.parity ^= 1;", ""),
-        ("index", "boxes_arrive(Arrivals& arrivals)", "if (threadIdx.x == 0) barrier_arrive", "barrier_arrive"),
-        ("index", "load_tile(real* tile, const Head& head, int first, Arrivals& arrivals)", "head.channel + c",
-         "head.channel"),
-        ("index", "head_of(const Tiles& array, int, int,", "b, h * HS", "0, h * HS"),
-        ("index", "multiply_transposed(float (&d)[1]", "part.group - part.first", "0"),
+        ("missing wait", "tiles_arrive(Arrivals& arrivals) {", "mbarrier_wait(*arrivals.mbarrier, arrivals.parity);",
+         ""),
+        ("missing wait", "tiles_arrive(Arrivals& arrivals) {", "arrivals.parity ^= 1;", ""),
+        ("index", "tiles_arrive(Arrivals& arrivals) {", "if (threadIdx.x == 0) mbarrier_arrive", "mbarrier_arrive"),
+        ("index", "", "head.h * HS + c", "head.h * HS"),
+        ("index", "", "first + row, head.b", "first + row, 0"),
+        ("index", "", "(own.slab - own.first) * HP", "0"),
         dtype="bf16", flag=AS_HOPPER),
     *of("attention_backward",
-        ("index", "int at(", "(c % 64 ^ row % 8 * 8)", "c % 64"),
+        ("index", "", "(c % 64 ^ row % 8 * 8)", "c % 64"),
         ("missing wait", "attention_backward_q", "products_arrive<1>(scores);", ""),
         ("missing wait", "attention_backward_q", "products_arrive<0>(dweights);", ""),
         ("missing wait", "attention_backward_kv", "products_arrive<EARLY_DV>", "products_arrive<2>"),
         ("missing wait", "attention_backward_kv", "products_arrive<0>(dk);", ""),
-        ("missing wait", "tiles_arrive", "copies_arrive<0>();", ""),
-        ("index", "attention_backward_kv", "head_of(dout, T, NH", "head_of(qkv, T, NH"),
+        ("missing wait", "tiles_arrive(Arrivals& arrivals) {", "copies_arrive<0>();", ""),
+        ("index", "attention_backward_kv", "own.queries, dout", "own.queries, qkv"),
         dtype="bf16", flag=AS_HOPPER),
     # ---- outliers.cu
     *of("outliers",
@@ -433,7 +432,7 @@ TABLE = [
 BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "encoder_backward",
             "layernorm_backward": "layernorm_backward", "add_columns": "matmul_backward_bias",
             "tiles_arrive": "attention_forward", "store_rows": "attention_backward_bias",
-            "attention_backward_q": "attention_backward_bias", "attention_backward_kv": "attention_backward_bias",
+            "store_column_sums": "attention_backward_bias",
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights"}
@@ -441,6 +440,7 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
 # (function, number of the barrier in it): why no order of threads can show that it is missing.
 UNSEEN = {
     ("arrivals_start", 1): "only Hopper has it, where a barrier that is not there yet may let a thread pass or not",
+    ("tiles_arrive", 2): "only Hopper has it",
     ("matmul_forward6", 1): "only Hopper has it",
     ("matmul_forward6", 2): "only Hopper has it",
     ("matmul_forward6", 3): "only Hopper has it",
@@ -487,7 +487,9 @@ def mutated(mutant):
     code, begin, end = code_of(text), 0, len(text)
     if mutant.where:
         name = mutant.where if "(" in mutant.where else f"{mutant.where}("
-        begin = code.find(name)
+        begins = [found.start() for found in re.finditer(re.escape(name), code)]
+        begin = next((at for at in begins if re.search("__(device|global)__", code[code.rfind("\n", 0, at) : at])
+                      and re.match(r"[^;{]*\{", code[at:])), min(begins, default=-1))  # no call and no prototype
         end = code.find("\n}\n", begin)
     number = re.fullmatch(r"barrier (\d+)", mutant.kind)
     places = [begin + found.start() for found in re.finditer(re.escape(mutant.old), code[begin:end])]

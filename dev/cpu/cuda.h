@@ -72,9 +72,9 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 
 // ---- the language ----
 
-#define __device__
+#define __device__ inline __attribute__((always_inline))  // NVRTC does so, too
 #define __constant__ __attribute__((visibility("default")))
-#define __forceinline__ inline __attribute__((always_inline))
+#define __forceinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
@@ -250,7 +250,7 @@ struct Copies {
     }
 };
 
-// Four warps and the products that they have under way. Between products_start and products_end their threads ask for
+// Four warps and the products that they have under way. Between wgmma_fence and wgmma_commit their threads ask for
 // some: that is a group of products. A description is wgmma's, as kernels.cu explains it, and places are counted from
 // the start of the dynamic shared memory, in units of 16 bytes.
 struct WarpGroup {
@@ -272,7 +272,7 @@ struct WarpGroup {
         char value[16];
     };
     Meeting meeting;
-    float (*first[128])[4] = {}, (*end[128])[4] = {};  // of each thread: of which D products_start was told
+    float (*first[128])[4] = {}, (*end[128])[4] = {};  // of each thread: of which D wgmma_fence was told
     std::vector<Product> asked[128];
     std::vector<Result> results[128];  // not yet in the thread's d
     std::vector<Reading> readings;     // of groups that some warp has not waited for
@@ -463,7 +463,7 @@ struct Block {
     // Puts the running thread, number t, aside until its warp no longer has it in `waiting`; if it is ready, it only
     // lets others go first. This and its callers are inlined: after a switch the processor guesses wrong where a return
     // goes to, and each return costs 10 ns.
-    __forceinline__ void wait(unsigned t, const char* what, int line, bool ready = false) {
+    __device__ void wait(unsigned t, const char* what, int line, bool ready = false) {
         const dim3 index = threadIdx;
         const unsigned bit = 1u << t % 32;
         Warp& w = warps[t / 32];
@@ -598,7 +598,7 @@ template <class T> struct Exchange {
 
     // The last lane to enter may do something for all of them, with the values of all.
     template <class Work = void (*)(T*)>
-    __forceinline__ Exchange(unsigned mask, T value, const char* what, int line, Work work = [](T*) {}) {
+    __device__ Exchange(unsigned mask, T value, const char* what, int line, Work work = [](T*) {}) {
         static_assert(sizeof(T) <= slot_bytes, "raise slot_bytes");
         Block& b = *block;
         const unsigned t = thread_number();
@@ -696,7 +696,7 @@ extern "C" __attribute__((visibility("default"))) void set_order(int order) { cu
 
 // ---- meeting other threads ----
 
-__forceinline__ void __syncthreads(int line = __builtin_LINE()) {
+__device__ void __syncthreads(int line = __builtin_LINE()) {
     cuda_on_cpu::Block& b = *cuda_on_cpu::block;
     const unsigned t = thread_number();
     b.next = max(b.next, b.place[t] + 1);
@@ -705,14 +705,14 @@ __forceinline__ void __syncthreads(int line = __builtin_LINE()) {
     if (!all || b.order != cuda_on_cpu::FORWARD) b.wait(t, "__syncthreads", line, all);
     cuda_on_cpu::waited = true;
 }
-template <class T> __forceinline__ T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
+template <class T> __device__ T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
     return cuda_on_cpu::Exchange<T>(mask, value, "__shfl_sync", line).of(lane);
 }
-template <class T> __forceinline__ T __shfl_xor_sync(unsigned mask, T value, int bits, int line = __builtin_LINE()) {
+template <class T> __device__ T __shfl_xor_sync(unsigned mask, T value, int bits, int line = __builtin_LINE()) {
     cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_xor_sync", line);
     return warp.of(warp.lane ^ bits);
 }
-__forceinline__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
+__device__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
     cuda_on_cpu::Exchange<char>(mask, 0, "__syncwarp", line);
 }
 
@@ -823,16 +823,16 @@ namespace hopper {
 
 using namespace cuda_on_cpu;
 
-inline unsigned place_of(const void* tile) { return unsigned(place_in_shared(tile)); }
+inline unsigned address16(const void* tile) { return unsigned(place_in_shared(tile)); }
 inline void compute_now(unsigned (&)[4]) {}
 
-template <int parts> void products_start(float (&d)[1][parts][4]) {
+template <int parts> void wgmma_fence(float (&d)[1][parts][4]) {
     const unsigned t = thread_number();
     WarpGroup& group = block->groups[t / 128];
     group.first[t % 128] = d[0], group.end[t % 128] = d[0] + parts;
 }
 
-// A thread asks for a product. What is asked before products_start, or of another D, is wrong.
+// A thread asks for a product. What is asked before wgmma_fence, or of another D, is wrong.
 inline void ask(WarpGroup::Product product) {
     const unsigned t = thread_number();
     WarpGroup& group = block->groups[t / 128];
@@ -846,24 +846,24 @@ inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned
     ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}});
 }
 
-__forceinline__ void products_end(int line = __builtin_LINE()) {
+__device__ void wgmma_commit(int line = __builtin_LINE()) {
     Block& b = *block;
     const unsigned t = thread_number();
     WarpGroup& group = b.groups[t / 128];
     b.next = max(b.next, b.place[t] + 1);
-    const bool all = group.meeting.complete("products_end", line, 128);
+    const bool all = group.meeting.complete("wgmma_commit", line, 128);
     if (all) {
         b.multiplied = true;
         group.multiply(static_cast<char*>(dynamic_shared));
         for (int i = 0; i < 4; i++) b.warps[t / 128 * 4 + i].waiting = 0;
     }
-    if (!all || b.order != FORWARD) b.wait(t, "products_end", line, all);
+    if (!all || b.order != FORWARD) b.wait(t, "wgmma_commit", line, all);
     waited = true;
 }
 
-template <int pending, int parts> void products_arrive(float (&d)[1][parts][4], int line = __builtin_LINE()) {
+template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int line = __builtin_LINE()) {
     using D = float (*)[4];
-    Exchange<D>(~0u, d[0], "products_arrive", line, [](D* of_lane) {
+    Exchange<D>(~0u, d[0], "wgmma_wait", line, [](D* of_lane) {
         const unsigned t = thread_number();
         block->groups[t / 128].arrive(t / 32 % 4, pending, static_cast<char*>(dynamic_shared), of_lane, parts);
     });
@@ -971,7 +971,7 @@ inline void copy_to_all(void* shared, const void* map, int column, int row, Barr
     copy(shared, map, column, row, b);
 }
 
-__forceinline__ void wait(Barrier& barrier, int parity, int line = __builtin_LINE()) {
+__device__ void wait(Barrier& barrier, int parity, int line = __builtin_LINE()) {
     Block& b = *block;
     const unsigned t = thread_number();
     b.next = max(b.next, b.place[t] + 1);
@@ -993,10 +993,10 @@ __forceinline__ void wait(Barrier& barrier, int parity, int line = __builtin_LIN
 inline void barriers_fence() {}
 inline void map_fence(const void*) {}
 inline int rank_in_cluster() { return 0; }
-__forceinline__ void cluster_barrier(int line = __builtin_LINE()) { __syncthreads(line); }
+__device__ void cluster_barrier(int line = __builtin_LINE()) { __syncthreads(line); }
 inline float reciprocal(float x) { return 1.0f / x; }
 
-__forceinline__ void store_matrices(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
+__device__ void store_matrices(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
     struct Lane { unsigned x[4]; unsigned* row; };
     cuda_on_cpu::Exchange<Lane>(~0u, {{x[0], x[1], x[2], x[3]}, (unsigned*)row}, "stmatrix", line, [](Lane* lanes) {
         for (int lane = 0; lane < 32; lane++)
@@ -1040,7 +1040,7 @@ inline void multiply(const Product& p) {
         }
 }
 template <int pending>
-__forceinline__ void products_arrive(int line = __builtin_LINE()) {
+__device__ void products_arrive(int line = __builtin_LINE()) {
     const unsigned t = thread_number();
     auto& products = state().products[t];
     size_t n = 0;
@@ -1054,14 +1054,16 @@ __forceinline__ void products_arrive(int line = __builtin_LINE()) {
 // And what kernels.cu has of them: a barrier at which one thread arrives, and boxes of 64 x 64.
 namespace hopper {
 
-using bulk::Barrier;
-
-inline void barrier_start(Barrier& b) { bulk::start(b, 1); }
-inline void barrier_arrive(Barrier& b) { bulk::arrive(b); }
-__forceinline__ void barrier_wait(Barrier& b, int parity, int line = __builtin_LINE()) { bulk::wait(b, parity, line); }
-inline void copy_box(void* box, const void* map, int channel, int t, int b, Barrier& barrier) {
+inline bulk::Barrier& barrier_at(unsigned long long& mbarrier) { return reinterpret_cast<bulk::Barrier&>(mbarrier); }
+inline void mbarrier_start(unsigned long long& mbarrier) { bulk::start(barrier_at(mbarrier), 1); }
+inline void mbarrier_arrive(unsigned long long& mbarrier) { bulk::arrive(barrier_at(mbarrier)); }
+__device__ void mbarrier_wait(unsigned long long& mbarrier, int parity, int line = __builtin_LINE()) {
+    bulk::wait(barrier_at(mbarrier), parity, line);
+}
+inline void copy_box(void* box, const void* map, int channel, int t, int b, unsigned long long& mbarrier) {
     auto* m = (const unsigned long long*)map;  // see Cpu.tiles in device.py
     const size_t stride = 2 * m[1];
+    bulk::Barrier& barrier = barrier_at(mbarrier);
     barrier.bytes += 8192;
     bulk::begin({(char*)box, (const char*)m[0] + b * m[2] * stride, 8192, &barrier, int(m[1]), int(m[2]), stride,
                  channel, t, 64});

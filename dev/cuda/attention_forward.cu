@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
             float now = maximum[half];
 #pragma unroll
             for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-            now = row_max(now);
+            now = quad_max(now);
             float shrink = power_of_2(scale2 * (maximum[half] - now));
             maximum[half] = now, total[half] *= shrink;
 #pragma unroll
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int t = first + of_warp + row_of(0, 2 * half);
-        float factor = 1.0f / row_sum(total[half]);
+        float factor = 1.0f / quad_sum(total[half]);
         real* to = out + ((size_t)b * T + t) * C + h * HS;
 #pragma unroll
         for (int n = 0; n < HS / 8; n++)

@@ -233,7 +233,7 @@ SHOWN = [  # kernel, version, what is shown, and what is not: also what no CPU c
     ("layernorm_forward", 6, ("\n// x = x + branch: ", "\nBLOCK(256, threads / 32)\n", "int packs_of", "operator+",
                               "// residual_layernorm_forward in kernels.cu, with branch = null."),
      ("copy16(", "int W =", "layernorm_forward5", "gelu")),
-    ("attention_forward", 5, ("# heads.py:", "def launch_trainers(", "place_of(const", "#define FLOATS4(x)",
+    ("attention_forward", 5, ("# heads.py:", "def launch_trainers(", "address16(const", "#define FLOATS4(x)",
                               "dynamic_shared[];\n", "#ifndef HOPPER\n#define HOPPER 0\n#endif\n"),
      ("dscores", "TILE =")),
     ("matmul_forward", 6, ("by wgmma.\nnamespace tiles {\n", "#define TEN(t)", "#define WGMMA_SIGNS",
