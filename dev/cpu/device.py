@@ -1,6 +1,6 @@
 """The CPU as a device for train_gpt2.py: kernels.cu compiled by g++ or clang++ with cuda.h, and NumPy's BLAS.
 
-It has the verbs of train_gpt2.Cuda, and imports that file within functions alone: the trainer imports this one.
+It has the verbs of train_gpt2.Cuda.
 """
 import ctypes
 import hashlib
@@ -11,9 +11,14 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-
 from prepro_tinyshakespeare import UserError
+
+import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+
+from dev.bf16 import to_bf16
+from dev.kernel_text import read_kernels
+from dev.products import cache_folder
+from train_gpt2 import BF16, SIZES, Cuda, FastCuda, aligned_bytes, to_float
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 KERNELS, MOMENTS = HEADER.parents[2] / "kernels.cu", HEADER.parents[1] / "precision/moments.cu"
@@ -48,14 +53,12 @@ class Cpu:
     CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. only: the names of the
     kernels that will be launched, which saves the compiler the others; without it, all. Raises UserError.
     """
-    name, memory, max_shared = "cpu", "memory", 227 * 1024 - 1024  # bytes, as on an H100
+    name, max_shared = "cpu", 227 * 1024 - 1024  # bytes, as on an H100
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None):
-        from dev.kernel_text import read_kernels
-        from train_gpt2 import BF16, SIZES
         # moments.cu is always there, so that a run with --moments bf16 needs no other library than one without.
         always = [MOMENTS] * (KERNELS in c.SOURCES and MOMENTS.exists() and not only)
         sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]
@@ -85,7 +88,6 @@ class Cpu:
 
     def build(self, sources):
         """The path of the shared library, compiled if there is none for these files, flags and this processor."""
-        from dev.products import cache_folder
         compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         if not compiler or not shutil.which(compiler):
             found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
@@ -166,7 +168,6 @@ class Cpu:
         """Run a kernel over its items, each block with `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
-        from train_gpt2 import FastCuda
         kernel, args = self.kernels[name], FastCuda.with_tensor_maps(self, name, args)
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
@@ -185,15 +186,12 @@ class Cpu:
 
     def tensor_map(self, array, T):
         """As train_gpt2.FastCuda.tensor_map; what cuda.h reads is simpler."""
-        from train_gpt2 import aligned_bytes
         made = aligned_bytes(128)
         made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.shape[1], T
         return made.view("V128")
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
-        from dev.bf16 import to_bf16
-        from train_gpt2 import BF16, to_float
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
         if self.real == BF16:
@@ -213,7 +211,6 @@ class Cpu:
 
     def gelu_of_product(self, out, gelu, dgelu_at):
         """As on a GPU, in the same verbs."""
-        from train_gpt2 import Cuda
         Cuda.gelu_of_product(self, out, gelu, dgelu_at)
 
     def repeat(self, graphs, key, work):
