@@ -3,10 +3,10 @@
     pip install -r requirements.txt && python train_gpt2.py
 
 dev/gpt2_numpy.py has the model in 40 lines of NumPy: begin there. Then read this file from top to
-bottom, with kernels.cu beside it: tables of all tensors; the model, each layer forward beside the
-same layer backward; the update; the loop. You may stop there. Then comes what these stand on: the
-GPU, files and batches, a sample, the flags. The last section, "Faster", adds only speed: `--plain
-1` leaves it out. dev/features.py lists what else the program can do.
+bottom, with kernels.cu beside it: tables of all tensors; the model, each layer's forward, then its
+backward; the update; the loop. You may stop there. The rest is what these use: the GPU, files and
+batches, a sample, the flags. The last section, "Faster", adds only speed: `--plain 1` leaves it
+out. dev/features.py lists what else the program can do.
 
 Sizes:
 
@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
                                     make_header, replace_file, run)
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 HERE = Path(__file__).resolve().parent
 
@@ -92,8 +92,8 @@ class FileKind(NamedTuple):
 
 
 HEADER_BYTES = 1024
-TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py writes one, also of a "
-                  "text of your own with --input")
+TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py writes one; --input "
+                  "takes your own text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Config:
         return [
             Row("residual", (N, C)),  # the residual stream x, always fp32
             Row("branch", (N, C), real),  # what attention or the MLP computed, to be added to x
-            Row("ln1_inp", (N, C), **each),  # what ln1 normalises: a copy of x
+            Row("ln1_inp", (N, C), **each),  # a copy of x before attention
             Row("ln1_mean", (N,), layers=self.L),
             Row("ln1_rstd", (N,), layers=self.L),
             Row("ln1", (N, C), **each),
@@ -167,17 +167,17 @@ class Config:
             Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty and ln1
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
-            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # sums of its rows; -(-T // 64) rounds up
+            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # sums of 64+ rows; -(-T // 64) rounds up
             Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: norm_backward, bias_backward
         ]
 
     FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, "
-                    "dev/convert.py another")
+                    "or dev/convert.py")
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
     TOKEN_FILES = {TOKENS: np.dtype("<u2")}
     PADDED = ("wte",)  # parameters whose rows are words; those beyond V are zeros
     SOURCES = (HERE / "kernels.cu",)
-    MODELS = ("gpt2_124M.bin", "d12")  # without -e: if the first is here, else the second
+    MODELS = ("gpt2_124M.bin", "d12")  # without -e: the file if it is here, else d12
     EOT, encoding, data_paths = EOT, staticmethod(gpt2_encoding), staticmethod(data_paths)
 
     @classmethod
@@ -224,12 +224,12 @@ class Config:
         return self.parameter_table(real)
 
     def file_parts(self, views, real=np.float32):
-        """Their arrays, matrix by matrix, from views of parameters."""
+        """A checkpoint's arrays, matrix by matrix, from views of parameters."""
         for row in self.file_table(real):
             yield from matrices(getattr(views, row.name))
 
     def headers(self, version):
-        """What a checkpoint begins with."""
+        """A checkpoint's headers."""
         return [make_header(self.FILE.magic, version, *dataclasses.astuple(self))]
 
 
@@ -261,10 +261,10 @@ class Verdict(NamedTuple):
 
 
 def update_table(updated):
-    """What AdamW needs besides the tensors that it updates."""
+    """What AdamW needs besides the tensors it updates."""
     return [
         Row("settings", (len(ADAMW),)),
-        Row("norm", (2 + NORM_BLOCKS,)),
+        Row("norm", (2 + NORM_BLOCKS,)),  # norm, counter, each block's sum
         Row("verdict", (len(Verdict._fields),)),
         Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, in numbers
         Row("decayed", (len(updated),), np.int32),  # 1 where weight decay applies, else 0
@@ -287,7 +287,7 @@ def carve(arena, table):
 
 
 def of_layer(views, table, l):
-    """The views of layer l alone."""
+    """The views of layer l; a row may have fewer layers, used in turn."""
     return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers]
                               for row in table if row.layers})
 
@@ -305,9 +305,9 @@ def matrices(values):
 #     put(array, values)            host to device
 #     get(array)                    device to host
 #     zero(array)                   all bits 0
-#     launch(kernel, items, *args)  run a kernel of kernels.cu over so many items
+#     launch(kernel, items, *args)  run a kernel of kernels.cu, which says what items are
 #     matmul(out, a, b, ...)        out = a @ b, or out += a @ b, with a bias or a GELU if asked
-#     repeat(graphs, key, work)     do work(), which launches the same for the same key
+#     repeat(graphs, key, work)     do work(), or launch what graphs recorded of it
 
 
 class GPT2:
@@ -332,7 +332,7 @@ class GPT2:
     relu = 0  # 1: attention's weights are max(0, scale * q.k), no softmax
 
     def layer_forward(self, l):
-        """x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next norm adds."""
+        """x = x + attention(ln1(x)), then x = x + mlp(ln2(x)). The next norm does each addition."""
         p, _, a = self.layers[l]
         matmul, branch = self.device.matmul, self.acts.branch
         added = branch if l else None  # what the MLP of the layer before computed
@@ -348,8 +348,8 @@ class GPT2:
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first. A product out = inp @ w.T has the
         gradients dinp = dout @ w and dw = dout.T @ inp. The dout of fcproj and attproj is dx, the
-        stream's gradient; their biases' gradients are the sums of its rows, which norm_backward
-        takes, since it reads dx anyway."""
+        stream's gradient. norm_backward reads it anyway, so it also sums its rows, for the
+        gradients of their biases."""
         p, g, a = self.layers[l]
         d, matmul, adds = self.back, self.device.matmul, self.micro > 0
         dx, dinp = d.dresidual, d.dinp
@@ -376,8 +376,8 @@ class GPT2:
                            branch, weight, bias, len(out))
 
     def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
-        """dx += the gradient of the norm's input, given dinp, that of its output. dweight and dbias
-        += theirs. dbias_before, unless None, += the sum over rows of the new dx."""
+        """dx += the gradient of inp. dinp is that of the norm's output, a product's input. dweight
+        and dbias += theirs. dbias_before, unless None, += the sum over rows of the new dx."""
         C, N, device = self.config.C, len(inp), self.device
         blocks, threads, shared = layernorm_backward_launch(device, N)
         d = self.back
@@ -480,7 +480,7 @@ class GPT2:
 
     def backward_pass(self):
         """From lnf through the loss to the gradients of all parameters. A step's first micro-batch
-        sets them, the others add; what only kernels write is cleared first."""
+        sets them, the others add; those that no product sets are cleared first."""
         for row in self.config.parameter_table():
             if self.micro == 0 and not row.linear:
                 self.device.zero(getattr(self.grads, row.name))
@@ -495,8 +495,7 @@ class GPT2:
         self.embedding_backward()
 
     def forward(self, tokens, targets=0):
-        """The mean loss of a batch, tokens and targets (B,T), in nats. acts.logits has its logits,
-        or those of the last part."""
+        """The mean loss, in nats, of tokens and targets (B,T). acts.logits keeps the last part."""
         self.set_batch(pack_batch(tokens, targets))
         self.forward_pass()
         for rows in self.parts:
@@ -517,8 +516,8 @@ class GPT2:
         """Queue a step: the mean gradient of these packed micro-batches, then AdamW."""
         self.set_adamw(**adamw)
         self.micros = len(batches) * self.count
-        for self.micro, batch in enumerate(batches):
-            self.last_micro = self.micro == len(batches) - 1
+        for i, batch in enumerate(batches):
+            self.micro, self.last_micro = i, i == len(batches) - 1
             self.set_batch(batch)
             key = self.BT, self.micros, self.micro > 0, self.last_micro
             self.device.repeat(self.graphs, key, self.micro_step)
@@ -539,7 +538,8 @@ class GPT2:
 
     def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0,
                   clip=0):
-        """Begin a step with these settings. The corrections undo the moments' start at 0."""
+        """Begin a step. Settings go to device memory: a graph records arguments. The corrections
+        undo the moments' start at 0."""
         self.step += 1
         self.device.put(self.adam.settings, [
             learning_rate, 1 - beta1, 1 - beta2, 1 / (1 - beta1**self.step),
@@ -551,8 +551,8 @@ class GPT2:
                    arenas["adam m"], arenas["adam v"])
 
     def adamw(self, parameters, low, gradients, m, v):
-        """AdamW on arenas, which hold all tensors one after another. With m and v, means of g and
-        g*g over the steps: p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)."""
+        """AdamW on arenas, which hold all tensors one after another. With running means m of g and
+        v of g*g, both corrected: p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)."""
         n = gradients.nbytes // 4
         self.norm_of(gradients, n)
         self.judge()
@@ -599,11 +599,11 @@ class GPT2:
         updated = tables["adam m"]
         device.put(self.adam.starts, np.cumsum([0, *(row.size for row in updated)]))
         device.put(self.adam.decayed, [row.decay for row in updated])
-        self.BT = None  # (B,T) of the batch that the activations are laid out for
+        self.BT = None  # (B,T) that the activations are laid out for
         self.graphs = {}  # what the device has recorded of train_step
         self.step = 0  # steps done
-        self.micro, self.last_micro = 0, True  # which micro-batch of a step; is it the last one?
-        self.micros = 1  # of a step, over all ranks: its loss is their mean
+        self.micro, self.last_micro = 0, True  # index of the micro-batch; is it the last?
+        self.micros = 1  # micro-batches of a step, over all ranks
 
     def check(self, config, device, B, T):
         """Raise UserError unless the model can have such batches on this device."""
@@ -782,7 +782,7 @@ class Training:
         self.announce()
 
     def choose_model(self):
-        """Find the model's config, and if a file has it."""
+        """Find the model's config, in a file or by descriptor."""
         flags, kind = self.flags, self.Model.Config
         file, descriptor = kind.MODELS
         self.name = flags.model or (file if os.path.exists(file) else descriptor)
@@ -810,13 +810,13 @@ class Training:
         flags.total_batch = flags.total_batch or size
         if flags.total_batch % size:
             raise UserError(f"-d {flags.total_batch}: expected a multiple of ranks*B*T = {size}")
-        self.micros = flags.total_batch // size
+        self.micros = flags.total_batch // size  # of each rank
         self.epoch = max(1, self.train_data.total // flags.total_batch)
         if flags.steps == -1:
             flags.steps = self.epoch
 
     def loader(self, path, B, T, *ranks):
-        """Batches of a token file. ranks: (rank, count) in training, none in a validation."""
+        """Batches of a token file. ranks: rank and count, in training."""
         return DataLoader(path, B, T, self.config, *ranks)
 
     def data_paths(self):
@@ -865,7 +865,7 @@ class Kernel(NamedTuple):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and "
                             f"is launched with {len(args)} arguments")
         threads = threads or self.threads
-        # int: in C, / of ints is an int. 1: along y, if BLOCK says nothing
+        # int(), as C's / of ints gives an int; 1 along y if BLOCK has no third argument
         sizes = [*(int(covers(threads, W)) for covers in self.covers), 1]
         counts = items if isinstance(items, tuple) else (items,)
         grid = tuple(-(-count // size) for count, size in zip(counts, sizes))  # rounded up
@@ -893,8 +893,7 @@ def read_kernels(sources):
 
 
 def layernorm_backward_launch(device, N):
-    """(blocks, threads, bytes of shared memory): a block on each multiprocessor, with as many rows
-    as fit there."""
+    """(blocks, threads, bytes of shared memory): a block a multiprocessor, as many rows as fit."""
     sizes = device.layernorm_sizes
     rows = min(sizes.threads // sizes.row_threads, device.max_shared // sizes.shared_of_row)
     blocks = min(device.multiprocessors, -(-N // rows), PARTIAL_ROWS)
@@ -914,7 +913,7 @@ def stride_of(x):
     """(transposed, stride) for BLAS: (0, numbers to the next row), or (1, to the next column)."""
     to_row, to_column = (stride // x.itemsize for stride in x.strides)
     if to_column == 1 or x.shape[1] == 1:
-        return 0, max(to_row, x.shape[1])
+        return 0, max(to_row, x.shape[1])  # a single row may have any stride
     return 1, max(to_column, x.shape[0])
 
 
@@ -926,7 +925,7 @@ class Cuda:
     OPTIONS = ("-std=c++17",)
     TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
-    NEEDS = 80, "Ampere", "--device cpu"  # the least compute capability, and what else to do
+    NEEDS = 80, "Ampere", "--device cpu"  # least compute capability, its name, or else
 
     def __init__(self, dtype, c, beside=()):
         try:
@@ -1004,7 +1003,7 @@ class Cuda:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
         function, self.last_kernel = self.functions[name], name
         if shared > 2**15 and shared > function.max_dynamic_shared_size_bytes:
-            function.max_dynamic_shared_size_bytes = shared  # more than 48 KiB has to be asked for
+            function.max_dynamic_shared_size_bytes = shared  # static + dynamic > 48 KiB: opt in
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
@@ -1048,7 +1047,7 @@ class Cuda:
 
 
 def read_header(path, *kinds):
-    """The 256 ints that a file of one of these kinds begins with."""
+    """The header of a file of one of these kinds."""
     try:
         header = np.fromfile(path, "<i4", 256).tolist()
     except OSError as e:
@@ -1059,8 +1058,8 @@ def read_header(path, *kinds):
             return header
     wish = " or ".join(f"a {kind.name}'s [{kind.magic}, {' or '.join(map(str, kind.versions))}]"
                        for kind in kinds)
-    raise UserError(f"{path}: its {4 * len(header)} bytes of header begin with {header[:2]}; "
-                    f"expected {HEADER_BYTES}, and {wish}: {kinds[0].remedy}")
+    raise UserError(f"{path}: its header of {4 * len(header)} bytes begins with {header[:2]}; "
+                    f"expected {HEADER_BYTES} bytes, and {wish}: {kinds[0].remedy}")
 
 
 def check_size(path, kind, expected):
@@ -1102,7 +1101,7 @@ def draw_parameters(c, seed):
 
 
 def kept_as(x, dtype):
-    """fp32 numbers as a storage type; (BF16 << 16) + LOW are all bits again. Ties are rounded away
+    """fp32 numbers as fp32, BF16 or LOW. (BF16 << 16) + LOW gives all bits back. Ties round away
     from zero: with ties to even, a LOW of 0x8000 would not say whether BF16 was rounded up."""
     bits = x.view(np.uint32)
     if dtype == BF16:
@@ -1118,7 +1117,8 @@ def to_float(x):
 def count_tokens(path, c=Config):
     """(number of tokens, their NumPy type) of a token file."""
     header = read_header(path, *c.TOKEN_FILES)
-    [(kind, dtype)] = [item for item in c.TOKEN_FILES.items() if item[0].magic == header[0]]
+    kind = next(kind for kind in c.TOKEN_FILES if kind.magic == header[0])
+    dtype = c.TOKEN_FILES[kind]
     check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
     return header[2], dtype
 
@@ -1237,7 +1237,7 @@ def number(kind, least, below=math.inf):
     return convert
 
 
-TYPES = {  # of flags, by their names in the tables of flags
+TYPES = {  # of flags, by name
     "name": str, "count": number(int, 1), "count or 0": number(int, 0), "rate": number(float, 0),
     "count or -1": number(int, -1), "switch": number(int, 0, 2), "level": number(int, 0, 3),
     "share": number(float, 0, 1),
@@ -1278,8 +1278,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_flags(description, table, arguments=None, defaults=True, groups=()):
-    """The flags of a command line; without defaults, None if not given. groups: the headlines of
-    --help, {the first flag below: headline}."""
+    """The flags of a command line; without defaults, None if not given. groups:
+    {first flag: headline}, for --help."""
     parser = group = Parser(description=description, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
     for letter, name, *more in table:
@@ -1322,14 +1322,13 @@ def main(arguments=None, Model=GPT2):
 #     a step as one graph                                      8.13        52.46
 #     a step queued before the last one is reported            8.04        52.33
 #
-# The algorithms are chosen by dev/products.py; without it, the first on offer is taken.
+# dev/products.py chooses the algorithms; without it, the first offered is taken.
 
 
 class FastTraining(Training):
-    """A step is queued before the last one is reported, so that the GPU need not wait for the
-    host."""
-    late = None  # (a step that is not reported yet, the fetch of its verdict)
-    reported = 0.0  # when the last one was
+    """Queues each step before reporting the last, so that the GPU need not wait for the host."""
+    late = None  # (the step to report, a wait() for its verdict)
+    reported = 0.0  # when the last report was
 
     def finish(self, queued):
         self.report_late()
@@ -1339,7 +1338,7 @@ class FastTraining(Training):
         if self.late:
             (queued, wait), self.late = self.late, None
             verdict = Verdict(*wait().tolist())
-            queued.begun = max(queued.begun, self.reported)
+            queued.begun = max(queued.begun, self.reported)  # it waited its turn
             self.reported = time.perf_counter()
             self.report(queued, verdict)
 
@@ -1349,7 +1348,7 @@ class FastTraining(Training):
         super().pause(done, batches)
 
     def pauses(self, done):
-        """Whether anything but a step comes after `done` steps."""
+        """Whether anything but a step comes next."""
         return self.validates(done) or self.samples(done) or self.saves(done)
 
 
@@ -1366,8 +1365,8 @@ def aligned_bytes(size):
 
 
 class FastCuda(Cuda):
-    """Cuda with cuBLASLt. Graphs can capture its products, and epilogues work on out before it
-    leaves the registers. CuPy loads the library and does not wrap it, so ctypes calls it. Bare
+    """Cuda with cuBLASLt. Graphs can capture its products, and an epilogue applies bias or GELU
+    to out in registers. CuPy loads the library without wrapping it, so ctypes calls it. Bare
     numbers are cublasLt.h's."""
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
     NO_EPILOGUE, ADD_BIAS = 1, 4
@@ -1454,7 +1453,7 @@ class FastCuda(Cuda):
         return made
 
     def attributes(self, transpose_a, transpose_b, epilogue, out, bias, aux):
-        """(attribute, value) that describe a product: 3, 4: are b and a transposed? 7: the
+        """(attribute, value) of a product. 3, 4: are b and a transposed? 7: the
         epilogue. 8: bias. 11, 12: GELU's input, and its rows' stride."""
         return [(3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)),
                 (7, ctypes.c_int(epilogue)), (8, address(bias)), (11, address(aux)),
@@ -1474,18 +1473,20 @@ class FastCuda(Cuda):
         return description, *layouts
 
     def multiply(self, plan, algorithm, accumulate, out, a, b):
-        """Queue a product that describe() has described."""
+        """Queue a described product."""
         description, *layouts = plan
         one, beta = ctypes.c_float(1), ctypes.c_float(accumulate)
         stream = ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr)
+        to = address(out), layouts[2]  # read times beta, and written
         self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), layouts[0],
-                  address(a), layouts[1], ctypes.byref(beta), *2 * (address(out), layouts[2]),
+                  address(a), layouts[1], ctypes.byref(beta), *to, *to,
                   ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
                   ctypes.c_size_t(self.WORKSPACE), stream)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
-        epilogue, result, aux = self.NO_EPILOGUE if bias is None else self.ADD_BIAS, out, None
+        epilogue = self.NO_EPILOGUE if bias is None else self.ADD_BIAS
+        result, aux = out, None
         if self.fused_gelu and gelu is not None:
             epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
         elif self.fused_gelu and dgelu_at is not None:
@@ -1495,7 +1496,7 @@ class FastCuda(Cuda):
             self.gelu_of_product(out, gelu, dgelu_at)
 
     def product(self, epilogue, out, a, b, bias, aux, accumulate, *more):
-        """Queue a product. more: further arrays for describe()."""
+        """Queue a product. Its plan holds the addresses of bias, aux and more."""
         name = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue
         name = *name, *(a.dtype.str for _ in more)
         arrays = (x if x is None else x.data.ptr for x in (bias, aux, *more))
@@ -1519,8 +1520,8 @@ class FastCuda(Cuda):
         return found[: count.value]
 
     def repeat(self, graphs, key, work):
-        """Do work(): the first time plainly, which chooses algorithms; the second time to record a
-        graph. From then on one launch does it all, without gaps between kernels."""
+        """Do work(): first plainly, which chooses algorithms, then to record a graph. From then on
+        one launch does it all, without gaps between kernels."""
         if not self.graph or key not in graphs:
             work()
             graphs[key] = None
