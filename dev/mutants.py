@@ -536,9 +536,9 @@ class Copy:
 
     def __init__(self, folder):
         self.top = Path(folder)
-        names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "test_gpt2.py", "kernels.cu", "dev/cpu", "dev/cuda",
-                 "dev/llama3", "dev/fixtures", "dev/eval", "dev/precision", "dev/ranks", "dev/runs", "dev/update",
-                 *(f"dev/{path.name}" for path in TOP.glob("dev/*.py")))
+        names = ("train_gpt2.py", "prepro_tinyshakespeare.py", "test_gpt2.py", "kernels.cu",
+                 *(f"dev/{path.name}" for path in TOP.glob("dev/*")
+                   if path.suffix == ".py" or path.is_dir() and path.name != "__pycache__"))
         for name in names:
             (self.top / name).parent.mkdir(parents=True, exist_ok=True)
             if (TOP / name).is_dir():

@@ -471,7 +471,7 @@ if rank == 1:
     with contextlib.redirect_stdout(None):
         write_tokens(long, words(257, 9999))
     for fault, where, wish in (
-            ("1 / 0", "DataLoader.next_batch", rf"rank 1 on {host}, process \d+: ZeroDivisionError: division by zero"),
+            ("1 / 0", "DataLoader.batch", rf"rank 1 on {host}, process \d+: ZeroDivisionError: division by zero"),
             ("time.sleep(99)", "GPT2.layer_backward",
              r"no rank comes to the next step: rank 0 at \w+.py:\d+; rank 1 at ranks.py:\d+")):
         program = wrapped(folder, late=f"""

@@ -3,6 +3,7 @@ import functools
 
 import numpy as np
 
+from dev.bf16 import joined
 from dev.cuda.kernel import ANY, Kernel, Version, f32, in_parts
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, to_float
 
@@ -78,7 +79,7 @@ KERNEL = Kernel(
     trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0", "n=1024,tensors=32,step=1"),
     args="params low grads m v starts decayed tensors n settings verdict",
     fp32="grads clipped m v settings verdict", sums="master params m",
-    made_of=dict(master=lambda a: to_float(a.params, a.low)), versions=(
+    made_of=dict(master=lambda a: joined(a.params, a.low)), versions=(
         Version("five kernels, a line of the algorithm each", line_by_line, threads=(256, 512, 1024),
                 scratch=lambda a: dict(clipped=(a.n,))),
         Version("one kernel, a thread a number", "adamw2", "n"),

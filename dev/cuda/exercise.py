@@ -441,7 +441,8 @@ def student_version(path):
     shape = [(None if "*" in text else text.split()[0], "const" in text) for text in expected]
     given = [None if array else kind for _, kind, array, _ in parameters_of(mine)]
     if [kind for kind, _ in shape] != given:
-        raise UserError(f"{path}: {run} has the wrong parameters; expected ({', '.join(expected)})")
+        found = ", ".join(" ".join(text.replace("__restrict__", "").split()) for text in mine.parameters)
+        raise UserError(f"{path}: {run} has the wrong parameters, ({found}); expected ({', '.join(expected)})")
     if not 1 <= mine.threads <= 1024:
         raise UserError(f"{path}: BLOCK({mine.threads}, ...): a block has at least one thread, and at most 1024")
     version = version_of(exercise, kernel)

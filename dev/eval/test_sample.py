@@ -26,7 +26,7 @@ from dev.runs.tokenizer import gpt2_words
 from dev.runs.tokenizer import decode, vocabulary, words_of
 from dev.test_files import check_refusal
 from test_gpt2 import EXACT, FIXTURES, check, device_of, poisoned_model, run, summary
-from train_gpt2 import GPT2, coins, sample
+from train_gpt2 import coins, sample
 
 
 def first_coins(count):
@@ -164,15 +164,15 @@ def tokenizer_file():
                  "-g 9").split()
 
     def shown():
-        """A sample; and the words that Llamas and GPT-2's config have."""
+        """A sample; and the words that Llamas have, and an encoding."""
         gpt2_words.cache_clear()
         vocabulary.cache_clear()
         with contextlib.redirect_stdout(io.StringIO()) as said:
             train_gpt2.main(arguments)
         text = re.search(r"generating:\n---\n((?s:.*))\n---", said.getvalue())[1]
-        return text, Config3(V=331).words(), llamas_words(), GPT2.Config().words()
+        return text, Config3(V=331).words(), llamas_words(), vocabulary()
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch("train_gpt2.gpt2_encoding", byte_encoding):  # no network
+    with tempfile.TemporaryDirectory() as folder, mock.patch("dev.runs.tokenizer.gpt2_encoding", byte_encoding):
         os.chdir(folder)
         try:
             with contextlib.redirect_stdout(None):
@@ -184,7 +184,7 @@ def tokenizer_file():
             text, *words = shown()
             check("the file's words, in a sample", re.fullmatch(r"(\[\d+\]){9}", text), text)
             check("the file's words, of a Llama", words[:2] == [dict(enumerate(own))] * 2)
-            check("the plain config is without", words[2] == plain)
+            check("the encoding is without", words[2] == plain)
         finally:
             os.chdir(here)
             gpt2_words.cache_clear()

@@ -265,7 +265,7 @@ def with_fp8(device):
 
 
 def fp8_device(name, c, plain=False, graph=True, beside=()):
-    """As train_gpt2.make_device, for FP8."""
+    """As devices.make_device, for FP8."""
     check_plain(plain)
     device = with_fp8(device_class(name))("fp8", c, (*beside, SOURCE))
     device.graph = graph

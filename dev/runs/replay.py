@@ -173,7 +173,7 @@ def describe(model, packed, places, stopped):
 
 class Explained:
     """Training that says why a step was not finite, or what is large in an outlier. Of several
-    ranks each looks at its own batches: the class of this pair overrides no_update, where they
+    ranks each looks at its own batches: the class of this pair overrides give_up, where they
     meet, and the methods that say so. dev/update/outliers.py calls explain_outlier."""
     share = ""  # which part of an outlier's batch is looked at, if not all
 
