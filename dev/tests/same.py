@@ -412,7 +412,8 @@ def compare(case, olds, news):
     said = [(side / f"err{len(status) - 1}.txt").read_text() for side, status in zip(sides, statuses)]
     said = [(re.findall("^error: .*", text, re.M) or [text.strip()[-300:]])[0] for text in said]
     if statuses[0] != statuses[1]:
-        unknown = "".join(f"{tree} cannot do it: " for tree, x in zip(("OLD", "NEW"), said) if "is no flag" in x)
+        unknown = "".join(f"{tree} cannot do it: " for tree, x in zip(("OLD", "NEW"), said)
+                          if re.search("is no flag|unrecognized arguments", x))
         return [f"{unknown}exit status {statuses[0]} and {statuses[1]}: {said[0]!r} and {said[1]!r}"], 0, False
     if statuses[0][-1] and all(re.search("tiktoken", text) for text in said):
         return None, 0, False  # neither has GPT-2's vocabulary, which a prompt needs
