@@ -37,6 +37,11 @@ def read_kernels(sources):
                 name = kernel.name
                 if min(covers(kernel.threads, W) for covers in kernel.covers for W in (4, 8)) < 1:
                     raise ValueError("a block covers nothing")
+                for parameter in parameters_of(kernel):
+                    if not parameter.array and parameter.kind not in train_gpt2.SCALARS:
+                        raise UserError(f"{path.name}: {name}: {parameter.kind} {parameter.name}: "
+                                        "expected a pointer, a struct that has one, or "
+                                        f"{', '.join(train_gpt2.SCALARS)}")
         except (ArithmeticError, NameError, SyntaxError, TypeError, ValueError) as e:
             raise UserError(f"{path.name}: BLOCK over {name}: {e}: expected arithmetic in threads "
                             "and W") from None

@@ -305,7 +305,7 @@ def refusals(folder):
                       (header_refusal((20240326, 4), Config.FILE, Config3.FILE), header(_1=4)),
                       ("2,516,991 bytes; expected 2,516,992", good[:-1]),
                       ("2,516,993 bytes; expected 2,516,992", good + b"1"),
-                      ("its 1000 bytes of header .*expected 1024", good[:1000]),
+                      ("its header of 1000 bytes .*expected 1024", good[:1000]),
                       ("V not to exceed Vp", header(_3=257)), ("C to be divisible by NH", header(_5=3)),
                       ("wte has other numbers than zeros below its V = 130 words", header(_3=V - 1)),
                       (r"wte has other numbers .* V = 131", header(**{f"_{256 + V * C + 1}": 1})),

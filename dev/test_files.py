@@ -359,8 +359,8 @@ BAD_FILES = [  # kind, what the message says (a regular expression, or one of th
     # so, and the size from that of a good file
     *((kind, *row) for kind in GOOD_FILES for row in (
         ("could not be read", {}, lambda size: None),
-        (r"its 0 bytes of header .*expected 1024", {}, lambda size: 0),
-        (r"its 1020 bytes of header .*expected 1024", {}, lambda size: 1023),
+        (r"its header of 0 bytes .*expected 1024", {}, lambda size: 0),
+        (r"its header of 1020 bytes .*expected 1024", {}, lambda size: 1023),
         (SIZE, {}, lambda size: size - 1),
         (SIZE, {}, lambda size: size + 1),
         (HEADER, {0: 1}),
@@ -410,7 +410,7 @@ def check_refusal(name, wish, function, *args):
 def header_refusal(found, *kinds):
     """What is said (a regular expression) of a file whose first two numbers are none of these kinds'."""
     wishes = (re.escape(f"[{kind.magic}, {' or '.join(map(str, kind.versions))}]") for kind in kinds)
-    return f"begin with {re.escape(str([*found]))}; expected .*{'.*'.join(wishes)}.*: {kinds[0].remedy}"
+    return f"begins with {re.escape(str([*found]))}; expected .*{'.*'.join(wishes)}.*: {kinds[0].remedy}"
 
 
 def bad_files(device_name, folder):
@@ -728,6 +728,8 @@ def kernel_files(device_name, folder):
                 found = {make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(file,)))()).library._name
                          for file in (path, Path(copied))}
             check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
+    path.write_text(KERNEL_FILE.replace("float value", "double value"))
+    check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
         path.write_text(KERNEL_FILE.replace("BLOCK(32, threads)", f"BLOCK(32, {block})"))
         check_refusal("kernel", "BLOCK over .*: .*: expected arithmetic in threads and W", read_kernels, [path])

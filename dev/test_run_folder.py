@@ -440,7 +440,7 @@ def damaged_checkpoints(device, folder):
             (f"{model.format(6)}: .*{header_refusal((7, 3), Config.FILE)}", put(model.format(6), 0, 7, "<i")),
             (f"DONE_00000006: is there, and {model.format(6)} is not", lambda path: (path / model.format(6)).unlink()),
             (f"DONE_00000006: is there, and {state.format(6)} is not", lambda path: (path / state.format(6)).unlink()),
-            (f"{state.format(6)}: its 1000 bytes of header .*expected 1024", cut(state.format(6), 1000)),
+            (f"{state.format(6)}: its header of 1000 bytes .*expected 1024", cut(state.format(6), 1000)),
             (f"{state.format(6)}: truncated, or of", cut(state.format(6), 1024 + 12 * N)),
             (f"{state.format(6)}: .*{header_refusal((20240527, 2), STATE)}", put(state.format(6), 4, 2, "<i")),
             (f"{state.format(6)}: of rank 1 of 1", put(state.format(6), 12, 1, "<i")),

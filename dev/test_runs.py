@@ -480,7 +480,7 @@ def refusals(device, folder):
             (r"DONE_00000003: is there, and state_00000003_00000.bin is not",
              lambda p: (p / "state_00000003_00000.bin").unlink()),
             (r"run_00000003.json: could not be read", cut("run_00000003.json", 40)),
-            (r"state_00000003_00000.bin: its 1000 bytes of header .*expected 1024",
+            (r"state_00000003_00000.bin: its header of 1000 bytes .*expected 1024",
              cut("state_00000003_00000.bin", 1000)),
             (r"truncated, or of a model of another size", cut("state_00000003_00000.bin", 1024 + 12 * N)),
             (r"or of a model of another size, .* bytes; expected 1,5",

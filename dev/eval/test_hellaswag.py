@@ -116,7 +116,7 @@ def bad_files(folder):
             ("example 0, byte 1052: 2 tokens of completion 3; .* leaves 1", first + 14, 2),
             ("example 0, byte 1038: token 50, and the model has V = 50 words", first + 7, 50),
             ("example 1, byte 1092: token 65535, and the model", second + 18, 65535),
-            ("its 1000 bytes of header .*expected 1024", 4, 2, 1000),
+            ("its header of 1000 bytes .*expected 1024", 4, 2, 1000),
             ("could not be read .*expected a HellaSwag file", 4, 2, None),
             ("example 0, byte 1024: the file ends here, and its header promises 2", 4, 2, 1024),
             ("example 1, byte 1056: the file ends here", 4, 2, second * 2 + 9),
