@@ -25,7 +25,7 @@ flight at once; and what a block needs twice stays in registers, shared memory o
 
 // BLOCK stands over a kernel for the host to read: a block's threads, and the items it covers
 // along x and, with a third argument, y. The host divides the number of items by that to get the
-// grid. The comment over a kernel says what its items are. W is how many reals are 16 bytes.
+// grid. The comment over a kernel says what its items are. W reals are 16 bytes.
 #define BLOCK(threads, ...)
 
 // Shared memory whose size is chosen at launch. The alignment is for in_tile on Hopper.
@@ -40,7 +40,7 @@ constexpr float LOWEST = -3.402823466e38f;
 
 // ---- sums over a warp and over a block ----
 
-// Each lane adds the number of the lane at some distance: all get the total, in a fixed order.
+// Lanes at distance 16, 8, .. 1 exchange and add: all get the total, in a fixed order.
 template <typename T>
 __device__ T warp_sum(T x) {
     for (int distance = 16; distance > 0; distance /= 2)
@@ -103,7 +103,7 @@ __device__ float power_of_2(float x) {
     return y;
 }
 
-// Start a copy of 16 or 4 bytes from device to shared memory, or of zeros unless `there`.
+// Start to copy 16 or 4 bytes from device to shared memory; zeros, unless `there`.
 __device__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(shared_address(shared)), "l"(global), "r"(there ? 16 : 0)
@@ -130,7 +130,7 @@ __device__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 1
 __device__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
 #endif
 
-// e^x. Where results are rounded to bf16, the hardware's own 2^x is good enough.
+// e^x. LOG2_E * x is rounded: harmless only where results are rounded to bf16.
 constexpr float LOG2_E = 1.442695041f;
 __device__ float exponential(float x) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
@@ -166,12 +166,12 @@ __device__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
     return a;
 }
 
-constexpr int W = 16 / sizeof(real);  // numbers in 16 bytes
+constexpr int W = 16 / sizeof(real);
 
-// The first of the W numbers that a thread takes, element by element.
+// The first of a thread's W numbers, in elementwise kernels.
 __device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
-// The row of number i, if rows have C numbers. To divide 64 bits would take five times as long.
+// The row of number i, if rows have C numbers. A 64-bit division takes five times as long.
 __device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
 // An array that a kernel writes and a matrix product reads. A thread calls begin, then store as
@@ -221,7 +221,7 @@ extern "C" __global__ void encoder_backward_wte(
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = W * (32 * blockIdx.y + lane);
     Pack<W> sum = {};
     if (c < C)
-#pragma unroll 8  // so that eight rows are on their way at once
+#pragma unroll 8  // so that several rows are on their way
         for (int j = warp; j < length; j += 8)
             sum = sum + load<W>(dout + (size_t)order[begin + j] * C + c);
     of_warp[warp][lane] = sum;
@@ -255,8 +255,8 @@ constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
                            k < packs_of<n, threads>; k++, c += n * threads) \
         if (CHANNELS % (n * threads) == 0 || c < CHANNELS)
 
-// x = x + branch: what attention or the MLP has computed joins the residual stream. Then comes the
-// layernorm with which the next of them begins; one kernel for both saves a read.
+// x = x + branch: the output of attention or the MLP joins the residual stream. Then comes the
+// layernorm before the next of them; one kernel for both saves a read.
 //   residual (N,C) = before (N,C) + branch (N,C); if branch is null, residual is there already
 //   out (N,C) = (residual - mean) * rstd * weight + bias
 //   mean (N), rstd (N) = 1/sqrt(variance + 1e-5), of each row
@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
     dresidual.begin();
-    int rows = blockDim.x / ROW_THREADS, own = threadIdx.x / ROW_THREADS;  // which row is its own
+    int rows = blockDim.x / ROW_THREADS, own = threadIdx.x / ROW_THREADS;  // own: this thread's
     real* stages = shared + own * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
         real* to = stages + stage * 3 * C;
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         }
         total = {warp_sum(total[0]), warp_sum(total[1])};
         if (ROW_THREADS > 32) {
-            // Two, since those of the last row may still be read.
+            // Two, since the previous row's may still be read.
             __shared__ Pack<2> of_warp[2][LAYERNORM_THREADS / 32];
             if (threadIdx.x % 32 == 0) of_warp[stage][threadIdx.x / 32] = total;
             __syncthreads();
@@ -488,8 +488,8 @@ extern "C" __global__ void add_partials(
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from
 // the diagonal, and column 0 starts first. Long blocks start early, so that short ones fill the
-// gaps at the end. Each product waits for the one before: several blocks on a multiprocessor fill
-// each other's gaps.
+// gaps at the end. Each product waits for the one before: where several blocks fit a
+// multiprocessor, they fill each other's gaps.
 
 // -DHOPPER is for Hopper GPUs: see the last section.
 #ifndef HOPPER
@@ -499,33 +499,34 @@ static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "bf16, 
 
 constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
-constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // a block has these
+constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = 16 * M * WARPS;        // a block owns these
-constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows that the tensor cores multiply together
+constexpr int ROWS = 16 * M * WARPS;        // that a block owns
+constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
 constexpr int KEYS = 64;                    // rows of a tile in the forward pass
 constexpr int TILE = HOPPER ? 64 : 32;      // rows of a tile in the backward pass
 constexpr int LD = HOPPER ? HP : HP + 8;    // from a row of a tile to the next
-constexpr int SECTION = 64;                 // heads at a time, so that what they share stays in L2
+constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
-constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // for a row
+constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // per row
 // Blocks that a multiprocessor must have registers for.
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
-constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // dv's product goes before dscores
+constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // dv's product overlaps dscores
 
 // For the host: rows and threads of a block, and its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
     (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
 
+// Tiles: an array (B,T,heads,HS), to copy tiles from. Arrivals: which of them a block waits for.
 #if HOPPER
-struct alignas(64) Tiles { unsigned char map[128]; };
+struct alignas(64) Tiles { unsigned char map[128]; };  // a CUtensorMap
 struct Arrivals { unsigned long long* mbarrier; int parity; };
 #else
-struct Tiles { const real* numbers; };  // an array (B,T,heads,HS), to copy tiles from
-struct Arrivals {};                     // what a block knows of the tiles on their way
+struct Tiles { const real* numbers; };
+struct Arrivals {};
 #endif
 
 // Head h of sequence b, in an array (B,T,heads,HS).
@@ -539,7 +540,7 @@ struct Head {
 // What a block owns: ROWS queries or ROWS keys.
 struct Own {
     int first, slab, warp;            // the first row of the block, of this slab, of this warp
-    Head queries, keys, values, out;  // of a block of keys: the first query head that shares them
+    Head queries, keys, values, out;  // a block of keys advances queries and out
 };
 
 // Two stages, each with two tiles: keys and values, or queries and dout.
@@ -551,7 +552,7 @@ struct Stages {
 };
 
 // A product (16 M, columns) in a warp's registers. x[e] is an element that this lane has, in row
-// e.row() and column e.column(): see the picture of D.
+// e.row() and column e.column(): see the picture of D below.
 __device__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
 __device__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
 struct Element {
@@ -583,7 +584,7 @@ __device__ void each_row(F f) {
         for (int half = 0; half < 2; half++) f(Element{m, 0, 2 * half});
 }
 
-// The causal mask: x = value where a query would see a later key. Column 0 of x is row `column`.
+// The causal mask: x = value where a query would see a later key. Column 0 of x is token `column`.
 template <bool rows_are_keys, int columns>
 __device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
     if (column >= own.slab + SLAB || column + columns <= own.slab) return;  // not on the diagonal
@@ -593,7 +594,7 @@ __device__ void hide_future(Result<columns>& x, float value, const Own& own, int
     });
 }
 
-// The largest number of each row and of `least`.
+// The maximum of each row and of `least`.
 template <int columns>
 __device__ PerRow row_maximum(PerRow least, Result<columns>& x) {
     each_row([&](Element e) {
@@ -637,7 +638,7 @@ __device__ void dscores_from_dweights(
     else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });
 }
 
-// The verbs of a block, which all threads call. How they are made comes after the kernels.
+// What a block can do. All its threads call these; they are defined after the kernels.
 
 // What this block owns.
 template <bool rows_are_keys>
@@ -659,7 +660,7 @@ __device__ void load_stage(
     load_tile<rows>(stages.right(stage), right, right_head, first, arrivals);
 }
 
-// Waits for all tiles that are on their way, and for all threads. arrivals_start goes first.
+// Waits for all tiles on their way, and for all threads. First, call arrivals_start.
 __device__ Arrivals arrivals_start();
 __device__ void tiles_arrive(Arrivals& arrivals);
 
@@ -672,7 +673,7 @@ __device__ void multiply_transposed(
 template <int columns>
 __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
 
-// The two products above only start. This waits for x; the last `pending` may still be under way.
+// On Hopper both only start. This waits for x; the last `pending` products may still be running.
 template <int pending, int columns>
 __device__ void products_arrive(Result<columns>& x);
 
@@ -681,14 +682,14 @@ __device__ void products_arrive(Result<columns>& x);
 __device__ PerRow delta_of_rows(
     float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals);
 
-// Stores x in a head's rows of an array, by way of a tile that the block owns and needs no more.
-// Returns what this lane has stored, summed by column.
+// Stores x in a head's rows of an array, through a tile of the block's own that is now free.
+// Returns the sums, by column, of what this lane has stored.
 constexpr int COLUMN_PACKS = (HS + HEAD_LANES * HEAD_PACK - 1) / (HEAD_LANES * HEAD_PACK);
 struct ColumnSums { Pack<HEAD_PACK> x[COLUMN_PACKS]; };
 __device__ ColumnSums store_rows(
     Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
 
-// Adds up the block's ColumnSums, in a tile that nobody needs, for the gradient of a bias: a row of
+// Adds up the block's ColumnSums, in a tile that is now free, for the gradient of a bias: a row of
 // sums (B, blocks of rows, heads, HS).
 __device__ void store_column_sums(
     float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile);
@@ -710,7 +711,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 
     Result<HP> output = {};
     PerRow maximum, total = {};
-    each_row([&](Element e) { maximum[e] = LOWEST; });
+    each_row([&](Element e) { maximum[e] = LOWEST; });      // O = 0, l = 0, m = -inf
     float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
     int end = min(own.first + ROWS, T);
     for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
@@ -758,9 +759,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     out.end();
 }
 
-// Algorithm 2, as two kernels, so that each gradient is summed by one warp in one order. dqkv has
-// the shape of qkv. This one owns queries and walks over the keys that they see, for
-// dq = dscore k. It leaves delta for the next. sums, which may be null: see store_column_sums.
+// Algorithm 2, as two kernels: seven products instead of five, but every sum has a fixed order.
+// dqkv has the shape of qkv. A block owns queries and walks over the keys that they see, for
+// dq = dscore k. It leaves delta for the next kernel. sums may be null: see store_column_sums.
 // Items: blocks of ROWS queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
@@ -775,7 +776,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
     load_tile<ROWS>(douts, dout, own.out, own.first, arrivals);
     load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
-    PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;
+    PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D, L
     each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
 
     Result<HP> dq = {};
@@ -821,6 +822,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     real* values = keys + ROWS * LD;
     Stages<TILE> stages = {values + ROWS * LD};  // of queries and dout
     __shared__ float of_query[2][2][TILE];  // of each stage lse, then delta
+    static_assert(THREADS >= 2 * TILE);
     Arrivals arrivals = arrivals_start();
     Own own = own_rows<true>(T, NH, NKV);
     int next = own.first, end = own.queries.h + NH / NKV;
@@ -862,7 +864,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
             products_arrive<EARLY_DV>(dweights);
             dscores_from_dweights(dweights, weights, relu,      // dS' = P' o (dP' - D)
                                   [&](Element e) { return of_query[stage][1][e.column()]; });
-            if (!EARLY_DV) multiply(dv, weights, douts);
+            if (!EARLY_DV) multiply(dv, weights, douts);        // (or here)
             multiply(dk, dscores, queries);                     // dK = dK + dS' Q
             products_arrive<0>(dv);
             products_arrive<0>(dk);
@@ -880,7 +882,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     dqkv.end();
 }
 
-// ---- how attention's verbs are made: the rows of a block ----
+// ---- attention, continued: the rows of a block ----
 
 // GPUs start blocks in the order of their numbers: a section of heads after the other.
 template <bool rows_are_keys>
@@ -902,7 +904,7 @@ __device__ Own own_rows(int T, int NH, int NKV) {
 
 __device__ PerRow delta_of_rows(
     float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
-    // Two lanes share a row and take its packs by turns.
+    // Lanes l and l + 16 share row l and take its packs by turns.
     constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
     int lane = threadIdx.x % 32, T = own.out.T;
     auto channel = [&](int k) { return (2 * k + lane / 16) * HEAD_PACK; };
@@ -935,7 +937,7 @@ __device__ PerRow delta_of_rows(
 __device__ ColumnSums store_rows(
     Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
     int in_block = own.warp - own.first, lane = threadIdx.x % 32;
-    __syncthreads();
+    __syncthreads();  // no product reads a tile any more
 #pragma unroll
     for (int n = 0; n < HP / 8; n++)
         each_row([&](Element e) {
@@ -978,7 +980,7 @@ __device__ void store_column_sums(
     }
 }
 
-// ---- how attention's verbs are made: products on tensor cores, and copies ----
+// ---- attention, continued: products on tensor cores, and copies ----
 
 // A tensor core multiplies small matrices in a warp's registers: D (16,8) += A (16,16) B (16,8). A
 // Pair is two neighbours along the summed index. The numbers in the picture are lanes: lane 4g + q
@@ -1059,7 +1061,7 @@ __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
 }
 #endif
 
-// The same for two B side by side, b[0], b[1] and b[2], b[3], and so for two D.
+// The same for two B side by side, b[0..1] and b[2..3], and so for two D.
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
                          const Pair (&b)[4]) {
     mma(left, a, {b[0], b[1]});
@@ -1071,13 +1073,13 @@ __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4]
 template <int n>
 __device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
     for (int i = 0; i < 4; i++) {
-        const float(&left_right)[4] = x[2 * j + i / 2];
-        a[i] = pair(left_right[i % 2 * 2], left_right[i % 2 * 2 + 1]);
+        const float(&d)[4] = x[2 * j + i / 2];
+        a[i] = pair(d[i % 2 * 2], d[i % 2 * 2 + 1]);
     }
 }
 
 #if !HOPPER
-// LD is not HP, so that the same column of 8 neighbouring rows is in different banks.
+// LD > HP: in bf16 the same column of 8 neighbouring rows is in different banks.
 __device__ int in_tile(int row, int c) { return row * LD + c; }
 
 // A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
@@ -1111,8 +1113,8 @@ __device__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
 #endif
 }
 
-// What a warp reads of a tile serves all of its 16 M rows, so M = 2 halves the traffic of shared
-// memory. In bf16, if heads are short, the registers have room for that.
+// Each B that a warp loads serves all of its 16 M rows, so M = 2 almost halves the reads of shared
+// memory. In bf16, if heads are short, the registers just suffice for that.
 template <int columns>
 __device__ void multiply_transposed(
     Result<columns>& x, const Own& own, const real* tile, const real* other) {
@@ -1338,9 +1340,9 @@ struct AdamW {
     float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip;
 };
 
-// What the device says about a step. adamw changes nothing without update. The host reads it later,
-// perhaps when the next step is already queued: so stopped stays 1 once the loss or the norm of a
-// step was not finite, and no step after it makes an update either.
+// The outcome of a step. adamw changes nothing unless update. The host may read it only after it
+// has queued the next step: so once a loss or norm was not finite, stopped stays 1, and no later
+// step makes an update either.
 struct Verdict { float norm, loss, update, stopped; };
 
 // verdict->loss = share times the sum of losses (N); with accumulate that is added to it instead.
@@ -1355,8 +1357,8 @@ extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ 
     if (threadIdx.x == 0) verdict->loss = (accumulate ? verdict->loss : 0.0f) + share * sum;
 }
 
-// Decides whether a step updates the parameters, by its loss, which is in the verdict already, and
-// norm[0]. Items: threads; there is one.
+// Decides whether a step updates the parameters: its loss, already in the verdict, and norm[0] must
+// be finite. Items: threads; there is one.
 BLOCK(1, threads)
 extern "C" __global__ void judge(Verdict* verdict, const float* __restrict__ norm) {
     Verdict v = *verdict;
@@ -1395,7 +1397,7 @@ __device__ __forceinline__ void store_master(real* params, low_half* low, size_t
     store(params + i, x);
 }
 
-// One step for all n parameters. There are at most 32 `tensors`: number i lies at [starts[i],
+// One step for all n parameters. There are at most 32 `tensors`: tensor i lies at [starts[i],
 // starts[i+1]) of the arenas, and decayed[i] says whether it gets weight decay. A thread's W
 // numbers are in one tensor, found by bisection. Without verdict->update nothing changes.
 // add_noise(m1, m2, i, tensor) may change moments before they are stored.
@@ -1540,9 +1542,9 @@ __device__ Arrivals arrivals_start() {
     return {&mbarrier, 0};
 }
 
-// One thread asks for boxes. No thread computes addresses, which would take a fifth of attention's
-// time, and the registers of a block. The host describes an array by a tensor map, made by
-// cuTensorMapEncodeTiled: an argument by value, since in device memory it would need a fence.
+// One thread asks for boxes. No thread computes addresses, which would cost a fifth of attention's
+// time, and registers. The host describes an array by a tensor map, from cuTensorMapEncodeTiled:
+// an argument by value, since in device memory it would need a fence.
 template <int rows>
 __device__ void load_tile(
     real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals) {
@@ -1566,8 +1568,8 @@ __device__ void tiles_arrive(Arrivals& arrivals) {
 
 // How wgmma finds a matrix in a tile, in units of 16 bytes: its address; the leading offset, not
 // needed here; the stride offset, from 8 rows to the next 8; and the 128-byte swizzle.
-__device__ unsigned long long describe(unsigned address16) {
-    return address16 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+__device__ unsigned long long describe(unsigned address) {
+    return address | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
 template <int columns>
