@@ -435,9 +435,10 @@ __device__ void add_columns(
     __shared__ float of_octet[32][columns];
     int octet = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * n;
     Pack<n> sum = {};
+    if (o < OC)
 #pragma unroll 4
-    for (int row = 32 * share + octet; row < N; row += 32 * shares)
-        if (o < OC) sum = sum + load<n>(inp + (size_t)row * OC + o);
+        for (int row = 32 * share + octet; row < N; row += 32 * shares)
+            sum = sum + load<n>(inp + (size_t)row * OC + o);
     for (int i = 0; i < n; i++) of_octet[octet][threadIdx.x % 8 * n + i] = sum[i];
     __syncthreads();
     int column = columns * blockIdx.x + threadIdx.x;
@@ -532,8 +533,7 @@ struct Arrivals {};
 // Head h of sequence b, in an array (B,T,heads,HS).
 struct Head {
     int b, h, heads, T;
-    __device__ size_t start() const { return ((size_t)b * T * heads + h) * HS; }
-    __device__ size_t stride() const { return heads * HS; }  // from a token to the next
+    __device__ size_t at(int t) const { return (((size_t)b * T + t) * heads + h) * HS; }
     __device__ size_t row() const { return ((size_t)b * heads + h) * T; }  // in lse (B,heads,T)
 };
 
@@ -914,7 +914,7 @@ __device__ PerRow delta_of_rows(
             int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
             of_out[m][k] = {};
             if (c < HS)
-                of_out[m][k] = load<HEAD_PACK>(out + own.out.start() + t * own.out.stride() + c);
+                of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
         }
     tiles_arrive(arrivals);
     PerRow result;
@@ -954,7 +954,7 @@ __device__ ColumnSums store_rows(
             int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
             Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
             if (t >= head.T) continue;
-            array.store(head.start() + t * head.stride() + c, pack);
+            array.store(head.at(t) + c, pack);
             sums.x[k] = sums.x[k] + pack;
         }
     }
@@ -1153,14 +1153,14 @@ __device__ void products_arrive(Result<columns>&) {}
 template <int rows>
 __device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals&) {
     constexpr int packs = HP / HEAD_PACK;  // of a row
-    const real* numbers = array.numbers + head.start();
+    const real* numbers = array.numbers + head.at(first);
 #pragma unroll
     for (int start = 0; start < rows * packs; start += THREADS) {
         int i = start + threadIdx.x, row = i / packs, c = i % packs * HEAD_PACK;
         if (rows * packs % THREADS > 0 && i >= rows * packs) break;
         bool there = first + row < head.T && c < HS;
         real* to = tile + in_tile(row, c);
-        const real* from = there ? numbers + (first + row) * head.stride() + c : numbers;
+        const real* from = there ? numbers + row * head.heads * HS + c : numbers;
         if (HEAD_PACK == W) copy16(to, from, there);
         else if (there) *to = *from;
         else from_float(*to, 0.0f);
@@ -1352,7 +1352,7 @@ extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ 
                                     int N, int accumulate) {
     float sum = 0.0f;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < N; i += blockDim.x) sum += losses[i];
+    for (int i = threadIdx.x; i < N; i += (int)blockDim.x) sum += losses[i];
     sum = block_reduce<warp_sum>(sum, 0.0f);
     if (threadIdx.x == 0) verdict->loss = (accumulate ? verdict->loss : 0.0f) + share * sum;
 }
