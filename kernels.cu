@@ -5,7 +5,7 @@ compiler and dev/cpu/cuda.h for a CPU; it reads the kernels' names, arguments an
 text. A BLAS library multiplies the linear layers' matrices.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
-NH heads of HS = C/NH channels. Arrays are C-contiguous: the last index named is the fastest.
+NH heads of HS = C/NH channels. Arrays are row-major: the last index named is the fastest.
 Parameters, activations and their gradients are real (fp32 or bf16). The residual stream, the
 gradients of parameters, and statistics are fp32. The file is compiled for one model, -DCHANNELS=C
 and -DHS=HS: a row whose length is known can stay in registers.
@@ -23,12 +23,12 @@ Nearly all are bound by memory: a GPU does some fifty operations while one float
 flight at once; and what a block needs twice stays in registers, shared memory or a cache.
 */
 
-// BLOCK stands over a kernel for the host to read: a block's threads, and the items it covers
-// along x and, with a third argument, y. The host divides the number of items by that to get the
-// grid. The comment over a kernel says what its items are. W reals are 16 bytes.
+// BLOCK tells the host a block's threads, unless a launch chooses them, and the items it covers
+// along x and, with a third argument, y. The grid is the number of items divided by that. The
+// comment over a kernel says what its items are. W reals are 16 bytes.
 #define BLOCK(threads, ...)
 
-// Shared memory whose size is chosen at launch. The alignment is for in_tile on Hopper.
+// Shared memory whose size is chosen at launch. The alignment is for Hopper's swizzle.
 #ifndef DYNAMIC_SHARED  // dev/cpu/cuda.h has its own
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(dynamic_shared)
@@ -130,7 +130,7 @@ __device__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 1
 __device__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
 #endif
 
-// e^x. LOG2_E * x is rounded: harmless only where results are rounded to bf16.
+// e^x. The product LOG2_E * x is rounded, so only bf16 takes the fast way.
 constexpr float LOG2_E = 1.442695041f;
 __device__ float exponential(float x) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
@@ -208,9 +208,9 @@ extern "C" __global__ void encoder_forward(
 
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
 // any order. So the host sorts the positions by token: order (N). A run of equal tokens has its
-// length in run_length (N) at its first position; the others have 0. If one begins at i, block
-// (i, y) owns 32 W channels of the word's gradient, and its 8 warps share the run, since a word may
-// make up a tenth of the batch. Items: N positions along x, C channels along y.
+// length in run_length (N) at its first position; the others have 0. If a run begins at i,
+// block (i, y) has 32 W channels of the word's gradient. Its 8 warps share the run, since a word
+// may make up a tenth of the batch. Items: N positions along x, C channels along y.
 BLOCK(256, 1, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
@@ -355,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         next_rstd = rstd[row];
     }
     Pack<W> sums[3][packs_of<W, ROW_THREADS>] = {};
-    // The loop goes on as long as any thread of the block has a row.
+    // Runs as long as any thread has a row: all reach __syncthreads.
     for (int stage = 0; row - own < N; row += step, stage ^= 1) {
         bool has_row = row < N;
         float s = next_rstd, minus_ms = -next_mean * s;  // norm = inp * s + minus_ms
@@ -426,8 +426,8 @@ extern "C" { __constant__ int layernorm_sizes[] = {
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
 // Sums each column of inp (N,OC) over every `shares`-th band of 32 rows, from band `share` on. One
-// share is added to out (OC); several are set in out (shares, OC). A block has 32 octets of lanes,
-// one for each row of a band, which read 128 neighbouring bytes of it.
+// share is added to out (OC); several are set in out (shares, OC). A block has 32 octets of lanes;
+// each reads 128 neighbouring bytes of one row of a band.
 template <class T>
 __device__ void add_columns(
     float* __restrict__ out, const T* __restrict__ inp, int N, int OC, int share, int shares) {
@@ -479,7 +479,7 @@ extern "C" __global__ void add_partials(
 // ReLU attention has weight = max(0, scale * score) instead. Scores and weights never go to memory.
 // A block owns ROWS rows of a head, queries or keys, and walks over the other side in tiles, which
 // pass through shared memory: while it works on one, the next is on its way. Here a head has four
-// blocks, and a tile is drawn as high as a block:
+// blocks, and tiles are drawn as large as blocks:
 //
 //           keys  0  1  2  3
 //    queries  0   \  .  .  .   last to start    #  all keys of the tile are seen
@@ -489,7 +489,7 @@ extern "C" __global__ void add_partials(
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from
 // the diagonal, and column 0 starts first. Long blocks start early, so that short ones fill the
-// gaps at the end. Each product waits for the one before: where several blocks fit a
+// gaps at the end. Products wait for earlier ones: where several blocks fit a
 // multiprocessor, they fill each other's gaps.
 
 // -DHOPPER is for Hopper GPUs: see the last section.
@@ -506,22 +506,22 @@ constexpr int ROWS = 16 * M * WARPS;        // that a block owns
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
 constexpr int KEYS = 64;                    // rows of a tile in the forward pass
 constexpr int TILE = HOPPER ? 64 : 32;      // rows of a tile in the backward pass
-constexpr int LD = HOPPER ? HP : HP + 8;    // from a row of a tile to the next
+constexpr int LD = HOPPER ? HP : HP + 8;    // reals stored per row of a tile
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // per row
-// Blocks that a multiprocessor must have registers for.
+// Blocks per multiprocessor, for __launch_bounds__.
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
 constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // dv's product overlaps dscores
 
-// For the host: rows and threads of a block, and its bytes of shared memory, forward and backward.
+// For the host: a block's rows, its threads, its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
     (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
 
-// Tiles: an array (B,T,heads,HS), to copy tiles from. Arrivals: which of them a block waits for.
+// Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
 #if HOPPER
 struct alignas(64) Tiles { unsigned char map[128]; };  // a CUtensorMap
 struct Arrivals { unsigned long long* mbarrier; int parity; };
@@ -551,8 +551,8 @@ struct Stages {
     __device__ real* right(int stage) { return left(stage) + rows * LD; }
 };
 
-// A product (16 M, columns) in a warp's registers. x[e] is an element that this lane has, in row
-// e.row() and column e.column(): see the picture of D below.
+// A product (16 M, columns) in a warp's registers. This lane's x[e] is in row e.row() and
+// column e.column(): see D in the picture above mma.
 __device__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
 __device__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
 struct Element {
@@ -682,21 +682,21 @@ __device__ void products_arrive(Result<columns>& x);
 __device__ PerRow delta_of_rows(
     float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals);
 
-// Stores x in a head's rows of an array, through a tile of the block's own that is now free.
-// Returns the sums, by column, of what this lane has stored.
+// Stores x in a head's rows of an array, staged in a tile of the block's own, now free. Returns
+// the column sums of what this lane stored.
 constexpr int COLUMN_PACKS = (HS + HEAD_LANES * HEAD_PACK - 1) / (HEAD_LANES * HEAD_PACK);
 struct ColumnSums { Pack<HEAD_PACK> x[COLUMN_PACKS]; };
 __device__ ColumnSums store_rows(
     Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
 
-// Adds up the block's ColumnSums, in a tile that is now free, for the gradient of a bias: a row of
-// sums (B, blocks of rows, heads, HS).
+// Adds up the block's ColumnSums, in a free tile, into its row of sums (B, blocks of rows, heads,
+// HS). From these add_partials makes the gradient of a bias.
 __device__ void store_column_sums(
     float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile);
 
-// Algorithm 1, whose lines stand on the right. `maximum`, `total` and `output` are those of the
-// tiles so far: when a maximum grows, the other two are scaled down (Milakov and Gimelshein 2018,
-// algorithm 3). For the backward pass, which computes the weights again, it keeps the paper's L:
+// Algorithm 1, whose lines stand on the right (the ^-1 in line 10 is a slip there). `maximum`,
+// `total` and `output` cover the tiles so far: when a maximum grows, the others are scaled (Milakov
+// and Gimelshein 2018, algorithm 3). For the backward pass it keeps the paper's L:
 // lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of ROWS queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
@@ -776,7 +776,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
     load_tile<ROWS>(douts, dout, own.out, own.first, arrivals);
     load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
-    PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D, L
+    PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D = sum dO o O
     each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
 
     Result<HP> dq = {};
@@ -810,9 +810,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     dqkv.end();
 }
 
-// This one runs after attention_backward_q. It owns keys and walks over the queries that see them,
-// for dv = weight' dout and dk = dscore' q: those of one query head, then of the next that shares
-// the keys. Its weights are the transpose: a row is a key. Items: blocks of ROWS keys.
+// This one runs after attention_backward_q. A block owns keys and walks over the queries that see
+// them, one query head after another, for dv = weight' dout and dk = dscore' q. Scores are
+// transposed here: a row is a key. Items: blocks of ROWS keys.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
     Output dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
@@ -884,7 +884,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
 
 // ---- attention, continued: the rows of a block ----
 
-// GPUs start blocks in the order of their numbers: a section of heads after the other.
+// GPUs start blocks in order: section by section of heads, and in each the longest blocks first.
 template <bool rows_are_keys>
 __device__ Own own_rows(int T, int NH, int NKV) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
@@ -896,8 +896,8 @@ __device__ Own own_rows(int T, int NH, int NKV) {
     if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
         slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
 
-    int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, own = head % of_sequence;
-    int h = own * NH / of_sequence, kv = own * NKV / of_sequence, all = NH + 2 * NKV;
+    int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, nth = head % of_sequence;
+    int h = nth * NH / of_sequence, kv = nth * NKV / of_sequence, all = NH + 2 * NKV;
     return {first, first + slab, first + warp,
             {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
 }
@@ -1035,10 +1035,10 @@ __device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (
 
 // The same in TF32, as two products of 8 summed columns. There a lane has columns q and q+4, not 2q
 // and 2q+1: columns of A and rows of B are permuted alike, so the sum is the same. A tensor core
-// reads the upper 10 bits of a mantissa; half of the last is added first, to round. A GPU's NaN,
-// 0x7fffffff, would overflow to -0: the maximum keeps it.
-// fp32 is three products of TF32 numbers, with x = big + small. That of the small ones is below the
-// last bit (Ootomo and Yokota 2022, section 3). A NaN stays one in small.
+// reads the upper 10 bits of a mantissa; half of the last is added first, to round.
+// -DTF32: max keeps a GPU's NaN, 0x7fffffff, which would overflow to -0.
+// fp32: x = big + small, and three products. small * small is below the last bit (Ootomo and Yokota
+// 2022, section 3). A NaN stays one in small.
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     constexpr unsigned half_of_last_bit = 0x1000;
     for (int i = 0; i < 2; i++) {
@@ -1223,10 +1223,10 @@ extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ i
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]): how surprised the model is by the
 // next token. If with_gradient, the logits become dloss * (softmax - 1 at the target), and zeros in
 // the padding. Probabilities are never stored. A block takes every gridDim.x-th row, and a thread n
-// logits at a time. A row, 100 KB in bf16, is read once and waits in shared memory for the second
-// pass. If two rows fit, the next is on its way while the block works on one. If not, the first
-// `kept` logits of a row are there, and in the second pass those of the next row replace them. The
-// others are read again from L2, where they fit if a multiprocessor has one block.
+// logits at a time. Pass 1 finds a row's maximum and sum, pass 2 the gradient; in between the row,
+// 100 KB in bf16, waits in shared memory. If two rows fit, the next is loaded meanwhile. If not,
+// only the first `kept` logits of a row are there, and in pass 2 those of the next row replace
+// them. Pass 2 reads the others from L2, which has room if a multiprocessor has one block.
 template <int n, bool two_rows>
 __device__ void classify_rows(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
@@ -1375,7 +1375,7 @@ extern "C" __global__ void judge(Verdict* verdict, const float* __restrict__ nor
 // are (param << 16) + low. That is exact because ties round away from zero. If they rounded to
 // even, a lower half of 0x8000 would not say whether the upper one was rounded up or down.
 struct low_half { short bits; };
-// load_master takes the bits of these floats
+// these floats only carry bits: see load_master
 __device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }
 __device__ __forceinline__ void from_float(low_half& to, float x) { to.bits = __float_as_uint(x); }
 
@@ -1443,11 +1443,11 @@ extern "C" __global__ void adamw(
     adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, none);
 }
 
-// ---- Faster on Hopper: attention's products by wgmma, its tiles by bulk copies ----
+// ---- Faster on Hopper: attention's products by wgmma, its tiles by TMA ----
 
-// Here the tensor cores read tiles from shared memory while the threads go on, and a copy engine
-// brings them. A slab is the 64 rows of a warpgroup: four warps start a product together. Two
-// warpgroups share tiles of 128 channels, or L2 would not keep up.
+// Here the tensor cores read tiles from shared memory while the threads go on, and TMA brings them.
+// A slab is the 64 rows of a warpgroup: four warps start a product together. Two warpgroups share
+// tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
 
 // A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. For wgmma
@@ -1460,10 +1460,10 @@ __device__ int in_tile(int row, int c) {
 
 #ifdef __CUDACC__
 // An mbarrier counts bytes on their way. Its phase, which has a parity, ends when all are there and
-// a thread has arrived, to say that there are no more.
+// thread 0 has arrived: it starts no more copies.
 __device__ void mbarrier_start(unsigned long long& mbarrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;"
-                 ::"r"(shared_address(&mbarrier)) : "memory");  // the copy engine sees it, too
+                 ::"r"(shared_address(&mbarrier)) : "memory");  // TMA sees it, too
 }
 __device__ void mbarrier_arrive(unsigned long long& mbarrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
@@ -1542,9 +1542,9 @@ __device__ Arrivals arrivals_start() {
     return {&mbarrier, 0};
 }
 
-// One thread asks for boxes. No thread computes addresses, which would cost a fifth of attention's
-// time, and registers. The host describes an array by a tensor map, from cuTensorMapEncodeTiled:
-// an argument by value, since in device memory it would need a fence.
+// Thread 0 asks for boxes. If threads computed addresses, that would cost registers and a fifth of
+// attention's time. The host describes an array by a tensor map, from cuTensorMapEncodeTiled. It is
+// passed by value: in device memory it would need a fence.
 template <int rows>
 __device__ void load_tile(
     real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals) {
@@ -1558,7 +1558,7 @@ __device__ void load_tile(
 }
 
 __device__ void tiles_arrive(Arrivals& arrivals) {
-    copies_end();  // attention_backward_kv copies lse and delta without the engine
+    copies_end();  // attention_backward_kv copies lse and delta without TMA
     copies_arrive<0>();
     if (threadIdx.x == 0) mbarrier_arrive(*arrivals.mbarrier);
     mbarrier_wait(*arrivals.mbarrier, arrivals.parity);

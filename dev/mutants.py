@@ -196,7 +196,7 @@ TABLE = [
         ("index", "attention_backward_kv", "store_column_sums(sums, own.values", "store_column_sums(sums, own.keys"),
         ("missing term", "store_rows", "sums.x[k] = sums.x[k] + pack", "sums.x[k] = pack")),
     *of("gqa_backward",
-        ("index", "own_rows", "own * NKV / of_sequence", "own % NKV"),
+        ("index", "own_rows", "nth * NKV / of_sequence", "nth % NKV"),
         ("index", "attention_backward_kv", "next = own.first;", "next = own.first + TILE;"),
         ("bound", "attention_backward_kv", "head < NH / NKV", "head < 1")),
     # ---- moments.cu
