@@ -1331,8 +1331,9 @@ class FastTraining(Training):
     reported = 0.0  # when the last report was
 
     def finish(self, queued):
+        wait = self.device.fetch(self.model.adam.verdict)  # before a report uses the device
         self.report_late()
-        self.late = queued, self.device.fetch(self.model.adam.verdict)
+        self.late = queued, wait
 
     def report_late(self):
         if self.late:
