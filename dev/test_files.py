@@ -922,6 +922,29 @@ def steps_of_a_graph(device_name, folder):
     check("steps are counted once each, before they are launched", counted == [1, 1, 2, 2, 3, 3], f"{counted}")
 
 
+def late_reports(device_name, folder):
+    """A step is reported when the next one is queued. Its verdict is fetched before: a report may use the device."""
+    done, flags = [], SimpleNamespace(steps=9, val_every=0, val_batches=0, sample_tokens=0, sample_every=0)
+    training = train_gpt2.FastTraining(flags, None)
+    training.model = SimpleNamespace(adam=SimpleNamespace(verdict="verdict"))
+
+    def fetch(what):
+        done.append(f"fetch {what}")
+        return lambda: np.array([1, 2, 1, 0])
+
+    training.device, steps = SimpleNamespace(fetch=fetch), [SimpleNamespace(number=i, begun=0.0) for i in (1, 2)]
+    training.report = lambda queued, verdict: done.append((queued.number, verdict.loss))
+    for queued in steps:
+        training.finish(queued)
+    check("reports: one step late", done == ["fetch verdict", "fetch verdict", (1, 2)], done)
+    training.save = lambda *_: done.append("save")
+    training.pause(3, None)
+    check("reports: not for a pause without an action", done[3:] == [], done)
+    training.pause(9, None)
+    check("reports: before a checkpoint", done[3:] == [(2, 2), "save"], done)
+    check("reports: a step's time begins when the last was reported", steps[1].begun > 0 == steps[0].begun, steps)
+
+
 class Ranges:
     """What CuPy's nvtx has, noting all ranges, each as the tuple of those that it is in and its own name."""
 
@@ -1167,7 +1190,7 @@ def test_files(device_name):
     """All but the steps, each in a folder of its own; what needs a device is on this one."""
     for test in (bad_files, other_kinds, good_files, packed_batches, first_parameters, schedules, samples,
                  numpy_program, random_numbers, token_order, limits, kernel_files, orders, races,
-                 steps_of_a_graph, profiler_ranges, models_too_large, command_line, top_level_files,
+                 steps_of_a_graph, late_reports, profiler_ranges, models_too_large, command_line, top_level_files,
                  tensor_maps_of_a_gpu, faults_of_a_gpu):
         with tempfile.TemporaryDirectory() as folder:
             run(test.__name__.replace("_", " ") + ":", test, device_name, Path(folder))
