@@ -132,7 +132,8 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev/llama3/test_llama3.py", "finite_differences"),
     # Schedules, files, refusals, of the trainer and of the programs around it
     Fast("dev/test_files.py", "bad_files packed_batches first_parameters schedules samples numpy_program "
-         "random_numbers token_order limits steps_of_a_graph late_reports top_level_files tensor_maps_of_a_gpu", ("cpu", FOLDER)),
+         "random_numbers token_order limits steps_of_a_graph "
+         "late_reports top_level_files tensor_maps_of_a_gpu", ("cpu", FOLDER)),
     Fast("dev/llama3/test_llama3.py", "sizes bad_files", ("cpu", FOLDER)),
     Fast("dev/test_convert.py", "round_trips other_types one_file configs refusals replaced_files tokenizers",
          (FOLDER,)),
