@@ -1315,12 +1315,12 @@ def main(arguments=None, Model=GPT2):
 # ---- Faster. A step of the 124M model in bf16 on an H200, with one thing more on each line:
 #
 #                                                              B=4          B=32
-#     the plain device                                        10.82 ms     69.90 ms
-#     cuBLASLt, with the bias; Hopper's own attention          9.63        54.91
-#     algorithms of products chosen by timing them             9.98        53.35
-#     GELU in the product too                                  9.49        52.69
-#     a step as one graph                                      8.13        52.46
-#     a step queued before the last one is reported            8.04        52.33
+#     the plain device                                        10.70 ms     69.32 ms
+#     cuBLASLt, with the bias; Hopper's own attention          8.48        54.04
+#     algorithms of products chosen by timing them             8.39        53.80
+#     GELU in the product too                                  8.43        51.86
+#     a step as one graph                                      8.11        51.60
+#     a step queued before the last one is reported            8.01        51.67
 #
 # dev/products.py chooses the algorithms; without it, the first offered is taken.
 
