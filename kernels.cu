@@ -1153,13 +1153,14 @@ __device__ void products_arrive(Result<columns>&) {}
 template <int rows>
 __device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals&) {
     constexpr int packs = HP / HEAD_PACK;  // of a row
+    const real* numbers = array.numbers + head.at(first);
 #pragma unroll
     for (int start = 0; start < rows * packs; start += THREADS) {
         int i = start + threadIdx.x, row = i / packs, c = i % packs * HEAD_PACK;
         if (rows * packs % THREADS > 0 && i >= rows * packs) break;
         bool there = first + row < head.T && c < HS;
         real* to = tile + in_tile(row, c);
-        const real* from = there ? array.numbers + head.at(first + row) + c : array.numbers;
+        const real* from = there ? numbers + row * head.heads * HS + c : numbers;
         if (HEAD_PACK == W) copy16(to, from, there);
         else if (there) *to = *from;
         else from_float(*to, 0.0f);

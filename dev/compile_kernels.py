@@ -25,7 +25,7 @@ from train_gpt2 import Config, Cuda, read_kernels  # noqa: E402
 
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
-SPILLED = 64  # bytes that a kernel may spill: a few numbers, where it has taken all registers
+SPILLED = 68  # bytes that a kernel may spill: a few numbers, where it has taken all registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
