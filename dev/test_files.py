@@ -859,7 +859,7 @@ RACES = (  # kernel of the lab, sizes, a choice, behind which words of kernels.c
     ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "copies_arrive<1>();\n        } else {",
      "copies_arrive<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
     ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "tiles_arrive(Arrivals&) {\n", "__syncthreads();",
-     r"(has a race: out|out\[.*\] is nan, expected)"),  # a thread that does not wait reads poison
+     r"out\[.*\] is nan, expected"),  # in every order: a thread that does not wait reads poison
     ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));", "__syncthreads();",
      r"has a race: losses\[\d+\]"),
     ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
