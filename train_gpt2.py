@@ -880,7 +880,7 @@ SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backwa
 
 def read_kernels(sources):
     """{name: Kernel} of CUDA files."""
-    declaration = (r'BLOCK\((\s*\d[^()]*)\)\s*extern "C" __global__ void\s+'
+    declaration = (r'BLOCK\((\s*\d+\s*,[^()]*)\)\s*extern "C" __global__ void\s+'
                    r"(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(([^)]*)\)")
     kernels = {}
     for path in sources:

@@ -25,9 +25,9 @@ def parameters_of(kernel):
     return found
 
 
-def read_kernels(sources):
+def read_kernels(sources, types=True):
     """As train_gpt2.read_kernels. Raises UserError unless what stands over each kernel is a BLOCK
-    whose blocks cover something."""
+    whose blocks cover something, and, with types, a launch knows those of its parameters."""
     kernels = {}
     for path in sources:
         name = "a kernel"
@@ -37,7 +37,7 @@ def read_kernels(sources):
                 name = kernel.name
                 if min(covers(kernel.threads, W) for covers in kernel.covers for W in (4, 8)) < 1:
                     raise ValueError("a block covers nothing")
-                for parameter in parameters_of(kernel):
+                for parameter in parameters_of(kernel) if types else ():
                     if not parameter.array and parameter.kind not in train_gpt2.SCALARS:
                         raise UserError(f"{path.name}: {name}: {parameter.kind} {parameter.name}: "
                                         "expected a pointer, a struct that has one, or "

@@ -519,7 +519,7 @@ def refusals(device, folder):
                         (r"--hellaswag: is scored at each validation", ("--hellaswag", "x.bin", "-v", 0)),
                         (r"--top-k: expected --sample too", ("--top-k", 3)),
                         (r"--sample: expected -e too", ("--sample", "O")),
-                        (r"-o/--output: expected a name, found nothing", ("-o", "")),
+                        (r"--output: expected a name, found nothing", ("-o", "")),
                         (r"--replay .*absent.npz: could not be read", ("--replay", folder / "absent.npz")),
                         (r"--replay .*part_val_0.bin: could not be read", ("--replay", folder / "part_val_0.bin"))):
         done = subprocess.run([sys.executable, TRAINER, "--device", device, *map(str, flags)], text=True,
