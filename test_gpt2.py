@@ -1,14 +1,14 @@
 """Compare kernels.cu and train_gpt2.py with independent truths: formulas in NumPy, and tensors dumped from PyTorch.
 
     python test_gpt2.py                                  # everything, on the CPU, and on a GPU if there is one
-    python test_gpt2.py --checkpoint FILE --state FILE   # only this dump, of dev/torch_reference.py or of llm.c
+    python test_gpt2.py --checkpoint FILE --state FILE   # only this dump, of dev/tools/torch_reference.py or of llm.c
     python test_gpt2.py --kernels                        # only the kernels, for a sanitizer
     python test_gpt2.py --only gelu_forward              # only one of them, for a debugger
 
 It prints a line a tensor, or a line a launch of a kernel, and then `N passed, N failed`. The exit status is 1 if any
-failed. The kernels' problems are those of the kernel lab, dev/cuda/: `python dev/cuda/lab.py --check` gives them to all
-versions, and this gives them, and some more sizes, to the trainer's. Everything includes dev/test_files.py, which tests
-files, refusals and the command line. On a GPU, the plain device and the fast one are both compared with the truths.
+failed. The kernels' problems are those of the kernel lab, dev/lab/: `python -m dev.lab --check` gives them to all
+versions, and this gives them, and some more sizes, to the trainer's. Everything includes dev/tests/test_files.py, which
+tests files, refusals and the command line. On a GPU, the plain and the fast device are both compared with the truths.
 Their kernels are the same, so each kernel is tested once.
 """
 import argparse
@@ -25,20 +25,21 @@ from unittest import mock
 
 import numpy as np
 
-from dev.bf16 import joined, to_bf16
+from dev.common.bf16 import joined, to_bf16
 from dev.cpu.device import Cpu
-from dev.cuda.adamw import halves
-from dev.cuda.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, heads,
+from dev.lab.kernels.adamw import halves
+from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, heads,
                                layernorm, transposed)
-from dev.cuda.kernel import words as chosen
-from dev.cuda.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, launched_by, model_of, noting,
+from dev.lab.kernel import words as chosen
+from dev.lab.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_kernel, launched_by, model_of, noting,
                              parse_sizes, stored)
-from dev.devices import make_device
+from dev.common.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach, has_gpu
-from dev.files import read_header
+from dev.common.files import read_header
 from dev.gpt2_numpy import forward, mean_loss
 from dev.precision.fp8 import fp8_device
+from dev.tests.checks import TOP  # noqa: F401  (its programs find train_gpt2)
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, LOW, Config, FileKind, Row, Training, carve,
                         check_size, check_tokens, checkpoint_parts, kept_as, layout, pack_batch, parse_flags,
@@ -162,7 +163,7 @@ def two_halves():
         yield name, found[finite], wish, EXACT
 
 
-# ---- Each kernel against its formula: the problems are in dev/cuda/, and here the trainer's versions are checked
+# ---- Each kernel against its formula: the problems are in dev/lab/, and here the trainer's versions are checked
 
 KERNELS = ("encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward", "layernorm_again",
            "layernorm_backward", "matmul_backward_bias", "attention_forward", "relu_attention_forward",
@@ -387,7 +388,7 @@ def forward_pass(device, C, NH):
 # ---- The whole model against a dump
 
 DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
-                                     "llm.c's train_gpt2.py or dev/torch_reference.py writes one")}
+                                     "llm.c's train_gpt2.py or dev/tools/torch_reference.py writes one")}
 HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
 LLM_C_LOSSES = [  # of the 124M model, in llm.c's fp32 tests, and in its mixed-precision test
     ((1e-4, 0.9, 0.999, 1e-8, 0.01), (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147,
@@ -520,7 +521,7 @@ MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIM
 def say_how_long(flags):
     """Print about how long all tests take."""
     minutes = 1 + sum(MINUTES[name][dtype] for name, dtype in places_of(flags))
-    print(f"about {minutes:.0f} minutes; in one, python dev/tests/run.py --fast says the most important", flush=True)
+    print(f"about {minutes:.0f} minutes; in one, python -m dev.tests.run --fast says the most important", flush=True)
 
 
 def each_kind(flags, name, dtype):
@@ -554,7 +555,7 @@ def main():
     everything = not (kernels or flags.state)
     if everything:
         say_how_long(flags)
-        from dev.test_files import test_files, test_steps
+        from dev.tests.test_files import test_files, test_steps
         run("gradient of", finite_differences)
         run("rounding", rounding)
         run("halves", two_halves)
@@ -586,7 +587,7 @@ def summary():
 
 
 if __name__ == "__main__":
-    import test_gpt2  # not `__main__` itself: dev/test_files.py imports test_gpt2, and there must be only one
+    import test_gpt2  # not `__main__` itself: dev/tests/test_files.py imports test_gpt2, and there must be only one
     try:
         sys.exit(test_gpt2.main())
     except UserError as e:

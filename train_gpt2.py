@@ -172,7 +172,7 @@ class Config:
         ]
 
     FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, "
-                    "or dev/convert.py")
+                    "or dev/tools/convert.py")
     STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
     TOKEN_FILES = {TOKENS: np.dtype("<u2")}
     PADDED = ("wte",)  # parameters whose rows are words; those beyond V are zeros
@@ -1322,7 +1322,7 @@ def main(arguments=None, Model=GPT2):
 #     a step as one graph                                      8.11        51.60
 #     a step queued before the last one is reported            8.01        51.67
 #
-# dev/products.py chooses the algorithms; without it, the first offered is taken.
+# dev/gpu/products.py chooses the algorithms; without it, the first offered is taken.
 
 
 class FastTraining(Training):

@@ -1,10 +1,10 @@
 """A forward pass of GPT-2 in NumPy: read it first, then train_gpt2.py, which does the same fast.
 
-    python dev/gpt2_numpy.py "To be, or not to be"              # with gpt2_124M.bin
-    python dev/gpt2_numpy.py model.bin "To be, or not to be"    # with another checkpoint
+    python -m dev.gpt2_numpy "To be, or not to be"              # with gpt2_124M.bin
+    python -m dev.gpt2_numpy model.bin "To be, or not to be"    # with another checkpoint
 
 It prints the loss of the text, and the five tokens that are most likely to come next.
-`python dev/convert.py gpt2 gpt2_124M.bin` downloads OpenAI's weights; train_gpt2.py saves its own
+`python -m dev.tools.convert gpt2 gpt2_124M.bin` downloads OpenAI's weights; train_gpt2.py saves its own
 with -o.
 
 Names are those of train_gpt2.py, and so are the letters for sizes:

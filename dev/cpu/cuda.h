@@ -871,7 +871,7 @@ template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int l
 
 }  // namespace hopper
 
-// What dev/cuda/matmul_gelu_forward.cu has in PTX: barriers in shared memory, bulk copies, and products of 64 x 256,
+// What dev/lab/kernels/matmul_gelu_forward.cu has in PTX: barriers in shared memory, bulk copies, and products of 64 x 256,
 // which it says more about. A block is a cluster of its own here. The target of a copy is poison until a thread waits
 // at the copy's barrier, and a product reads its operands when it is waited for: so what comes too early is seen.
 namespace bulk {

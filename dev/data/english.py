@@ -1,8 +1,8 @@
 """English text that a machine has anyway, for a training run without a network: the documentation of its programs.
 
-    python dev/data/english.py                               # of Python and the system, to data/english.jsonl
-    python dev/data/english.py FOLDER ... --output docs.jsonl
-    python dev/data/fineweb.py --input data/english.jsonl
+    python -m dev.data.english                               # of Python and the system, to data/english.jsonl
+    python -m dev.data.english FOLDER ... --output docs.jsonl
+    python -m dev.data.fineweb --input data/english.jsonl
 
 Reads *.md, *.rst, *.txt, *.info, *.pod, *.html, man pages, and the docstrings of *.py; also gzipped. Of a file it takes
 the paragraphs that are English prose and came in no file before, so that a licence or a text in two versions is there
@@ -17,12 +17,10 @@ import html
 import json
 import multiprocessing
 import re
-import sys
 import sysconfig
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from prepro_tinyshakespeare import UserError, replace_file, run
 
 FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc", "/usr/share/man",

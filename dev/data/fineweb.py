@@ -1,8 +1,8 @@
 """FineWeb as GPT-2 tokens: llm.c's shards, byte for byte.
 
-    python dev/data/fineweb.py                             # FineWeb's sample of 10 billion tokens
-    python dev/data/fineweb.py -t edu -v 100B              # FineWeb-Edu's of 100 billion
-    python dev/data/fineweb.py --input texts               # any .parquet or .jsonl files with a column text
+    python -m dev.data.fineweb                             # FineWeb's sample of 10 billion tokens
+    python -m dev.data.fineweb -t edu -v 100B              # FineWeb-Edu's of 100 billion
+    python -m dev.data.fineweb --input texts               # any .parquet or .jsonl files with a column text
 
 then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
 
@@ -36,15 +36,13 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-from hub import download, library, list_files  # noqa: E402
-from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,  # noqa: E402
+from dev.data.hub import download, library, list_files
+from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,
                                     run)
-from rows import read_rows, table_files  # noqa: E402
-from train_gpt2 import TOKENS, count_tokens, number, parse_flags  # noqa: E402
+from dev.data.rows import read_rows, table_files
+from train_gpt2 import TOKENS, count_tokens, number, parse_flags
 
-import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
+import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"), "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}
 BATCH = 2**20  # characters that a worker is given at a time

@@ -1,7 +1,7 @@
 """HellaSwag as GPT-2 tokens: llm.c's file of multiple-choice questions, byte for byte.
 
-    python dev/data/hellaswag.py                           # the 10,042 questions of the validation set
-    python dev/data/hellaswag.py --input hellaswag_val.jsonl
+    python -m dev.data.hellaswag                           # the 10,042 questions of the validation set
+    python -m dev.data.hellaswag --input hellaswag_val.jsonl
 
 A question is the beginning of a text, the context, and four endings, of which one, the label, is the real one. The file
 is 256 int32 (magic 20240522, version 1, how many questions, bytes of the longest) and a stream of uint16. Of each
@@ -11,19 +11,16 @@ no <|endoftext|>.
 
 It downloads 6 MB, which huggingface_hub keeps in its cache, and takes a few seconds.
 """
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-from dev.files import read_header  # noqa: E402
-from hub import download, list_files  # noqa: E402
-from prepro_tinyshakespeare import (UserError, gpt2_encoding, make_header, replace_file,  # noqa: E402
+from dev.common.files import read_header
+from dev.data.hub import download, list_files
+from prepro_tinyshakespeare import (UserError, gpt2_encoding, make_header, replace_file,
                                     run)
-from rows import read_rows, table_files  # noqa: E402
-from train_gpt2 import FileKind, parse_flags  # noqa: E402
+from dev.data.rows import read_rows, table_files
+from train_gpt2 import FileKind, parse_flags
 
-import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, which has said how its threads are to wait)
+import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 REPO = "Rowan/hellaswag"
 QUESTIONS = FileKind("HellaSwag file", 20240522, (1,), "dev/data/hellaswag.py writes one")

@@ -1,10 +1,8 @@
 """Hugging Face's hub by huggingface_hub, with errors of one line; and other libraries of dev/requirements.txt."""
 import errno
 import importlib
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from prepro_tinyshakespeare import UserError
 
 AGAIN = "start the program again to go on"

@@ -3,7 +3,7 @@ import itertools
 import json
 from pathlib import Path
 
-from hub import library
+from dev.data.hub import library
 from prepro_tinyshakespeare import UserError
 
 KINDS = ".parquet", ".jsonl"

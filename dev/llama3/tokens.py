@@ -1,7 +1,7 @@
 """Text to Llama 3's tokens, in llm.c's files for them, which the trainers read.
 
-    python dev/llama3/tokens.py --tokenizer tokenizer.json             # downloads tinyshakespeare, 1.1 MB
-    python dev/llama3/tokens.py --input book.txt                       # data/book_llama/book_llama_{train,val}.bin
+    python -m dev.llama3.tokens --tokenizer tokenizer.json             # downloads tinyshakespeare, 1.1 MB
+    python -m dev.llama3.tokens --input book.txt                       # data/book_llama/book_llama_{train,val}.bin
 
 The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json, or Meta's tokenizer.model. Without --tokenizer
 it is the one in the current folder, and without that GPT-2's. A tokenizer of other words is refused, since no model
@@ -12,10 +12,8 @@ import base64
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dev.runs.tokenizer import gpt2_words
 from dev.runs.tokenizer import words_of
 from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,

@@ -1,12 +1,12 @@
 """Train Llama 3 from raw kernels.
 
-    python dev/llama3/train_llama3.py    # a small one, from scratch, on GPT-2's tokens
+    python -m dev.llama3.train_llama3    # a small one, from scratch, on GPT-2's tokens
 
 or, from Meta's weights and in Llama's tokens,
 
-    python dev/convert.py meta-llama/Llama-3.2-1B llama3.2_1B.bin
-    python dev/llama3/tokens.py --tokenizer tokenizer.json --input book.txt
-    python dev/llama3/train_llama3.py -e llama3.2_1B.bin -i data/book_llama/book_llama_train.bin
+    python -m dev.tools.convert meta-llama/Llama-3.2-1B llama3.2_1B.bin
+    python -m dev.llama3.tokens --tokenizer tokenizer.json --input book.txt
+    python -m dev.llama3.train_llama3 -e llama3.2_1B.bin -i data/book_llama/book_llama_train.bin
 
 Read train_gpt2.py first. The devices, the loop, the update, the files and the flags are all its
 own. Here is what is different in a Llama 3 (Grattafiori et al. 2024, section 3.2), with llama3.cu
@@ -30,22 +30,21 @@ import dataclasses
 import functools
 import math
 import re
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent))
-from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,  # noqa: E402
+from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
                                     make_header, run)
 
-import numpy as np  # noqa: E402  (after prepro_tinyshakespeare, as there)
+import numpy as np  # after prepro_tinyshakespeare, as there
 
-from dev.data.loader import files_of  # noqa: E402
-from dev.files import read_header  # noqa: E402
-from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary  # noqa: E402
-from dev.runs.tokenizer import gpt2_words  # noqa: E402
-from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,  # noqa: E402
+from dev.data.loader import files_of
+from dev.common.files import read_header
+from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary
+from dev.runs.tokenizer import gpt2_words
+from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,
                         logit_rows, main, matrices, read_parameters, to_float)
+
+HERE = Path(__file__).resolve().parent
 
 # ---- The model: its sizes, and tables of all that it keeps in memory
 
@@ -77,7 +76,7 @@ class Config3(Config):
     minor: int = 2  # of Llama 3.1 or 3.2
     tied: bool = True  # the head's weight is wte
 
-    FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/convert.py makes one from Hugging "
+    FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/tools/convert.py makes one from Hugging "
                     "Face's files")
     TOKEN_FILES = {**Config.TOKEN_FILES, LLAMA_TOKENS: np.dtype("<u4")}
     SOURCES = (*Config.SOURCES, HERE / "llama3.cu")
@@ -158,7 +157,7 @@ class Config3(Config):
         if cut_off and Path(path).stat().st_size > expected:
             raise UserError(f"{path}: its header says ffn_dim_multiplier = {multiplier}, and its "
                             "weights are more: it was cut off; expected the format of llm.c's "
-                            "branch llama3, as dev/convert.py writes it")
+                            "branch llama3, as dev/tools/convert.py writes it")
         check_size(path, cls.FILE, expected)
         tensors = dict(read_parameters(path, c))
         for name, values in tensors.items():
@@ -390,7 +389,7 @@ class Llama3(GPT2):
 
     def rope(self, kernel, qkv):
         """Turn the queries and keys of qkv (N,QKV), or their gradients back. The two channels of a
-        pair are neighbours, as in a checkpoint; dev/convert.py reorders Hugging Face's, which are
+        pair are neighbours, as in a checkpoint; dev/tools/convert.py reorders Hugging Face's, which are
         not."""
         c, N, half = self.config, len(qkv), 0
         heads = c.NH + c.NKV

@@ -34,8 +34,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev.devices import device_class
-from dev.kernel_text import without_comments
+from dev.common.devices import device_class
+from dev.common.kernel_text import without_comments
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import Cuda, Row, address, carve, stride_of
 

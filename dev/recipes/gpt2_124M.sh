@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GPT-2 124M over 10 billion tokens of FineWeb, with the flags of llm.c's scripts/run_gpt2_124M.sh.
 #
-# data     python dev/data/fineweb.py --version 10B: 10,255,324,043 tokens to train on, 21 GB;
-#          python dev/data/hellaswag.py: 10,042 questions
+# data     python -m dev.data.fineweb --version 10B: 10,255,324,043 tokens to train on, 21 GB;
+#          python -m dev.data.hellaswag: 10,042 questions
 # steps    19,560 of 524,288 tokens: one epoch
 # time     4.6 hours on one H200, at 620,665 tokens/s: dev/RESULTS.md, d12 124M bf16 B=64. Validations and HellaSwag
 #          come on top of that
@@ -17,11 +17,11 @@ cd "$(dirname "$0")/../.."
 
 data=data/fineweb10B hellaswag=data/hellaswag/hellaswag_val.bin
 if ! compgen -G "$data/fineweb_train_*.bin" > /dev/null || ! [ -e "$data/fineweb_val_000000.bin" ]; then
-    echo "error: $data has no token files; python dev/data/fineweb.py --version 10B makes them" >&2
+    echo "error: $data has no token files; python -m dev.data.fineweb --version 10B makes them" >&2
     exit 1
 fi
 if ! [ -e "$hellaswag" ]; then
-    echo "error: $hellaswag is not here; python dev/data/hellaswag.py makes it" >&2
+    echo "error: $hellaswag is not here; python -m dev.data.hellaswag makes it" >&2
     exit 1
 fi
 read -ra launch <<< "${LAUNCH:-python}"

@@ -6,7 +6,7 @@
 # batch    16 ranks with B=32 and T=1024 have the 524,288 tokens of -d at once. With B=64 they would have twice as many
 # ranks    srun starts 16. They meet by a file in log_gpt2_124M/ that only this user can read. The top folder, in which
 #          sbatch is called, has to be one that both nodes see
-# time     python dev/scaling.py predicts a step
+# time     python -m dev.tools.scaling predicts a step
 # its end  120 seconds before the time limit Slurm sends SIGTERM to the ranks. They write a checkpoint and leave with
 #          status 143, and the job goes back into the queue. There it also goes if a node fails. Started again, -y 1
 #          goes on from the last checkpoint

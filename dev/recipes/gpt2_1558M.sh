@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GPT-2 1558M over 33.6 billion tokens of FineWeb, with the flags of llm.c's scripts/run_gpt2_1558M.sh.
 #
-# data     python dev/data/fineweb.py --version 100B: some 200 GB, of which a third is read. llm.c's script takes
-#          FineWeb-Edu, whose losses are others; python dev/data/hellaswag.py: 10,042 questions
+# data     python -m dev.data.fineweb --version 100B: some 200 GB, of which a third is read. llm.c's script takes
+#          FineWeb-Edu, whose losses are others; python -m dev.data.hellaswag: 10,042 questions
 # steps    32,000 of 1,048,576 tokens
 # time     169 hours (7.0 days) on one H200, at 55,178 tokens/s: dev/RESULTS.md, d48 1558M bf16 B=32, which takes
 #          100.2 GiB. Validations and HellaSwag come on top of that
@@ -17,11 +17,11 @@ cd "$(dirname "$0")/../.."
 
 data=data/fineweb100B hellaswag=data/hellaswag/hellaswag_val.bin
 if ! compgen -G "$data/fineweb_train_*.bin" > /dev/null || ! [ -e "$data/fineweb_val_000000.bin" ]; then
-    echo "error: $data has no token files; python dev/data/fineweb.py --version 100B makes them" >&2
+    echo "error: $data has no token files; python -m dev.data.fineweb --version 100B makes them" >&2
     exit 1
 fi
 if ! [ -e "$hellaswag" ]; then
-    echo "error: $hellaswag is not here; python dev/data/hellaswag.py makes it" >&2
+    echo "error: $hellaswag is not here; python -m dev.data.hellaswag makes it" >&2
     exit 1
 fi
 read -ra launch <<< "${LAUNCH:-python}"

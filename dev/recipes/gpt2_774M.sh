@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GPT-2 774M over 10 billion tokens of FineWeb, with the learning rate of Brown et al. 2020, table 2.1.
 #
-# data     python dev/data/fineweb.py --version 10B: 10,255,324,043 tokens to train on, 21 GB;
-#          python dev/data/hellaswag.py: 10,042 questions
+# data     python -m dev.data.fineweb --version 10B: 10,255,324,043 tokens to train on, 21 GB;
+#          python -m dev.data.hellaswag: 10,042 questions
 # steps    19,560 of 524,288 tokens: one epoch
 # time     28.5 hours on one H200, at 99,840 tokens/s. This size was not measured: it is what d24 355M bf16 B=8 of
 #          dev/RESULTS.md, 216,034 tokens/s, would be at the same FLOP/s. Validations and HellaSwag come on top
@@ -17,11 +17,11 @@ cd "$(dirname "$0")/../.."
 
 data=data/fineweb10B hellaswag=data/hellaswag/hellaswag_val.bin
 if ! compgen -G "$data/fineweb_train_*.bin" > /dev/null || ! [ -e "$data/fineweb_val_000000.bin" ]; then
-    echo "error: $data has no token files; python dev/data/fineweb.py --version 10B makes them" >&2
+    echo "error: $data has no token files; python -m dev.data.fineweb --version 10B makes them" >&2
     exit 1
 fi
 if ! [ -e "$hellaswag" ]; then
-    echo "error: $hellaswag is not here; python dev/data/hellaswag.py makes it" >&2
+    echo "error: $hellaswag is not here; python -m dev.data.hellaswag makes it" >&2
     exit 1
 fi
 read -ra launch <<< "${LAUNCH:-python}"

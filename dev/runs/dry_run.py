@@ -4,9 +4,9 @@ import time
 
 import numpy as np
 
-from dev.bf16 import to_bf16
-from dev.runs.peak import flops_per_token
-from dev.terminal import duration
+from dev.common.bf16 import to_bf16
+from dev.gpu.peak import flops_per_token
+from dev.runs.terminal import duration
 from train_gpt2 import BF16
 
 # A training step does its FLOPs at this share of the speed of one of its matrix products alone:

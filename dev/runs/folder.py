@@ -36,14 +36,14 @@ from pathlib import Path
 
 import numpy as np
 
-from dev.bf16 import joined
+from dev.common.bf16 import joined
 from dev.cpu.device import available_memory
 from dev.data.loader import files_of
-from dev.files import check_kind, read_header
+from dev.common.files import check_kind, read_header
 from dev.ranks.ranks import cut, sketch
 from dev.runs.replay import bad_place
-from dev.terminal import say
-from dev.update.outliers import WINDOW
+from dev.runs.terminal import say
+from dev.variants.outliers import WINDOW
 from prepro_tinyshakespeare import UserError, make_header, replace_file
 from train_gpt2 import (FLAGS, HEADER_BYTES, TYPES, Config, FileKind, Row, checkpoint_parts, count_tokens,
                         carve, read_parameters, to_float)

@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from dev.kernel_text import parameters_of
+from dev.common.kernel_text import parameters_of
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import batch_table, carve, pack_batch, read_parameters, to_float
 
@@ -174,7 +174,7 @@ def describe(model, packed, places, stopped):
 class Explained:
     """Training that says why a step was not finite, or what is large in an outlier. Of several
     ranks each looks at its own batches: the class of this pair overrides give_up, where they
-    meet, and the methods that say so. dev/update/outliers.py calls explain_outlier."""
+    meet, and the methods that say so. dev/variants/outliers.py calls explain_outlier."""
     share = ""  # which part of an outlier's batch is looked at, if not all
 
     def make_model(self):

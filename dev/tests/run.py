@@ -1,9 +1,9 @@
 """Run the tests.
 
-    python dev/tests/run.py                    # all programs of tests, two at a time, as CI does
-    python dev/tests/run.py plot scaling       # those of them with one of these words in their names
-    python dev/tests/run.py --fast             # what can be said within a minute, on two cores, after a change
-    python dev/tests/run.py --fast schedules   # of that, the tests with this word in their names, with all they say
+    python -m dev.tests.run                    # all programs of tests, two at a time, as CI does
+    python -m dev.tests.run plot scaling       # those of them with one of these words in their names
+    python -m dev.tests.run --fast             # what can be said within a minute, on two cores, after a change
+    python -m dev.tests.run --fast schedules   # of that, the tests with this word in their names, with all they say
 
 Both run on the CPU, and end with a line `N passed, N failed`. The exit status is 1 if any failed.
 
@@ -29,19 +29,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TOP))
+
 # Before the imports of what reads these: kernels are compiled in half of the time, and processes share two cores.
 os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 # ---- All programs, the longest first. Test files that are not here run too, behind these.
 
 PROGRAMS = (
-    "lab fp32, sanitized", "test_gpt2.py", "dev/test_ranks.py", "dev/llama3/test_llama3.py", "dev/test_runs.py",
-    "dev/test_run_folder.py", "lab tf32", "lab bf16", "dev/cuda/test_exercise.py", "dev/cuda/test_lab.py",
-    "dev/test_training.py", "dev/test_meeting.py", "dev/test_convert.py", "dev/llama3/test_convert.py",
-    "dev/llama3/test_tokens.py", "dev/test_plot.py", "dev/test_fp8.py",
+    "lab fp32, sanitized", "test_gpt2", "dev.tests.test_ranks", "dev.tests.test_llama3", "dev.tests.test_runs",
+    "dev.tests.test_run_folder", "lab tf32", "lab bf16", "dev.tests.test_exercise", "dev.tests.test_lab",
+    "dev.tests.test_training", "dev.tests.test_meeting", "dev.tests.test_convert", "dev.tests.test_convert_llama3",
+    "dev.tests.test_tokens", "dev.tests.test_plot", "dev.tests.test_fp8",
 )
-LEFT_OUT = {"dev/test_files.py"}  # test_gpt2.py runs it
+LEFT_OUT = {"dev.tests.test_files"}  # test_gpt2 runs it
 
 
 def library_of(name):
@@ -54,17 +54,17 @@ def command_of(program):
     """(arguments of Python, variables of the environment) of a program. The lab checks all versions of all kernels, the
     trainer's too, at small odd shapes: in fp32 under AddressSanitizer and UndefinedBehaviorSanitizer."""
     if not program.startswith("lab "):
-        return [program], {}
+        return ["-m", program], {}
     dtype, _, sanitized = program.removeprefix("lab ").partition(", ")
     more = {"CXXFLAGS": "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
             "ASAN_OPTIONS": "detect_leaks=0",
             "LD_PRELOAD": f"{library_of('libasan.so')} {library_of('libubsan.so')}"} if sanitized else {}
-    return ["dev/cuda/lab.py", "--check", "--dtype", dtype], more
+    return ["-m", "dev.lab", "--check", "--dtype", dtype], more
 
 
 def all_programs():
     """PROGRAMS, and behind them the test files that are not among them."""
-    found = sorted(str(path.relative_to(TOP)) for path in (*TOP.glob("test_*.py"), *TOP.glob("dev/**/test_*.py")))
+    found = sorted(f"dev.tests.{path.stem}" for path in (TOP / "dev/tests").glob("test_*.py"))
     return [*PROGRAMS, *(path for path in found if path not in {*PROGRAMS, *LEFT_OUT})]
 
 
@@ -125,45 +125,45 @@ class Fast(NamedTuple):
 
 
 WITHOUT_KERNELS = (  # while another process compiles the kernels
-    Fast("dev/tests/run.py", "lint counting"),
-    Fast("dev/tests/test_budgets.py", "budgets counting"),
+    Fast("dev.tests.run", "lint counting"),
+    Fast("dev.tests.test_budgets", "budgets counting"),
     # Formulas, and numbers
-    Fast("test_gpt2.py", "finite_differences rounding two_halves numpy_beside_pytorch"),
-    Fast("dev/llama3/test_llama3.py", "finite_differences"),
+    Fast("test_gpt2", "finite_differences rounding two_halves numpy_beside_pytorch"),
+    Fast("dev.tests.test_llama3", "finite_differences"),
     # Schedules, files, refusals, of the trainer and of the programs around it
-    Fast("dev/test_files.py", "bad_files packed_batches first_parameters schedules samples numpy_program "
+    Fast("dev.tests.test_files", "bad_files packed_batches first_parameters schedules samples numpy_program "
          "random_numbers token_order limits steps_of_a_graph "
          "late_reports top_level_files tensor_maps_of_a_gpu", ("cpu", FOLDER)),
-    Fast("dev/llama3/test_llama3.py", "sizes bad_files", ("cpu", FOLDER)),
-    Fast("dev/test_convert.py", "round_trips other_types one_file configs refusals replaced_files tokenizers",
+    Fast("dev.tests.test_llama3", "sizes bad_files", ("cpu", FOLDER)),
+    Fast("dev.tests.test_convert", "round_trips other_types one_file configs refusals replaced_files tokenizers",
          (FOLDER,)),
-    Fast("dev/llama3/test_convert.py", "round_trips other_types configs refusals", (FOLDER,)),
-    Fast("dev/llama3/test_tokens.py", "test_tokens"),
-    Fast("dev/data/test_data.py", "tables local_shards refusals", (FOLDER,)),
-    Fast("dev/eval/test_hellaswag.py", "good_files bad_files rules", (FOLDER,)),
-    Fast("dev/eval/test_sample.py", "formula windows characters"),
-    Fast("dev/test_training.py", "logs rows_of_sweep sections tables recipes recipes_of_nodes", (FOLDER,)),
-    Fast("dev/test_plot.py", "logs tokens_and_speed numbers reference_lines sparklines panels", (FOLDER,)),
-    Fast("dev/test_scaling.py", "rings queues measured"),
-    Fast("dev/test_meeting.py", "what_launchers_say"),
-    Fast("dev/test_meeting.py", "strangers impostors", (FOLDER,)),
-    Fast("dev/cuda/test_lab.py", "judging inputs"),
-    Fast("dev/cuda/test_lab.py", "written", (FOLDER,)),
-    Fast("dev/cuda/test_exercise.py", "on_gpu standings", (FOLDER,)),
+    Fast("dev.tests.test_convert_llama3", "round_trips other_types configs refusals", (FOLDER,)),
+    Fast("dev.tests.test_tokens", "test_tokens"),
+    Fast("dev.tests.test_data", "tables local_shards refusals", (FOLDER,)),
+    Fast("dev.tests.test_hellaswag", "good_files bad_files rules", (FOLDER,)),
+    Fast("dev.tests.test_sample", "formula windows characters"),
+    Fast("dev.tests.test_training", "logs rows_of_sweep sections tables recipes recipes_of_nodes", (FOLDER,)),
+    Fast("dev.tests.test_plot", "logs tokens_and_speed numbers reference_lines sparklines panels", (FOLDER,)),
+    Fast("dev.tests.test_scaling", "rings queues measured"),
+    Fast("dev.tests.test_meeting", "what_launchers_say"),
+    Fast("dev.tests.test_meeting", "strangers impostors", (FOLDER,)),
+    Fast("dev.tests.test_lab", "judging inputs"),
+    Fast("dev.tests.test_lab", "written", (FOLDER,)),
+    Fast("dev.tests.test_exercise", "on_gpu standings", (FOLDER,)),
 )
 WITH_KERNELS = (
-    Fast("dev/tests/run.py", "kernels", (DEVICE,)),
-    Fast("test_gpt2.py", "matmul", (DEVICE, 27, 96, 288)),
-    Fast("test_gpt2.py", "forward_pass", (DEVICE, *MODEL[1:])),
-    Fast("dev/tests/run.py", "pytorch_dump", (DEVICE,)),
-    Fast("dev/test_files.py", "micro_batches accumulated_steps repeated_steps clipped_gradients other_ways "
+    Fast("dev.tests.run", "kernels", (DEVICE,)),
+    Fast("test_gpt2", "matmul", (DEVICE, 27, 96, 288)),
+    Fast("test_gpt2", "forward_pass", (DEVICE, *MODEL[1:])),
+    Fast("dev.tests.run", "pytorch_dump", (DEVICE,)),
+    Fast("dev.tests.test_files", "micro_batches accumulated_steps repeated_steps clipped_gradients other_ways "
          "computed_again moments_in_bf16 smaller_batches next_logits", (DEVICE,)),
-    Fast("dev/test_files.py", "profiler_ranges models_too_large faults_of_a_gpu", ("cpu", FOLDER)),
-    Fast("dev/update/test_outliers.py", "z_scores", ("cpu",)),
-    Fast("dev/eval/test_sample.py", "as_the_trainer"),
+    Fast("dev.tests.test_files", "profiler_ranges models_too_large faults_of_a_gpu", ("cpu", FOLDER)),
+    Fast("dev.tests.test_outliers", "z_scores", ("cpu",)),
+    Fast("dev.tests.test_sample", "as_the_trainer"),
     # The program: three steps, a resume, and a refusal of each kind
-    Fast("dev/tests/run.py", "three_steps_and_a_resume refusals", (FOLDER,)),
-    Fast("dev/test_runs.py", "overfitted_batch", ("cpu", FOLDER), "token_files"),
+    Fast("dev.tests.run", "three_steps_and_a_resume refusals", (FOLDER,)),
+    Fast("dev.tests.test_runs", "overfitted_batch", ("cpu", FOLDER), "token_files"),
 )
 
 
@@ -177,7 +177,7 @@ def counting():
         check(f"{text!r} and status {status}", counts_in(text, status) == wish, counts_in(text, status))
     found = all_programs()
     check("each program is there, once", len({*found}) == len(found) and all(
-        (TOP / program).exists() for program in found if not program.startswith("lab ")), found)
+        (TOP / f"{program.replace('.', '/')}.py").exists() for program in found if program[:4] != "lab "), found)
 
 
 def lint():
@@ -187,7 +187,7 @@ def lint():
     if not ruff:
         print("skipped: ruff is not installed")
         return
-    done = subprocess.run([ruff, "check", "--no-cache", "--config", "dev/ruff.toml", "."], cwd=TOP, text=True,
+    done = subprocess.run([ruff, "check", "--no-cache", "--config", ".ruff.toml", "."], cwd=TOP, text=True,
                           capture_output=True)
     check("ruff", done.returncode == 0, (done.stdout + done.stderr) * done.returncode)
 
@@ -195,7 +195,7 @@ def lint():
 def kernels(device):
     """The kernels that are compiled for no size, and so with any model's."""
     import test_gpt2
-    from dev.cuda.kernel import find_kernel
+    from dev.lab.kernel import find_kernel
     names = [name for name in test_gpt2.KERNELS if not find_kernel(name).compiled_for]
     test_gpt2.test_kernels("cpu", device.dtype, names=names, models=(MODEL[1:],))
 
@@ -222,10 +222,10 @@ def train(*flags):
 def three_steps_and_a_resume(folder):
     """Three steps print three losses and leave a checkpoint. A run that stops after three steps and resumes ends in the
     bytes of one of six."""
-    from dev.test_runs import bytes_of, command, same, token_files
+    from dev.tests.test_runs import bytes_of, command, same, token_files
     from test_gpt2 import check
     token_files(folder)
-    flags = command("cpu", folder, folder / "six", "-x", 6, "-n", 3, "-s", 0)[4:]
+    flags = command("cpu", folder, folder / "six", "-x", 6, "-n", 3, "-s", 0)[5:]
     text, error = train(*flags)
     losses = re.findall(r"^step +\d+/6 \| loss (\S+) ", text, re.M)
     check("six steps", not error and len(losses) == 6 and all(0 < float(loss) < 7 for loss in losses), error or losses)
@@ -238,11 +238,11 @@ def three_steps_and_a_resume(folder):
 
 def refusals(folder):
     """One of each kind: a flag, a value, flags that exclude each other, files, sizes, a folder, a loss."""
-    from dev.test_runs import command, token_files
+    from dev.tests.test_runs import command, token_files
     from test_gpt2 import check
     token_files(folder)
     (folder / "noise.bin").write_bytes(bytes(2000))
-    flags = command("cpu", folder, folder / "out", "-x", 2)[4:]
+    flags = command("cpu", folder, folder / "out", "-x", 2)[5:]
     _, error = train(*flags)
     check("what is not refused", not error, error)
     flags = [*flags, "-o", folder / "other"]
@@ -261,19 +261,6 @@ def refusals(folder):
         check(f"refused: {wish}", re.search(wish, error) and "\n" not in error, error or "it was accepted")
 
 
-def module_of(file):
-    """A file's module, as its own program imports it: its folder is searched first."""
-    import test_gpt2
-    if file == "test_gpt2.py":
-        return test_gpt2
-    name = file.removesuffix(".py").replace("/", ".")
-    if name not in sys.modules:
-        sys.path.insert(1, str(TOP / Path(file).parent))
-        importlib.import_module(name)
-        sys.path.pop(1)
-    return sys.modules[name]
-
-
 class Result(NamedTuple):
     name: str
     seconds: float
@@ -290,7 +277,7 @@ def run_test(file, name, arguments, prepare):
         import test_gpt2
         before = dict(test_gpt2.counts)
         with contextlib.redirect_stdout(said), tempfile.TemporaryDirectory() as folder:
-            module = module_of(file)
+            module = importlib.import_module(file)
             if prepare:
                 getattr(module, prepare)(Path(folder))
             given = [Path(folder).resolve() if argument == FOLDER else

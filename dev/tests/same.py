@@ -1,9 +1,9 @@
 """Do two commits compute the same numbers, bit by bit?
 
-    python dev/tests/same.py HEAD~1 .            # a commit and the working tree: all cases
-    python dev/tests/same.py main . --quick      # some of them, in three minutes on two cores
-    python dev/tests/same.py main . --only fp8   # those whose name has this word (a regular expression)
-    python dev/tests/same.py main . --code       # only the machine code of kernels
+    python -m dev.tests.same HEAD~1 .            # a commit and the working tree: all cases
+    python -m dev.tests.same main . --quick      # some of them, in three minutes on two cores
+    python -m dev.tests.same main . --only fp8   # those whose name has this word (a regular expression)
+    python -m dev.tests.same main . --code       # only the machine code of kernels
 
 Each case is a short training of a small model by both trees, OLD first. Compared are the losses and norms that are
 printed, main.log, samples, and every file in -o: checkpoints and state files by their bytes, with the tensor and the
@@ -40,7 +40,7 @@ import numpy as np
 TOP = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
 TREE = CACHE / "same_tree"  # where each of the two trees is while it runs; see own_tree
-PROGRAMS = {"gpt2": "train_gpt2.py", "llama": "train_llama3.py"}  # wherever they are in a tree
+PROGRAMS = {"gpt2": "train_gpt2", "llama": "dev.llama3.train_llama3"}
 # -ffp-contract=off: whether the compiler makes one operation of a product and a sum says nothing of the source.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": "-O1 -ffp-contract=off",
                "TRAIN_GPT2_WAIT": "120", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PYTHONDONTWRITEBYTECODE": "1",
@@ -251,8 +251,7 @@ def named(case):
 
 def command(case, device, flags, ranks, more):
     """The command line of a run, in a folder of the case's own."""
-    [program] = TREE.rglob(PROGRAMS[case.model.split("_")[0]])
-    words = [sys.executable, str(program), "--device", device]
+    words = [sys.executable, "-m", PROGRAMS[case.model.split("_")[0]], "--device", device]
     if case.usual:
         words += ["-e", f"../../data/{case.model}.bin", *USUAL.split()]
     words += [*case.flags.split(), *flags.split(), *more]
@@ -272,7 +271,7 @@ def run_case(case, device, side, olds, known):
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     runs = [("", case.ranks), *case.then]
-    environment = os.environ | ENVIRONMENT
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(TREE)}
     environment["CXXFLAGS"] += f" {case.cxx}"
     statuses = []
     for i, (flags, ranks) in enumerate(runs):

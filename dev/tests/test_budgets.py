@@ -1,6 +1,6 @@
 """Budgets: how large the top-level files may be, what they may import, and how their Python is written.
 
-    python dev/tests/test_budgets.py
+    python -m dev.tests.test_budgets
 
 A feature does not raise a budget: it is a chapter under dev/. Where a figure is far below its budget, there is room for
 something that a reader needs.
@@ -13,10 +13,9 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-TOP = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TOP))
-from test_gpt2 import EXACT, check, run, summary  # noqa: E402
+from test_gpt2 import EXACT, check, run, summary
 
+TOP = Path(__file__).resolve().parents[2]
 FEATURE = re.compile("fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every", re.I)
 BUDGETS = {
     "train_gpt2.py: bytes": 74000,

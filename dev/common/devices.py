@@ -1,0 +1,35 @@
+"""Devices by their names. A run on a CPU is a feature: train_gpt2.py by itself knows GPUs only."""
+from dev.cpu.device import Cpu
+
+
+def device_class(name, plain=False):
+    """The class of the device "cuda" or "cpu"; plain: without the trainer's section "Faster"."""
+    if name == "cpu":
+        return Cpu
+    from dev.gpu.products import with_timed_products
+    from train_gpt2 import Cuda, FastCuda
+    return Cuda if plain else with_timed_products(FastCuda)
+
+
+def make_device(name, dtype, c, plain=False, graph=True, beside=()):
+    """A device: see Cuda and Cpu."""
+    device = device_class(name, plain)(dtype, c, beside)
+    device.graph = graph  # "Faster" records a step's launches
+    return device
+
+
+class OneByOne:
+    """Training whose kernels are launched one by one."""
+
+    def make_device(self, *beside):
+        device = super().make_device(*beside)
+        device.graph = False
+        return device
+
+
+class OnCpu:
+    """Training on the CPU device."""
+    longest = 64  # T without -t
+
+    def device_class(self):
+        return Cpu

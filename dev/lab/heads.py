@@ -1,0 +1,176 @@
+"""Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
+from types import SimpleNamespace
+
+import numpy as np
+
+from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
+from dev.lab.kernel import f32, in_parts
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import GPT2
+
+# What every version is checked at: a single token, tiles that are not full, and tiles of several kinds.
+HEADS = ("B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64")
+LONG_HEADS = (*HEADS, "B=1,T=150,NH=2,HS=128")
+GROUPS = ("B=1,T=1,NH=1,NKV=1,HS=64", "B=2,T=33,NH=6,NKV=2,HS=64", "B=1,T=130,NH=4,NKV=1,HS=64",
+          "B=1,T=70,NH=3,NKV=3,HS=64")
+LONG_GROUPS = (*GROUPS, "B=1,T=150,NH=4,NKV=2,HS=128")
+# The trainer's alone: heads of odd sizes, and more of them than kernels.cu's SECTION.
+ODD_HEADS = ("B=1,T=40,NH=2,HS=32", "B=1,T=64,NH=3,HS=32", "B=2,T=70,NH=33,HS=32", "B=1,T=300,NH=2,HS=64",
+             "B=1,T=70,NH=5,HS=80", "B=1,T=130,NH=4,HS=100")
+ODD_GROUPS = ("B=3,T=5,NH=44,NKV=22,HS=3", "B=2,T=27,NH=8,NKV=1,HS=6", "B=1,T=40,NH=2,NKV=1,HS=32",
+              "B=1,T=260,NH=2,NKV=1,HS=128")
+
+
+LSE_LIMITS = dict(fp32=2e-5, tf32=5e-4, bf16=2e-5)  # its weights are added up in fp32, before they are rounded
+
+
+def pairs_seen(a):
+    """How many pairs there are of a query and a key that it sees."""
+    return a.B * a.NH * a.T * (a.T + 1) // 2
+
+
+def split(x, NH, NKV):
+    """q (B,NH,T,HS), and k and v (B,NKV,T,HS), of x (B,T,NH+2NKV,HS)."""
+    x = x.swapaxes(1, 2)
+    return x[:, :NH], x[:, NH : NH + NKV], x[:, NH + NKV :]
+
+
+def join(*heads):
+    """x (B,T,heads,HS) of heads (B,..,T,HS)."""
+    return np.concatenate(heads, 1).swapaxes(1, 2)
+
+
+def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
+    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS), of two kinds that take turns from one group of heads to the next.
+
+    The first has scores of up to some hundreds: its queries are 2^-3 to 2^3 times as large as normal numbers, its keys
+    are 4 times as large, and its values a quarter, so that dq, dk and dv are alike in size. All of its numbers have few
+    bits, sixteenths before that, and are exact in each dtype, since an exponential multiplies what a large score is off
+    by. The second has small scores, its queries being 2^-3 to 1 times as large, and all bits of its numbers count. With
+    coarse, all groups are of the first kind. Raises UserError.
+    """
+    if NH % NKV:
+        raise UserError(f"expected NKV = {NKV} to divide NH = {NH}")
+    first = (np.arange(NKV) + np.arange(B)[:, None]) % 2 == 0
+    group = (first | coarse)[:, None, :, None]  # (B,1,NKV,1)
+    head = group.repeat(NH // NKV, 2)
+    qkv, dout = (np.where(kind, np.round(16 * x) / 16, draw.real(x)) for kind, x in (
+        (np.concatenate([head, group, group], 2), draw.normal(B, T, NH + 2 * NKV, HS)),
+        (head, draw.normal(B, T, NH, HS))))
+    qkv[:, :, :NH] *= 2.0 ** draw.rng.integers(-3, np.where(head, 4, 1), (B, T, NH, 1))
+    qkv[:, :, NH : NH + NKV] *= np.where(group, 4, 1)
+    qkv[:, :, NH + NKV :] /= np.where(group, 4, 1)
+    return qkv, dout
+
+
+def forward_of(kind, q, k, v):
+    """out, and lse, log2 of the sum that normalises a row (...,T)."""
+    score = causal(q @ transposed(k) / np.sqrt(q.shape[-1]))
+    return attention(kind, q, k, v), np.logaddexp.reduce(score, -1) / np.log(2)
+
+
+def size_of(a, b):
+    """The root of the sum of the squares of the terms of each element of a @ b."""
+    return np.sqrt(a**2 @ b**2)
+
+
+def by_heads(f, q, k, v, *more):
+    """f of the heads one after the other, (1,T,HS) each, with its group's key and value. Returns a list of (B,NH,...).
+    """
+    k, v = (x.repeat(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    arrays = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *more))
+    return [x.reshape(*q.shape[:2], *x.shape[1:]) for x in in_parts(f, *arrays, step=1)]
+
+
+def sizes_of(B, T, NH, NKV, HS, relu):
+    return dict(NKV=NKV, N=B * T, scale=HS**-0.5, relu=relu)
+
+
+def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
+    """Attention from qkv. With relu, of max(0, score) in place of softmax; with_lse, lse is an output too."""
+    kind = "relu" if relu else "softmax"
+    qkv, _ = draw_heads(draw, B, T, NH, NKV, HS)
+    out, lse = by_heads(lambda *x: forward_of(kind, *x), *split(qkv, NH, NKV))
+    truth = dict(out=join(out), lse=lse) if with_lse else dict(out=join(out))
+    # lse is a logarithm: its error is that of its argument, and of the score that has been taken out of it.
+
+    def sizes(q, k, v):
+        if relu:  # a score next to 0 is off by as much as any, and may have the other sign
+            return (size_of(np.tri(T) * HS**-0.5 * size_of(q, transposed(k)), v),)
+        return (size_of(attention_weights(kind, HS**-0.5 * q @ transposed(k)), v),)
+
+    terms = dict(out=join(*by_heads(sizes, *split(qkv, NH, NKV))), lse=1 + abs(lse))
+    return dict(sizes_of(B, T, NH, NKV, HS, relu), with_lse=with_lse, qkv=qkv), truth, terms
+
+
+def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
+    """Its gradients, given an out that is not quite right, or dscore would be 0 where T is 1. With relu all scores are
+    exact in each dtype, or one next to 0 would lose its sign. With cold, the scores of the last query are all so low
+    that its weights, where it is taken to be there but sees nothing, would be infinite."""
+    kind = "relu" if relu else "softmax"
+    qkv, dout = draw_heads(draw, B, T, NH, NKV, HS, coarse=bool(relu))
+    if cold:
+        qkv[:, :, NH : NH + NKV], qkv[:, -1, :NH] = draw.real(qkv[:, :, NH : NH + NKV] / 2 - 4), 4
+    dout_heads, heads = dout.swapaxes(1, 2), split(qkv, NH, NKV)
+    out, lse = by_heads(lambda *x: forward_of(kind, *x), *heads)
+    out = draw.real(out + draw.normal(*out.shape) / 20)
+
+    def gradients(q, k, v, dout, out):
+        delta, scale = (dout * out).sum(-1, keepdims=True), HS**-0.5
+        att = attention_weights(kind, scale * q @ transposed(k))
+        # How large the terms of dscore are, and then those of its products: dout v' and delta nearly cancel.
+        size = np.where(att > 0, size_of(dout, transposed(v)), 0) if relu else att * (
+            size_of(dout, transposed(v)) + abs(delta))
+        terms = scale * size_of(size, k), scale * size_of(transposed(size), q), size_of(transposed(att), dout)
+        return *dattention(kind, dout, q, k, v, delta), *terms
+
+    dq, dk, dv, *terms = by_heads(gradients, *heads, dout_heads, out)
+    dk, dv, *terms[1:] = (x.reshape(B, NKV, NH // NKV, T, HS).sum(2) for x in (dk, dv, *terms[1:]))
+    inputs = dict(sizes_of(B, T, NH, NKV, HS, relu), qkv=qkv, dout=dout, out=join(out), lse=f32(lse))
+    return inputs, dict(dqkv=join(dq, dk, dv)), dict(dqkv=join(*terms))
+
+
+def launch_trainers(device, a, kernel, *arrays, tiled):
+    """Launch a kernel of kernels.cu as the trainer does. tiled: arrays that it reads by tiles."""
+    model = SimpleNamespace(device=device, config=a, BT=(a.B, a.T), scale=a.scale, relu=a.relu)
+    GPT2.attention(model, kernel, *arrays, *(x.reshape(a.B * a.T, -1) for x in tiled))
+
+
+def trainers_forward(device, a):
+    launch_trainers(device, a, "attention_forward", a.out, a.lse, tiled=(a.qkv,))
+
+
+def trainers_backward(device, a, sums=None):
+    launch_trainers(device, a, "attention_backward_q", a.dqkv, sums, a.delta, a.lse, a.out, tiled=(a.qkv, a.dout))
+    launch_trainers(device, a, "attention_backward_kv", a.dqkv, sums, a.delta, a.lse, tiled=(a.qkv, a.dout))
+
+
+def lse_scratch(a):
+    """Room for lse, where it is no output."""
+    return {} if a.with_lse else dict(lse=(a.B, a.NH, a.T))
+
+
+def delta_scratch(a):
+    return dict(delta=(a.B, a.NH, a.T))
+
+
+def plain_softmax(a):
+    """Whether a problem is one that the lab's own versions do."""
+    return not (a.relu or getattr(a, "with_lse", 0))
+
+
+def torch_heads(x):
+    """q, k and v (B,heads,T,HS) as PyTorch wants them."""
+    return [t.transpose(1, 2) for t in x.qkv.split([x.NH, x.NKV, x.NKV], 2)]
+
+
+def torch_forward(torch, x):
+    q, k, v = torch_heads(x)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=x.NKV < x.NH)
+
+
+def torch_backward(torch, x):
+    q, k, v = (t.detach().requires_grad_() for t in torch_heads(x))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=x.NKV < x.NH)
+    dout = x.dout.transpose(1, 2)
+    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)

@@ -1,0 +1,29 @@
+"""dlogits (N,Vp) = (probs - 1 at the target) * dlosses (N)"""
+import numpy as np
+
+from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.kernels.softmax_forward import WORDS, in_packs, padded
+from prepro_tinyshakespeare import UserError
+
+
+def problem(draw, B, T, V, Vp):
+    """What is beyond V is NaN. Raises UserError."""
+    def gradient(probs, targets, dlosses):
+        return padded(dlosses[:, None] * (probs[:, :V] - (np.arange(V) == targets[:, None])), Vp)
+
+    if V > Vp:
+        raise UserError(f"expected V = {V} not to exceed Vp = {Vp}")
+    N = B * T
+    probs, targets, dlosses = abs(draw(N, Vp)), draw.words(V, N), draw.fp32(N)
+    probs[:, V:] = np.nan
+    targets[-1] = V - 1
+    return (dict(N=N, probs=probs, targets=targets, dlosses=dlosses),
+            dict(dlogits=in_parts(gradient, probs, targets, dlosses)))
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=1,T=3,V=257,Vp=257"),
+    args="dlogits dlosses probs targets N V Vp", fp32="dlosses", versions=(
+        Version("a thread a number", "crossentropy_softmax_backward1", "N*Vp"),
+        Version("16 bytes a lane", "crossentropy_softmax_backward2", "Vp, N", fits=in_packs),
+    ))

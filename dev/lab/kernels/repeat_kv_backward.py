@@ -1,0 +1,31 @@
+"""dinp (B,T,NH+2NKV,HS) = dout (B,T,3,NH,HS), summed over the copies of a head"""
+import numpy as np
+
+from dev.lab.heads import GROUPS
+from dev.lab.kernel import COPIED, Kernel, Version
+
+
+def problem(draw, B, T, NH, NKV, HS):
+    def summed(x):
+        return x[:, :, 1:].reshape(B, T, 2 * NKV, NH // NKV, HS).sum(3)
+
+    dout = draw(B, T, 3, NH, HS)
+    q = dout[:, :, 0]
+    return dict(N=B * T, dout=dout), dict(dinp=np.concatenate([q, summed(dout)], 2)), dict(
+        dinp=np.concatenate([np.full(q.shape, COPIED), summed(abs(dout))], 2))
+
+
+def with_atomics(device, a):
+    device.zero(a.dinp)
+    device.launch("repeat_kv_backward1", a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.NKV, a.HS,
+                  threads=a.threads)
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="dinp dout N NH NKV HS", sums="dinp", versions=(
+        Version("a thread a number of dout, with atomics", with_atomics, dtypes=("fp32",), atomics=True),
+        Version("a thread a number of dinp", "repeat_kv_backward2", "N*(NH + 2*NKV)*HS"),
+        Version("16 bytes a lane", "repeat_kv_backward3", "(NH + 2*NKV)*HS, N", held_back={
+                    "bf16": "a row is 160 packs of 16 bytes: 24,576 blocks of 64 threads, each with little "
+                            "on its way"}),
+    ))

@@ -1,0 +1,22 @@
+"""out (B,T,3,NH,HS) = inp (B,T,NH+2NKV,HS) with each key and value head NH/NKV times"""
+import numpy as np
+
+from dev.lab.heads import GROUPS
+from dev.lab.kernel import Kernel, Version
+
+
+def problem(draw, B, T, NH, NKV, HS):
+    inp = draw(B, T, NH + 2 * NKV, HS)
+    kv = inp[:, :, NH:].reshape(B, T, 2, NKV, HS).repeat(NH // NKV, 3)
+    return dict(N=B * T, inp=inp), dict(out=np.concatenate([inp[:, :, None, :NH], kv], 2))
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="out inp N NH NKV HS", exact="out", versions=(
+        Version("a thread a number", "repeat_kv_forward1", "N*3*NH*HS"),
+        Version("16 bytes a lane", "repeat_kv_forward2", "3*NH*HS, N", held_back={
+                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
+                            "microseconds",
+                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
+                            "microseconds"}),
+    ))

@@ -1,0 +1,46 @@
+"""the queries and keys of qkv (B,T,NH+2NKV,HS), in place, pairs of channels turned by an angle for each position"""
+import numpy as np
+
+from dev.lab.formulas import rotate
+from dev.lab.kernel import COPIED, Kernel, Version, f32
+from dev.lab.kernels.rope_table import angles, cosines_and_sines
+
+# With such a theta, all pairs of a head turn by large angles. Their two channels are neighbours, or half a head apart.
+TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in (
+    "B=1,T=1,NH=1,NKV=1,HS=64", "B=2,T=33,NH=6,NKV=2,HS=32", "B=1,T=70,NH=4,NKV=1,HS=80"))
+ODD_TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in (  # the trainer's alone
+    "B=70,T=2,NH=1,NKV=1,HS=2", "B=2,T=5,NH=5,NKV=5,HS=2", "B=3,T=7,NH=3,NKV=1,HS=6", "B=1,T=70,NH=8,NKV=1,HS=64",
+    "B=2,T=9,NH=2,NKV=1,HS=80", "B=3,T=17,NH=4,NKV=2,HS=128"))
+
+
+def turned(draw, sign, B, T, NH, NKV, HS, theta, half):
+    """The inputs but qkv; that; and what it becomes, the size of its terms."""
+    heads, angle = NH + NKV, angles(T, HS, theta)
+    qkv = draw(B, T, NH + 2 * NKV, HS)
+    expected, size = qkv.copy(), np.full(qkv.shape, COPIED)
+    expected[:, :, :heads] = rotate(qkv[:, :, :heads], sign * angle, half)
+    pairs = qkv[:, :, :heads].reshape(B, T, heads, *((2, HS // 2) if half else (HS // 2, 2)))
+    length = np.linalg.norm(pairs, axis=-2 if half else -1, keepdims=True)
+    size[:, :, :heads] = np.broadcast_to(length, pairs.shape).reshape(B, T, heads, HS)
+    inputs = dict(N=B * T, heads=heads, row=(NH + 2 * NKV) * HS, half=half, theta=float(theta),
+                  table=f32(cosines_and_sines(angle)))
+    return inputs, qkv, expected, size
+
+
+def problem(draw, B, T, NH, NKV, HS, theta=500000, half=0):
+    inputs, qkv, expected, size = turned(draw, 1, B, T, NH, NKV, HS, theta, half)
+    return dict(inputs, qkv=qkv), dict(qkv=expected), dict(qkv=size)
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,NH=32,NKV=8,HS=64", TURNS, trainer_checks=ODD_TURNS, compiled_for="HS", fp32="table",
+    sums="qkv", args="qkv table N T heads row half", traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize, versions=(
+        Version("a thread a pair, which computes its angle", "rope_forward1", "N*heads*HS // 2",
+                args="qkv theta N T heads row half"),
+        Version("a table of cosines and sines", "rope_forward2", "N*heads*HS // 2"),
+        Version("16 bytes a lane: the trainer's", "rope_forward", "N*heads*HS", trainer=True, held_back={
+                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
+                            "microseconds",
+                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
+                            "microseconds"}),
+    ))

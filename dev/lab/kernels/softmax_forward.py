@@ -1,0 +1,48 @@
+"""out (N,Vp) = softmax(inp) over the first V columns, zeros in the others"""
+import numpy as np
+
+from dev.lab.formulas import softmax
+from dev.lab.kernel import Kernel, Version, in_parts
+from prepro_tinyshakespeare import UserError
+
+WORDS = "B=1,T=1,V=17,Vp=32", "B=3,T=9,V=257,Vp=384", "B=1,T=3,V=50257,Vp=50304"
+
+
+def logits_of(draw, N, V, Vp):
+    """(N,Vp): rows of deviation 3, the last of them 200 higher, where exponentials are infinite in fp32, and, if there
+    are others, the second to last 200 lower, where they are all 0. What is beyond V is NaN: no kernel is to use it.
+    Raises UserError."""
+    if V > Vp:
+        raise UserError(f"expected V = {V} not to exceed Vp = {Vp}")
+    logits = draw(N, Vp, scale=3)
+    logits[-1] = draw.real(logits[-1] + 200)
+    logits[-2:-1] = draw.real(logits[-2:-1] - 200)
+    logits[:, V:] = np.nan
+    return logits
+
+
+def padded(x, Vp):
+    """x (N,V) with columns of zeros up to Vp."""
+    return np.pad(x, ((0, 0), (0, Vp - x.shape[1])))
+
+
+def problem(draw, B, T, V, Vp):
+    inp = logits_of(draw, B * T, V, Vp)
+    return dict(N=B * T, inp=inp), dict(out=in_parts(lambda x: padded(softmax(x[:, :V]), Vp), inp))
+
+
+def in_packs(a):
+    return a.Vp % a.W == 0
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=3,T=9,V=257,Vp=257"), args="out inp N V Vp", versions=(
+        Version("a thread a row, three passes", "softmax_forward1", "N", threads=(32, 128),
+                limits=dict(fp32=1e-4)),  # a sum of 50,257 numbers one by one
+        Version("a block a row, three passes", "softmax_forward2", "N", threads=(256, 512, 1024)),
+        Version("online, a warp a row: two passes, 16 bytes a lane", "softmax_forward3", "N", threads=(128, 256, 1024),
+                fits=in_packs),
+        Version("online, a block a row", "softmax_forward4", "N", threads=(256, 512, 1024), fits=in_packs),
+        Version("one pass, the next row on its way", "softmax_forward5", "min(blocks, N)", threads=(512, 1024),
+                shared="Vp*itemsize", more=dict(blocks=(2, 132, 264)), fits=in_packs),
+    ), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))

@@ -1,0 +1,34 @@
+"""dinp (N,2H) of up * silu(gate)"""
+import numpy as np
+
+from dev.lab.formulas import dswiglu, sigmoid
+from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.kernels.swiglu_forward import ODD_ROWS_H, ROWS_H, swiglu_inputs
+
+
+def problem(draw, B, T, H, in_place=0):
+    """With in_place, dinp is where inp was."""
+    def gradient(dout, inp):
+        up, gate = np.split(inp, 2, -1)
+        s = sigmoid(gate)
+        # 1 + gate * (1 - s) cancels where the gradient of silu is 0
+        terms = np.concatenate([abs(dout * gate * s), abs(dout * up * s) * (1 + abs(gate) * (1 - s))], -1)
+        return *dswiglu(dout, inp), terms
+
+    inp, dout = swiglu_inputs(draw, B * T, H), draw(B * T, H)
+    dinp, terms = in_parts(gradient, dout, inp)
+    inputs = dict(N=B * T, in_place=in_place, dout=dout, **{"dinp" if in_place else "inp": inp})
+    return inputs, dict(dinp=dinp), dict(dinp=terms)
+
+
+def trainers(device, a):
+    inp = a.dinp if a.in_place else a.inp
+    device.launch("swiglu_backward", a.N * a.H, a.dinp, a.dout, inp, a.N, a.H, threads=a.threads)
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,H=8192", ROWS_H, sums="dinp", args="dinp dout inp N H",
+    trainer_checks=(*ODD_ROWS_H, *(f"{sizes},in_place=1" for sizes in (*ROWS_H, *ODD_ROWS_H))), versions=(
+        Version("a thread a number", "swiglu_backward1", "N*H", fits=lambda a: not a.in_place),
+        Version("16 bytes a lane: the trainer's", trainers, trainer=True),
+    ))

@@ -1,0 +1,34 @@
+"""out (N,H) = up * silu(gate), the halves of inp (N,2H)"""
+import numpy as np
+
+from dev.lab.formulas import swiglu
+from dev.lab.kernel import Kernel, Version, in_parts
+
+ROWS_H = ("B=1,T=1,H=264", "B=3,T=9,H=96", "B=1,T=5,H=2048")
+ODD_ROWS_H = ("B=1,T=1,H=2056", "B=1,T=9,H=264")  # the trainer's alone
+
+
+def swiglu_inputs(draw, N, H):
+    """(N,2H): gates of four kinds, small, left, right, and in every 64th row so far out that exponentials overflow or
+    vanish; and a NaN for an up and for a gate."""
+    kinds = draw.rng.integers(4, size=39989)
+    low, high = np.array([(-4, 4), (-20, -1), (1, 20), (-100, 100)]).T
+    gate = draw.rng.uniform(low[kinds], high[kinds])
+    gate = draw.real(np.where(kinds == 3, np.copysign(100, gate), gate))
+    gates = np.resize(gate, (N, H))
+    near = np.where(abs(gates) == 100, np.sign(gates), gates)
+    inp = np.concatenate([draw(N, H), np.where(np.arange(N)[:, None] % 64 == 0, gates, near)], 1)
+    inp[0, [0, -1]] = np.nan
+    return inp
+
+
+def problem(draw, B, T, H):
+    inp = swiglu_inputs(draw, B * T, H)
+    return dict(N=B * T, inp=inp), dict(out=in_parts(swiglu, inp))
+
+
+KERNEL = Kernel(
+    problem, "B=8,T=1024,H=8192", ROWS_H, trainer_checks=ODD_ROWS_H, args="out inp N H", versions=(
+        Version("a thread a number", "swiglu_forward1", "N*H"),
+        Version("16 bytes a lane: the trainer's", "swiglu_forward", "N*H", trainer=True),
+    ), torch=lambda torch, x: lambda: torch.nn.functional.silu(x.inp[:, x.H :]) * x.inp[:, : x.H])

@@ -1,0 +1,173 @@
+"""Test --ema against the recurrence in NumPy, and runs that keep the average and go on with it.
+
+    python -m dev.tests.test_average
+
+All is on the CPU.
+"""
+import contextlib
+import io
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+import train_gpt2
+from dev.common.bf16 import master_numbers
+from dev.common.devices import make_device
+from dev.features import FLAGS as FEATURE_FLAGS
+from dev.features import attach
+from dev.variants.average import SOURCE
+from dev.variants.outliers import SOURCE as OUTLIERS
+from prepro_tinyshakespeare import UserError, write_tokens
+from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
+from train_gpt2 import GPT2, Config, Training, draw_parameters, pack_batch, parse_flags
+
+TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
+CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
+
+
+def averaged_model(dtype, decay):
+    device = make_device("cpu", dtype, CONFIG, beside=[SOURCE, OUTLIERS])
+    model = model_class(GPT2, "--ema", f"{decay}", "-sl", "3")(CONFIG, device, 3, 17)
+    model.set_parameters(draw_parameters(CONFIG, 1))
+    model.begin_average()
+    return model
+
+
+def average_of(model):
+    return model.device.get(model.arenas["average"].view(np.float32))
+
+
+def recurrence(dtype, decay):
+    """A few steps against the recurrence in float64; then one that a limit skips, and one whose
+    gradient is not finite."""
+    model, rng = averaged_model(dtype, decay), np.random.default_rng(2)
+    expected = master_numbers(model).astype(np.float64)
+    yield "begins as the parameters", average_of(model), master_numbers(model), EXACT
+    batch = pack_batch(*rng.integers(CONFIG.V, size=(2, 3, 17), dtype=np.int32))
+    for _ in range(5):
+        before = master_numbers(model)
+        model.train_step(batch, learning_rate=1e-2)
+        check("parameters move", (master_numbers(model) != before).mean() > 0.5)
+        expected = decay * expected + (1 - decay) * master_numbers(model)
+    yield "after 5 steps", average_of(model), expected, 1e-7
+    if decay == 0:
+        yield "without memory", average_of(model), master_numbers(model), EXACT
+    else:
+        apart = np.linalg.norm(average_of(model) - master_numbers(model))
+        check("is no copy of the parameters", apart > 1e-3 * np.linalg.norm(expected), f"{apart}")
+
+    # The windows say that all losses were 0.5 or 0.51, so this one is an outlier.
+    average, parameters = average_of(model), master_numbers(model)
+    model.device.put(model.adam.windows, np.full((2, 128), 0.5) + 0.01 * (np.arange(128) % 2))
+    model.device.put(model.adam.seen, [128])
+    model.train_step(batch, learning_rate=1e-2)
+    check("a step is skipped", not model.report().update and not model.report().stopped)
+    yield "skipped: parameters", master_numbers(model), parameters, EXACT
+    yield "skipped: average", average_of(model), average, EXACT
+    model.params.lnfb[...] = 0xFF80 if dtype == "bf16" else -np.inf
+    model.train_step(batch, learning_rate=1e-2)
+    check("a step is not finite", model.report().stopped)
+    yield "not finite: average", average_of(model), average, EXACT
+
+
+# ---- Runs
+
+
+def train(output, *flags, status=0):
+    """Call the trainer, and return what it said."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            found = train_gpt2.main([str(x) for x in ("--device", "cpu", "-o", output, *flags)])
+        except UserError as e:
+            found = f"error: {e}"
+            print(found)
+    ok = found == status if status == 0 else str(found).startswith("error: ")
+    check(f"{output.name}: status", ok, said.getvalue()[-400:] * (not ok))
+    return said.getvalue()
+
+
+def names(output):
+    return sorted(path.name for path in output.glob("*_0*"))
+
+
+def runs(dtype, *more):
+    """4 steps leave the same bytes as 2, and then 2 more; old averages go with their
+    checkpoints."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        with contextlib.redirect_stdout(None):
+            for part, count in (("train", 333), ("val", 100)):
+                tokens = np.random.default_rng(count).integers(257, size=count)
+                write_tokens(folder / f"{part}.bin", tokens.astype(np.int32))
+        whole, parts, plain = (folder / name for name in ("whole", "parts", "plain"))
+        flags = ("-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin", "-b", 2, "-t", 8,
+                 "-v", 0, "-s", 0, "-l", 1e-2, "--dtype", dtype, "-n", 2, *more)
+        text = train(whole, *flags, "-x", 4, "--ema", 0.75)
+        check("the arena is in the tables", "\naverage      | " in text)
+        train(parts, *flags, "-x", 2, "--ema", 0.75)
+        train(parts, "-y", 1, "-x", 4, "-v", 0, "-s", 0)  # --ema is as it was
+        for name in ("ema_00000004.bin", "model_00000004.bin", "state_00000004_00000.bin"):
+            same = (whole / name).read_bytes() == (parts / name).read_bytes()
+            check(f"{dtype}: 4 steps and 2 + 2: {name}", same)
+        model, ema = (whole / f"{name}_00000004.bin" for name in ("model", "ema"))
+        check("ema: another file", ema.read_bytes() != model.read_bytes())
+        check("ema: a checkpoint", Config.from_file(ema) == Config.from_file(model))
+        check("ema: fp32", ema.stat().st_size == 1024 + 4 * sum(
+            row.size for row in Config.from_file(ema).parameter_table()))
+
+        (parts / "ema_00000004.bin").unlink()
+        text = train(parts, "-y", 1, "-x", 5, status=1)
+        check("a file is missing: an error", "ema_00000004.bin: is not there" in text)
+        train(plain, *flags, "-x", 4)
+        check("without --ema: no file", not [*plain.glob("ema*")])
+        same = model.read_bytes() == (plain / model.name).read_bytes()
+        check("without --ema: the same parameters", same)
+        state = (plain / "state_00000004_00000.bin").read_bytes()
+        decay = 0 if dtype == "fp32" else 0.9999999  # the last parameters, or those at step 4
+        text = train(plain, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "--ema", decay, "-nk", 1)
+        check("begun later: a warning", "begins after step 4" in text)
+        left = ["DONE_00000006", "ema_00000006.bin", "model_00000006.bin", "run_00000000.json",
+                "run_00000006.json", "state_00000006_00000.bin"]
+        check("checkpoints before it are gone", names(plain) == left, names(plain))
+        found, begun = (np.frombuffer(data, "<f4") for data in (
+            (plain / "ema_00000006.bin").read_bytes()[1024:], state))
+        begun = begun[-len(found) :]
+        apart = np.linalg.norm(found - begun) / np.linalg.norm(begun)
+        check("begun later: with fp32 parameters", apart < 1e-6 or dtype == "fp32", f"{apart:.1e}")
+        if dtype == "fp32":
+            ema, model = (plain / f"{name}_00000006.bin" for name in ("ema", "model"))
+            check("D = 0: the parameters", ema.read_bytes() == model.read_bytes())
+            train(whole, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "-nk", 1)
+            check("averages before it are gone", names(whole) == left, names(whole))
+            text = train(folder / "alone", *flags, "-n", 0, "-x", 2, "--ema", 0.5)
+            left = ["ema_00000002.bin", "model_00000002.bin", "run_00000000.json"]
+            check("no -n: at the end", names(folder / "alone") == left, names(folder / "alone"))
+
+
+def refused():
+    """ZeRO is refused, also where only the flags of an earlier run say --ema."""
+    flags = parse_flags("", FEATURE_FLAGS, ["--ema", "0.9", "-z", "1"])
+    attach(flags, Training, GPT2)  # of one process: no shares
+    try:
+        attach(flags, Training, GPT2, ranks=SimpleNamespace())
+    except UserError as e:
+        check("--zero 1 is refused", "expected --zero 0" in str(e))
+    else:
+        check("--zero 1 is refused", False)
+
+
+def main():
+    for dtype in ("fp32", "bf16"):
+        for decay in (0, 0.6, 0.999):
+            run(f"{dtype}, D = {decay}:", recurrence, dtype, decay)
+    run("fp32 runs:", runs, "fp32")
+    run("bf16 runs:", runs, "bf16")
+    run("zero:", refused)
+    return summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

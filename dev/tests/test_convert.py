@@ -1,0 +1,636 @@
+"""Test dev/tools/convert.py on GPT-2: a folder that transformers wrote, folders as others
+write them, and a hub made here.
+
+    python -m dev.tests.test_convert
+    python -m dev.tests.test_convert --transformers    # transformers, too, loads what is written
+
+dev/tests/test_convert_llama3.py tests it on Llama 3. This needs the packages safetensors and huggingface_hub. Where
+TIKTOKEN_CACHE_DIR is set, to a folder with GPT-2's vocabulary, that is tested too.
+"""
+import argparse
+import contextlib
+import hashlib
+import http.server
+import io
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from dev.tools import convert
+from dev.common.bf16 import to_bf16
+from dev.tests.test_convert_llama3 import LIBRARY, read_folder, write_folder
+from dev.tests.test_tokens import BYTES, letters
+from dev.llama3.train_llama3 import Config3
+from prepro_tinyshakespeare import UserError, gpt2_encoding
+from dev.tests.test_files import check_refusal, header_refusal
+from test_gpt2 import FIXTURES, LIMITS, check, device_of, run, summary
+from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float
+
+C, V, L, NH, maxT = 128, 131, 3, 2, 9
+CONFIG = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": V, "n_positions": maxT, "n_ctx": 5,
+          "n_layer": L, "n_head": NH, "n_embd": C, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+LINEAR = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}  # in, out
+SHAPES = {"wte.weight": (V, C), "wpe.weight": (maxT, C), "ln_f.weight": (C,), "ln_f.bias": (C,)} | {
+    f"h.{l}.{name}.{kind}": shape if kind == "weight" else shape[-1:] for l in range(L) for kind in ("weight", "bias")
+    for name, shape in ({"ln_1": (C,), "ln_2": (C,)} | LINEAR).items()}
+FIXTURE, LOGITS = FIXTURES / "gpt2_folder", FIXTURES / "gpt2_folder_logits.npz"
+
+
+# ---- Folders and checkpoints
+
+
+def random_tensors(dtype, prefix=""):
+    """{name: array} of a model of these shapes."""
+    rng = np.random.default_rng(7)
+    found = {prefix + name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+    return {name: to_bf16(array) if dtype == BF16 else array.astype(dtype) for name, array in found.items()}
+
+
+def expected_checkpoint(tensors, dtype, sizes=(maxT, V, L, NH, C), Vp=256):
+    """The bytes of the checkpoint of these tensors, whose names have no prefix."""
+    def layers(name):
+        return [tensors[f"h.{l}.{name}"] for l in range(sizes[2])]
+
+    def outputs_first(name):  # row o of ours is the weights of output o, column o of theirs
+        return [np.stack([matrix[:, o] for o in range(matrix.shape[1])]) for matrix in layers(name)]
+
+    first = np.zeros(256, "<i4")
+    first[:8] = 20240326, 5 if dtype == BF16 else 3, *sizes, Vp
+    return b"".join(array.tobytes() for array in (
+        first, tensors["wte.weight"], np.zeros((Vp - sizes[1], sizes[4]), dtype), tensors["wpe.weight"],
+        *layers("ln_1.weight"), *layers("ln_1.bias"), *outputs_first("attn.c_attn.weight"), *layers("attn.c_attn.bias"),
+        *outputs_first("attn.c_proj.weight"), *layers("attn.c_proj.bias"), *layers("ln_2.weight"),
+        *layers("ln_2.bias"), *outputs_first("mlp.c_fc.weight"), *layers("mlp.c_fc.bias"),
+        *outputs_first("mlp.c_proj.weight"), *layers("mlp.c_proj.bias"), tensors["ln_f.weight"], tensors["ln_f.bias"]))
+
+
+def quietly(function, *args):
+    """(what a call returns, what it prints)."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        result = function(*args)
+    return result, said.getvalue()
+
+
+def fixture(folder):
+    """The folder that transformers wrote: its tensors as the safetensors library reads them, its logits as transformers
+    computed them, and the same folder again."""
+    path, target = folder / "gpt2.bin", folder / "back"
+    convert.folder_to_checkpoint(str(FIXTURE), path)
+    theirs = read_folder(FIXTURE)
+    tensors = {name.removeprefix("transformer."): np.frombuffer(data, np.float32).reshape(shape)
+               for name, (_, shape, data) in theirs.items()}
+    check("the fixture's checkpoint", path.read_bytes() == expected_checkpoint(
+        tensors, np.float32, (40, 211, 3, 2, 32)), path.stat().st_size)
+    c, truth = Config.from_file(path), np.load(LOGITS)
+    model = GPT2(c, device_of("cpu", "fp32", c.C, c.NH), *truth["tokens"].shape)
+    model.set_parameters(read_parameters(path, c))
+    model.forward(truth["tokens"])
+    found = model.device.get(model.acts.logits)[:, : c.V].reshape(truth["logits"].shape)
+    yield "the fixture's logits", found, truth["logits"], LIMITS["fp32"]
+    _, said = quietly(convert.checkpoint_to_folder, path, target)
+    check("the fixture again: its tensors", read_folder(target) == theirs)
+    wish, found = (json.loads((where / "config.json").read_text()) for where in (FIXTURE, target))
+    found["dtype"] = found.pop("torch_dtype")
+    ignored = {"transformers_version"} | {name for name in wish if name.startswith("summary") or name in (
+        "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range", "use_cache", "pad_token_id")}
+    defaults = {"add_cross_attention": False, "reorder_and_upcast_attn": False, "scale_attn_weights": True,
+                "scale_attn_by_inverse_layer_idx": False}
+    differ = [name for name in wish.keys() - ignored if (found | defaults)[name] != wish[name]]
+    check("the fixture again: its config.json", not differ and not found.keys() - wish.keys(), differ)
+    check("another vocabulary than GPT-2's: no tokenizer", "no tokenizer is written: GPT-2's has 50257" in said
+          and not list(target.glob("*token*")), said.strip())
+
+
+def round_trips(folder):
+    """A folder becomes the checkpoint that it should, and that becomes the same folder: in one file or in several, with
+    and without the prefix of names, with a head and with old buffers, which are left out."""
+    buffers = {f"h.{l}.attn.{name}": array for l in range(L) for name, array in (
+        ("bias", np.ones((1, 1, 4, 4), np.float32)), ("masked_bias", np.float32([-1e4])))}
+    for dtype, prefix, files, more in ((np.float32, "", 1, ()), (BF16, "transformer.", 3, ()),
+                                       (np.float32, "transformer.", 2, ("head", "buffers")),
+                                       (BF16, "", 1, ("buffers",)), (np.float32, "", 1, ("head",))):
+        name = f"{LIBRARY[dtype]}, prefix '{prefix}', {files} files {' '.join(more)}"
+        source, target, path = (folder / f"{which} {name}" for which in ("source", "target", "checkpoint.bin"))
+        tensors = random_tensors(dtype)
+        extra = {"lm_head.weight": tensors["wte.weight"]} if "head" in more else {}
+        extra |= {prefix + key: array for key, array in buffers.items()} if "buffers" in more else {}
+        write_folder(source, {prefix + key: array for key, array in tensors.items()} | extra, CONFIG, files)
+        convert.folder_to_checkpoint(str(source), path)
+        wish = expected_checkpoint(tensors, dtype)
+        check(f"{name}: the checkpoint", path.read_bytes() == wish)
+        with mock.patch.multiple(convert, SHARD_BYTES=200000 if files > 1 else 10**9, CHUNK=1000):
+            quietly(convert.checkpoint_to_folder, path, target)
+            made = sorted(file.name for file in target.iterdir())
+            check(f"{name}: one file or several", ("model.safetensors" in made) == (files == 1), made)
+            found = read_folder(target)
+            check(f"{name}: its tensors", found == {
+                "transformer." + key: ("BF16" if dtype == BF16 else "F32", array.shape, array.tobytes())
+                for key, array in tensors.items()})
+            said = json.loads((target / "config.json").read_text())
+            differ = [key for key, value in (CONFIG | {"torch_dtype": LIBRARY[dtype]}).items()
+                      if key != "n_ctx" and said[key] != value]
+            check(f"{name}: its config.json", not differ, differ)
+            convert.folder_to_checkpoint(str(target), path)
+        check(f"{name}: the same checkpoint again", path.read_bytes() == wish)
+    for path in (FIXTURES / "gpt2_tiny.bin",):
+        quietly(convert.checkpoint_to_folder, path, folder / path.stem)
+        convert.folder_to_checkpoint(str(folder / path.stem), folder / "again.bin")
+        check(f"{path.stem}: the same again", (folder / "again.bin").read_bytes() == path.read_bytes())
+
+
+def other_types(folder):
+    """Numbers are rounded to bf16 where it is asked for, and become fp32 as they are."""
+    for i, (stored, asked, made) in enumerate(((np.float32, "bf16", BF16), (BF16, "fp32", np.float32),
+                                               (np.float16, None, np.float32))):
+        tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
+        write_folder(source, tensors, CONFIG)
+        quietly(convert.main, [str(source), str(path), *(["--dtype", asked] if asked else [])])
+        values = {name: array.astype(np.float32) if stored == np.float16 else to_float(array)
+                  for name, array in tensors.items()}
+        if made == BF16:
+            values = {name: to_bf16(array) for name, array in values.items()}
+        check(f"{LIBRARY[stored]} to {LIBRARY[made]}", path.read_bytes() == expected_checkpoint(values, made))
+    one = random_tensors(BF16) | {"wpe.weight": random_tensors(np.float32)["wpe.weight"]}
+    write_folder(folder / "mixed", one, CONFIG)
+    convert.folder_to_checkpoint(str(folder / "mixed"), folder / "mixed.bin")
+    values = {name: array if name == "wpe.weight" else to_float(array) for name, array in one.items()}
+    check("bfloat16 beside float32", (folder / "mixed.bin").read_bytes() == expected_checkpoint(values, np.float32))
+    quietly(convert.main, [str(folder / "0.bin"), str(folder / "back"), "--dtype", "fp32"])
+    found = read_folder(folder / "back")["transformer.h.1.attn.c_proj.weight"]
+    rounded = to_float(to_bf16(random_tensors(np.float32)["h.1.attn.c_proj.weight"]))
+    check("bfloat16 to float32, as a folder", found == ("F32", (C, C), rounded.tobytes()))
+
+
+def one_file(folder):
+    """A file without its folder: sizes by its tensors, NH by heads of 64 channels. A config.json beside it goes first.
+    """
+    wish, path = expected_checkpoint(random_tensors(np.float32), np.float32), folder / "one.bin"
+    for prefix in ("", "transformer."):
+        source = folder / f"{prefix}alone"
+        write_folder(source, random_tensors(np.float32, prefix), CONFIG)
+        (source / "config.json").unlink()
+        (source / "model.safetensors").rename(source / "gpt2.safetensors")
+        _, said = quietly(convert.folder_to_checkpoint, str(source / "gpt2.safetensors"), path)
+        check(f"one file, prefix '{prefix}'", path.read_bytes() == wish)
+        check("one file: what is taken for granted is said", "NH = 2 heads of 64 channels" in said, said.strip())
+    (source / "config.json").write_text(json.dumps(CONFIG | {"n_head": 4}))
+    convert.folder_to_checkpoint(str(source / "gpt2.safetensors"), path)
+    check("one file: a config.json beside it", Config.from_file(path).NH == 4)
+    write_folder(folder / "llama", {"model.embed_tokens.weight": np.zeros((3, 64), np.float32)}, {})
+    (folder / "llama" / "config.json").unlink()
+    write_folder(folder / "narrow", {"wte.weight": np.zeros((3, 96), np.float32),
+                                     "wpe.weight": np.zeros((3, 96), np.float32)}, {})
+    (folder / "narrow" / "config.json").unlink()
+    write_folder(folder / "flat", {"wte.weight": np.zeros(64, np.float32), "wpe.weight": np.zeros((3, 64), np.float32)},
+                 {})
+    (folder / "flat" / "config.json").unlink()
+    write_folder(folder / "hollow", {"wte.weight": np.zeros((3, 64), np.float32),
+                                     "wpe.weight": np.zeros((3, 64), np.float32)}, {})
+    (folder / "hollow" / "config.json").unlink()
+    for name, wish in (("llama", "no wte.weight and wpe.weight of GPT-2, .* with their config.json"),
+                       ("narrow", "C = 96 is no multiple"), ("flat", "no wte.weight and wpe.weight"),
+                       ("hollow", "sizes from 1"), ("absent", "could not be read")):
+        check_refusal("one file", wish, convert.folder_to_checkpoint, str(folder / name / "model.safetensors"), path)
+
+
+def configs(folder):
+    """What config.json may say."""
+    for change, field, wish in (({}, "maxT", maxT), ({"n_positions": None}, "maxT", 1024), ({}, "NH", NH),
+                                ({"vocab_size": 50257}, "Vp", 50304), ({"vocab_size": 128}, "Vp", 128),
+                                ({"vocab_size": 129}, "Vp", 256), ({"n_inner": 4 * C}, "C", C),
+                                ({"n_inner": None}, "L", L), ({"activation_function": "gelu_pytorch_tanh"}, "C", C),
+                                ({"activation_function": None, "layer_norm_epsilon": None}, "C", C),
+                                ({"tie_word_embeddings": True, "scale_attn_weights": True}, "C", C),
+                                ({"architectures": ["GPT2Model"]}, "V", V), ({"architectures": None}, "V", V)):
+        (folder / "config.json").write_text(json.dumps(CONFIG | change))
+        found = getattr(convert.read_config(folder), field)
+        check(f"config.json with {change}: {field}", found == wish, f"{found}, expected {wish}")
+
+
+# ---- Refusals
+
+
+def refusals(folder):
+    """Each in one line that says what is wrong, and nothing is written."""
+    qkv, target = "h.1.attn.c_attn.weight", folder / "target.bin"
+    target.write_bytes(b"an older file")
+    tensors = random_tensors(np.float32)
+    head = tensors["wte.weight"].copy()
+    head[-1, -1] += 1
+    cases = [  # what it says; what becomes of config.json; what becomes of the tensors
+        ("activation_function is relu; expected gelu_new or", {"activation_function": "relu"}),
+        ("activation_function is gelu;", {"activation_function": "gelu"}),  # by erf
+        ("layer_norm_epsilon is 1e-06; expected 1e-05", {"layer_norm_epsilon": 1e-6}),
+        ("scale_attn_by_inverse_layer_idx is True; expected False", {"scale_attn_by_inverse_layer_idx": True}),
+        ("scale_attn_weights is False; expected True", {"scale_attn_weights": False}),
+        ("reorder_and_upcast_attn is True; expected False", {"reorder_and_upcast_attn": True}),
+        ("add_cross_attention is True; expected False", {"add_cross_attention": True}),
+        ("tie_word_embeddings is False; expected True", {"tie_word_embeddings": False}),
+        ("n_inner is 256; expected 512", {"n_inner": 256}),
+        ("architectures is .'GPT2ForSequenceClassification'.; expected", {
+            "architectures": ["GPT2ForSequenceClassification"]}),
+        ("model_type is gpt_neo; expected gpt2 or llama", {"model_type": "gpt_neo"}),
+        ("model_type is .'gpt2'.; expected gpt2 or llama", {"model_type": ["gpt2"]}),
+        ("model_type is None", {"model_type": None}), ("n_embd is None; expected a size", {"n_embd": None}),
+        ("n_layer is 0; expected a size", {"n_layer": 0}), ("vocab_size is 16777216", {"vocab_size": 2**24}),
+        ("n_head is True", {"n_head": True}), ("n_positions is 9.0", {"n_positions": 9.0}),
+        ("C to be divisible by NH", {"n_head": 3}), ("C to be a multiple of 32", {"n_embd": 80}),
+        ("wte.weight is of shape .131, 128.; expected .130, 128.", {"vocab_size": 130}),
+        ("wpe.weight is of shape .9, 128.; expected .1024, 128.", {"n_positions": None}),
+        ("h.1.attn.c_attn.weight is of shape .384, 128.; expected .128, 384.", {}, {
+            qkv: np.zeros((3 * C, C), np.float32)}),
+        ("have no transformer.h.3.ln_1.weight", {"n_layer": L + 1}),
+        ("have no transformer.h.3.ln_1.weight", {"n_layer": 2**24 - 1}),
+        (f"have no transformer.{qkv}", {}, {qkv: None}), ("have no transformer.wte.weight", {}, {"wte.weight": None}),
+        ("have no transformer.wte.weight", {}, {"wte.weight": None, "lm_head.weight": head}),
+        ("h.2.* is no tensor of GPT-2", {"n_layer": L - 1}),
+        ("score.weight is no tensor of GPT-2", {}, {"score.weight": np.zeros((2, C), np.float32)}),
+        ("has transformer.wpe.weight twice", {}, {"transformer.wpe.weight": tensors["wpe.weight"]}),
+        ("lm_head.weight differs from transformer.wte.weight; expected a head that is tied", {}, {
+            "lm_head.weight": head}),
+        ("lm_head.weight differs", {}, {"lm_head.weight": head[:-1]}),
+        ("lm_head.weight differs", {}, {"lm_head.weight": to_bf16(head), "wte.weight": to_bf16(head).view(np.float16)})]
+    for i, (wish, change, *more) in enumerate(cases):
+        source, found = folder / f"case{i}", tensors | (more[0] if more else {})
+        write_folder(source, {name: array for name, array in found.items() if array is not None},
+                     {name: value for name, value in (CONFIG | change).items() if value is not None})
+        check_refusal("folder", wish, convert.folder_to_checkpoint, str(source), target)
+    source = folder / "good"
+    write_folder(source, tensors, CONFIG, 2)
+    weights, index = sorted(source.glob("model-*"))[1], source / "model.safetensors.index.json"
+    content = weights.read_bytes()
+    for wish, bad in (("truncated", content[: len(content) // 2]), ("truncated", content[:-1]),
+                      ("no safetensors file", content[:7]), ("no safetensors file", b""),
+                      ("no safetensors file", b"\xff" * 100), ("of type F64; expected BF16, F32, F16",
+                                                               content.replace(b'"F32"', b'"F64"')),
+                      ("no safetensors file", np.uint64(4).tobytes() + b"[]  "),
+                      ("no safetensors file", np.uint64(4).tobytes() + b'"ab"'),
+                      ("no safetensors file", np.uint64(99999).tobytes() + b"[" * 99999), ("could not be read", None)):
+        weights.write_bytes(bad or b"")
+        if bad is None:
+            weights.unlink()
+        check_refusal("weights", f"{weights}: .*{wish}", convert.folder_to_checkpoint, str(source), target)
+    weights.write_bytes(content)
+    for wish, text in (("expected a weight_map", b"{}"), ("expected a weight_map", b'{"weight_map": ["a"]}'),
+                       ("expected a weight_map", b'{"weight_map": {"a": 1}}'), ("is no JSON", b"\xff"),
+                       ("is no JSON", b"[" * 99999)):
+        index.write_bytes(text)
+        check_refusal("index", f"{index}: .*{wish}", convert.folder_to_checkpoint, str(source), target)
+    index.unlink()
+    check_refusal("weights", "has no model.safetensors, nor model.safetensors.index.json; expected",
+                  convert.folder_to_checkpoint, str(source), target)
+    check_refusal("folder", "there is no such folder; .* gpt2-xl", convert.folder_to_checkpoint, "gpt2-tiny", target)
+    check("what was there before is untouched", target.read_bytes() == b"an older file")
+
+    good = expected_checkpoint(tensors, np.float32)
+    def header(**change):
+        ints = np.frombuffer(good, "<i4").copy()
+        for i, value in change.items():
+            ints[int(i[1:])] = value
+        return ints.tobytes()
+
+    for wish, bad in ((header_refusal((5, 3), Config.FILE, Config3.FILE), header(_0=5)),
+                      (header_refusal((20240326, 4), Config.FILE, Config3.FILE), header(_1=4)),
+                      ("2,516,991 bytes; expected 2,516,992", good[:-1]),
+                      ("2,516,993 bytes; expected 2,516,992", good + b"1"),
+                      ("its header of 1000 bytes .*expected 1024", good[:1000]),
+                      ("V not to exceed Vp", header(_3=257)), ("C to be divisible by NH", header(_5=3)),
+                      ("wte has other numbers than zeros below its V = 130 words", header(_3=V - 1)),
+                      (r"wte has other numbers .* V = 131", header(**{f"_{256 + V * C + 1}": 1})),
+                      ("could not be read", None)):
+        (folder / "bad.bin").write_bytes(bad or b"")
+        if bad is None:
+            (folder / "bad.bin").unlink()
+        check_refusal("checkpoint", f"bad.bin: .*{wish}", convert.checkpoint_to_folder, folder / "bad.bin",
+                      folder / "new")
+    check("no folder was written", not (folder / "new").exists())
+    (folder / "good.bin").write_bytes(good)
+    (source / "model.safetensors").touch()
+    check_refusal("folder", "has weights in it already", convert.checkpoint_to_folder, folder / "good.bin", source)
+    (folder / "a file").touch()
+    check_refusal("folder", "a file/model.safetensors: could not be written", convert.checkpoint_to_folder,
+                  folder / "good.bin", folder / "a file")
+    for wish, *flags in (("expected one of them to be a checkpoint, which ends in .bin", "gpt2", "gpt2_124M"),
+                         ("expected one of them to be a checkpoint", "a.bin", "b.bin"),
+                         ("expected a folder, since", str(folder / "good.bin"), "gpt2.safetensors"),
+                         ("source, target; --help", ), ("target; --help", "gpt2"),
+                         ("unrecognized arguments: b; --help", "gpt2", "a.bin", "b"),
+                         ("argument --dtype: .*fp64.*; --help", "gpt2", "a.bin", "--dtype", "fp64")):
+        check_refusal("convert.py", wish, convert.main, list(flags))
+
+
+def replaced_files(folder):
+    """Files of a folder are replaced whole: where the disk is full, an older one stays."""
+    tiny, target = FIXTURES / "gpt2_tiny.bin", folder / "target"
+    target.mkdir()
+    (target / "config.json").write_text("older")
+    with mock.patch("os.replace", side_effect=OSError(28, "No space left on device")):
+        check_refusal("full disk", "No space left on device", convert.checkpoint_to_folder, tiny, target)
+    left = sorted(file.name for file in target.iterdir())
+    check("full disk: what was there before", left == ["config.json"] and (
+        target / "config.json").read_text() == "older", left)
+    quietly(convert.checkpoint_to_folder, tiny, target)
+    left = sorted(file.name for file in target.iterdir())
+    check("a folder's older files are replaced", left == ["config.json", "model.safetensors"] and json.loads(
+        (target / "config.json").read_text())["n_head"] == 2, left)
+
+
+# ---- The tokenizer
+
+WORDS = [*BYTES, b"th", b"e ", b"he", b" t", b" th", b" the", b"ab", b"abc", b"cab", b"abcab", "é".encode(), b"\n\n",
+         b"  ", b"    ", "\u2019".encode()[:2], "\u2019".encode(), b"xx", b"xxx"]
+# By hand. In " the", th has the lowest rank, and then " th" the only one. In xxx the first of the two pairs is joined.
+MERGES = ["t h", "e Ġ", "h e", "Ġ t", "Ġ th", "Ġth e", "a b", "ab c", "c ab", "abc ab", "Ã ©", "Ċ Ċ", "Ġ Ġ", "ĠĠ ĠĠ",
+          "â Ģ", "âĢ Ļ", "x x", "xx x"]
+HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve", "it's IT'S I\u2019ll we'd",
+        "\u2003x \u00a0y\u200bz", "1234567 ½ ٣ Ⅷ", "日本語 한국어 العربية עברית हिन्दी",
+        "\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f9d1\U0001f3fd",
+        "\x00\x01\x7f\x80\xad\ufeff",
+        "a<|endoftext|>b<|endoftext|>", "<|endoftext |>", "tabs\t\tand\r\nlines\r", "x" * 300, " " * 99 + "y",
+        "...!!!???", "def f(x):\n    return x**2  # 4 spaces\n", "SolidGoldMagikarp rawdownloadcloneembedreportprint",
+        "_a__b___"]
+VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # its SHA-256, as tiktoken knows it
+PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, of a text
+
+
+def small_encoding(words=WORDS):
+    """tiktoken's Encoding of these words, with the end of a text behind them."""
+    import tiktoken
+    return tiktoken.Encoding("small", pat_str=PIECES, mergeable_ranks={word: i for i, word in enumerate(words)},
+                             special_tokens={"<|endoftext|>": len(words)})
+
+
+def tokenizer_of(folder):
+    """The function text -> ids of a folder's vocab.json and merges.txt, as Sennrich et al. 2016 describe it: of all
+    pairs of neighbours the one that stands first in merges.txt is joined, everywhere, until none stands there."""
+    import regex
+
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    assert lines[0].startswith("#version") and lines[-1] == "", lines[:1]
+    rank = {tuple(line.split(" ")): i for i, line in enumerate(lines[1:-1])}
+    letter, special = letters(), "<|endoftext|>"
+
+    def join(piece):
+        parts = [letter[b] for b in piece.encode()]
+        while known := [pair for pair in itertools.pairwise(parts) if pair in rank]:
+            pair, joined, i = min(known, key=rank.get), [], 0
+            while i < len(parts):
+                step = 2 if tuple(parts[i : i + 2]) == pair else 1
+                joined.append("".join(parts[i : i + step]))
+                i += step
+            parts = joined
+        return [vocabulary[part] for part in parts]
+
+    def encode(text):
+        found = []
+        for i, document in enumerate(text.split(special)):
+            found += [vocabulary[special]] * (i > 0)
+            for piece in regex.findall(PIECES, document):
+                found += join(piece)
+        return found
+
+    return encode
+
+
+def tokenizers(folder):
+    """The files of a small vocabulary by hand. They, and GPT-2's if tiktoken has it here, make of texts the ids that
+    tiktoken makes. A folder gets them if it should."""
+    (folder / "small").mkdir()
+    convert.write_tokenizer(folder / "small", small_encoding(), 77)
+    wish = "\n".join(["#version: 0.2", *MERGES]) + "\n"
+    found = (folder / "small/merges.txt").read_text(encoding="utf-8")
+    check("merges.txt", found == wish, found if found != wish else "")
+    spelled = {"".join(map(letters().get, word)): i for i, word in enumerate(WORDS)} | {"<|endoftext|>": len(WORDS)}
+    check("vocab.json", json.loads((folder / "small/vocab.json").read_text()) == spelled)
+    said = json.loads((folder / "small/tokenizer_config.json").read_text())
+    check("tokenizer_config.json", (said["model_max_length"], said["eos_token"], said["tokenizer_class"]) == (
+        77, "<|endoftext|>", "GPT2Tokenizer"), said)
+    encodings = {"small": small_encoding()}
+    if os.environ.get("TIKTOKEN_CACHE_DIR"):  # which has GPT-2's; without it the network would be asked
+        encodings["gpt2"] = gpt2_encoding()
+        (folder / "gpt2").mkdir()
+        convert.write_tokenizer(folder / "gpt2", encodings["gpt2"], 1024)
+        found = hashlib.sha256((folder / "gpt2/merges.txt").read_bytes()).hexdigest()
+        check("gpt2: merges.txt is OpenAI's vocab.bpe", found == VOCAB_BPE, found)
+    check_refusal("a word without joins", "tiktoken's vocabulary has b'bcd', which no joins", convert.write_tokenizer,
+                  folder / "small", small_encoding([*WORDS, b"bcd"]), 77)
+    for name, encoding in encodings.items():
+        encode = tokenizer_of(folder / name)
+        differ = [text for text in HARD if encode(text) != encoding.encode(text, allowed_special="all")]
+        check(f"{name}: the ids of {len(HARD)} hard texts", not differ, differ or "")
+    checkpoint = np.zeros(256 + 32 * (50304 + 4) + 13 * 32 + 12 * 32 * 32 + 2 * 32, "<f4")
+    checkpoint.view("<i4")[:8] = 20240326, 3, 4, 50257, 1, 1, 32, 50304
+    checkpoint.tofile(folder / "words.bin")
+    with mock.patch.object(convert, "gpt2_encoding", small_encoding):
+        quietly(convert.checkpoint_to_folder, folder / "words.bin", folder / "with")
+    made = sorted(file.name for file in (folder / "with").iterdir())
+    check("GPT-2's words: a tokenizer", made == ["config.json", "merges.txt", "model.safetensors",
+                                                  "tokenizer_config.json", "vocab.json"], made)
+    said = json.loads((folder / "with/config.json").read_text())
+    check("GPT-2's words: the ends of a text", (said["bos_token_id"], said["eos_token_id"]) == (50256, 50256))
+    said = json.loads((folder / "with/tokenizer_config.json").read_text())
+    check("GPT-2's words: the longest text", said["model_max_length"] == 4)
+    with mock.patch.object(convert, "gpt2_encoding", side_effect=UserError("tiktoken could not get it")):
+        _, said = quietly(convert.checkpoint_to_folder, folder / "words.bin", folder / "without")
+    made = sorted(file.name for file in (folder / "without").iterdir())
+    check("no vocabulary: one line, and the rest", said == "no tokenizer is written: tiktoken could not get it\n"
+          and made == ["config.json", "model.safetensors"], said.strip())
+
+
+# ---- A hub, on this machine
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the Hugging Face hub that is asked for a model's files. The name of a model says how it fails."""
+    FILES, SHARDS = {}, {}  # {name: bytes} of the models' files; of the model "shards"
+    COMMIT = "0123456789abcdef0123456789abcdef01234567"
+    asked = []  # the files that were downloaded
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status, body=b"", headers=(), length=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body) if length is None else length, **dict(headers)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.split("?")[0].removeprefix("/api/models").strip("/")
+        if path.split("/")[0] == "gpt2":  # as the hub does with names that have no owner
+            return self.answer(307, headers={"Location": self.path.replace("gpt2", "openai-community/gpt2", 1)})
+        owner, model, action, _, *file = path.split("/")
+        refused = {"absent": (404, {"X-Error-Code": "RepoNotFound"}), "lost": (404, {}), "private": (401, {}),
+                   "token": (401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
+                   "forbidden": (403, {}), "gated": (403, {"X-Error-Code": "GatedRepo"})}.get(model)
+        if refused and (model != "gated" or action == "resolve"):
+            return self.answer(refused[0], headers=refused[1])
+        files = dict(self.SHARDS if model == "shards" else self.FILES)
+        if model == "short":  # it was uploaded like this
+            files["model.safetensors"] = files["model.safetensors"][:99999]
+        if model == "old":
+            del files["model.safetensors"]
+        if action == "revision":
+            siblings = [{"rfilename": name} for name in files]
+            return self.answer(200, json.dumps({"id": f"{owner}/{model}", "sha": self.COMMIT, "siblings": siblings,
+                                                "private": False, "downloads": 0, "tags": []}).encode())
+        if action == "tree":
+            return self.answer(200, json.dumps([{"type": "file", "path": name, "size": len(body), "oid": name}
+                                                for name, body in files.items()]).encode())
+        [name] = file
+        body, headers = files[name], {"ETag": f'"{name}"', "X-Repo-Commit": self.COMMIT}
+        if self.command == "GET":
+            self.asked.append((model, name))
+        if self.command == "GET" and name == "model.safetensors" and model == "half":
+            body = body[: len(body) // 2]
+        if self.command == "GET" and name == "model.safetensors" and model == "broken":
+            if "Range" in self.headers:  # it has asked for the rest
+                return self.connection.close()
+            return self.answer(200, body[:99999], headers, len(body))
+        self.answer(200, body, headers)
+
+
+def hub(folder):
+    """By name, from a hub that has the model and from hubs that fail, from the cache, and without a network."""
+    write_folder(folder / "model", random_tensors(np.float32), CONFIG)
+    write_folder(folder / "shards", random_tensors(np.float32), CONFIG, 3)
+    Hub.SHARDS = {path.name: path.read_bytes() for path in (folder / "shards").iterdir()}
+    Hub.FILES = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
+    Hub.FILES |= {"pytorch_model.bin": b"too large", "README.md": b"words", "model.fp16.safetensors": b"another"}
+    wish = expected_checkpoint(random_tensors(np.float32), np.float32)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    deaf = socket.socket()  # a port of its own on which nobody listens
+    deaf.bind(("127.0.0.1", 0))
+    here, nowhere = (f"http://127.0.0.1:{port}" for port in (server.server_port, deaf.getsockname()[1]))
+
+    def ask(case):
+        """Run convert.py: what it says, a model's name, the folder of the cache, and the hub or what else is set."""
+        says, name, cache, settings = case
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")
+                and not key.lower().endswith("_proxy")}
+        out = folder / f"{name.replace('/', ' ')} {cache} {len(settings)}.bin"
+        done = subprocess.run([sys.executable, "-m", "dev.tools.convert", name, out], capture_output=True, text=True,
+                              env=kept | {"HF_HOME": str(folder / cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+                                          "HF_HUB_DISABLE_TELEMETRY": "1"} | settings, cwd=folder)
+        *before, last = done.stderr.splitlines() or [""]
+        if says is None:
+            ok = done.returncode == 0 and out.read_bytes() == wish
+        else:
+            ok = (done.returncode == 1 and last.startswith("error: ") and not out.exists()
+                  and "Traceback" not in done.stderr and not any(line.startswith("error") for line in before)
+                  and all(part in last for part in says))
+        return f"the hub: {name} {cache}{' offline' * ('HF_HUB_OFFLINE' in settings)}", ok, last
+
+    online, offline = {"HF_ENDPOINT": here}, {"HF_ENDPOINT": here, "HF_HUB_OFFLINE": "1"}
+    absent = "there is no such folder, and"
+    first = [
+        (None, "gpt2", "filled", online), (None, "owner/model", "other", online),
+        (None, "owner/shards", "other", online),
+        ((absent, "no such thing (404)"), "owner/absent", "empty", online),
+        ((absent, "no such thing (404)"), "owner/lost", "empty", online),
+        ((absent, "(401)", "`hf auth login`"), "owner/private", "empty", online),
+        ((absent, "(401)", "`hf auth login`"), "owner/token", "empty", online),
+        ((absent, "(403)", "`hf auth login`"), "owner/forbidden", "empty", online),
+        ((absent, "(403)", "ask for access on its page"), "owner/gated", "empty", online),
+        ((absent, "a part of it and then stopped", "again"), "owner/half", "empty", online),
+        ((absent, "the hub", "again"), "owner/broken", "empty", online),
+        (("model.safetensors", "truncated; is the download complete?"), "owner/short", "empty", online),
+        (("has no model.safetensors, nor",), "owner/old", "empty", online),
+        ((absent, "could not be reached", "connect to the network"), "gpt2", "empty", {"HF_ENDPOINT": nowhere}),
+        ((absent, "HF_HUB_OFFLINE forbids"), "gpt2", "empty", offline)]
+    then = [
+        (None, "gpt2", "filled", offline), (None, "gpt2", "filled", {"HF_ENDPOINT": nowhere}),
+        ((absent, "HF_HUB_OFFLINE forbids"), "owner/model", "filled", offline)]
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for cases in (first, then):
+                for name, ok, said in pool.map(ask, cases):
+                    check(name, ok, said)
+    finally:
+        server.shutdown()
+        server.server_close()
+        deaf.close()
+    got = {file for model, file in Hub.asked if model == "model"}
+    check("the hub: only the files that are needed", got == {"config.json", "model.safetensors"}, sorted(got))
+
+
+# ---- With transformers
+
+
+def transformers_loads(folder):
+    """transformers loads a converted checkpoint, and computes its own logits again and those of a dump. The tokenizer
+    that it makes of a folder gives tiktoken's ids."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def logits(where, tokens):
+        model = AutoModelForCausalLM.from_pretrained(where, local_files_only=True)
+        with torch.no_grad():
+            return model(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy(), model
+
+    truth = np.load(LOGITS)
+    convert.folder_to_checkpoint(str(FIXTURE), folder / "fixture.bin")
+    quietly(convert.checkpoint_to_folder, folder / "fixture.bin", folder / "fixture")
+    found, _ = logits(folder / "fixture", truth["tokens"])
+    yield "the fixture's logits", found, truth["logits"], 2e-6
+    quietly(convert.checkpoint_to_folder, folder / "fixture.bin", folder / "fixture in bf16", BF16)
+    found, model = logits(folder / "fixture in bf16", truth["tokens"])
+    check("bf16: the type of the weights", model.dtype == torch.bfloat16, model.dtype)
+    yield "bf16: the fixture's logits", found, truth["logits"], LIMITS["bf16"]
+    path, state = FIXTURES / "gpt2_tiny.bin", np.fromfile(FIXTURES / "gpt2_tiny_debug_state.bin", "<i4")
+    with mock.patch.object(convert, "SHARD_BYTES", 100000):
+        quietly(convert.checkpoint_to_folder, path, folder / "tiny")
+    B, T = state[2:4]
+    found, model = logits(folder / "tiny", state[256:][: B * T].reshape(B, T))
+    yield "the dump's logits", found, state.view("<f4")[256 + 2 * B * T :][: found.size].reshape(found.shape), 2e-6
+    model.save_pretrained(folder / "saved", max_shard_size="200KB")
+    convert.folder_to_checkpoint(str(folder / "saved"), folder / "again.bin")
+    check("saved by transformers", (folder / "again.bin").read_bytes() == path.read_bytes())
+    shutil.copytree(FIXTURE, folder / "words")
+    convert.write_tokenizer(folder / "words", gpt2_encoding(), 40)
+    tokenizer, encoding = AutoTokenizer.from_pretrained(folder / "words", local_files_only=True), gpt2_encoding()
+    texts = [*HARD, "".join(chr(i) for i in range(0x3000) if not 0xD800 <= i < 0xE000)]
+    for text in texts:
+        found, wish = tokenizer(text)["input_ids"], encoding.encode(text, allowed_special="all")
+        check(f"ids of {text[:30]!r}", found == wish, f"{len(wish)} ids")
+        back = tokenizer.decode(wish, clean_up_tokenization_spaces=False)
+        check(f"text of {text[:30]!r}", back == text, "" if back == text else repr(back))
+    check("the tokenizer's sizes", (len(tokenizer), tokenizer.model_max_length, tokenizer.eos_token_id) == (
+        50257, 40, 50256), (len(tokenizer), tokenizer.model_max_length, tokenizer.eos_token_id))
+
+
+# ---- The program
+
+TESTS = [fixture, round_trips, other_types, one_file, configs, refusals, replaced_files, tokenizers, hub]
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Test dev/tools/convert.py on GPT-2.")
+    parser.add_argument("--transformers", action="store_true", help="also with transformers, which must be installed")
+    flags = parser.parse_args()
+    for test in [*TESTS, transformers_loads] if flags.transformers else TESTS:
+        with tempfile.TemporaryDirectory() as folder:
+            run(f"convert, {test.__name__.replace('_', ' ')}:", test, Path(folder))
+    return summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Test FP8, --dtype fp8, against ml_dtypes' formats of 8 bits.
+
+    python -m dev.tests.test_fp8                  # on the CPU, and on a GPU too if there is one
+    python -m dev.tests.test_fp8 --device cpu     # only on this one
+
+pip install ml_dtypes. Runs that are resumed in FP8 are in dev/tests/test_runs.py, and those on several ranks in
+dev/tests/test_ranks.py.
+"""
+import argparse
+import functools
+import itertools
+import sys
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+from dev.common.bf16 import master_numbers, to_bf16
+from dev.lab.kernel import orders
+from dev.common.devices import make_device
+from dev.features import has_gpu
+from dev.llama3.train_llama3 import Llama3
+from dev.precision import fp8
+from dev.precision.fp8 import fp8_device
+from dev.tests.test_files import check_refusal
+from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, model_class,
+                       poisoned_model, read_debug_state, run, summary)
+from train_gpt2 import BF16, GPT2, Config, pack_batch, read_parameters, to_float
+
+SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
+
+
+def cut_off(x):
+    """x, in fp32, as numbers of 8 bits: the nearest, or the largest. NaN is one byte, 0x7f."""
+    bytes_ = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isnan(x), 0x7F, bytes_).astype(np.uint8)
+
+
+def in_8_bits(values, scale):
+    """What a twin of these values stands for, in float64."""
+    return cut_off(np.float32(scale) * values).view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale)
+
+
+def on_device(device, values):
+    array = device.empty(values.nbytes).view(values.dtype).reshape(values.shape)
+    device.put(array, values)
+    return array
+
+
+def in_each_order(device, work, *args):
+    """(order, work(*args)), on a CPU with the threads in several orders."""
+    for order in orders() if device.name == "cpu" else ("forward",):
+        if device.name == "cpu":
+            device.set_order(order)
+        yield order, work(*args)
+    if device.name == "cpu":
+        device.set_order("forward")
+
+
+def numbers(device_name):
+    """Every bf16 becomes the number of 8 bits that ml_dtypes rounds it to, at several scales, and the largest magnitude
+    is found, of which NaN is none."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    every = np.arange(2**16).astype(np.uint16)
+    every_byte = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    yield "values", fp8.Fp8OnCpu.VALUES[:127], every_byte[:127], EXACT
+    yield "values below 0", fp8.Fp8OnCpu.VALUES[128:255], every_byte[128:255], EXACT
+    for scale, count in itertools.product((1.0, 0.37, 300.0, 1e-6, 1e30), (2**16, 8, 1000)):
+        some = every if count == 2**16 else np.random.default_rng(count).choice(every, count)
+        inp, out8 = on_device(device, some.view(BF16)), on_device(device, np.zeros(count + 64, np.uint8))
+        scale8 = on_device(device, np.float32([1 / scale, scale, 0, 0]))
+
+        def work(*args):
+            device.zero(args[-1][2:3])
+            device.launch("to_fp8", args[1], *args)
+            return device.get(args[2]), device.get(args[-1])[2:3]
+
+        x = to_float(some.view(BF16))
+        wish = np.r_[cut_off(np.float32(scale) * x), np.zeros(64, np.uint8)]
+        for order, (found, largest) in in_each_order(device, work, inp, count, out8, scale8):
+            differ = np.flatnonzero(found != wish)
+            check(f"to_fp8 {scale} {count} {order}", not differ.size,
+                  f"{differ.size} differ, the first of {x[differ[0]]}: {found[differ[0]]}" if differ.size else "")
+            check(f"largest of {count} {order}", largest[0] == np.nanmax(abs(x)), largest[0])
+    some = np.float32([3, -7, 2, 1, 0, 0, 0, 0])
+    device.put(scale8, [1, 1, 9, 0])
+    device.launch("to_fp8", 8, on_device(device, to_bf16(some)), 8, out8, scale8)
+    check("a larger one stays", device.get(scale8)[2] == 9)
+
+
+def weights(device_name):
+    """The twins of weights, and the transposed ones; each layer has its scale."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 64, 64), (2, 192, 144)):
+        rng = np.random.default_rng(R)
+        w = to_bf16(np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None]))
+        scale, nothing = np.float32(rng.uniform(1, 50, L)), np.zeros(w.size, np.uint8)
+        scales = np.stack([1 / scale, scale, 0 * scale, 0 * scale], axis=1)
+        arrays = [on_device(device, x) for x in (nothing.reshape(L, R, C), nothing.reshape(L, C, R), w, scales)]
+
+        def work(out, across, w, scales, R, C, fresh):
+            for array in (out, across):
+                device.zero(array)
+            device.put(scales, fresh)
+            device.launch("weights_to_fp8", (C, len(w) * -(-R // 64)), out, across, w, scales, R, C)
+            return device.get(out), device.get(across), device.get(scales)[:, 2]
+
+        wish = cut_off(scale[:, None, None] * to_float(w))
+        for order, found in in_each_order(device, work, *arrays, R, C, scales):
+            yield f"{L, R, C} {order}", found[0], wish, EXACT
+            yield f"{L, R, C} {order} transposed", found[1], wish.transpose(0, 2, 1), EXACT
+            yield f"{L, R, C} {order} largest", found[2], abs(to_float(w)).max(axis=(1, 2)), EXACT
+
+
+def next_scales(device_name):
+    """A scale brings the largest magnitude to 224. Zeros, infinity and NaN change nothing, and nothing overflows.
+    To forget is to change nothing but the largest magnitudes."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    largest = np.float32([2, 0, np.inf, np.nan, 2e-38, 3e38, 448, 0.5])
+    before = np.stack([np.full(8, 0.2), np.full(8, 5), largest, np.zeros(8)], axis=1).astype(np.float32)
+    for forget, stopped in ((0, 0), (1, 0), (0, 1)):
+        scales, verdict = on_device(device, before), on_device(device, np.float32([0, 0, 1, stopped]))
+        device.launch("next_scales", 8, scales, 8, forget, verdict)
+        found = device.get(scales)
+        wish = np.float32([112, 5, 5, 5, 1e30, np.float32(224) / np.float32(3e38), 0.5, 448])
+        case = f"{forget=} {stopped=}"
+        yield f"{case} scales", found[:, 1], before[:, 1] if forget or stopped else wish, EXACT
+        yield f"{case} inverses", found[:, 0], np.where(found[:, 1] == 5, np.float32(0.2), 1 / found[:, 1]), EXACT
+        check(f"{case}: the largest begin anew", not found[:, 2].any())
+
+
+def steps_of(model, count, micros=1):
+    """Train so many steps, on other words each time. Returns the losses."""
+    rng, losses = np.random.default_rng(3), []
+    for _ in range(count):
+        batches = [rng.integers(model.config.V, size=(2, model.B, model.T), dtype=np.int32) for _ in range(micros)]
+        model.train_step(*(pack_batch(*batch) for batch in batches), learning_rate=1e-3)
+        losses.append(model.report().loss)
+    return losses
+
+
+def twins(device_name):
+    """The twin that a kernel stores beside what it writes is the twin of that. So without any of them the same products
+    come out, bit for bit, also with layers that compute norms and GELUs again."""
+    # The last is how many twins of a layer no kernel leaves for the product that reads them: Llama's rope turns dqkv in
+    # place, and where a layer is done again, the twins of dx and atty are gone when they are wanted.
+    for architecture, recompute, casts in ((GPT2, 0, 0), (GPT2, 1, 0), (GPT2, 2, 2), (Llama3, 0, 1), (Llama3, 2, 3)):
+        results = []
+        for learns in (True, False):
+            place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
+                               graph=False)  # each launch is to be counted
+            place.architecture = architecture
+            model = poisoned_model(place, 2, 23, recompute=recompute, C=64, NH=2)  # rows need no multiples
+            losses = []
+            for _ in range(3):
+                if not learns:
+                    place.known.clear()
+                    place.known = Forgetful()
+                below = type(place).__mro__[1 + type(place).__mro__.index(fp8.Fp8)]
+                with mock.patch.object(below, "launch", autospec=True, side_effect=below.launch) as watched:
+                    losses += steps_of(model, 1, 2)
+                made = sum(call.args[1] == "to_fp8" for call in watched.mock_calls)
+            results.append((losses, master_numbers(model), made))
+        name = f"{architecture.__name__} {recompute=}"
+        yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
+        yield f"{name}: parameters", results[0][1], results[1][1], EXACT
+        wish = casts * 2 * 2  # micro-batches and layers
+        check(f"{name}: casts", results[0][2] == wish, f"{results[0][2]}, expected {wish}; without {results[1][2]}")
+
+
+class Forgetful(dict):
+    """A dict that learns nothing."""
+
+    def __ior__(self, other):
+        return self
+
+
+def products(device_name):
+    """The products forward and backward are those of the twins, times the scales, which come from the step before."""
+    place = fp8_device(device_name, Config(C=64, NH=2))
+    place.architecture = GPT2
+    model = poisoned_model(place, 2, 24, C=64, NH=2)
+    steps_of(model, 3)
+    n, V = place.count, fp8
+    before = place.get(place.all_scales)[:, 1]
+    batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 24), dtype=np.int32))
+    model.set_batch(batch)
+    place.begin_step()
+    model.forward_pass()
+    a, p, l = model.layers[1][2], model.layers[1][0], 1
+    order = [row.name for row in fp8.fp8_rows(model.config)]
+    for weight, bias, inp, out in (("qkvw", "qkvb", "ln1", "qkv"), ("fcw", "fcb", "ln2", "fch")):
+        i = order.index(weight) * model.config.L + l
+        x, w = to_float(place.get(getattr(a, inp))), to_float(place.get(getattr(p, weight)))
+        scale_x, scale_w = before[V.INPUT * n + i], before[V.WEIGHT * n + i]
+        eight = [in_8_bits(values, scale) for values, scale in ((x, scale_x), (w, scale_w))]
+        yield f"{out}", place.get(getattr(a, out)), eight[0] @ eight[1].T + to_float(place.get(getattr(p, bias))), 3e-3
+    largest = lambda array: abs(to_float(place.get(array))).max()
+    inputs = largest(a.ln2), largest(a.fch_gelu)
+    model.backward_pass()
+    i = order.index("qkvw") * model.config.L  # of layer 0, whose dqkv and dln1 are still there
+    dqkv, w = (to_float(place.get(array)) for array in (model.back.dqkv, model.params.qkvw[0]))
+    scale_d, scale_w = before[V.GRADIENT * n + i], before[V.WEIGHT * n + i]
+    eight = [in_8_bits(values, scale) for values, scale in ((dqkv, scale_d), (w, scale_w))]
+    yield "dln1", place.get(model.back.dinp), eight[0] @ eight[1], 3e-3
+    gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)  # of layer 0; fch_gelu is dfch by now
+    place.end_step()
+    after = place.get(place.all_scales)[:, 1]
+    for weight, kind, l, size in (("fcw", V.INPUT, 1, inputs[0]), ("fcprojw", V.INPUT, 1, inputs[1]),
+                                  ("qkvw", V.GRADIENT, 0, gradients_[0]), ("fcw", V.GRADIENT, 0, gradients_[1])):
+        i = order.index(weight) * model.config.L + l
+        found, wish = after[kind * n + i], 224 / size
+        check(f"the next scale at {weight}", abs(found / wish - 1) < 1e-6, f"{found} {wish}")
+    validated = steps_of(model, 1), place.get(place.all_scales)[:, 1]
+    check("a scale changes in a step", not np.array_equal(validated[1], after))
+
+
+def scales_alone(device_name):
+    """A validation before a step changes nothing of it, and runs have the same bits, without a graph too."""
+    results = []
+    for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
+        place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
+        place.architecture = GPT2
+        model, losses = poisoned_model(place, 2, 24, C=64, NH=2), []
+        for _ in range(3):
+            if validates:
+                scales = place.get(place.all_scales)
+                scales[: 2 * place.count, 2] = 1e6  # as a validation of larger numbers would leave it
+                place.put(place.all_scales, scales)
+                model.forward(np.full((2, 24), 5, np.int32), np.full((2, 24), 6, np.int32))
+            losses += steps_of(model, 1)
+        results.append(np.array(losses))
+    yield "losses after validations", results[1], results[0], EXACT
+    yield "losses again", results[2], results[0], EXACT
+    yield "losses without a graph", results[3], results[0], EXACT
+
+
+def fixture(device_name):
+    """Gradients of the fixture in FP8 are near those in fp32, and the loss is."""
+    c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
+    truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
+    for dtype in ("bf16", "fp8"):
+        place = fp8_device(device_name, c) if dtype == "fp8" else make_device(device_name, dtype, c)
+        model = model_class(GPT2, "--dtype", dtype)(c, place, *truth.x.shape)
+        model.set_parameters(read_parameters(FIXTURES / "gpt2_tiny.bin", c))
+        if dtype == "fp8":
+            model.begin_step([pack_batch(truth.x, truth.y)])
+        found = gradients(model, (truth.x, truth.y))
+        loss = model.report().loss
+        check(f"{dtype}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
+        errors[dtype] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
+                         for name, wish in truth.gradients.items()}
+    for name, error in errors["fp8"].items():
+        wish = 16 * errors["bf16"][name]  # as much coarser is a mantissa of 3 bits than one of 7
+        check(f"gradient of {name}", error < wish, f"{error:.3f}, in bf16 {errors['bf16'][name]:.3f}")
+
+
+def refusals(device_name):
+    check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", fp8_device, device_name,
+                  Config(C=32, NH=1), True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Test FP8.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
+    parser.add_argument("--only", help="only this test")
+    flags = parser.parse_args()
+    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
+        for test in (numbers, weights, next_scales, twins, products, scales_alone, fixture, refusals):
+            if flags.only in (None, test.__name__):
+                run(test.__name__.replace("_", " ") + ":", functools.partial(test, name))
+    return summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Test label smoothing, --label-smoothing, against its formula in float64.
+
+    python -m dev.tests.test_label_smoothing                  # on the CPU, and on a GPU too if there is one
+    python -m dev.tests.test_label_smoothing --device cpu     # only on this one
+
+pip install ml_dtypes, for what it takes from dev/tests/test_fp8.py.
+"""
+import argparse
+import functools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from dev.common.bf16 import to_bf16
+from dev.lab.formulas import cross_entropy
+from dev.common.devices import make_device
+from dev.features import has_gpu
+from dev.variants.label_smoothing import SOURCE
+from dev.tests.test_fp8 import in_each_order, on_device
+from prepro_tinyshakespeare import byte_encoding, prepare
+from test_gpt2 import check, f32, finite_difference, gradients, model_class, normal, run, summary, words
+from train_gpt2 import GPT2, Config, draw_parameters, to_float
+
+TOP = Path(__file__).resolve().parents[2]
+SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
+device_for = functools.cache(lambda name, dtype: make_device(name, dtype, Config(**SIZES), beside=[SOURCE]))
+
+
+def smoothed(E, targets, x):
+    """The losses of logits x (N,V), in float64, straight from the definition; and their gradient."""
+    logs = x - x.max(axis=1, keepdims=True)
+    logs = logs - np.log(np.exp(logs).sum(axis=1, keepdims=True))
+    t = np.full(x.shape, E / x.shape[1])
+    t[np.arange(len(x)), targets] += 1 - E
+    return -(t * logs).sum(axis=1), np.exp(logs) - t
+
+
+def formula():
+    """Its gradient against finite differences, and without smoothing the usual loss."""
+    targets = words(11, 5)
+    for E in (0, 0.1, 0.7):
+        of = functools.partial(smoothed, E, targets)
+        yield finite_difference(f"E={E}", lambda x, of=of: of(x)[0],
+                                lambda dout, x, of=of: [dout[:, None] * of(x)[1]], 3 * normal(5, 11))
+    x = normal(5, 11)
+    yield "E=0", smoothed(0, targets, x)[0], cross_entropy(targets, x), 1e-14
+
+
+def kernel(device):
+    """Losses and gradients of ordinary logits, of rows that are all but certain, right or wrong, and of rows far from
+    0. The padding is NaN before and 0 after. The threads of a block may run in any order."""
+    def work(logits, losses, *args):
+        logits = on_device(device, logits)
+        device.launch("smoothed_classifier", len(logits), logits, losses, *args)
+        return device.get(losses), device.get(logits)
+
+    for N, V, Vp in ((1, 1, 1), (3, 11, 13), (5, 257, 384), (2, 1027, 1027), (4, 3000, 3008)):
+        for E in (0, 0.1, 0.99):
+            x, targets = normal(N, V), words(V, N)
+            x[0, targets[0]] += 1e4  # certain and right
+            if N > 2:
+                x[1, (targets[1] + 1) % V] += 1e4  # certain and wrong
+                x[2] += 1e3
+            padded = np.full((N, Vp), np.nan, np.float32)
+            padded[:, :V] = x
+            padded = padded if device.real == np.float32 else to_bf16(padded)
+            x = to_float(padded)[:, :V].astype(np.float64)  # as it is stored
+            args = on_device(device, np.zeros(N, np.float32)), on_device(device, targets), 0.25, E, N, V, Vp
+            loss, gradient = smoothed(E, targets, x)
+            wish = np.zeros((N, Vp))
+            wish[:, :V] = 0.25 * gradient
+            for order, (found_loss, found) in in_each_order(device, work, padded, *args):
+                name = f"{device.dtype} N={N} V={V} Vp={Vp} E={E} {order}"
+                yield f"{name} losses", found_loss / (1 + loss), loss / (1 + loss), 1e-6  # each row counts
+                yield f"{name} gradient", found, wish
+                check(f"{name} padding", not to_float(found)[:, V:].any())
+
+
+def model(device):
+    """The model's gradients are those of the smoothed loss, of all micro-batches together, and forward() has the
+    usual loss."""
+    c, (B, T), E = Config(**SIZES), (2, 6), 0.3
+    batches = [(words(c.V, B, T), words(c.V, B, T)) for _ in range(2)]
+    plain, smooth = (model_class(GPT2, *flags)(c, device, B, T) for flags in ((), ("--label-smoothing", str(E))))
+    for each in (plain, smooth):
+        each.set_parameters(draw_parameters(c, 1))
+    wish = 0
+    for tokens, targets in batches:
+        usual = plain.forward(tokens)
+        logits = to_float(device.get(plain.acts.logits))[:, : c.V].astype(np.float64)
+        wish += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
+        usual = plain.forward(tokens, targets)
+        check("forward() has the usual loss", smooth.forward(tokens, targets) == usual, usual)
+    smooth.micros = 2
+    found = gradients(smooth, *batches)
+    yield "the mean loss", np.float32(smooth.report().loss), wish, 1e-6
+
+    def loss_at(sign, step):
+        smooth.set_parameters((name, f32(value + sign * step[name])) for name, value in draw_parameters(c, 1))
+        total = 0
+        for tokens, targets in batches:
+            smooth.forward(tokens)
+            logits = to_float(device.get(smooth.acts.logits))[:, : c.V].astype(np.float64)
+            total += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
+        return total
+
+    size = np.sqrt(sum((value.astype(np.float64)**2).sum() for value in found.values()))
+    step = {name: 1e-3 * value / size for name, value in found.items()}  # downhill, where the loss changes most
+    difference = (loss_at(1, step) - loss_at(-1, step)) / 2e-3
+    yield "the gradient's norm, by finite differences", size, difference, 1e-3
+
+
+def command_line(device_name, folder):
+    """In FP8, with recompute and micro-batches: a run that goes on after a stop, whose flag its folder knows, ends with
+    the same bytes. A run without the flag has another loss in its first step, and the same validation before it."""
+    prepare((TOP / "README.md").read_text(encoding="utf-8"), byte_encoding(), str(folder / "own_{}.bin"))
+
+    def train(*flags):
+        command = [sys.executable, TOP / "train_gpt2.py", *"-e d1 -b 2 -t 32 -d 128 -v 3 -m 1 -s 0 --dtype fp8".split(),
+                   "--recompute", 2, "-i", folder / "own_train.bin", "--device", device_name, *flags]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if done.returncode:
+            raise AssertionError(done.stderr or done.stdout[-500:])
+        return done.stdout
+
+    whole, stopped, E = folder / "whole", folder / "stopped", ("--label-smoothing", 0.5)
+    text = train("-x", 4, "-o", whole, "-n", 2, *E)
+    train("-x", 2, "-o", stopped, "-n", 2, *E)
+    again = train("-x", 4, "-o", stopped, "-y", 1)
+    check("no warning of another flag", "--label-smoothing" not in again, again)
+    for name in ("model_00000004.bin", "state_00000004_00000.bin", "main.log"):
+        check(f"{name} is that of a run without a stop",
+              (whole / name).read_bytes() == (stopped / name).read_bytes())
+    plain = train("-x", 1)
+    first, last = ([next(line for line in output.splitlines() if line.startswith(what)) for output in (text, plain)]
+                   for what in ("val loss", "step    1/"))
+    check("the same validation before the first step", first[0] == first[1], first)
+    losses = [float(line.split()[4]) for line in last]
+    check("another loss of the first step", abs(losses[0] - losses[1]) > 1e-4, losses)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    flags = parser.parse_args()
+    run("formula", formula)
+    for name in [flags.device] if flags.device else ["cpu", *["cuda"] * has_gpu()]:
+        for dtype in ("fp32", "bf16"):
+            run(f"{name} kernel", kernel, device_for(name, dtype))
+        run(f"{name} model", model, device_for(name, "fp32"))
+        with tempfile.TemporaryDirectory() as folder:
+            run(f"{name} command line", command_line, name, Path(folder))
+    return summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

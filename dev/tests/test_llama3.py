@@ -1,0 +1,232 @@
+"""Compare llama3.cu and train_llama3.py with independent truths: formulas in NumPy, and tensors dumped from PyTorch.
+
+    python -m dev.tests.test_llama3                                  # all, on the CPU, and on a GPU if there is one
+    python -m dev.tests.test_llama3 --checkpoint FILE --state FILE   # only this dump, of dev/tools/torch_reference.py
+    python -m dev.tests.test_llama3 --kernels                        # only the kernels, for a sanitizer
+    python -m dev.tests.test_llama3 --only rope_forward              # only one of them, for a debugger
+
+It prints a line a tensor, and then `N passed, N failed`. The exit status is 1 if any failed. Flags, limits and the way
+kernels are tested are test_gpt2.py's, which tests those of kernels.cu.
+"""
+import contextlib
+import dataclasses
+import functools
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from prepro_tinyshakespeare import UserError, write_tokens
+
+import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+
+from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
+from dev.llama3.train_llama3 import Config3, Llama3
+from dev.tests.test_files import TINY, check_refusal, header_refusal, numbers_of, test_steps, token_files
+from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, SMALL_MODEL, check, check_launched, device_of,
+                       each_device, each_kind, finite_difference, normal, read_flags, run, stored, summary, test_dump,
+                       test_kernels, write_checkpoint)
+from train_gpt2 import BF16, Config, FileKind, draw_parameters, read_parameters, to_float
+
+# ---- Gradients and kernels
+
+
+def finite_differences():
+    yield finite_difference("rmsnorm", *(functools.partial(f, 0.1) for f in (rmsnorm, drmsnorm)), normal(5, 32),
+                            normal(32))
+    yield finite_difference("swiglu", swiglu, dswiglu, 3 * normal(5, 64))
+
+
+# Those of llama3.cu. Attention with fewer key heads than query heads is kernels.cu's, and test_gpt2.py tests it.
+KERNELS = ("rmsnorm_forward", "rmsnorm_again", "rmsnorm_backward", "rope_table", "rope_forward", "rope_backward",
+           "swiglu_forward", "swiglu_backward")
+# C and NH, for rows of each length, and heads of 32, 2, 6, 64, 128 and 80 channels; the first is SMALL_MODEL's
+COMPILED_FOR = (64, 2), (32, 16), (96, 16), (768, 24), (1600, 25), (2112, 33), (4096, 32), (8192, 64), (160, 2)
+
+
+# ---- The whole model against dumps, and its steps
+
+DEBUG_STATE[Config3] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/tools/torch_reference.py writes one")
+SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
+GQA, TIED = FIXTURES / "llama_gqa.bin", FIXTURES / "llama_tied.bin"
+
+
+def test_models(device_name, dtype, plain):
+    """The dumps that are here, and steps of a small model."""
+    for checkpoint in (GQA, TIED):
+        state = checkpoint.with_name(f"{checkpoint.stem}_debug_state.bin")
+        test_dump((device_name, dtype, plain, Llama3), checkpoint, state, fp32_bound=1e-5)
+    test_steps(device_name, dtype, plain, Llama3)
+
+
+# ---- Sizes, files, refusals, the command line
+
+
+def sizes(device_name, folder):
+    """Meta's own counts of parameters; and of small models, by hand."""
+    for name, H, count in (("llama3.1:8B", 14336, 8030261248), ("llama3.2:3B", 8192, 3212749824),
+                           ("llama3.2:1B", 8192, 1235814400), ("llama3:d12", 2048, 114150144),
+                           ("d1", 256, 64 * (50304 + 2 + 192 + 64 + 512 + 256 + 1))):
+        c = Config3.from_descriptor(name)
+        c.check(name)
+        check(f"H of {name}", c.H == H, f"{c.H}")
+        found = sum(row.size for row in c.parameter_table())
+        check(f"parameters of {name}", found == count, f"{found:,}")
+    heads = [Config3.from_descriptor(f"llama3:d{L}").NKV for L in (1, 2, 3, 6, 12, 24, 36, 48)]
+    check("key-value heads of d1 to d48", heads == [1, 1, 1, 2, 4, 4, 5, 5], f"{heads}")
+
+
+def format_b(c, tensors, version=3):
+    """The bytes of a checkpoint of llm.c's branch llama3, written out by hand. tensors: {name: fp32 array}."""
+    ints, floats = np.zeros(256, "<i4"), np.zeros(256, "<f4")
+    ints[:12] = 20240803, version, c.maxT, c.V, c.L, c.NH, c.NKV, c.C, c.multiple_of, c.scaled, 3, c.minor
+    floats[:3] = c.ffn_multiplier, c.eps, c.theta
+    L, C, H, QKV = c.L, c.C, c.H, (c.NH + 2 * c.NKV) * (c.C // c.NH)
+    order = ("wte", "lm_head", "ln1w", (L, C), "qkvw", (L, QKV), "attprojw", (L, C), "ln2w", (L, C), "fcw", (L, 2 * H),
+             "fcprojw", (L, C), "lnfw", (C,))
+    numbers = [np.zeros(x, np.float32) if isinstance(x, tuple) else tensors[x] for x in order]
+    return ints.tobytes() + floats.tobytes() + b"".join(
+        (stored(x, BF16) if version == 5 else np.float32(x)).tobytes() for x in numbers)
+
+
+def format_a(c, tensors):
+    """The bytes of a checkpoint of llm.c's master, in which up and gate are apart, and floats are cut off."""
+    ints = np.zeros(256, "<i4")
+    ints[:16] = (20240803, 3, c.maxT, c.V, c.L, c.NH, c.NKV, c.C, int(c.ffn_multiplier), c.multiple_of, int(c.eps),
+                 int(c.theta), c.scaled, 4, 3, c.minor)
+    up, gate = tensors["fcw"][:, : c.H], tensors["fcw"][:, c.H :]
+    names = "wte", "ln1w", "qkvw", "attprojw", "ln2w", up, gate, "fcprojw", "lnfw", "lm_head"
+    return ints.tobytes() + b"".join(np.float32(tensors[x] if isinstance(x, str) else x).tobytes() for x in names)
+
+
+def files(device_name, folder):
+    """What is read is what was written, in both formats, and nothing but the padding is added in memory."""
+    path, copy = folder / "model.bin", folder / "copy.bin"
+    for tied in (False, True):
+        c = Config3(maxT=40, V=257, L=2, NH=2, C=64, NKV=1, multiple_of=32, theta=10000.0, minor=1 + tied, tied=tied)
+        tensors = {name: np.float32(normal(*shape)) for name, *shape in (
+            ("wte", 257, 64), ("lm_head", 257, 64), ("ln1w", 2, 64), ("qkvw", 2, 128, 64), ("attprojw", 2, 64, 64),
+            ("ln2w", 2, 64), ("fcw", 2, 2 * c.H, 64), ("fcprojw", 2, 64, c.H), ("lnfw", 64))}
+        if tied:
+            tensors["lm_head"] = tensors["wte"]
+        for dtype, version in (("fp32", 3), ("bf16", 5)):
+            device = device_of(device_name, dtype, 64, 2, True, Llama3)
+            model, whole = Llama3(c, device, 1, 1), format_b(c, tensors, version)
+            path.write_bytes(whole)
+            found = Config3.from_file(path)
+            check(f"{dtype} {tied=}: its config", found == c, f"{found}")
+            model.set_parameters(read_parameters(path, found))
+            write_checkpoint(copy, model)
+            check(f"{dtype} {tied=}: what was read, written again", copy.read_bytes() == whole)
+            for name, array in {"wte": model.params.wte, "lm_head": model.params.lm_head}.items():
+                array = to_float(device.get(array))
+                yield f"{dtype} {tied=}: {name}", array[:257], to_float(stored(tensors[name], device.real)), EXACT
+                yield f"{dtype} {tied=}: padding of {name}", array[257:], np.zeros((127, 64), np.float32), EXACT
+        path.write_bytes(format_a(c, tensors))
+        model = Llama3(c, device_of(device_name, "fp32", 64, 2, True, Llama3), 1, 1)
+        check(f"{tied=}: the config of format A", Config3.from_file(path) == c)
+        model.set_parameters(read_parameters(path, c))
+        write_checkpoint(copy, model)
+        check(f"{tied=}: format A, written as format B", copy.read_bytes() == format_b(c, tensors))
+        drawn = dict(draw_parameters(c, 1))
+        check(f"{tied=}: what is drawn", drawn.keys() == tensors.keys() - ({"lm_head"} if tied else set()))
+        check(f"{tied=}: its padding", not any(drawn[name][257:].any() for name in drawn.keys() & {"wte", "lm_head"}))
+    fraction = dataclasses.replace(c, ffn_multiplier=1.3)
+    tensors["fcw"], tensors["fcprojw"] = np.zeros((2, 2 * fraction.H, 64)), np.zeros((2, 64, fraction.H))
+    path.write_bytes(format_a(fraction, tensors))
+    check_refusal("format A", "ffn_dim_multiplier = 1.* cut off", Config3.from_file, path)
+    check_refusal("a GPT-2's", "is a GPT-2 checkpoint, which train_gpt2.py trains .-e.; expected a Llama 3 "
+                  "checkpoint: dev/tools/convert.py", Config3.from_file, TINY)
+    check_refusal("for GPT-2", header_refusal((20240803, 3), Config.FILE), Config.from_file, GQA)
+
+
+def bad_files(device_name, folder):
+    """Each change to a good file is refused in one line that says what is wrong."""
+    path, whole = folder / "file.bin", np.frombuffer(GQA.read_bytes(), "<i4")
+    bias = 512 + 2 * 331 * 96 + 2 * 96 + 5  # a number of ln1b, counted in numbers from the file's start
+    ratio = np.float32([np.nan, 0, -1, 1e30, 2]).view(np.int32)
+    for wish, index, number, *cut in (
+            ("NH to be divisible by NKV", 6, 4), ("divisible by NKV", 6, 0), ("divisible by NKV", 6, -2),
+            ("C to be divisible by NH", 5, 7), ("an even number of channels", 5, 32), ("sizes from 1", 3, -1),
+            ("sizes from 1", 4, 2**30), ("multiple of 32", 7, 108), ("H, by ffn_multiplier", 8, 0),
+            ("H, by ffn_multiplier", 8, 1), *(("H, by ffn_multiplier", 256, int(x)) for x in ratio[:4]),
+            ("719,360 bytes; expected 1,647,360", 256, int(ratio[4])), ("eps between 0 and 1", 257, int(ratio[1])),
+            ("a theta above 1", 258, int(ratio[0])), ("a scaling of RoPE", 9, -1), ("C of at most 8,192", 7, 96 * 96),
+            ("a Llama 2.1; expected a Llama 3", 10, 2),
+            ("ln1b is not zero", bias, 1), ("719,360 bytes; expected 720,128", 3, 332),
+            ("truncated", 0, 20240803, 1500), ("719,360 bytes; expected 718,592", 3, 330),
+            (header_refusal((20240803, 4), Config3.FILE), 1, 4)):
+        changed = whole.copy()
+        changed[index] = number
+        path.write_bytes(changed.tobytes()[: cut[0] if cut else None])
+        check_refusal(f"file with {number} at {index}", wish, Config3.from_file, path)
+    check_refusal("descriptor", "llama3:d400: .* C of at most 8,192", Config3.from_descriptor, "llama3:d400")
+    for name in ("llama3:d0", "llama3.1:70B", "gpt2"):
+        check_refusal("descriptor", f"-e {name}: expected .*llama3.2:1B.*llama3:d12", Config3.from_descriptor, name)
+
+
+def command_line(device_name, folder):
+    """train_llama3.py trains twice to the same bits, by other ways to nearly the same, and says in one line what it was
+    given wrong."""
+    token_files(folder)
+    with contextlib.redirect_stdout(None):
+        write_tokens(folder / "larger.bin", [5] * 9 + [331] * 90)
+    tiny = ("-e", GQA, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "3", "-g", "2")
+    others = ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1")
+    for wish, *flags in (
+            *((None, *tiny, "--dtype", dtype, "-o", f"{dtype}_{n}") for dtype in ("fp32", "bf16") for n in (1, 2)),
+            *((None, *tiny, "--dtype", "fp32", *flags, "-o", name) for name, *flags in others),
+            (None, *tiny[2:], "-e", "llama3:d1", "-t", "9", "-g", "0"),
+            ("is a GPT-2 checkpoint, which train_gpt2.py", *tiny, "-e", TINY), ("-e d1.5: expected", "-e", "d1.5"),
+            ("larger.bin: token 9 is 331; expected .* 331", *tiny, "-i", "larger.bin")):
+        done = subprocess.run([sys.executable, "-m", "dev.llama3.train_llama3", "--device", device_name, *flags],
+                              cwd=folder,
+                              capture_output=True, text=True)
+        ok = done.returncode == (wish is not None) and re.fullmatch(
+            f"error: .*{wish}.*\n" if wish else "", done.stderr)
+        check(f"train_llama3.py: {wish or ' '.join(map(str, flags[len(tiny) :]))}", ok,
+              "" if ok else f"{done.returncode}, {done.stderr!r}")
+
+    def result(name):
+        return folder / name / "model_00000003.bin"
+
+    for dtype in ("fp32", "bf16"):
+        one, two = (result(f"{dtype}_{n}") for n in (1, 2))
+        check(f"train_llama3.py: its checkpoint in {dtype} is one", Config3.from_file(one) == Config3.from_file(GQA))
+        same = one.read_bytes() == two.read_bytes() != GQA.read_bytes()
+        check(f"train_llama3.py: the same bits again in {dtype}", same)
+    c = Config3.from_file(GQA)
+    for name, *_ in others:
+        yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
+
+
+# ---- The program
+
+
+def main():
+    flags = read_flags("Compare llama3.cu and train_llama3.py with independent truths.", KERNELS)
+    everything = not (flags.kernels or flags.only or flags.state)
+    if everything:
+        run("gradient of", finite_differences)
+    for name, dtype in each_device(flags):
+        if not flags.state:
+            test_kernels(name, dtype, flags.only, KERNELS, COMPILED_FOR, Llama3)
+        for plain in each_kind(flags, name, dtype) if not (flags.kernels or flags.only) else ():
+            if flags.state:
+                test_dump((name, dtype, plain, Llama3), flags.checkpoint, flags.state, flags.attention)
+            else:
+                test_models(name, dtype, plain)
+    if everything and flags.dtype in (None, "fp32"):
+        check_launched(Config3.SOURCES[1:])
+    for test in (sizes, files, bad_files, command_line) if everything else ():
+        with tempfile.TemporaryDirectory() as folder:
+            run(test.__name__.replace("_", " ") + ":", test, name, Path(folder))
+    return summary()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as e:
+        sys.exit(f"error: {e}")

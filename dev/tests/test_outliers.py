@@ -1,0 +1,127 @@
+"""Test -sl and -sg against z-scores of llm.c's own program, and runs that go on with other windows.
+
+    python -m dev.tests.test_outliers                  # on the CPU, and on a GPU if there is one
+    python -m dev.tests.test_outliers --device cpu     # only on this one
+
+dev/lab/kernels/outliers.py has the kernel's truth in NumPy, and dev/tests/test_runs.py skips updates in a run.
+"""
+import argparse
+import contextlib
+import io
+import json
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import train_gpt2
+from dev.cpu.device import Cpu
+from dev.common.devices import make_device
+from dev.features import has_gpu
+from dev.variants.outliers import SOURCE, WINDOW
+from prepro_tinyshakespeare import UserError, write_tokens
+from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
+from train_gpt2 import GPT2, Config, Verdict
+
+TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
+SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
+
+
+def z_scores(device_name):
+    """A row of losses in which one is an outlier: its z-scores are those that llm.c prints, now and
+    when later steps are done, and its update alone is skipped. So it is with norms."""
+    device = (Cpu("fp32", SMALL, [SOURCE], only=("judge", "skip_outliers"))
+              if device_name == "cpu" else make_device("cuda", "fp32", SMALL, beside=[SOURCE]))
+    for limits, loss_first in ((("-sl", "11"), True), (("-sg", "11"), False)):
+        model = model_class(GPT2, *limits)(SMALL, device, 1, 8)
+        found, updates = [], []
+        for i in range(152):
+            values = 5.0 if i == 150 else 3 + 0.01 * (i % 7), 1.0
+            loss, norm = values if loss_first else values[::-1]
+            device.put(model.adam.verdict, Verdict(norm=0, loss=loss, update=0, stopped=0))
+            device.put(model.adam.norm[:1], [norm])
+            model.set_adamw()
+            model.judge()
+            found.append(model.z_scores(model.step))
+            updates.append(bool(model.report().update))
+        z, others = np.array(found).T[:: 1 if loss_first else -1]
+        name = limits[0]
+        yield f"{name}: none", np.isnan(z[:128]), np.full(128, True), EXACT
+        yield f"{name}: z-scores", z[[128, 150, 151]], (-0.489751907, 11.1962549, -0.0313269258), 1e-5
+        yield f"{name}: z-scores of equal values", others[128:], np.zeros(24), EXACT
+        later = [model.z_scores(step) for step in range(152 - WINDOW + 1, 153)]
+        yield f"{name}: read later", np.float32(later), np.float32(found[-WINDOW:]), EXACT
+        check(f"{name}: one is skipped", updates == [i != 150 for i in range(152)])
+
+
+# ---- Runs
+
+
+def train(device, output, *flags):
+    """Call the trainer on a run that goes on, and return what it said."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            status = train_gpt2.main([str(x) for x in ("--device", device, "-o", output, *flags)])
+        except UserError as e:
+            status = f"error: {e}"
+    check(f"{output.name}: status", status == 0, f"{status}")
+    return said.getvalue()
+
+
+def runs(device):
+    """A checkpoint has windows if its run has a limit. A run goes on from one with them, such as
+    all once were, and from one without."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        with contextlib.redirect_stdout(None):
+            for part, count in (("train", 333), ("val", 100)):
+                tokens = np.random.default_rng(count).integers(257, size=count)
+                write_tokens(folder / f"{part}.bin", tokens.astype(np.int32))
+        plain = folder / "plain"
+        train(device, plain, "-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin", "-b",
+              2, "-t", 8, "-v", 0, "-s", 0, "--dtype", "fp32", "-n", 2, "-x", 2)
+        notes = json.loads((plain / "run_00000002.json").read_text())
+        check("no limit: no windows", not notes.keys() & {"windows", "seen"})
+
+        # All losses and norms were 0.5 or 0.51, so that the next step is an outlier.
+        windows = np.tile(0.5 + 0.01 * (np.arange(WINDOW) % 2), (2, 1))
+        given = notes | dict(windows=windows.tolist(), seen=[3 * WINDOW + 5])
+        for name, before, flags, skips, says in (
+                ("windows", given, ("-sl", 3), True, False),
+                ("windows of norms", given, ("-sg", 3), True, False),
+                ("a high limit", given, ("-sl", 1e4), False, False),
+                ("no windows", notes, ("-sl", 3), False, True),
+                ("windows and no limit", given, (), False, False)):
+            output = shutil.copytree(plain, folder / name)
+            (output / "run_00000002.json").write_text(json.dumps(before))
+            text = train(device, output, "-y", 1, "-x", 3, *flags)
+            for what, wish, words in (("the step is skipped", skips, "WARNING: step 3: no update"),
+                                      ("they begin empty", says, "are never skipped")):
+                found = words in text
+                check(f"{name}: {what}: {wish}", found == wish, text * (found != wish))
+            after = json.loads((output / "run_00000003.json").read_text())
+            if not flags:
+                check(f"{name}: they are gone", not after.keys() & {"windows", "seen"})
+                continue
+            found = re.search(r"^step +3/3 \| loss (\S+) \| norm +(\S+) ", text, re.M)
+            wish, seen = np.array(before.get("windows", np.zeros((2, WINDOW)))), before.get("seen", [0])
+            wish[:, seen[0] % WINDOW] = [float(x) for x in found.groups()]
+            check(f"{name}: one more seen", after["seen"] == [seen[0] + 1], after["seen"])
+            yield f"{name}: afterwards", np.array(after["windows"]), wish, 1e-5
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    flags = parser.parse_args()
+    for name in [flags.device] if flags.device else ["cpu", *["cuda"] * has_gpu()]:
+        run(f"{name} z-scores:", z_scores, name)
+        run(f"{name} runs:", runs, name)
+    return summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Test dev/llama3/tokens.py and the token files of Llama 3, with small tokenizers that are made here.
+
+    python -m dev.tests.test_tokens
+"""
+import base64
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from dev.llama3 import tokens
+from dev.llama3.train_llama3 import Config3
+from dev.runs.tokenizer import decode, words_of
+from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens
+from dev.tests.test_files import check_refusal, header_refusal
+from test_gpt2 import EXACT, check, run, summary
+from train_gpt2 import TOKENS, Config, DataLoader
+from train_gpt2 import read_tokens as read_tokens_of
+
+BYTES = [bytes([b]) for b in range(255, -1, -1)]  # ids are not the bytes themselves, nor GPT-2's
+WORDS = [*BYTES, b"th", b"he", b" t", b" th", b" the", b"ab", b"abc", b"12", b"123", b"45", "é".encode(), b"  "]
+TEXTS = [  # a text, and its words as Llama 3 cuts and joins them
+    ("the", [b"th", b"e"]),  # th comes before he, and there is no word the
+    (" the", [b" the"]),
+    ("abcabc", [b"abc", b"abc"]),
+    ("12345", [b"123", b"45"]),  # a piece has at most three digits
+    ("é\n\n\x00", ["é".encode(), b"\n", b"\n", b"\x00"]),
+    ("a   the", [b"a", b"  ", b" the"]),  # the last space goes with the word
+]
+SPECIAL = {"<|begin_of_text|>": len(WORDS), "<|end_of_text|>": len(WORDS) + 1}
+
+
+def read_tokens(path, V, kind=Config3):
+    """Of a Llama 3 with so many words."""
+    return read_tokens_of(path, kind(V=V))
+
+
+def letters():
+    """{byte: the letter that tokenizer.json has for it}: itself where it prints, else one from U+0100 on."""
+    found, following = {}, 0x100
+    for b in range(256):
+        if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b:
+            found[b] = chr(b)
+        else:
+            found[b], following = chr(following), following + 1
+    return found
+
+
+SPLIT = {"type": "Split", "pattern": {"Regex": tokens.PATTERN}, "behavior": "Isolated", "invert": False}
+VOCABULARY = {"".join(map(letters().get, word)): i for i, word in enumerate(WORDS)}
+
+
+def tokenizer_json(**change):
+    return json.dumps({
+        "added_tokens": [{"id": i, "content": name, "special": True} for name, i in SPECIAL.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, {"type": "ByteLevel", "use_regex": False}]},
+        "model": {"type": "BPE", "vocab": VOCABULARY},
+    } | change).encode()
+
+
+def tokenizer_model(words=WORDS):
+    return b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words))
+
+
+def words_and_ids(folder):
+    """Both files say the same, and texts become the words that they should."""
+    for name, content, special in (("tokenizer.json", tokenizer_json(), 2),
+                                   ("tokenizer.model", tokenizer_model(), 256)):
+        path = folder / name
+        path.write_bytes(content)
+        encoding, words = tokens.encoding(path), tokens.vocabulary(path)
+        check(f"{name}: its words", words == {i: word for i, word in enumerate(WORDS)} | {
+            i: word for i, word in words.items() if i >= len(WORDS)} and len(words) == len(WORDS) + special, len(words))
+        check(f"{name}: its special tokens", [words[i] for i in SPECIAL.values()] == [s.encode() for s in SPECIAL])
+        for text, wish in TEXTS:
+            found = [words[i] for i in encoding.encode(text)]
+            check(f"{name}: {text!r}", found == wish, found)
+            check(f"{name}: {text!r} decoded", decode(encoding.encode(text), words) == text)
+    check("tokenizer.model: eot_id and the last", (words[len(WORDS) + 9], words[len(WORDS) + 255]) == (
+        b"<|eot_id|>", b"<|reserved_special_token_246|>"), words[len(WORDS) + 255])
+    path.with_suffix(".json").write_bytes(tokenizer_json(
+        added_tokens=[{"content": name, "id": i} for name, i in (SPECIAL | {"<a pad>": 300}).items()],
+        model={"type": "BPE", "vocab": VOCABULARY | SPECIAL | {"<a pad>": 300}}))
+    tokens.encoding.cache_clear()
+    words = tokens.vocabulary(path.with_suffix(".json"))
+    check("special tokens among the words, too", (words[300], len(words)) == (b"<a pad>", len(WORDS) + 3), len(words))
+    check("GPT-2's bytes have their end of text", words_of(byte_encoding())[50256] == END_OF_TEXT.encode())
+    with working_in(folder):
+        tokens.encoding.cache_clear()
+        check("the tokenizer of the current folder", tokens.encoding().name == "tokenizer.json")
+
+
+@contextlib.contextmanager
+def working_in(folder):
+    """As contextlib.chdir, which Python has since 3.11."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def files(folder):
+    """The program's two files hold the text, each document behind a border, and both kinds of files can be read."""
+    text = "the abc\n\nabc <|end_of_text|> 123\n\n" * 20
+    (folder / "tokenizer.json").write_bytes(tokenizer_json())
+    (folder / "book.txt").write_text(text)
+    tokens.encoding.cache_clear()
+    arguments, out = ["tokens.py", "--input", "book.txt", "--name", "a_book"], io.StringIO()
+    with working_in(folder), mock.patch.object(sys, "argv", arguments), contextlib.redirect_stdout(out):
+        tokens.main()
+    check("tokens.py", "tokenizer.json: 270 tokens" in out.getvalue(), out.getvalue())
+    words = tokens.vocabulary(folder / "tokenizer.json")
+    parts = [read_tokens(folder / f"data/a_book/a_book_{part}.bin", len(words)) for part in ("val", "train")]
+    found = np.concatenate(parts)
+    begin = SPECIAL["<|begin_of_text|>"]
+    borders = decode(found.tolist(), words).split("<|begin_of_text|>")
+    check("tokens.py: the text", "".join(borders) == text)
+    check("tokens.py: its documents", borders == ["", *(x + "\n\n" for x in text.split("\n\n")[:-1]), ""])
+    check("tokens.py: a special token's name in a text is text", SPECIAL["<|end_of_text|>"] not in found)
+    check("tokens.py: a tenth validates", len(parts[0]) == len(found) // 10 and parts[0][0] == begin)
+    for name, part in zip(("val", "train"), parts):
+        raw = (folder / f"data/a_book/a_book_{name}.bin").read_bytes()
+        yield f"{name}, header", np.frombuffer(raw, "<i4", 256)[:4], np.int32([20240801, 7, len(part), 0]), EXACT
+        yield f"{name}, tokens", np.frombuffer(raw, "<u4", offset=1024), np.array(part, "<u4"), EXACT
+    ids = np.arange(40) * 3000
+    with contextlib.redirect_stdout(None):
+        llama = dict(magic=20240801, version=7, dtype="<u4")
+        write_tokens(folder / "large.bin", ids, **llama)
+        write_tokens(folder / "small.bin", ids // 3000)
+        write_tokens(folder / "small_llama.bin", ids // 3000, **llama)
+    yield "ids above 65,535", read_tokens(folder / "large.bin", 128256), ids.astype("<u4"), EXACT
+    x, y = DataLoader(folder / "large.bin", 2, 8, Config3(V=128256)).next_batch()
+    yield "targets above 65,535", y, np.int32(ids[1:17]).reshape(2, 8), EXACT
+    yield "GPT-2's file", read_tokens(folder / "small.bin", 40), (ids // 3000).astype("<u2"), EXACT
+    yield "GPT-2's ids in Llama's file", read_tokens(folder / "small_llama.bin", 40), (ids // 3000).astype("<u4"), EXACT
+    check_refusal("token file", "large.bin: token 17 is 51000; expected .* 50257", read_tokens,
+                  folder / "large.bin", 50257)
+    check_refusal("token file", f"large.bin: .*{header_refusal((20240801, 7), TOKENS)}", read_tokens,
+                  folder / "large.bin", 50257, Config)
+    header = np.fromfile(folder / "large.bin", "<i4")
+    for wish, index, value in ((header_refusal((5, 7), TOKENS, tokens.LLAMA_TOKENS), 0, 5),
+                               (header_refusal((20240801, 1), TOKENS, tokens.LLAMA_TOKENS), 1, 1),
+                               ("1,184 bytes; expected 1,188", 2, 41), ("1,184 bytes; expected 1,180", 2, 39),
+                               ("token 0 is 4294967295", 256, -1)):
+        content = header.copy()
+        content[index] = value
+        content.tofile(folder / "bad.bin")
+        check_refusal("token file", f"bad.bin: .*{wish}", read_tokens, folder / "bad.bin", 128256)
+
+
+def refusals(folder):
+    """Of what is no tokenizer of Llama 3, each in one line; one with as many words as Llama 3's is none of these."""
+    bytelevel = {"type": "ByteLevel", "use_regex": True}
+    for name, wish, content in (
+            ("tokenizer.json", "could not be read", None), ("tokenizer.model", "could not be read", None),
+            *(("tokenizer.json", f"its {wish}", tokenizer_json(**change)) for wish, change in (
+                ("model is of type Unigram, not BPE", {"model": {"type": "Unigram", "vocab": []}}),
+                ("normalizer is of type NFC, not none", {"normalizer": {"type": "NFC"}}),
+                ("pre_tokenizer has the steps ByteLevel, not Split, ByteLevel", {"pre_tokenizer": bytelevel}),
+                ("pre_tokenizer has the steps Split, not", {"pre_tokenizer": SPLIT}),
+                ("pre_tokenizer has the steps Split, Split, ByteLevel, not", {"pre_tokenizer": {
+                    "type": "Sequence", "pretokenizers": [SPLIT, SPLIT, bytelevel]}}),
+                ("pre_tokenizer has the steps Digits, ByteLevel, not", {"pre_tokenizer": {
+                    "type": "Sequence", "pretokenizers": [{"type": "Digits"}, bytelevel]}}))),
+            *((name, "expected Llama 3's tokenizer", content) for name, content in (
+                *(("tokenizer.json", content) for content in (b"{", b"[]", b"\xff", b"{}")),
+                ("tokenizer.json", tokenizer_json(pre_tokenizer=None)),
+                ("tokenizer.json", tokenizer_json(model={"type": "BPE", "vocab": {"\u4e00": 0}})),
+                ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>"), ("tokenizer.model", b"YQ== x\n"),
+                ("tokenizer.model", b"!!!! 1\n"))),
+            ("tokenizer.json", r"has no <\|begin_of_text\|>", tokenizer_json(added_tokens=[])),
+            ("tokenizer.model", "has no token for byte 0; expected", tokenizer_model(BYTES[:255])),
+            ("tokenizer.model", r"its <\|begin_of_text\|> is token 268, not 128000; .* GPT-2's words",
+             tokenizer_model(WORDS[:268])),
+            ("tokenizer.json", r"its <\|begin_of_text\|> is token 32000, not 128000", tokenizer_json(added_tokens=[
+                {"id": 32000, "content": "<|begin_of_text|>"}]))):
+        path = folder / name
+        if content is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(content)
+        tokens.encoding.cache_clear()
+        check_refusal(name, f"{path}: .*{wish}", tokens.encoding, path)
+    path.with_suffix(".model").write_bytes(tokenizer_model([*WORDS, *(
+        b"\xff" + i.to_bytes(3, "big") for i in range(128000 - len(WORDS)))]))
+    words = tokens.encoding(path.with_suffix(".model"))
+    check("128,000 words", (words.n_vocab, words.encode_single_token("<|begin_of_text|>")) == (128256, 128000))
+
+
+def test_tokens():
+    """All of these, each in a folder of its own."""
+    for test, begin in ((words_and_ids, len(WORDS)), (files, len(WORDS)), (refusals, tokens.BEGIN_ID)):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(tokens, "BEGIN_ID", begin):
+            run(f"tokens, {test.__name__.replace('_', ' ')}:", test, Path(folder))
+
+
+if __name__ == "__main__":
+    test_tokens()
+    sys.exit(summary())

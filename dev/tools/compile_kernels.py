@@ -1,0 +1,98 @@
+"""Compile kernels.cu with NVRTC for several GPUs, without one, and print what ptxas made of each kernel.
+
+    python -m dev.tools.compile_kernels            # sm_80 sm_90a sm_100 sm_120
+    python -m dev.tools.compile_kernels sm_90a
+
+There is a table for each dtype, with a row for each kernel: registers of a thread and bytes of static shared memory, on
+each GPU, for heads of 64 channels. Four things are errors, and make the exit status 1: a warning of the compiler, a
+kernel that spills more than a few registers to memory, one that needs so many registers that no block of it can be
+launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels with Llama 3's kernels, and those of
+a model of 4,096 channels, are compiled by the same rules for sm_90a, where attention has code of its own for such
+heads, and for the last GPU named. GPT-2's layernorms, which Llama does not use, may spill there, and so may the naive
+versions in the kernel lab's files, which are compiled for the last GPU alone, and those with wgmma for sm_90a too.
+"""
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor  # in threads NVRTC compiles one program at a time
+from pathlib import Path
+
+import cupy  # noqa: F401  (finds and loads NVRTC)
+from cupy_backends.cuda.libs import nvrtc
+
+from train_gpt2 import Config, Cuda, read_kernels
+
+TOP = Path(__file__).resolve().parents[2]
+ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+                   r"(?:.*?(\d+) bytes smem)?")
+SPILLED = 68  # bytes that a kernel may spill: a few numbers, where it has taken all registers
+REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
+SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
+LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
+    "llama3/llama3", "precision/moments", "precision/fp8", "losses/label_smoothing", "update/average",
+    "update/outliers"))
+DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
+          "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
+LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
+LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_LD", path.read_text("utf-8")))]
+
+
+def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
+    """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a, and
+    a list of faults. Kernels of the files beside it may spill `spilled` bytes."""
+    sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
+    text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
+    hopper = ["-DHOPPER"] * (gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in (64, 128))  # as FastCuda
+    program = nvrtc.createProgram(text, "kernels.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *Cuda.OPTIONS, *DTYPES[dtype],
+                                       *hopper, *c.switches()])
+    except nvrtc.NVRTCError:
+        return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}"]
+    log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}
+    faults = [f"{where}: {line.strip()}" for line in log.splitlines()
+              if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line)]
+    for entry in log.split("Compiling ")[1:]:
+        name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
+        report[name] = int(registers), int(shared or 0)
+        if int(stores) + int(loads) > (SPILLED if name in own else spilled) and not (unused and unused in name):
+            faults.append(f"{where}: {name} spills {int(stores) + int(loads)} bytes")
+        # A kernel that is launched with more threads than its BLOCK says has __launch_bounds__, which ptxas keeps to.
+        if int(registers) * kernels[name].threads > REGISTERS:
+            faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
+    return report, faults
+
+
+def main():
+    gpus = sys.argv[1:] or ["sm_80", "sm_90a", "sm_100", "sm_120"]
+    print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
+    others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
+        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS]),
+        (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
+
+    def kinds(dtype):
+        """(gpu, the rest of compile_for's arguments), those of the table first."""
+        if dtype == "fp8":
+            some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
+            return [*((gpu, SMALL, [FP8]) for gpu in some),
+                    *((gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some)]
+        lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in gpus), *others]
+
+    with ProcessPoolExecutor() as pool:
+        jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]
+                for dtype in DTYPES}
+        found = {dtype: [(gpu, *job.result()) for gpu, job in some] for dtype, some in jobs.items()}
+    for dtype, some in found.items():
+        first = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU
+        table = {gpu: first[gpu] for gpu in gpus if gpu in first}
+        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in table))
+        for name in read_kernels([*SMALL.SOURCES, *[FP8] * (dtype == "fp8")]):
+            print(f"{name:26}" + "".join("{:8}{:6}".format(*report.get(name, "--")) for report in table.values()))
+    faults = [fault for some in found.values() for *_, of_job in some for fault in of_job]
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

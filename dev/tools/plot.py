@@ -1,0 +1,498 @@
+"""Draw training runs: loss, validation loss, HellaSwag, gradient norm, learning rate and throughput.
+
+    python -m dev.tools.plot runs/a runs/b -o training.svg    # or training.png
+    python -m dev.tools.plot runs/a --watch                   # in the terminal, while it runs; Ctrl-C leaves
+
+A RUN is a folder of train_gpt2.py's -o, or a main.log, also one of llm.c's. Its lines have the step, from 0:
+
+    s:250 tel:3.2815                            validation loss
+    s:250 eval:0.2945                           HellaSwag
+    s:250 trl:3.2901 lr:0.000600 norm:0.31      training loss, learning rate, norm of the gradient
+
+Of several lines for one step the last counts, as after a resume. Beside main.log may lie `log`, what the program has
+printed, for instance by `python train_gpt2.py -o runs/a | tee runs/a/log`: tokens a second stand only there. The x axis
+counts tokens if it is known how many a step has, from --tokens-per-step, a run_*.json in the folder, or `log`.
+
+The chart needs matplotlib (pip install -r dev/requirements.txt), --watch does not.
+"""
+import argparse
+import io
+import json
+import math
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from prepro_tinyshakespeare import UserError, replace_file, run as run_main
+from train_gpt2 import number
+
+import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+
+# ---- Runs, as their files tell
+
+LINES = [  # a line of main.log, and what its numbers behind the step are
+    (re.compile(r"s:(\d+) tel:(\S+)"), ("val loss",)),
+    (re.compile(r"s:(\d+) eval:(\S+)"), ("HellaSwag",)),
+    (re.compile(r"s:(\d+) trl:(\S+) lr:(\S+) norm:(\S+)"), ("loss", "lr", "norm")),
+]
+PRINTED = re.compile(r"step +(\d+)/\d+ \|.*\| +([\d,]+) tok/s(?:.*\| ([\d,]+) tokens$)?")
+SERIES = "loss", "val loss", "HellaSwag", "norm", "lr", "tok/s"
+LAST = 10**12  # no run has more steps, nor more tokens in a step: a larger number is a damaged one
+
+
+class Run(NamedTuple):
+    name: str
+    series: dict  # {one of SERIES: (steps, values)}, float64 arrays in the steps' order
+    tokens: int | None  # in a step
+    data: str | None  # of OpenAI's figures those that compare: "fineweb", "edu"
+    skipped: str  # what was damaged in its files and left out, or ""
+
+    @property
+    def last(self):
+        """The last step that anything is known of."""
+        return int(max(steps[-1] for steps, _ in self.series.values()))
+
+
+def printable(text):
+    """Text for a chart or a terminal: a folder's name may hold bytes that are no UTF-8, or control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def read_text(path, what):
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as e:
+        raise UserError(f"{path}: could not be read ({e.strerror}); expected {what}") from None
+
+
+def read_log(path):
+    """({series: {step: value}}, which lines were skipped) of a main.log. A last line without an end is still being
+    written and is left for later. Raises UserError if there is no line at all, or none is as it should be."""
+    *lines, _ = read_text(path, "a folder with a main.log, or a main.log").split("\n")
+    found, wrong = {}, []
+    for i, line in enumerate(lines, 1):
+        try:
+            [(step, *numbers), names] = next((match.groups(), names) for pattern, names in LINES
+                                             if (match := pattern.fullmatch(line)))
+            step, numbers = int(step), [float(number) for number in numbers]
+            if step > LAST or any(3.5e38 < abs(number) < math.inf for number in numbers):  # more than fp32 holds
+                raise ValueError
+            for name, number in zip(names, numbers):
+                found.setdefault(name, {})[step] = number
+        except (StopIteration, ValueError):  # no such line, or no number
+            wrong += [i] * bool(line.strip())
+    if not found:
+        problem = f"line {wrong[0]} is {lines[wrong[0] - 1][:40]!r}" if wrong else "has no whole line yet"
+        raise UserError(f"{path}: {problem}; expected lines such as 's:0 tel:11.0092'")
+    some = f"line {wrong[0]}" + f" and {len(wrong) - 1} more" * (len(wrong) > 1) if wrong else ""
+    return found, f"{path}: skipped {some}, which main.log does not have" if wrong else ""
+
+
+def read_printed(path):
+    """({step: tokens a second}, tokens in a step or None) of what the program has printed."""
+    speeds, tokens = {}, None
+    for match in map(PRINTED.match, read_text(path, "what the program printed").split("\n")[:-1]):
+        try:
+            step, speed, total = (int(text.replace(",", "")) if text else 0 for text in match.groups())
+        except (AttributeError, ValueError):  # another line, or a damaged one
+            continue
+        if 1 <= step <= LAST and 1 <= speed <= LAST:
+            speeds[step - 1] = float(speed)  # the line counts steps from 1
+            tokens = total // step if total and total // step <= LAST else tokens
+    return speeds, tokens
+
+
+def read_flags(folder):
+    """(the flags in the newest run_*.json of a folder, "") or ({}, what is wrong with that file)."""
+    path = max(folder.glob("run_*.json"), default=None)
+    if path is None:
+        return {}, ""
+    try:
+        flags = dict(json.loads(path.read_text(encoding="utf-8"))["flags"])
+        if not (tokens := flags.get("total_batch")) or type(tokens) is int and 1 <= tokens <= LAST:
+            return flags, ""
+        return {}, f"{path}: ignored, total_batch is {tokens!r:.40}; expected a number of tokens"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return {}, f'{path}: ignored; expected JSON such as {{"flags": {{"total_batch": 524288}}}}'
+
+
+def read_run(argument, tokens=None):
+    """The Run of a folder or a main.log, with so many tokens in a step if that is given. Raises UserError."""
+    path = Path(argument)
+    log = path / "main.log" if path.is_dir() else path
+    found, skipped = read_log(log)
+    flags, ignored = read_flags(log.parent)
+    speeds, printed = read_printed(log.parent / "log") if (log.parent / "log").is_file() else ({}, None)
+    if speeds:
+        found["tok/s"] = speeds
+    series = {}
+    for name in SERIES:
+        if name in found:
+            steps = np.array(sorted(found[name]), float)
+            series[name] = steps, np.array([found[name][step] for step in steps])
+    files = str(flags.get("train_data"))
+    data = "edu" if "edu_fineweb" in files else "fineweb" if "fineweb" in files or "HellaSwag" in series else None
+    name = log.resolve().parent.name if log.name == "main.log" else log.name
+    return Run(printable(name), series, tokens or flags.get("total_batch") or printed, data,
+               "; ".join(filter(None, (skipped, ignored))))
+
+
+# ---- What to compare with
+
+SIZES = "124M", "350M", "774M", "1558M"
+FIGURES = [  # series, the data that it was measured on ("" for any), the model's size, value, whose
+    *(("val loss", "fineweb", size, loss, "OpenAI's") for size, loss in zip(
+        SIZES, (3.424958, 3.083089, 3.000580, 2.831273))),
+    ("val loss", "fineweb", "124M", 3.2722, "llm.c's"),  # over 10 billion tokens
+    ("val loss", "edu", "124M", 3.2924, "OpenAI's"),
+    *(("HellaSwag", "", size, share, "OpenAI's") for size, share in zip(SIZES, (0.2945, 0.3752, 0.4320, 0.4889))),
+]
+REACH = {"val loss": 1.0, "HellaSwag": 0.1}  # how far away the next figure is worth a line
+
+
+def figures(series, runs, data, sizes):
+    """[(value, label)] of the figures to draw into a panel: those of these sizes; without sizes, those that the best
+    run has passed, and the next one, if it is near. data: "fineweb", "edu", "none", or None for what the runs were
+    trained on."""
+    data = data or next((run.data for run in runs if run.data), "")
+    rows = [(value, size, f"{who} {size}, {value:.4f}") for name, place, size, value, who in FIGURES
+            if name == series and data != "none" and place in ("", data)]
+    if sizes:
+        return [(value, label) for value, size, label in rows if size in sizes]
+    sign = 1 if series == "HellaSwag" else -1  # the larger the better, or the smaller
+    scores = [sign * value for run in runs for value in run.series[series][1] if math.isfinite(value)]
+    best = max(scores, default=-math.inf)
+    ahead = min((sign * value - best for value, *_ in rows if sign * value > best), default=0)
+    return [(value, label) for value, _, label in rows
+            if sign * value - best <= (ahead if ahead <= REACH[series] else 0)]
+
+
+def smoothed(values, width):
+    """The mean of the `width` values around each, an odd number. Near the first value, where a loss falls fast, the
+    mean is of as many values after as before; near the last, of the values that are there. Only finite values count."""
+    there, at = np.isfinite(values), np.arange(len(values))
+    first, end = at - np.minimum(at, width // 2), np.minimum(at + np.minimum(at, width // 2) + 1, len(values))
+    sums, counts = (np.concatenate([[0], np.cumsum(x)]) for x in (np.where(there, values, 0), there))
+    with np.errstate(invalid="ignore"):
+        return (sums[end] - sums[first]) / (counts[end] - counts[first])
+
+
+# ---- The chart
+
+COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000"  # Okabe and Ito (2008)
+GREY = "#707070"
+TITLES = {"loss": "Loss, nats per token", "HellaSwag": "HellaSwag accuracy",
+          "norm": "Gradient norm", "lr": "Learning rate", "tok/s": "Tokens per second"}  # of the panels
+SCORES = "val loss", "HellaSwag"  # dots, of which there are few
+LONG = 500  # steps: the beginning of a longer run, its first 3%, may leave the panel at its top
+
+
+def short(number, _=None):
+    """A count as people write it: 524k, 2.5B."""
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= unit:
+            return f"{number / unit:.4g}{letter}"
+    return f"{number:.4g}"
+
+
+def figure_of(name, value):
+    """A value of a series, with the digits that count."""
+    return short(value) if name == "tok/s" else f"{value:.{ {'lr': 6, 'norm': 2}.get(name, 4)}f}"
+
+
+def apart(places, least):
+    """Places in ascending order, moved as little as can be (by the sum of squares) so that neighbours are at least so
+    far apart: those that are too close are spread evenly around their mean."""
+    groups = []  # [mean of place - i * least, how many]: these means have to ascend
+    for i, place in enumerate(places):
+        groups.append([place - i * least, 1])
+        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+            (one, m), (two, n) = groups[-2:]
+            groups[-2:] = [[(m * one + n * two) / (m + n), m + n]]
+    return [mean + i * least for i, mean in enumerate(mean for mean, count in groups for _ in range(count))]
+
+
+def thinned(x, y, buckets=1000):
+    """The points of a line; of a long one, the lowest and the highest of each bucket of points, which look the same."""
+    if len(x) <= 2 * buckets:
+        return x, y
+    kept = set()
+    for part in np.array_split(np.arange(len(x)), buckets):
+        there = part[np.isfinite(y[part])]
+        kept.update(there[[np.argmin(y[there]), np.argmax(y[there])]] if there.size else part[:1])
+    kept = sorted(kept)
+    return x[kept], y[kept]
+
+
+def draw(runs, x, data=None, sizes=(), form="svg"):
+    """The chart of runs, bytes of an SVG or a PNG; x: "steps" or "tokens". Each line of an SVG has an id, such as
+    run0-loss. Raises UserError without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("matplotlib is not installed, and the chart needs it: pip install -r dev/requirements.txt; "
+                        "--watch does without") from None
+    matplotlib.use("agg")
+    matplotlib.rcParams.update({
+        "svg.fonttype": "none", "svg.hashsalt": "train_gpt2", "font.sans-serif": ["DejaVu Sans"], "font.size": 10,
+        "text.parse_math": False, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#a0a0a0",
+        "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#e8e8e8", "xtick.color": "#404040",
+        "ytick.color": "#404040", "axes.titlesize": 11, "axes.titlelocation": "left", "axes.axisbelow": True,
+        "axes.formatter.useoffset": False})
+    from matplotlib import lines, pyplot, ticker
+
+    colours = COLOURS
+    if len(runs) > len(COLOURS):
+        colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
+    contents = {name: ("loss", "val loss") if name == "loss" else (name,) for name in TITLES}  # of each panel
+    panels = [name for name in TITLES if any(key in run.series for run in runs for key in contents[name])]
+    heights = [3.8 if name == "loss" else 1.6 for name in panels]  # in inches
+    labels = [label_of(run, runs[:i]) for i, run in enumerate(runs)]
+    ncols = max(1, min(4, 120 // (max(map(len, labels)) + 8)))
+    figure, axes = pyplot.subplots(
+        len(panels), sharex=True, squeeze=False, height_ratios=heights, layout="constrained",
+        figsize=(9.6, 0.4 + sum(heights) + 0.19 * math.ceil(len(runs) / ncols)))
+    figure.legend([lines.Line2D([], [], color=colour, linewidth=2) for _, colour in zip(runs, colours)], labels,
+                  loc="outside upper left", ncols=ncols, frameon=False, fontsize=9, labelspacing=0.3)
+
+    end = max(max(run.last, 1) * (run.tokens if x == "tokens" else 1) for run in runs)
+    for panel, height, ax in zip(panels, heights, axes[:, 0]):
+        bounds, drawn, widths = [], {}, set()
+        for i, run in enumerate(runs):
+            for name in filter(run.series.get, contents[panel]):
+                steps, values = run.series[name]
+                places, look = steps * (run.tokens if x == "tokens" else 1), dict(color=colours[i])
+                gid, width = f"run{i}-{name.replace(' ', '-')}", 2 * (len(values) // 100) + 1
+                dots = dict(marker="o", markersize=4 if len(values) < 50 else 3, markeredgecolor="white",
+                            markeredgewidth=0.6, zorder=3) if name in SCORES or len(values) == 1 else {}
+                if name not in SCORES and name != "lr" and width > 1:  # pale as it is, and its mean
+                    ax.plot(*thinned(places, values), linewidth=0.7, alpha=0.35, gid=gid, **look)
+                    # Of a rate it is the mean of times that says how many tokens some steps together did a second.
+                    values = 1 / smoothed(1 / values, width) if name == "tok/s" else smoothed(values, width)
+                    gid += "-smoothed"
+                    widths.add(width)
+                line = "none" if name == "val loss" and "loss" in run.series else "-"
+                drawn.setdefault(name, []).extend(
+                    ax.plot(*thinned(places, values), linestyle=line, linewidth=1.4, gid=gid, **dots, **look))
+                if name != "tok/s":  # single steps are timed badly: only their mean has to be in the panel
+                    values = run.series[name][1]
+                cut = panel == "loss" and "loss" in run.series and run.last >= LONG
+                late = values[steps >= 0.03 * run.last] if cut else values
+                bounds += [values[np.isfinite(values)].min(initial=math.inf), late[np.isfinite(late)].max(initial=0)]
+        key = contents[panel][-1]
+        those = [run for run in runs if key in run.series]
+        others = figures(key, those, data, sizes) if those and key in REACH else []
+        for value, label in others:
+            ax.axhline(value, color=GREY, linewidth=0.8, linestyle=":", zorder=2.5, gid=f"figure-{label}")
+        ax.set_title(TITLES[panel])
+        ax.set_title(note_of(drawn, widths), loc="right", color=GREY, fontsize=9)
+        ax.tick_params(labelbottom=True)
+        if panel in ("norm", "lr", "tok/s"):
+            ax.yaxis.set_major_formatter(short)
+        bounds = [bound for bound in bounds if math.isfinite(bound)] + [value for value, _ in others]
+        low, high = min(bounds, default=0), max(bounds, default=0)
+        if panel == "norm" and 0 < 20 * low < high:
+            ax.set_yscale("log")
+            ax.yaxis.set_major_formatter(short)
+            ax.yaxis.set_minor_formatter(ticker.NullFormatter())
+        elif low < high or panel in ("lr", "tok/s") and high:
+            low = 0 if panel in ("lr", "tok/s") else low
+            ax.set_ylim(low - 0.05 * (high - low) * (low != 0), high + 0.12 * (high - low))
+        for line in drawn.values():
+            tell_apart(line)
+        others.sort()
+        least = np.ptp(ax.get_ylim()) * 0.2 / height
+        for place, (_, label) in zip(apart([value for value, _ in others], least), others):
+            ax.annotate(label, (1.005, place), xycoords=("axes fraction", "data"), va="center", fontsize=8.5,
+                        color=GREY, annotation_clip=False)
+    ax.set_xlim(-0.015 * end, 1.015 * end)
+    ax.xaxis.set_major_locator(ticker.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+    ax.xaxis.set_major_formatter(short)  # of all panels
+    for ax in axes[[0, -1], 0]:
+        ax.set_xlabel(x)
+    out = io.BytesIO()
+    figure.savefig(out, format=form, dpi=150, metadata={"Date": None} if form == "svg" else {"Software": None})
+    pyplot.close(figure)
+    return out.getvalue()
+
+
+def label_of(run, others):
+    """A run's line of the legend: its last validation loss, or what else there is, or the loss that is not finite; its
+    name; and which of the other runs has the same losses."""
+    last = {name: values[-1] for name, (_, values) in run.series.items()}
+    broken = [name for name in ("loss", "val loss") if not math.isfinite(last.get(name, 0))]
+    key = next(name for name in (*broken, "val loss", *SERIES) if name in last)
+    losses = [name for name in ("loss", "val loss") if name in last]
+    same = [other.name for other in others if losses and all(
+        np.array_equal(other.series.get(name, ()), run.series[name], equal_nan=True) for name in losses)]
+    name, most = run.name, 70 if same else 100  # letters, so that the line is no wider than the chart
+    name = name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"
+    return f"{key} {figure_of(key, last[key])}  {name}" + (f" (same losses as {same[0]:.15})" if same else "")
+
+
+def note_of(names, widths):
+    """What the lines of a panel are: beside its title, and only as far as it does not say so."""
+    mean = "mean of " + " to ".join(map(str, sorted({min(widths), max(widths)}))) + " steps" if widths else ""
+    if "loss" not in names:
+        return "validation" * ("val loss" in names) or mean
+    return ("line: training" + f", {mean}" * bool(mean)) + "; dots: validation" * ("val loss" in names)
+
+
+def tell_apart(lines):
+    """Make lines visible that lie on one another: each gets dashes in gaps of the others, and dots in rings."""
+    groups = []  # of lines with their points on the screen, which are those of the first to a pixel or so
+    for line in lines:
+        points = line.axes.transData.transform(line.get_xydata())
+        points = points[np.isfinite(points).all(1)]
+        for group in groups:
+            _, (xs, ys) = group[0]
+            there = (points[:, 0] >= xs.min()) & (points[:, 0] <= xs.max()) if xs.size else []
+            away = np.abs(np.interp(*points[there].T[:1], xs, ys) - points[there, 1]) if np.any(there) else []
+            if len(away) and np.quantile(away, 0.95) < 1:
+                group.append((line, points.T))
+                break
+        else:
+            groups.append([(line, points.T)])
+    for group in groups:
+        for i, (line, _) in enumerate(group):
+            line.set_markersize(line.get_markersize() + (len(group) - 1 - i) * min(3, 9 / len(group)))
+            if i and line.get_linestyle() == "-":  # the first, below them, stays whole
+                line.set_linestyle((6 * (len(group) - i), (6, 6 * (len(group) - 1))))
+
+
+# ---- The terminal
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def columns_of(steps, values, last, width):
+    """The mean of the values of each of `width` columns, which share the steps 0..last; one without takes that of the
+    column before it. NaN before the first."""
+    column = np.minimum((steps * width / (last + 1)).astype(int), width - 1)
+    there, means = np.isfinite(values), np.full(width, np.nan)
+    for i in range(width):
+        mine = values[(column == i) & there]
+        means[i] = mine.mean() if mine.size else means[i - 1] if i else np.nan
+    return means
+
+
+def sparkline(means, height):
+    """`height` lines of text, a column of blocks for each mean, from the lowest of all means to the highest after the
+    first tenth: there a loss falls so far that all else would be flat beside it."""
+    there, late = (part[np.isfinite(part)] for part in (means, means[len(means) // 10 :]))
+    if not there.size:
+        return [" " * len(means)] * height
+    low, high = there.min(), (late if late.size else there).max()
+    levels = [0 if math.isnan(mean) else 1 + round((8 * height - 1) * (mean - low) / ((high - low) or 1))
+              for mean in means]
+    return ["".join(BLOCKS[min(max(level - 8 * row, 0), 8)] for level in levels) for row in reversed(range(height))]
+
+
+def panel(arguments, tokens, width, height):
+    """The text of all runs, at most so wide and high: a line that cannot be drawn yet says why."""
+    runs, width = [], max(width, 42)  # a narrower terminal folds the lines
+    for argument in arguments:
+        try:
+            runs.append(read_run(argument, tokens))
+        except UserError as e:
+            runs.append(str(e))
+    drawn = [run for run in runs if isinstance(run, Run)]
+    wanted = sum(len(run.series) for run in drawn)
+    room = height - len(runs) - sum(bool(run.skipped) for run in drawn)
+    tall = min(3, max(1, room // wanted)) if wanted else 1
+    lines = []
+    for run in runs:
+        if isinstance(run, str):
+            lines.append(run)
+            continue
+        total = f", {short(run.last * run.tokens)} tokens" if run.tokens else ""
+        head = f"{run.name}: step {run.last:,}{total}"
+        lines.append(f"{head[: width - 30]:{width - 30}} {'last':>9} {'low':>9} {'high':>9}")
+        lines += [run.skipped] * bool(run.skipped)
+        for name, (steps, values) in run.series.items():
+            there = values[np.isfinite(values)]
+            ends = [values[-1], *((there.min(), there.max()) if there.size else (math.nan,) * 2)]
+            *above, bottom = sparkline(columns_of(steps, values, run.last, width - 41), tall)
+            lines += [f"{'':10}{part}".rstrip() for part in above]
+            lines.append(f"{name:10}{bottom} " + "".join(f" {figure_of(name, value):>9}" for value in ends))
+    if len(lines) > height:
+        lines[height - 1 :] = [f"{len(lines) - height + 1} lines more: they need a higher terminal"]
+    return "\n".join(printable(line[:width]) for line in lines)
+
+
+def watch(arguments, tokens, seconds):
+    """Draw panels until Ctrl-C, which ends it."""
+    terminal = sys.stdout.isatty()
+    try:
+        while True:
+            size = shutil.get_terminal_size()  # 80x24 if it is not known
+            text = panel(arguments, tokens, size.columns, size.lines - 1)
+            print("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\x1b[J" if terminal else text, flush=True)
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        print()
+
+
+# ---- The program
+
+
+def parse(arguments=None):
+    """The flags of the command line. Raises UserError."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("runs", metavar="RUN", nargs="*", help="a folder with a main.log, or a main.log")
+    parser.add_argument("-o", "--output", metavar="FILE", default="training.svg", help="an .svg or a .png (default: "
+                        "training.svg)")
+    parser.add_argument("--x", choices=("steps", "tokens"), help="(default: tokens if they are known of all runs)")
+    parser.add_argument("--tokens-per-step", metavar="N", type=number(int, 1), help="of all runs")
+    parser.add_argument("--reference", choices=("fineweb", "edu", "none"), help="OpenAI's losses on FineWeb, or on "
+                        "FineWeb-Edu, as lines (default: on what a run was trained on; one with HellaSwag: FineWeb)")
+    parser.add_argument("--model", choices=SIZES, action="append", help="lines of this size; can be given several "
+                        "times (default: those that a run has passed, and the next)")
+    parser.add_argument("--watch", action="store_true", help="draw in the terminal, again and again")
+    parser.add_argument("--once", action="store_true", help="draw in the terminal once")
+    parser.add_argument("--every", metavar="SECONDS", type=number(float, 0.1), default=2.0, help="of --watch "
+                        "(default: 2)")
+    try:
+        flags, unknown = parser.parse_known_intermixed_args(arguments)
+    except argparse.ArgumentError as e:
+        raise UserError(f"{str(e).removeprefix('argument ')}; --help lists the flags") from None
+    if unknown:
+        raise UserError(f"{unknown[0]} is no flag; --help lists them")
+    if not flags.runs:
+        raise UserError("no RUN is given: expected the folder of a run, or a main.log")
+    if Path(flags.output).suffix not in (".svg", ".png"):
+        raise UserError(f"-o {flags.output}: expected a name that ends in .svg or .png")
+    return flags
+
+
+def main():
+    """Everything from the flags to the chart. Raises UserError."""
+    flags = parse()
+    if flags.watch and not flags.once:
+        return watch(flags.runs, flags.tokens_per_step, flags.every)
+    runs = [read_run(argument, flags.tokens_per_step) for argument in flags.runs]
+    if flags.once:
+        size = shutil.get_terminal_size()
+        print(panel(flags.runs, flags.tokens_per_step, size.columns, size.lines - 1))
+        return
+    names = [run.name for run in runs]
+    runs = [run._replace(name=printable(argument)) if names.count(run.name) > 1 else run
+            for run, argument in zip(runs, flags.runs)]
+    for run in runs:
+        if run.skipped:
+            print(f"WARNING: {run.skipped}", file=sys.stderr)
+    unknown = [run.name for run in runs if not run.tokens]
+    if flags.x == "tokens" and unknown:
+        raise UserError(f"--x tokens: nothing says how many tokens a step of {unknown[0]} has; give --tokens-per-step")
+    x = flags.x or ("steps" if unknown else "tokens")
+    form = Path(flags.output).suffix[1:]
+    replace_file(flags.output, [draw(runs, x, flags.reference, flags.model, form)])
+    print(f"wrote {flags.output}")
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,62 @@
+"""Score a checkpoint on HellaSwag: see dev/runs/hellaswag_score.py.
+
+    python -m dev.tools.score -e gpt2_124M.bin --data data/hellaswag/hellaswag_val.bin
+"""
+import sys
+
+from dev.common.devices import make_device
+from dev.features import has_gpu
+from dev.common.files import read_header
+from dev.llama3.train_llama3 import Llama3
+from dev.runs.hellaswag_score import PADDING, read_examples, score
+from dev.runs.memory import Fitting
+from prepro_tinyshakespeare import UserError, run
+from train_gpt2 import GPT2, parse_flags, read_parameters
+
+FLAGS = [
+    ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of a GPT-2, or of a Llama 3 on GPT-2's "
+     "words"),
+    (None, "--data", str, "data/hellaswag/hellaswag_val.bin", "the examples"),
+    ("-b", "--batch-size", "count", 16, "B, rows in a batch; an example has four"),
+    ("-t", "--seq-len", "count", None, "T, tokens in a row (default: enough for the longest)"),
+    (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU fp32)"),
+    (None, "--plain", "switch", 0, "1: on a GPU, without the last section of train_gpt2.py"),
+]
+
+
+def progress_line(done, total):
+    """A progress for a terminal: a line on stderr, which goes when all is done."""
+    line = f"HellaSwag: {done:,} of {total:,} completions" if done < total else ""
+    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def main():
+    """Everything from the flags to the score. Raises UserError."""
+    flags = parse_flags("Score a checkpoint on HellaSwag.", FLAGS)
+    architectures = {architecture.Config.FILE: architecture for architecture in (GPT2, Llama3)}
+    magic = read_header(flags.model, *architectures)[0]
+    [architecture] = [architecture for kind, architecture in architectures.items()
+                      if kind.magic == magic]
+    c = architecture.Config.from_file(flags.model)
+    examples = read_examples(flags.data, c.V, flags.seq_len)
+    most = max(example.longest for example in examples)
+    B, T = flags.batch_size, flags.seq_len or min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
+    place = flags.device or ("cuda" if has_gpu() else "cpu")
+    device = make_device(place, flags.dtype, c, flags.plain)
+    print(f"device       | {device} (--device, --dtype)")
+    print(f"model        | {flags.model} (-e), {c}")
+    print(f"data         | {flags.data}: {len(examples):,} examples of at most {most} tokens "
+          f"(--data), B={B} T={T}", flush=True)
+    try:
+        model = type(architecture.__name__, (Fitting, architecture), {})(c, device, B, T)
+        model.set_parameters(read_parameters(flags.model, c))
+        correct, total = score(model, examples, progress_line if sys.stderr.isatty() else None)
+    except device.Fault as e:
+        raise UserError(f"the GPU stopped ({e}) at {device.last_kernel} or a launch before it: find "
+                        "the fault with --plain 1, compute-sanitizer, or --device cpu") from None
+    print(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
+
+
+if __name__ == "__main__":
+    run(main)
