@@ -1,6 +1,138 @@
-"""What all tests share."""
+"""What every test stands on: checks that are counted, tests that run by themselves, and calls that must be refused.
+
+A test is a function. It checks by itself, or generates (name, found, expected, limit). What it needs of these it names
+as its parameters: `device_name`, `folder`, a folder of its own.
+"""
+import argparse
+import inspect
 import os
+import re
+import sys
+import tempfile
 from pathlib import Path
 
+import numpy as np
+
+from dev.features import has_gpu
+from dev.lab.kernel import BF16_LIMIT, KERNEL_LIMIT, f32, stored
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import BF16, to_float
+
 TOP = Path(__file__).resolve().parents[2]
+FIXTURES = TOP / "dev/fixtures"
+TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))  # of their programs
+
+EXACT = 0  # the same bits
+counts = {True: 0, False: 0}
+
+
+def check(name, ok, detail=""):
+    """Count a check, and print its line."""
+    counts[bool(ok)] += 1
+    print(f"{'OK  ' if ok else 'FAIL'} {name:64} {detail}", flush=True)
+
+
+def run(name, test, *args):
+    """Run a test, which checks by itself, or generates (tensor, found, expected, limit), without a limit a kernel's.
+    It draws the same random numbers whatever ran before. An exception is a failure like any other."""
+    global rng
+    rng = np.random.default_rng(1337)
+    try:
+        for tensor, found, expected, *limit in test(*args) or ():
+            found = np.asarray(found)
+            [limit] = limit or [BF16_LIMIT if found.dtype == BF16 else KERNEL_LIMIT]
+            if limit == EXACT:
+                bits = f"u{found.itemsize}"
+                differ = np.count_nonzero(found.view(bits) != stored(np.asarray(expected), found.dtype).view(bits))
+                check(f"{name} {tensor}", differ == 0, f"{differ} of {found.size} differ" if differ else "same bits")
+            else:
+                assert found.shape == np.shape(expected), f"{tensor} {found.shape}, expected {np.shape(expected)}"
+                error = np.linalg.norm(to_float(found) - np.float64(expected)) / (np.linalg.norm(expected) or 1)
+                check(f"{name} {tensor}", error <= limit, f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.1e}")
+    except Exception as e:
+        check(name, False, f"{type(e).__name__}: {e}")
+
+
+def normal(*shape):
+    """Normal numbers, as fp32 stores them."""
+    return f32(rng.standard_normal(shape))
+
+
+def words(V, *shape):
+    return rng.integers(V, size=shape, dtype=np.int32)
+
+
+def finite_difference(name, f, df, *inputs):
+    """A gradient against central differences of its function along a random direction."""
+    dout, steps = normal(*f(*inputs).shape), [1e-6 * normal(*x.shape) for x in inputs]
+    ahead, behind = (f(*(x + sign * s for x, s in zip(inputs, steps))) for sign in (1, -1))
+    found = sum((gradient * s).sum() for gradient, s in zip(df(dout, *inputs), steps))
+    return name, found, (dout * (ahead - behind)).sum() / 2, 1e-6
+
+
+def summary():
+    """Print how many checks have passed and failed. Returns the exit status."""
+    print(f"{counts[True]} passed, {counts[False]} failed")
+    return 1 if counts[False] else 0
+
+
+def numbers_of(tensors):
+    """All numbers of (name, values) pairs, one flat array."""
+    return np.concatenate([values.ravel() for _, values in tensors])
+
+
+def refusal(function, *args):
+    """The message of the UserError that a call raises, or None."""
+    try:
+        function(*args)
+    except UserError as e:
+        return str(e)
+
+
+def check_refusal(name, wish, function, *args):
+    """Check that a call is refused in one line that says this (a regular expression)."""
+    message = refusal(function, *args)
+    check(f"{name}: {wish}", message and re.fullmatch(f".*{wish}.*", message), message)
+
+
+def header_refusal(found, *kinds):
+    """What is said (a regular expression) of a file whose first two numbers are none of these kinds'."""
+    wishes = (re.escape(f"[{kind.magic}, {' or '.join(map(str, kind.versions))}]") for kind in kinds)
+    return f"begins with {re.escape(str([*found]))}; expected .*{'.*'.join(wishes)}.*: {kinds[0].remedy}"
+
+
+# ---- The program of a file of tests
+
+
+def run_tests(tests, device_name="cpu", prepare=None, **given):
+    """Run tests, each with what its parameters name of these: the device's name, a folder of its own, which
+    prepare(folder) fills, and what is given."""
+    def prepared(test, values):
+        if prepare:
+            prepare(values["folder"])
+        yield from test(**{name: values[name] for name in inspect.signature(test).parameters if name in values}) or ()
+
+    here = os.getcwd()
+    for test in tests:
+        with tempfile.TemporaryDirectory() as folder:
+            values = {"device_name": device_name, "folder": Path(folder).resolve()} | given
+            run(test.__name__.replace("_", " ") + ":", prepared, test, values)
+            os.chdir(here)
+
+
+def run_program(tests, prepare=None, fits=None, **numbers):
+    """The main program of a file of tests, on each device that it fits. Each of numbers is a flag and its default.
+    Exits with 1 if a check failed."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
+    parser.add_argument("--only", choices=[test.__name__ for test in tests], metavar="TEST", help="only this test")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    flags = parser.parse_args()
+    given = {name: getattr(flags, name) for name in numbers}
+    names = [flags.device] if flags.device else ["cpu", *["cuda"] * has_gpu()]
+    for place, name in enumerate(name for name in names if not fits or fits(name)):
+        run_tests([test for test in tests if flags.only in (None, test.__name__)
+                   and (not place or "device_name" in inspect.signature(test).parameters)], name, prepare, **given)
+    sys.exit(summary())

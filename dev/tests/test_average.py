@@ -6,7 +6,6 @@ All is on the CPU.
 """
 import contextlib
 import io
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +17,11 @@ from dev.common.bf16 import master_numbers
 from dev.common.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
+from dev.tests.checks import EXACT, check, run_program
+from dev.tests.models import FIXTURES, model_class
 from dev.variants.average import SOURCE
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError, write_tokens
-from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
 from train_gpt2 import GPT2, Config, Training, draw_parameters, pack_batch, parse_flags
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
@@ -159,15 +159,17 @@ def refused():
         check("--zero 1 is refused", False)
 
 
-def main():
+def all_recurrences():
     for dtype in ("fp32", "bf16"):
         for decay in (0, 0.6, 0.999):
-            run(f"{dtype}, D = {decay}:", recurrence, dtype, decay)
-    run("fp32 runs:", runs, "fp32")
-    run("bf16 runs:", runs, "bf16")
-    run("zero:", refused)
-    return summary()
+            for name, *rest in recurrence(dtype, decay):
+                yield f"{dtype}, D = {decay}: {name}", *rest
+
+
+def all_runs():
+    runs("fp32")
+    runs("bf16")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((all_recurrences, all_runs, refused))

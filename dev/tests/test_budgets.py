@@ -8,12 +8,11 @@ something that a reader needs.
 import ast
 import functools
 import re
-import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from test_gpt2 import EXACT, check, run, summary
+from dev.tests.checks import EXACT, check, run_program
 
 TOP = Path(__file__).resolve().parents[2]
 FEATURE = re.compile("fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every", re.I)
@@ -208,11 +207,5 @@ def counting():
     check("habits", sorted(lines) == [2, 3, 4, 5, 6, 7, 7, 9, 10], lines)
 
 
-def test_budgets():
-    run("counting:", counting)
-    run("budgets:", budgets)
-
-
 if __name__ == "__main__":
-    test_budgets()
-    sys.exit(summary())
+    run_program((counting, budgets))

@@ -27,14 +27,14 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tools import convert
 from dev.common.bf16 import to_bf16
+from dev.llama3.train_llama3 import Config3
+from dev.tests.checks import check, check_refusal, header_refusal, run, summary
+from dev.tests.models import FIXTURES, LIMITS, device_of
 from dev.tests.test_convert_llama3 import LIBRARY, read_folder, write_folder
 from dev.tests.test_tokens import BYTES, letters
-from dev.llama3.train_llama3 import Config3
+from dev.tools import convert
 from prepro_tinyshakespeare import UserError, gpt2_encoding
-from dev.tests.test_files import check_refusal, header_refusal
-from test_gpt2 import FIXTURES, LIMITS, check, device_of, run, summary
 from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9

@@ -13,11 +13,11 @@ from unittest import mock
 import numpy as np
 import safetensors
 
-from dev.tools import convert
 from dev.common.bf16 import to_bf16
 from dev.llama3.train_llama3 import Config3
-from dev.tests.test_files import check_refusal, header_refusal
-from test_gpt2 import EXACT, FIXTURES, check, run, summary
+from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run, summary
+from dev.tests.models import FIXTURES
+from dev.tools import convert
 from train_gpt2 import BF16, HEADER_BYTES, Config, to_float
 
 C, H, V, L, NH, NKV, HS = 96, 112, 37, 2, 6, 2, 16

@@ -27,13 +27,10 @@ from unittest import mock
 
 import numpy as np
 
-from dev.data import fineweb
-from dev.data import hellaswag
-from dev.data import hub
-from prepro_tinyshakespeare import PRINTING, UserError, byte_encoding, gpt2_encoding
+from dev.data import fineweb, hellaswag, hub
 from dev.data.rows import read_rows, table_files
-from dev.tests.test_files import check_refusal, header_refusal
-from test_gpt2 import check, run, summary
+from dev.tests.checks import check, check_refusal, header_refusal, run_program
+from prepro_tinyshakespeare import PRINTING, UserError, byte_encoding, gpt2_encoding
 
 EOT = 50256
 BYTE_IDS = {b: i for i, b in enumerate(PRINTING + [b for b in range(256) if b not in PRINTING])}
@@ -652,20 +649,7 @@ def english_text(folder):
         check(f"english.py: {wish}", ok, "" if ok else done.stderr)
 
 
-# ---- The program
-
-
-def test_data():
-    """All of these, each in a folder of its own."""
-    before = os.getcwd()
-    with a_hub():
-        for test in (tables, borders, local_shards, kills, refusals, hub_shards, hub_troubles, questions, vocabulary,
-                     english_text):
-            with tempfile.TemporaryDirectory() as folder:
-                run(f"data, {test.__name__.replace('_', ' ')}:", test, Path(folder).resolve())
-                os.chdir(before)
-
-
 if __name__ == "__main__":
-    test_data()
-    sys.exit(summary())
+    with a_hub():
+        run_program((tables, borders, local_shards, kills, refusals, hub_shards, hub_troubles, questions, vocabulary,
+                 english_text))

@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from prepro_tinyshakespeare import UserError
-
 from dev.lab import exercise, lab
 from dev.lab.kernel import find_kernel, kernel_names
-from test_gpt2 import check, summary
+from dev.tests.checks import check, summary
+from prepro_tinyshakespeare import UserError
 
 TOP = Path(__file__).resolve().parents[2]
 

@@ -6,25 +6,29 @@
 pip install ml_dtypes. Runs that are resumed in FP8 are in dev/tests/test_runs.py, and those on several ranks in
 dev/tests/test_ranks.py.
 """
-import argparse
-import functools
 import itertools
-import sys
 from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
 from dev.common.bf16 import master_numbers, to_bf16
-from dev.lab.kernel import orders
 from dev.common.devices import make_device
-from dev.features import has_gpu
 from dev.llama3.train_llama3 import Llama3
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
-from dev.tests.test_files import check_refusal
-from test_gpt2 import (EXACT, FIXTURES, SMALL_MODEL, check, device_of, gradients, model_class,
-                       poisoned_model, read_debug_state, run, summary)
+from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.models import (
+    FIXTURES,
+    SMALL_MODEL,
+    device_of,
+    gradients,
+    in_each_order,
+    model_class,
+    on_device,
+    poisoned_model,
+    read_debug_state,
+)
 from train_gpt2 import BF16, GPT2, Config, pack_batch, read_parameters, to_float
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
@@ -39,22 +43,6 @@ def cut_off(x):
 def in_8_bits(values, scale):
     """What a twin of these values stands for, in float64."""
     return cut_off(np.float32(scale) * values).view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale)
-
-
-def on_device(device, values):
-    array = device.empty(values.nbytes).view(values.dtype).reshape(values.shape)
-    device.put(array, values)
-    return array
-
-
-def in_each_order(device, work, *args):
-    """(order, work(*args)), on a CPU with the threads in several orders."""
-    for order in orders() if device.name == "cpu" else ("forward",):
-        if device.name == "cpu":
-            device.set_order(order)
-        yield order, work(*args)
-    if device.name == "cpu":
-        device.set_order("forward")
 
 
 def numbers(device_name):
@@ -260,17 +248,5 @@ def refusals(device_name):
                   Config(C=32, NH=1), True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Test FP8.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
-    parser.add_argument("--only", help="only this test")
-    flags = parser.parse_args()
-    for name in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
-        for test in (numbers, weights, next_scales, twins, products, scales_alone, fixture, refusals):
-            if flags.only in (None, test.__name__):
-                run(test.__name__.replace("_", " ") + ":", functools.partial(test, name))
-    return summary()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((numbers, weights, next_scales, twins, products, scales_alone, fixture, refusals))

@@ -9,48 +9,23 @@ import io
 import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-from dev.tools.score import progress_line  # before NumPy: what it imports says how its threads are to wait
 
 import numpy as np
 
 from dev.common.devices import make_device
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag_score import EVAL_FILE, Example, mean_losses, read_examples, score
-from dev.tests.test_files import check_refusal, header_refusal
-from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, LIMITS, SMALL_MODEL, check, device_of, poisoned_model,
-                       read_debug_state, run, summary)
+from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
+from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
+from dev.tests.trainings import LENGTHS, file_of, random_examples
+from dev.tools.score import progress_line  # before NumPy: what it imports says how its threads are to wait
 from train_gpt2 import GPT2, FileKind, read_parameters, to_float
 
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
 DEBUG_STATE[Llama3.Config] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/tools/torch_reference.py writes one")
 DEVICE_SIZES = {GPT2: (64, 2), Llama3: (64, 2)}  # C and NH of these
-LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)), (2, (30, 31, 32, 33)),
-           (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]  # of contexts and completions: the longest row has 39 tokens
-
-
-def random_examples(V, lengths=LENGTHS, seed=1):
-    rng = np.random.default_rng(seed)
-    tokens = lambda n: rng.integers(V, size=n, dtype=np.int32)
-    return [Example(int(rng.integers(4)), tokens(context), [tokens(n) for n in completions])
-            for context, completions in lengths]
-
-
-def file_of(examples, **change):
-    """The bytes of a file of examples, written down number by number."""
-    stream, longest = [], 0
-    for i, example in enumerate(examples):
-        rest = [i, example.label, 4]
-        for part in (example.context, *example.completions):
-            rest += [len(part), *part]
-        stream += [65535, 2 * (2 + len(rest)), *rest]
-        longest = max(longest, 2 * (2 + len(rest)))
-    header = [20240522, 1, len(examples), longest] + 252 * [0]
-    return np.array(header, "<i4").tobytes() + np.array(stream, "<u2").tobytes()
 
 
 # ---- Reading
@@ -292,19 +267,17 @@ def command_line(folder):
             check(f"hellaswag.py {stem}: {wish or line} {' '.join(flags)}", ok, "" if ok else repr(done))
 
 
-def main():
-    for test in (good_files, bad_files, rules):
-        with tempfile.TemporaryDirectory() as folder:
-            run(f"{test.__name__.replace('_', ' ')}:", test, Path(folder))
+def all_small_models():
     for architecture in (GPT2, Llama3):
         for dtype in ("fp32", "bf16"):
-            run(f"{architecture.__name__} {dtype}", small_models, architecture, dtype)
+            for name, *rest in small_models(architecture, dtype):
+                yield f"{architecture.__name__} {dtype} {name}", *rest
+
+
+def all_pytorch_logits():
     for stem, architecture in (("gpt2_tiny", GPT2), ("llama_gqa", Llama3)):
-        run(f"{stem}:", pytorch_logits, stem, architecture)
-    with tempfile.TemporaryDirectory() as folder:
-        run("hellaswag.py:", command_line, Path(folder))
-    return summary()
+        yield from pytorch_logits(stem, architecture)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((good_files, bad_files, rules, all_small_models, all_pytorch_logits, command_line))

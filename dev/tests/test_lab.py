@@ -17,18 +17,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-
 import numpy as np
 
 from dev.lab import results
-from dev.lab.kernel import (ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, compare, f32, find_kernel,
-                             kernel_names, stored)
+from dev.lab.kernel import (
+    ANY,
+    BF16_LIMIT,
+    KERNEL_LIMIT,
+    Draw,
+    as_stored,
+    bf16,
+    compare,
+    f32,
+    find_kernel,
+    kernel_names,
+    stored,
+)
 from dev.lab.lab import Failure, Report, files_of
 from dev.lab.show import needed, pieces_of, printed, show
 from dev.lab.timing import Timing
+from dev.tests.checks import check, check_refusal, summary
 from dev.tests.mutants import Copy
-from dev.tests.test_files import check_refusal
-from test_gpt2 import check, summary
 from train_gpt2 import BF16, Config, read_kernels
 
 TOP = Path(__file__).resolve().parents[2]

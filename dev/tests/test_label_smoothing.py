@@ -3,25 +3,23 @@
     python -m dev.tests.test_label_smoothing                  # on the CPU, and on a GPU too if there is one
     python -m dev.tests.test_label_smoothing --device cpu     # only on this one
 
-pip install ml_dtypes, for what it takes from dev/tests/test_fp8.py.
 """
-import argparse
 import functools
+import itertools
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from dev.common.bf16 import to_bf16
-from dev.lab.formulas import cross_entropy
 from dev.common.devices import make_device
-from dev.features import has_gpu
+from dev.lab.formulas import cross_entropy
+from dev.lab.kernel import f32
+from dev.tests.checks import check, finite_difference, normal, run_program, words
+from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.variants.label_smoothing import SOURCE
-from dev.tests.test_fp8 import in_each_order, on_device
 from prepro_tinyshakespeare import byte_encoding, prepare
-from test_gpt2 import check, f32, finite_difference, gradients, model_class, normal, run, summary, words
 from train_gpt2 import GPT2, Config, draw_parameters, to_float
 
 TOP = Path(__file__).resolve().parents[2]
@@ -49,16 +47,18 @@ def formula():
     yield "E=0", smoothed(0, targets, x)[0], cross_entropy(targets, x), 1e-14
 
 
-def kernel(device):
+def kernel(device_name):
     """Losses and gradients of ordinary logits, of rows that are all but certain, right or wrong, and of rows far from
     0. The padding is NaN before and 0 after. The threads of a block may run in any order."""
-    def work(logits, losses, *args):
+    def work(device, logits, losses, *args):
         logits = on_device(device, logits)
         device.launch("smoothed_classifier", len(logits), logits, losses, *args)
         return device.get(losses), device.get(logits)
 
-    for N, V, Vp in ((1, 1, 1), (3, 11, 13), (5, 257, 384), (2, 1027, 1027), (4, 3000, 3008)):
-        for E in (0, 0.1, 0.99):
+    sizes = (1, 1, 1), (3, 11, 13), (5, 257, 384), (2, 1027, 1027), (4, 3000, 3008)
+    for dtype in ("fp32", "bf16"):
+        device = device_for(device_name, dtype)
+        for (N, V, Vp), E in itertools.product(sizes, (0, 0.1, 0.99)):
             x, targets = normal(N, V), words(V, N)
             x[0, targets[0]] += 1e4  # certain and right
             if N > 2:
@@ -72,17 +72,17 @@ def kernel(device):
             loss, gradient = smoothed(E, targets, x)
             wish = np.zeros((N, Vp))
             wish[:, :V] = 0.25 * gradient
-            for order, (found_loss, found) in in_each_order(device, work, padded, *args):
+            for order, (found_loss, found) in in_each_order(device, work, device, padded, *args):
                 name = f"{device.dtype} N={N} V={V} Vp={Vp} E={E} {order}"
                 yield f"{name} losses", found_loss / (1 + loss), loss / (1 + loss), 1e-6  # each row counts
                 yield f"{name} gradient", found, wish
                 check(f"{name} padding", not to_float(found)[:, V:].any())
 
 
-def model(device):
+def model(device_name):
     """The model's gradients are those of the smoothed loss, of all micro-batches together, and forward() has the
     usual loss."""
-    c, (B, T), E = Config(**SIZES), (2, 6), 0.3
+    c, (B, T), E, device = Config(**SIZES), (2, 6), 0.3, device_for(device_name, "fp32")
     batches = [(words(c.V, B, T), words(c.V, B, T)) for _ in range(2)]
     plain, smooth = (model_class(GPT2, *flags)(c, device, B, T) for flags in ((), ("--label-smoothing", str(E))))
     for each in (plain, smooth):
@@ -142,19 +142,5 @@ def command_line(device_name, folder):
     check("another loss of the first step", abs(losses[0] - losses[1]) > 1e-4, losses)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    flags = parser.parse_args()
-    run("formula", formula)
-    for name in [flags.device] if flags.device else ["cpu", *["cuda"] * has_gpu()]:
-        for dtype in ("fp32", "bf16"):
-            run(f"{name} kernel", kernel, device_for(name, dtype))
-        run(f"{name} model", model, device_for(name, "fp32"))
-        with tempfile.TemporaryDirectory() as folder:
-            run(f"{name} command line", command_line, name, Path(folder))
-    return summary()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((formula, kernel, model, command_line))

@@ -17,16 +17,39 @@ import sys
 import tempfile
 from pathlib import Path
 
-from prepro_tinyshakespeare import UserError, write_tokens
-
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
 from dev.llama3.train_llama3 import Config3, Llama3
-from dev.tests.test_files import TINY, check_refusal, header_refusal, numbers_of, test_steps, token_files
-from test_gpt2 import (DEBUG_STATE, EXACT, FIXTURES, SMALL_MODEL, check, check_launched, device_of,
-                       each_device, each_kind, finite_difference, normal, read_flags, run, stored, summary, test_dump,
-                       test_kernels, write_checkpoint)
+from dev.tests.checks import (
+    EXACT,
+    TINY,
+    check,
+    check_refusal,
+    finite_difference,
+    header_refusal,
+    normal,
+    numbers_of,
+    run,
+    summary,
+)
+from dev.tests.models import (
+    DEBUG_STATE,
+    FIXTURES,
+    SMALL_MODEL,
+    check_dump,
+    check_kernels,
+    check_launched,
+    device_of,
+    each_device,
+    each_kind,
+    read_flags,
+    write_checkpoint,
+)
+from dev.tests.steps import check_steps
+from dev.tests.trainings import two_token_files
+from prepro_tinyshakespeare import UserError, write_tokens
+from dev.lab.kernel import stored
 from train_gpt2 import BF16, Config, FileKind, draw_parameters, read_parameters, to_float
 
 # ---- Gradients and kernels
@@ -56,8 +79,8 @@ def test_models(device_name, dtype, plain):
     """The dumps that are here, and steps of a small model."""
     for checkpoint in (GQA, TIED):
         state = checkpoint.with_name(f"{checkpoint.stem}_debug_state.bin")
-        test_dump((device_name, dtype, plain, Llama3), checkpoint, state, fp32_bound=1e-5)
-    test_steps(device_name, dtype, plain, Llama3)
+        check_dump((device_name, dtype, plain, Llama3), checkpoint, state, fp32_bound=1e-5)
+    check_steps(device_name, dtype, plain, Llama3)
 
 
 # ---- Sizes, files, refusals, the command line
@@ -169,7 +192,7 @@ def bad_files(device_name, folder):
 def command_line(device_name, folder):
     """train_llama3.py trains twice to the same bits, by other ways to nearly the same, and says in one line what it was
     given wrong."""
-    token_files(folder)
+    two_token_files(folder)
     with contextlib.redirect_stdout(None):
         write_tokens(folder / "larger.bin", [5] * 9 + [331] * 90)
     tiny = ("-e", GQA, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "3", "-g", "2")
@@ -211,10 +234,10 @@ def main():
         run("gradient of", finite_differences)
     for name, dtype in each_device(flags):
         if not flags.state:
-            test_kernels(name, dtype, flags.only, KERNELS, COMPILED_FOR, Llama3)
+            check_kernels(name, dtype, KERNELS, COMPILED_FOR, flags.only, Llama3)
         for plain in each_kind(flags, name, dtype) if not (flags.kernels or flags.only) else ():
             if flags.state:
-                test_dump((name, dtype, plain, Llama3), flags.checkpoint, flags.state, flags.attention)
+                check_dump((name, dtype, plain, Llama3), flags.checkpoint, flags.state, flags.attention)
             else:
                 test_models(name, dtype, plain)
     if everything and flags.dtype in (None, "fp32"):

@@ -16,7 +16,6 @@ import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +23,7 @@ from unittest import mock
 
 from dev.ranks.launchers import launched
 from dev.ranks.meeting import Meeting, Point, first_host
-from dev.tests.test_files import check_refusal
-from test_gpt2 import check, run, summary
+from dev.tests.checks import check, check_refusal, run_program
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -242,13 +240,12 @@ def gpus(folder):
 
 def main():
     signal.alarm(150)  # if ranks in threads wait for each other, nothing else ends them
-    for test in (what_launchers_say, strangers, impostors, hangs, gpus):
-        with tempfile.TemporaryDirectory() as folder:
-            run(test.__name__.replace("_", " ") + ":", test, *[Path(folder)] * (test is not what_launchers_say))
-    for job in started:
-        job.kill()
-    return summary()
+    try:
+        run_program((what_launchers_say, strangers, impostors, hangs, gpus))
+    finally:
+        for job in started:
+            job.kill()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,25 +5,23 @@
 
 dev/lab/kernels/outliers.py has the kernel's truth in NumPy, and dev/tests/test_runs.py skips updates in a run.
 """
-import argparse
 import contextlib
 import io
 import json
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
 import train_gpt2
-from dev.cpu.device import Cpu
 from dev.common.devices import make_device
-from dev.features import has_gpu
+from dev.cpu.device import Cpu
+from dev.tests.checks import EXACT, check, run_program
+from dev.tests.models import FIXTURES, model_class
 from dev.variants.outliers import SOURCE, WINDOW
 from prepro_tinyshakespeare import UserError, write_tokens
-from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary
 from train_gpt2 import GPT2, Config, Verdict
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
@@ -60,18 +58,18 @@ def z_scores(device_name):
 # ---- Runs
 
 
-def train(device, output, *flags):
+def train(device_name, output, *flags):
     """Call the trainer on a run that goes on, and return what it said."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
-            status = train_gpt2.main([str(x) for x in ("--device", device, "-o", output, *flags)])
+            status = train_gpt2.main([str(x) for x in ("--device", device_name, "-o", output, *flags)])
         except UserError as e:
             status = f"error: {e}"
     check(f"{output.name}: status", status == 0, f"{status}")
     return said.getvalue()
 
 
-def runs(device):
+def runs(device_name):
     """A checkpoint has windows if its run has a limit. A run goes on from one with them, such as
     all once were, and from one without."""
     with tempfile.TemporaryDirectory() as folder:
@@ -81,7 +79,7 @@ def runs(device):
                 tokens = np.random.default_rng(count).integers(257, size=count)
                 write_tokens(folder / f"{part}.bin", tokens.astype(np.int32))
         plain = folder / "plain"
-        train(device, plain, "-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin", "-b",
+        train(device_name, plain, "-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin", "-b",
               2, "-t", 8, "-v", 0, "-s", 0, "--dtype", "fp32", "-n", 2, "-x", 2)
         notes = json.loads((plain / "run_00000002.json").read_text())
         check("no limit: no windows", not notes.keys() & {"windows", "seen"})
@@ -97,7 +95,7 @@ def runs(device):
                 ("windows and no limit", given, (), False, False)):
             output = shutil.copytree(plain, folder / name)
             (output / "run_00000002.json").write_text(json.dumps(before))
-            text = train(device, output, "-y", 1, "-x", 3, *flags)
+            text = train(device_name, output, "-y", 1, "-x", 3, *flags)
             for what, wish, words in (("the step is skipped", skips, "WARNING: step 3: no update"),
                                       ("they begin empty", says, "are never skipped")):
                 found = words in text
@@ -113,15 +111,5 @@ def runs(device):
             yield f"{name}: afterwards", np.array(after["windows"]), wish, 1e-5
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"))
-    flags = parser.parse_args()
-    for name in [flags.device] if flags.device else ["cpu", *["cuda"] * has_gpu()]:
-        run(f"{name} z-scores:", z_scores, name)
-        run(f"{name} runs:", runs, name)
-    return summary()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((z_scores, runs))

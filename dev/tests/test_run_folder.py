@@ -14,7 +14,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -24,9 +23,9 @@ import numpy as np
 import train_gpt2
 from dev.data.loader import FilesLoader
 from dev.runs.folder import STATE, State, load_position, shuffle_record
-from dev.tests.test_files import header_refusal, run_prepared
+from dev.tests.checks import EXACT, check, header_refusal, run_program, words
+from dev.tests.models import FIXTURES
 from prepro_tinyshakespeare import UserError, write_tokens
-from test_gpt2 import EXACT, FIXTURES, check, summary, words
 from train_gpt2 import Config, FastTraining, Training
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
@@ -87,7 +86,7 @@ def killed_at(step, output, *flags):
 # ---- Who may write
 
 
-def runs_without_a_checkpoint(device, folder):
+def runs_without_a_checkpoint(device_name, folder):
     """-y 1 where there is no checkpoint: the same run from its start, a new one that is told what to train, or none."""
     flags, whole, output = flags_in(folder), folder / "whole", folder / "killed"
     train(whole, *flags)
@@ -128,7 +127,7 @@ def runs_without_a_checkpoint(device, folder):
     yield "of old checkpoints, run_00000000.json alone is kept", left == wish, True, EXACT
 
 
-def earlier_runs(device, folder):
+def earlier_runs(device_name, folder):
     """Without -y 1, a folder with anything of a run in it is refused."""
     flags, one = flags_in(folder), folder / "one"
     train(one, *flags)
@@ -165,7 +164,7 @@ def earlier_runs(device, folder):
                     folder / name, *flags)
 
 
-def finished_runs(device, folder):
+def finished_runs(device_name, folder):
     """-y 1 of a run that is done says so, and leaves everything as it is."""
     flags = flags_in(folder)
     for n in (0, 3):
@@ -194,13 +193,13 @@ def finished_runs(device, folder):
 # ---- Signals
 
 
-def stopped_runs(device, folder):
+def stopped_runs(device_name, folder):
     """A signal ends a run after its step, wherever it comes: without a validation or a sample, with a whole checkpoint
     that has the weights of this step, and after the lines of all steps. So it does where lines are late."""
     flags, handlers = [*flags_in(folder), "-s", 1, "-g", 2, "-v", 1], [signal.getsignal(n) for n in (2, 15)]
     train_step, next_batches, validate = train_gpt2.GPT2.train_step, Training.next_batches, Training.validate
 
-    def fetch(device, array):
+    def fetch(device_name, array):
         values = array.copy()
         return lambda: values
 
@@ -246,7 +245,7 @@ def stopped_runs(device, folder):
 # ---- Data
 
 
-def data_of_a_run(device, folder):
+def data_of_a_run(device_name, folder):
     """Other data of the same name and size is refused, and paths are found from anywhere."""
     here, flags, output = os.getcwd(), flags_in(folder), folder / "data"
     os.chdir(folder)
@@ -290,7 +289,7 @@ def tokens_of(data, count):
     return np.concatenate([data.next_batch()[0].ravel() for _ in range(count // (data.B * data.T))])
 
 
-def smaller_batches(device, folder):
+def smaller_batches(device_name, folder):
     """With a smaller -b the same tokens follow; where they cannot, it is refused."""
     pattern, T = str(folder / "part_train_*.bin"), 8
 
@@ -362,7 +361,7 @@ def smaller_batches(device, folder):
 # ---- Damage
 
 
-def damaged_notes(device, folder):
+def damaged_notes(device_name, folder):
     """Of a run_*.json and a main.log that are damaged, a line names file and field."""
     flags, output = flags_in(folder), folder / "damaged"
     train(output, *flags, "-n", 3, "-x", 3)
@@ -409,7 +408,7 @@ def damaged_notes(device, folder):
     yield "... the log goes on", re.findall(r"s:(\d+) trl", log) == ["1", "2", "3"], True, EXACT
 
 
-def damaged_checkpoints(device, folder):
+def damaged_checkpoints(device_name, folder):
     """Of the newest checkpoint being damaged, a line names it, the newest older one that is whole, and a command, after
     which the run goes on from that."""
     flags, good = flags_in(folder), folder / "good"
@@ -476,12 +475,8 @@ def damaged_checkpoints(device, folder):
     yield "a good state is one", [found.step, found.count], [6, 1], EXACT
 
 
-def main():
-    run_prepared(token_files, [(test,) for test in (
-        runs_without_a_checkpoint, earlier_runs, finished_runs, stopped_runs, data_of_a_run, smaller_batches,
-        damaged_notes, damaged_checkpoints)], "cpu", sys.argv[1] if len(sys.argv) > 1 else None)
-    return summary()
-
+TESTS = (runs_without_a_checkpoint, earlier_runs, finished_runs, stopped_runs, data_of_a_run, smaller_batches,
+         damaged_notes, damaged_checkpoints)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(TESTS, token_files)

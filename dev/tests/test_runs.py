@@ -7,7 +7,6 @@
 Trainings are small, and run in child processes that get signals. A state file is read by a parser of llm.c's format of
 its own, which shares no code with the trainer's.
 """
-import argparse
 import contextlib
 import io
 import json
@@ -28,79 +27,27 @@ from unittest import mock
 import numpy as np
 
 from dev.lab.kernels.adamw import halves
-from dev.features import has_gpu
 from dev.runs.folder import STATE, RunFolder
 from dev.runs.replay import largest_gradients, repeat
-from dev.tests.test_files import header_refusal, run_prepared
-from prepro_tinyshakespeare import write_tokens
-from test_gpt2 import (EXACT, FIXTURES, check, device_of, gradients, poisoned_model, summary,
-                       words)
+from dev.tests.checks import EXACT, check, header_refusal, run_program, words
+from dev.tests.models import FIXTURES, device_of, gradients, poisoned_model
+from dev.tests.trainings import LLAMA, TRAINER, bytes_of, command, parse_state, same, token_files, train, without
 from train_gpt2 import Config, batch_table, carve, pack_batch
 
 TOP = Path(__file__).resolve().parents[2]
-TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
-
-
-def token_files(folder):
-    """Three files of training data, of which the last is the shortest, and one to validate on."""
-    with contextlib.redirect_stdout(None):
-        for i, count in enumerate((333, 300, 170)):
-            write_tokens(folder / f"part_train_{i}.bin", words(257, count))
-        write_tokens(folder / "part_val_0.bin", words(257, 100))
-
-
-def command(device, folder, output, *flags, trainer=TRAINER, model=TINY):
-    return [str(x) for x in (
-        sys.executable, *(["-m", trainer] if isinstance(trainer, str) else [trainer]), "--device", device,
-        "-e", model, "-i", folder / "part_train_*.bin", "-j",
-        folder / "part_val_0.bin", "-b", 2, "-t", 8, "-d", 32, "-x", 12, "-n", 3, "-v", 4, "-m", 2, "-s", 5, "-g", 3,
-        "-u", 3, "-q", 0.1, "-l", 1e-2, "-c", 0.1, "-o", output, *flags)]
-
-
-def train(*args, status=0, **keywords):
-    """Run a training to its end. Returns what it printed; checks its exit status."""
-    done = subprocess.run(command(*args, **keywords), capture_output=True, text=True)
-    if status is not None and done.returncode != status:
-        raise AssertionError(f"exit status {done.returncode}, not {status}: {done.stderr or done.stdout[-500:]}")
-    return done.stdout + done.stderr
-
-
-def bytes_of(output, step):
-    """The bytes of the files of a run that must not depend on where it stopped."""
-    return {name: (output / name).read_bytes() for name in (
-        f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", "main.log")}
-
-
-def same(found, expected, what):
-    for name, wish in expected.items():
-        differ = "" if found[name] == wish else f"{len(found[name])} bytes, {len(wish)} expected, or others"
-        check(f"{what}: {name} is that of a run without a stop", not differ, differ)
 
 
 # ---- llm.c's state file, read by hand: see section a of its formats
 
 
-def parse_state(path):
-    """The fields of a state file of one process, read with struct alone."""
-    data, fields, at = path.read_bytes(), {}, 1024
-    ints = struct.unpack("<256i", data[:1024])
-    fields["header"] = ints[:6]
-    fields["step"] = ints[10]
-    fields["rng"], fields["rng_before"] = struct.unpack("<2Q", data[80:96])
-    fields["shard"], fields["sample"] = struct.unpack("<2Q", data[120:136])
-    named = {0, 1, 2, 3, 4, 5, 10, 20, 21, 22, 23, 30, 31, 32, 33}
-    fields["zeros"] = [i for i, x in enumerate(ints) if x and i not in named]
-    return fields, data, at
-
-
-def state_files(device, folder):
+def state_files(device_name, folder):
     """Every field of a state file, with and without shuffling, against what the run must have come to."""
     N = sum(row.size for row in Config.from_file(TINY).parameter_table())
     counts = [333, 300, 170]
     for shuffle in (1, 0):
         output = folder / f"shuffle_{shuffle}"
-        train(device, folder, output, "--shuffle", shuffle, "--dtype", "fp32", "-n", 7)
+        train(device_name, folder, output, "--shuffle", shuffle, "--dtype", "fp32", "-n", 7)
         for step in (7, 12):
             fields, data, at = parse_state(output / f"state_{step:08d}_00000.bin")
             name = f"shuffle {shuffle}, step {step}:"
@@ -151,15 +98,7 @@ def state_files(device, folder):
 # ---- Runs that stop, and go on
 
 
-def without(output, copy, *steps):
-    """A copy of a run's folder without the checkpoints of these steps, as if it had been killed before."""
-    shutil.copytree(output, copy)
-    for path in [path for step in steps for path in copy.glob(f"*_{step:08d}*")]:
-        path.unlink()
-    return copy
-
-
-def resumed_runs(device, folder):
+def resumed_runs(device_name, folder):
     """A run that goes on from a checkpoint ends with the same bytes, of GPT-2 and of Llama 3, in several micro-batches:
     also from a state that llm.c would have written, and where outliers are skipped."""
     for name, flags, keywords in (
@@ -170,10 +109,10 @@ def resumed_runs(device, folder):
             ("tied Llama in bf16", ("--dtype", "bf16", "--moments", "bf16"),
              dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
         whole = folder / name
-        train(device, folder, whole, *flags, "-n", 7, **keywords)
+        train(device_name, folder, whole, *flags, "-n", 7, **keywords)
         expected = bytes_of(whole, 12)
         again = without(whole, folder / f"{name} again", 12)
-        text = train(device, folder, again, *flags, "-n", 7, "-y", 1, **keywords)
+        text = train(device_name, folder, again, *flags, "-n", 7, "-y", 1, **keywords)
         same(bytes_of(again, 12), expected, f"{name} resumed")
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
@@ -189,27 +128,27 @@ def resumed_runs(device, folder):
     yield "bf16: a checkpoint's parameters, of its state's", written, halves(master.astype(np.float64))[0], EXACT
     written = (master.view(np.uint32) >> 16).astype(np.uint16)  # as other programs may
     (again / model).write_bytes((again / model).read_bytes()[:1024] + written.tobytes())
-    train(device, folder, again, "--dtype", "bf16", "-n", 7, "-y", 1)
+    train(device_name, folder, again, "--dtype", "bf16", "-n", 7, "-y", 1)
     same(bytes_of(again, 12), bytes_of(folder / "bf16", 12), "bf16, rounded otherwise")
     again = without(folder / "bf16 moments", folder / "fp32 moments", 12)
-    text = train(device, folder, again, "--dtype", "fp32", "--moments", "fp32", "-n", 7, "-y", 1)
+    text = train(device_name, folder, again, "--dtype", "fp32", "--moments", "fp32", "-n", 7, "-y", 1)
     check("moments of another type: a warning", "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)
     check("moments of another type: other bits", bytes_of(again, 12) != bytes_of(folder / "bf16 moments", 12))
     again = without(folder / "bf16 moments", folder / "another seed", 12)
-    text = train(device, folder, again, "--dtype", "fp32", "--moments", "bf16", "--seed", 5, "-n", 7, "-y", 1)
+    text = train(device_name, folder, again, "--dtype", "fp32", "--moments", "bf16", "--seed", 5, "-n", 7, "-y", 1)
     check("moments rounded by another seed: a warning", "WARNING: --seed was 42 until step 7, and is 5 from" in text)
 
     flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"  # after 11 it is in file 1, after 22 in file 2
-    train(device, folder, folder / "files", *flags)
+    train(device_name, folder, folder / "files", *flags)
     for gone in ((26,), (22, 26)):
         again = without(folder / "files", folder / f"files again {len(gone)}", *gone)
-        train(device, folder, again, *flags, "-y", 1)
+        train(device_name, folder, again, *flags, "-y", 1)
         expected = bytes_of(folder / "files", 26)
         same(bytes_of(again, 26), expected, f"files in order, resumed after {33 - 11 * len(gone)}")
 
     whole = folder / "fp32"
     again = without(whole, folder / "by its notes", 12)
-    subprocess.run([sys.executable, "-m", TRAINER, "--device", device, "-o", again, "-y", "1"], check=True,
+    subprocess.run([sys.executable, "-m", TRAINER, "--device", device_name, "-o", again, "-y", "1"], check=True,
                    capture_output=True)
     same(bytes_of(again, 12), bytes_of(whole, 12), "resumed with the flags of its notes")
     foreign = without(whole, folder / "llm.c", 12)
@@ -219,7 +158,7 @@ def resumed_runs(device, folder):
     data[-2520:-2512] = b"\x5a" * 8  # llm.c leaves the seed as it finds it
     data[80:96] = b"\x5b" * 16  # its stochastic rounding
     state.write_bytes(data)
-    text = train(device, folder, foreign, "--dtype", "fp32", "-n", 7, "-y", 1)
+    text = train(device_name, folder, foreign, "--dtype", "fp32", "-n", 7, "-y", 1)
     same({**bytes_of(foreign, 12)}, bytes_of(whole, 12), "llm.c's state resumed")
     check("llm.c's state resumed: a line says that there is no json", "WARNING: there is no" in text)
 
@@ -230,12 +169,12 @@ def resumed_runs(device, folder):
     header = np.frombuffer(data[:1024], "<i4").copy()
     header[4] = 0
     state.write_bytes(header.tobytes() + data[1024 : 1024 + 8 * N] + data[1024 + 12 * N :])
-    train(device, folder, bare, "--dtype", "fp32", "-n", 7, "-y", 1)
+    train(device_name, folder, bare, "--dtype", "fp32", "-n", 7, "-y", 1)
     same(bytes_of(bare, 12), bytes_of(whole, 12), "a state without master weights")
 
     flags = "-n", 133, "-x", 140, "-sl", 0.1, "-sg", 1.5, "-v", 0, "-s", 0
     whole = folder / "outliers"
-    text = train(device, folder, whole, *flags)
+    text = train(device_name, folder, whole, *flags)
     skipped = [int(step) for step in re.findall(r"WARNING: step (\d+): no update: loss", text)]
     check("outliers: none in the first 128 steps, some after step 133, not all",
           skipped and 128 < skipped[0] and 133 < skipped[-1] and len(skipped) < 12, f"{skipped}")
@@ -244,18 +183,18 @@ def resumed_runs(device, folder):
                        text)
     check("outliers: large gradients and the place in the data are named", report, text[-300:] * (not report))
     again = without(whole, folder / "outliers again", 140)
-    train(device, folder, again, *flags, "-y", 1)
+    train(device_name, folder, again, *flags, "-y", 1)
     same(bytes_of(again, 140), bytes_of(whole, 140), "outliers resumed")
     blind = without(whole, folder / "outliers blind", 140)
     (blind / "run_00000133.json").unlink()
-    train(device, folder, blind, *flags, "-y", 1)
+    train(device_name, folder, blind, *flags, "-y", 1)
     check("outliers: without their windows the run is another", bytes_of(blind, 140) != bytes_of(whole, 140))
 
 
-def kept_checkpoints(device, folder):
+def kept_checkpoints(device_name, folder):
     """-nk keeps the newest, -nm its multiples; -o alone writes parameters alone."""
     kept = folder / "kept"
-    train(device, folder, kept, "-n", 1, "-nk", 2, "-nm", 4)
+    train(device_name, folder, kept, "-n", 1, "-nk", 2, "-nm", 4)
     for pattern in ("DONE_*", "model_*", "state_*", "run_*"):
         found = sorted(int(re.search(r"\d{8}", path.name)[0]) for path in kept.glob(pattern))
         start = [0] * (pattern == "run_*")  # the flags of the run since its start
@@ -267,15 +206,15 @@ def kept_checkpoints(device, folder):
     names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]
     yield "DONE goes first", gone == names, True, EXACT
     alone = folder / "alone"
-    train(device, folder, alone, "-n", 0)
+    train(device_name, folder, alone, "-n", 0)
     wish = ["main.log", "model_00000012.bin", "run_00000000.json"]
     yield "-o alone", sorted(path.name for path in alone.iterdir()) == wish, True, EXACT
 
 
-def overfitted_batch(device, folder):
+def overfitted_batch(device_name, folder):
     """-a 1 trains on the first batch of the validation's, again and again."""
     output = folder / "overfit"
-    train(device, folder, output, "-a", 1, "-d", 16, "-m", 1, "-v", 1, "-k", "constant", "-c", 0)
+    train(device_name, folder, output, "-a", 1, "-d", 16, "-m", 1, "-v", 1, "-k", "constant", "-c", 0)
     lines = (output / "main.log").read_text().splitlines()
     tel = [line.split(":")[2] for line in lines if " tel:" in line]
     trl = [line.split(":")[2].split()[0] for line in lines if " trl:" in line]
@@ -296,15 +235,15 @@ def whole_ones(output):
     return steps
 
 
-def killed_runs(device, folder, kills):
+def killed_runs(device_name, folder, kills):
     """A run that is killed at random moments, again and again, and goes on each time, ends with the same bytes."""
     flags, steps = ("-x", 40, "-n", 1, "-nk", 2, "--dtype", "fp32"), 40
     whole, output, chance = folder / "whole", folder / "killed", random.Random(1)
     begun = time.perf_counter()
-    train(device, folder, whole, *flags)
+    train(device_name, folder, whole, *flags)
     seconds, expected, killed, writing = time.perf_counter() - begun, bytes_of(whole, steps), 0, 0
     while killed < kills:
-        child = subprocess.Popen(command(device, folder, output, *flags, "-y", 1), stdout=subprocess.DEVNULL,
+        child = subprocess.Popen(command(device_name, folder, output, *flags, "-y", 1), stdout=subprocess.DEVNULL,
                                  stderr=subprocess.PIPE)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(chance.uniform(0.2, 1) * seconds)
@@ -319,21 +258,21 @@ def killed_runs(device, folder, kills):
             killed += 1
             writing += any(output.glob("*.tmp"))
             whole_ones(output)
-    train(device, folder, output, *flags, "-y", 1)
+    train(device_name, folder, output, *flags, "-y", 1)
     same(bytes_of(output, steps), expected, f"after {killed} kills")
     yield "what is left of files: none", len([*output.glob("*.tmp")]), 0, EXACT
     yield "the newest two are left", whole_ones(output), [39, 40], EXACT
     check("a fourth of the kills came while a file was being written", writing >= kills // 4, f"{writing} of {killed}")
 
 
-def signals(device, folder):
+def signals(device_name, folder):
     """SIGTERM and Ctrl-C end a run after its step, with a checkpoint from which it goes on. A second Ctrl-C ends it."""
     flags = "-x", 60, "-n", 0, "-v", 0, "-s", 0
-    train(device, folder, folder / "whole", *flags[:2], "-n", 60, *flags[4:])
+    train(device_name, folder, folder / "whole", *flags[:2], "-n", 60, *flags[4:])
     expected = bytes_of(folder / "whole", 60)
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         output = folder / signal.Signals(number).name
-        child = subprocess.Popen(command(device, folder, output, *flags), stdout=subprocess.PIPE, text=True,
+        child = subprocess.Popen(command(device_name, folder, output, *flags), stdout=subprocess.PIPE, text=True,
                                  stderr=subprocess.DEVNULL)
         for line in child.stdout:
             if line.startswith("step    5/"):
@@ -341,11 +280,12 @@ def signals(device, folder):
         yield f"{output.name}: exit status", child.wait(), status, EXACT
         stopped = whole_ones(output)
         check(f"{output.name}: a whole checkpoint", len(stopped) == 1 and 5 <= stopped[0] < 60, f"{stopped}")
-        train(device, folder, output, *flags[:2], "-n", 60, *flags[4:], "-y", 1)
+        train(device_name, folder, output, *flags[:2], "-n", 60, *flags[4:], "-y", 1)
         same(bytes_of(output, 60), expected, f"{output.name} resumed")
 
     output = folder / "tee"  # which has gone away with the same Ctrl-C
-    child = subprocess.Popen(command(device, folder, output, *flags, "-x", 2000), stdout=subprocess.PIPE, text=True,
+    endless = command(device_name, folder, output, *flags, "-x", 2000)
+    child = subprocess.Popen(endless, stdout=subprocess.PIPE, text=True,
                              stderr=subprocess.PIPE)
     for line in child.stdout:
         if line.startswith("step    5/"):
@@ -357,11 +297,11 @@ def signals(device, folder):
     check("Ctrl-C with tee: a whole checkpoint", len(whole_ones(output)) == 1)
 
     output = folder / "twice"
-    child = subprocess.Popen(command(device, folder, output, "-d", 16 * 20000, "-v", 0), stdout=subprocess.DEVNULL,
+    child = subprocess.Popen(command(device_name, folder, output, "-d", 16 * 20000, "-v", 0), stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     while not (output / "main.log").exists():
         time.sleep(0.01)
-    done = subprocess.run(command(device, folder, output), capture_output=True, text=True)
+    done = subprocess.run(command(device_name, folder, output), capture_output=True, text=True)
     ok = re.fullmatch("error: .*another run is writing to this folder.*\n", done.stderr)
     check("a second run in the folder is refused", done.returncode == 1 and ok, done.stderr)
     child.send_signal(signal.SIGINT)
@@ -373,10 +313,10 @@ def signals(device, folder):
     yield "Ctrl-C twice: no checkpoint", whole_ones(output), [], EXACT
 
 
-def full_disks(device, folder):
+def full_disks(device_name, folder):
     """A disk that is full leaves the last whole checkpoint, is reported, and does not end the training."""
     output = folder / "full"
-    train(device, folder, folder / "enough")
+    train(device_name, folder, folder / "enough")
     without(folder / "enough", output, 9, 12)
     limit = (output / "state_00000006_00000.bin").stat().st_size - 1000  # room for parameters, and not for a state
 
@@ -384,7 +324,7 @@ def full_disks(device, folder):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    done = subprocess.run(command(device, folder, output, "-y", 1), capture_output=True, text=True,
+    done = subprocess.run(command(device_name, folder, output, "-y", 1), capture_output=True, text=True,
                           preexec_fn=little_room)
     yield "full disk: exit status", done.returncode, 1, EXACT
     warnings = re.findall(r"WARNING: no checkpoint of step (\d+): .*state.*File too large.*newest whole one is of step "
@@ -397,12 +337,13 @@ def full_disks(device, folder):
     rest = sorted(path.name for path in output.iterdir()
                   if not re.search("0000000[36]|main.log|run_00000000", path.name))
     check("full disk: nothing else is left", rest == [], f"{rest}")
-    train(device, folder, output, "-y", 1)
+    train(device_name, folder, output, "-y", 1)
     same(bytes_of(output, 12), bytes_of(folder / "enough", 12), "after a full disk")
 
     limit = 50_000  # not even for parameters: each checkpoint fails, and the writer's memory must not run out
     again = without(folder / "enough", folder / "fuller", 9, 12)
-    done = subprocess.run(command(device, folder, again, "-y", 1, "-n", 1), capture_output=True, text=True, timeout=60,
+    resumed = command(device_name, folder, again, "-y", 1, "-n", 1)
+    done = subprocess.run(resumed, capture_output=True, text=True, timeout=60,
                           preexec_fn=little_room)
     yield "fuller disk: failures", done.stdout.count("WARNING: no checkpoint of step"), 6, EXACT
     yield "fuller disk: whole checkpoints", whole_ones(again), [3, 6], EXACT
@@ -429,16 +370,16 @@ def full_disks(device, folder):
              "r.replace_file, real = lambda path, chunks: real(path, chunks) if '00000000' in path.name else broken(), "
              "r.replace_file\n"
              "train_gpt2.run(lambda: train_gpt2.main(sys.argv[1:]))")
-    done = subprocess.run([sys.executable, "-c", crash, *command(device, folder, folder / "crash")[3:]], text=True,
+    done = subprocess.run([sys.executable, "-c", crash, *command(device_name, folder, folder / "crash")[3:]], text=True,
                           capture_output=True, cwd=TRAINER.parent)
     check("a crash of the writer is seen", "WARNING: no checkpoint of step 3: a crash" in done.stdout and
           done.returncode == 1 and "step   12/12" in done.stdout, done.stdout[-300:] + done.stderr[-300:])
 
 
-def refusals(device, folder):
+def refusals(device_name, folder):
     """Each thing that is wrong with a run to go on with is one line."""
     good = folder / "good"
-    train(device, folder, good, "-x", 3)
+    train(device_name, folder, good, "-x", 3)
 
     def damage(action):
         broken = folder / "broken"
@@ -498,17 +439,17 @@ def refusals(device, folder):
              lambda p: (p / "run_00000003.json").write_text('{"flags": {}}')),
             (r"model_00000003.bin: 9,999 bytes; expected \d", cut("model_00000003.bin", 9999))):
         flags = flags if "-y" in flags else [*flags, "-y", 1]
-        text = train(device, folder, damage(action), "-x", 3, *flags, status=1)
+        text = train(device_name, folder, damage(action), "-x", 3, *flags, status=1)
         line = text.splitlines()[-1]
         check(f"refused: {wish[:50]}", re.search(f"^error: .*{wish}", line) and text.count("error: ") == 1, line)
     for wish, action, *flags in ((r"WARNING: --learning-rate was 0.01 until step 3, and is 0.02 from now on", nothing,
                                   "-l", 0.02),
                                  (r"WARNING: --batch-size was 2 until step 3, and is 1 from now on", nothing, "-b", 1),
                                  (r"WARNING: --steps was 3 until step 3, and is 4", nothing, "-x", 4)):
-        text = train(device, folder, damage(action), "-x", 3, *flags, "-y", 1)
+        text = train(device_name, folder, damage(action), "-x", 3, *flags, "-y", 1)
         check(f"warned: {wish}", wish in text, text[-200:])
     for flags in (("--dry-run",), ("--dry-run", 1), ("--dry-run", "-v", 0)):
-        text = train(device, folder, folder / "dry", "-n", 0, *flags)
+        text = train(device_name, folder, folder / "dry", "-n", 0, *flags)
         ok = re.search(r"checkpoint +\| +0.00 GiB, and 0.00 GiB of state.*\nestimate +\| 12 steps of about", text)
         ok = ok and not (folder / "dry").exists() and "step    1" not in text
         check(f"{flags}: sizes and an estimate", ok, text[-300:])
@@ -522,12 +463,12 @@ def refusals(device, folder):
                         (r"--output: expected a name, found nothing", ("-o", "")),
                         (r"--replay .*absent.npz: could not be read", ("--replay", folder / "absent.npz")),
                         (r"--replay .*part_val_0.bin: could not be read", ("--replay", folder / "part_val_0.bin"))):
-        done = subprocess.run([sys.executable, "-m", TRAINER, "--device", device, *map(str, flags)], text=True,
+        done = subprocess.run([sys.executable, "-m", TRAINER, "--device", device_name, *map(str, flags)], text=True,
                               capture_output=True)
         check(f"refused: {wish}", re.fullmatch(f"error: .*{wish}.*\n", done.stderr), done.stderr)
 
 
-def steps_that_are_not_finite(device, folder):
+def steps_that_are_not_finite(device_name, folder):
     """A step that is not finite ends a run in one line, which names where that began, and leaves what repeats it."""
     c = Config.from_file(TINY)
 
@@ -553,7 +494,7 @@ def steps_that_are_not_finite(device, folder):
             (r"every number of the step is finite, and the gradient's norm is \d\.\d+e\+2\d, whose square .* d", (),
              planted("wte", (300, 0), 1e25))):  # a word that is never in the data: its logits are large
         output = folder / Path(model).stem
-        text = train(device, folder, output, *flags, "--dtype", "fp32", "-v", 0, model=model, status=1)
+        text = train(device_name, folder, output, *flags, "--dtype", "fp32", "-v", 0, model=model, status=1)
         line = text.splitlines()[-1]
         ok = re.search(f"^error: the loss of step \\d+ is .*{wish}.*part_train_", line)
         check(f"not finite: {wish[:60]}", ok, line)
@@ -563,22 +504,22 @@ def steps_that_are_not_finite(device, folder):
         step = int(kept.stem[-8:])
         check("not finite: the step", step == (1 if flags else 0) and f"loss of step {step + 1} is" in line, f"{step}")
         check("not finite: the checkpoint before it is whole", whole_ones(output)[-1] == step, f"{step}")
-        done = subprocess.run([sys.executable, "-m", TRAINER, "--device", device, "--replay", kept], text=True,
+        done = subprocess.run([sys.executable, "-m", TRAINER, "--device", device_name, "--replay", kept], text=True,
                               capture_output=True)
         found = re.search(wish, done.stdout)
         check("not finite: --replay finds it again", done.returncode == 0 and found and found[0] in line,
               done.stdout + done.stderr)
 
     output = folder / "later"
-    train(device, folder, output, "-x", 6, "-n", 6, "-nk", 1, "--dtype", "fp32")
+    train(device_name, folder, output, "-x", 6, "-n", 6, "-nk", 1, "--dtype", "fp32")
     before = bytes_of(output, 6)
-    train(device, folder, output, "-x", 12, "-n", 6, "-nk", 1, "--dtype", "fp32", "-y", 1, "-l", 1e30, status=1)
+    train(device_name, folder, output, "-x", 12, "-n", 6, "-nk", 1, "--dtype", "fp32", "-y", 1, "-l", 1e30, status=1)
     steps = whole_ones(output)
     check("not finite: the last good checkpoint stays", steps[0] == 6 and len(steps) == 2, f"{steps}")
     before.pop("main.log")
     same({name: (output / name).read_bytes() for name in before}, before, "the last good checkpoint")
 
-    place = device_of(device, "fp32", 64, 2)
+    place = device_of(device_name, "fp32", 64, 2)
     model = poisoned_model(place, 2, 20)
     batches = [pack_batch(*batch) for batch in words(257, 2, 2, 2, 20)]
     for kernel, nth, argument, wish in (
@@ -628,18 +569,8 @@ def steps_that_are_not_finite(device, folder):
             yield f"norm of d{name} {l}", norms[f"d{name}" + f" of layer {l}" * (row.layers > 0)], wish
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Test checkpoints, resuming, signals, and steps that are not finite.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
-    parser.add_argument("--kills", type=int, default=20, help="kills of a run that goes on each time (default: 20)")
-    parser.add_argument("--only", help="only this test")
-    flags = parser.parse_args()
-    for device in [flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"]:
-        tests = [(state_files,), (resumed_runs,), (kept_checkpoints,), (overfitted_batch,), (signals,), (full_disks,),
-                 (refusals,), (steps_that_are_not_finite,), (killed_runs, flags.kills)]
-        run_prepared(token_files, tests, device, flags.only)
-    return summary()
-
+TESTS = (state_files, resumed_runs, kept_checkpoints, overfitted_batch, signals, full_disks, refusals,
+         steps_that_are_not_finite, killed_runs)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(TESTS, token_files, kills=20)

@@ -7,13 +7,10 @@ import contextlib
 import io
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-
-from prepro_tinyshakespeare import byte_encoding, make_header, write_tokens
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
@@ -21,10 +18,10 @@ import train_gpt2
 from dev.llama3.tokens import vocabulary as llamas_words
 from dev.llama3.train_llama3 import Config3
 from dev.runs.sample import choose, generate, stream, texts
-from dev.runs.tokenizer import gpt2_words
-from dev.runs.tokenizer import decode, vocabulary, words_of
-from dev.tests.test_files import check_refusal
-from test_gpt2 import EXACT, FIXTURES, check, device_of, poisoned_model, run, summary
+from dev.runs.tokenizer import decode, gpt2_words, vocabulary, words_of
+from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.models import FIXTURES, device_of, poisoned_model
+from prepro_tinyshakespeare import byte_encoding, make_header, write_tokens
 from train_gpt2 import coins, sample
 
 
@@ -190,11 +187,5 @@ def tokenizer_file():
             vocabulary.cache_clear()
 
 
-def test_sample():
-    for test in (formula, as_the_trainer, windows, characters, tokenizer_file):
-        run(f"sample, {test.__name__.replace('_', ' ')}:", test)
-
-
 if __name__ == "__main__":
-    test_sample()
-    sys.exit(summary())
+    run_program((formula, as_the_trainer, windows, characters, tokenizer_file))

@@ -8,10 +8,9 @@ import math
 import sys
 from unittest import mock
 
+from dev.tests.checks import check, check_refusal, run, summary
 from dev.tools import scaling
 from dev.tools.scaling import PASSES, Case, Ring, kernels, raw_tape, ring_of, simulate, tape_of
-from dev.tests.test_files import check_refusal
-from test_gpt2 import check, run, summary
 
 MODELS = {"d12": 124_475_904, "llama3:d12": 114_150_144, "d3": 11_189_952}  # parameters
 CASES = [Case(model, B, 64, gpus, zero) for model in MODELS for B, gpus in ((4, 2), (32, 3), (3, 8), (1, 1024))

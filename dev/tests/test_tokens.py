@@ -4,12 +4,11 @@
 """
 import base64
 import contextlib
+import functools
 import io
 import json
 import os
 import sys
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -17,9 +16,8 @@ import numpy as np
 from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3
 from dev.runs.tokenizer import decode, words_of
+from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens
-from dev.tests.test_files import check_refusal, header_refusal
-from test_gpt2 import EXACT, check, run, summary
 from train_gpt2 import TOKENS, Config, DataLoader
 from train_gpt2 import read_tokens as read_tokens_of
 
@@ -69,6 +67,16 @@ def tokenizer_model(words=WORDS):
     return b"".join(base64.b64encode(word) + b" %d\n" % i for i, word in enumerate(words))
 
 
+def of_few_words(test):
+    """A test whose tokenizers have WORDS alone, where Llama 3's has 128,000."""
+    @functools.wraps(test)
+    def patched(folder):
+        with mock.patch.object(tokens, "BEGIN_ID", len(WORDS)):
+            yield from test(folder) or ()
+    return patched
+
+
+@of_few_words
 def words_and_ids(folder):
     """Both files say the same, and texts become the words that they should."""
     for name, content, special in (("tokenizer.json", tokenizer_json(), 2),
@@ -108,6 +116,7 @@ def working_in(folder):
         os.chdir(before)
 
 
+@of_few_words
 def files(folder):
     """The program's two files hold the text, each document behind a border, and both kinds of files can be read."""
     text = "the abc\n\nabc <|end_of_text|> 123\n\n" * 20
@@ -196,13 +205,5 @@ def refusals(folder):
     check("128,000 words", (words.n_vocab, words.encode_single_token("<|begin_of_text|>")) == (128256, 128000))
 
 
-def test_tokens():
-    """All of these, each in a folder of its own."""
-    for test, begin in ((words_and_ids, len(WORDS)), (files, len(WORDS)), (refusals, tokens.BEGIN_ID)):
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(tokens, "BEGIN_ID", begin):
-            run(f"tokens, {test.__name__.replace('_', ' ')}:", test, Path(folder))
-
-
 if __name__ == "__main__":
-    test_tokens()
-    sys.exit(summary())
+    run_program((words_and_ids, files, refusals))

@@ -21,16 +21,13 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tools import compare_training
-from dev.tools import sweep
 import train_gpt2
-from dev.tools import turns
 from dev.features import attach, set_defaults, table_of_flags
-from dev.ranks.launchers import launched
 from dev.gpu.peak import flops_per_token, peak_flops
+from dev.ranks.launchers import launched
+from dev.tests.checks import EXACT, check, check_refusal, run, summary
+from dev.tools import compare_training, sweep, turns
 from prepro_tinyshakespeare import write_tokens
-from dev.tests.test_files import check_refusal
-from test_gpt2 import EXACT, check, run, summary
 from train_gpt2 import Config, parse_flags
 
 TOP = Path(__file__).resolve().parents[2]

@@ -1,0 +1,332 @@
+"""Models and devices for tests, each kernel against its formula, and the comparison with tensors that PyTorch wrote.
+
+test_gpt2.py and test_llama3.py check two architectures with this.
+"""
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from dev.common.devices import make_device
+from dev.common.files import read_header
+from dev.cpu.device import Cpu
+from dev.features import FLAGS as FEATURE_FLAGS
+from dev.features import attach, has_gpu
+from dev.lab.formulas import heads, transposed
+from dev.lab.kernel import BF16_LIMIT, Bench, find_kernel, launched_by, model_of, noting, orders, parse_sizes
+from dev.lab.kernel import words as chosen
+from dev.precision.fp8 import fp8_device
+from dev.precision.moments import SOURCE as MOMENTS
+from dev.tests.checks import check, run
+from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import (
+    GPT2,
+    HEADER_BYTES,
+    HERE,
+    FileKind,
+    Row,
+    Training,
+    carve,
+    check_size,
+    check_tokens,
+    checkpoint_parts,
+    layout,
+    pack_batch,
+    parse_flags,
+    read_kernels,
+    read_parameters,
+    to_float,
+)
+
+# Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
+# errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the
+# gradient of the residual stream. So where a dump says by how much autocast errs on a tensor, 1.6 times as much is the
+# limit, of which one parameter that is rounded otherwise may change a twentieth, but no less than two or three
+# roundings in a row cost.
+LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}
+AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
+made = {}  # {what a device is made for: [(its kernels, or None for all, the device)]}
+
+
+def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
+    """A device, compiled once for an architecture. A CPU has only one kind, for which plain means nothing; only: the
+    kernels that it needs, or all."""
+    only = set(only) if only and name == "cpu" else None
+    devices = made.setdefault((name, dtype, C, NH, plain or name == "cpu", architecture), [])
+    for kernels, device in devices:
+        if kernels is None or only and only <= kernels:
+            return device
+    c = architecture.Config(C=C, NH=NH)
+    if only:
+        device = Cpu(dtype, c, [MOMENTS], only)
+    elif dtype == "fp8":
+        device = fp8_device(name, c, plain, beside=[MOMENTS])
+    else:
+        device = make_device(name, dtype, c, plain, beside=[MOMENTS])
+    device.architecture = architecture
+    devices.append((only, device))
+    return device
+
+
+ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"  # of kernels.cu
+
+
+launched = set()  # the names of the kernels that tests have launched
+
+
+def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
+    """The trainer's versions of these kernels, or of the one that is asked for, at all sizes to check, with each choice
+    of what can be chosen: a check each. They are compiled for one of the models, (C, NH), if its sizes fit."""
+    wanted = []  # (kernel, version, sizes as a text, the C and NH to compile for)
+    for name in [only] if only else names:
+        try:
+            kernel = find_kernel(name)
+        except Exception as e:  # of the kernel's own .py
+            check(f"{name}.py", False, f"{type(e).__name__}: {e}")
+            continue
+        for version in kernel.versions:
+            if version.trainer and dtype in version.dtypes:
+                wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
+                           for sizes in (*kernel.checks, *kernel.trainer_checks)]
+    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS])
+    for kernel, _, _, model in wanted:
+        named.setdefault(model, set()).add(kernel.name)
+
+    def device_for(model):  # the first one has all kernels, since other tests share it
+        needed = None if model == models[0] and not only else launched_by(named[model], known)
+        return device_of(device_name, dtype, *model, architecture=architecture, only=needed)
+
+    if device_name == "cpu":  # a compiler takes a core
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(device_for, named))
+    for kernel, version, sizes, model in wanted:
+        device, title = device_for(model), f"{kernel.name} {sizes} {dtype}"
+        # Without CuPy's pool, which a sanitizer would take for one large array.
+        without_pool = device.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext()
+        with without_pool, noting(device, launched):
+            try:
+                bench = Bench(kernel, device, parse_sizes(sizes))
+                choices = version.choices(device, few=True) if bench.fits(version) else ()
+                choices = [choice for choice in choices if choice.get("threads") is None]  # the lab tries others
+            except Exception as e:
+                check(title, False, f"{type(e).__name__}: {e}")
+                continue
+            for choice in choices:
+                try:
+                    verdict = bench.check(version, choice)
+                    check(f"{title} {chosen(choice)}:", verdict.place is None, verdict)
+                except Exception as e:
+                    check(f"{title} {chosen(choice)}:", False, f"{type(e).__name__}: {e}")
+
+
+def check_launched(sources):
+    """Whether each kernel of these files was launched by the tests before."""
+    missing = read_kernels(sources).keys() - launched
+    check("each kernel has a test", not missing, " ".join(sorted(missing)))
+
+
+def poison(model, *arenas):
+    """Fill arenas with NaN."""
+    for name in arenas:
+        model.device.put(model.arenas[name], np.full(model.arenas[name].nbytes, 255, np.uint8))
+
+
+# The sizes of a model that steps are tested with: C and NH are the fixture's, so that both share a library
+SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384)}
+
+
+def write_checkpoint(path, model):
+    """Write a checkpoint of a model, as a run does."""
+    replace_file(path, map(model.device.get, checkpoint_parts(model.config, model.params, model.device.real)))
+
+
+def model_class(architecture, *given):
+    """An architecture with the features that these flags bring."""
+    return attach(parse_flags("", FEATURE_FLAGS, given), Training, architecture)[1]
+
+
+def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", **sizes):
+    """A model whose activations and gradients are NaN until they are computed, with parameters of deviation 0.2."""
+    c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
+    Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}", "--moments",
+                        moments, "--attention", kind)
+    model = Model(c, device, B, T)
+    poison(model, "activations", "backward", "gradients")
+    values = np.random.default_rng(1).normal(0, 0.2, layout(c.parameter_table())[-1] // 4).astype(np.float32)
+    model.set_parameters(vars(carve(values.view(np.uint8), c.parameter_table())).items())
+    return model
+
+
+def gradients(model, *batches):
+    """{name: gradient} that a step's micro-batches, each (tokens, targets), add up to."""
+    for model.micro, batch in enumerate(batches):
+        model.set_batch(pack_batch(*batch))
+        model.forward_pass()
+        model.backward_pass()
+    model.micro = 0
+    names = (row.name for row in model.config.parameter_table())
+    return {name: model.device.get(getattr(model.grads, name)) for name in names}
+
+
+LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # half a bit of the upper half, and what is around it
+
+
+# ---- The whole model against a dump
+
+DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
+                                     "llm.c's train_gpt2.py or dev/tools/torch_reference.py writes one")}
+
+
+HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
+LLM_C_LOSSES = [  # of the 124M model, in llm.c's fp32 tests, and in its mixed-precision test
+    ((1e-4, 0.9, 0.999, 1e-8, 0.01), (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147,
+                                      0.624080, 0.376511)),
+    ((1e-4, 0.9, 0.95, 1e-8, 0.0), (5.270009, 4.060681, 3.320085, 2.717550, 2.181066, 1.653923, 1.168050, 0.736873,
+                                    0.401021, 0.187493))]
+
+
+def read_debug_state(path, c):
+    """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients {name: array}.
+    Raises UserError."""
+    kind = DEBUG_STATE[type(c)]
+    B, T, recorded = read_header(path, kind)[2:5]  # a GPT-2's has no losses and norms of recorded steps behind it
+    if B < 1 or not 1 <= T <= c.maxT:
+        raise UserError(f"{path}: B = {B}, T = {T} in its header; expected 1 <= B and 1 <= T <= maxT = {c.maxT}")
+    rows = [Row("x", (B, T), np.int32), Row("y", (B, T), np.int32), Row("logits", (B, T, c.V)), Row("loss", ())]
+    rows += c.file_table()
+    check_size(path, kind, HEADER_BYTES + sum(row.nbytes for row in rows) + 2 * 4 * recorded)
+    state = {}
+    with open(path, "rb") as file:
+        file.seek(HEADER_BYTES)
+        for row in rows:
+            state[row.name] = np.fromfile(file, row.dtype, row.size).reshape(row.whole_shape)
+    x, y, logits, loss = (state.pop(row.name) for row in rows[:4])
+    check_tokens(path, x, c.V)
+    check_tokens(path, y, c.V)
+    return SimpleNamespace(x=x, y=y, logits=logits, loss=float(loss), gradients=state)
+
+
+def dump_limit(dtype, report, tensor, sign_changes=0):
+    """The limit of "loss", "logits", or the gradient of a parameter of this name, given what a dump's report says: in
+    bf16 AUTOCAST_MARGIN times autocast's error, if the report has it, but no less than AUTOCAST_FLOOR."""
+    error = report.get("autocast_errors", {}).get(tensor) if dtype == "bf16" else None
+    return LIMITS[dtype] + sign_changes if error is None else max(AUTOCAST_MARGIN * error, AUTOCAST_FLOOR)
+
+
+def sign_changes(model, limit):
+    """How far off gradients may be with ReLU attention: a rounding of `limit` turns scores next to 0 positive or
+    negative, and with that their gradients on or off. If a share s of them turn, the error is about sqrt(s)."""
+    qkv = to_float(model.device.get(model.acts.qkv)).astype(np.float64)  # (L,N,3C)
+    q, k, _ = heads(qkv.reshape(-1, model.BT[1], qkv.shape[-1]), 3, model.config.NH)  # (L*B,NH,T,HS) each
+    score = (q @ transposed(k))[..., np.tri(q.shape[-2], dtype=bool)]
+    return 3 * np.sqrt(np.mean(abs(score) < limit * np.sqrt(np.mean(score**2))))
+
+
+def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperparameters=None):
+    """Logits, loss and gradients of a debug state, and the losses, if they are known, before each of ten updates on its
+    one batch; these must be within bound."""
+    c, dtype = device.architecture.Config.from_file(checkpoint), device.dtype
+    truth = read_debug_state(state, c)
+    model = poisoned_model(device, *truth.x.shape, kind, **dataclasses.asdict(c))
+    model.set_parameters(read_parameters(checkpoint, c))
+    yield "loss", model.forward(truth.x, truth.y), truth.loss, limit_of("loss")
+    logits = device.get(model.acts.logits)[:, : c.V].reshape(truth.logits.shape)
+    yield "logits", logits, truth.logits, limit_of("logits")
+    found = gradients(model, (truth.x, truth.y))
+    more = sign_changes(model, LIMITS[dtype]) if kind == "relu" else 0
+    for name, gradient in truth.gradients.items():
+        if name in found:  # a tensor of the file alone is zeros, or another's again
+            yield f"d{name}", found[name][: len(gradient)], gradient, limit_of(name, more)
+    for step, wish in enumerate(losses):
+        model.train_step(pack_batch(truth.x, truth.y), **hyperparameters)
+        yield f"loss {step}", model.report().loss - wish, 0, bound
+
+
+def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
+    """Compare with a debug state, and with ten losses if they are known: beside it, or because it is llm.c's. where: a
+    device's name, its dtype, whether it is the plain one, and an architecture."""
+    device_name, dtype, plain, architecture = where
+    prefix = str(state).removesuffix(".bin").removesuffix("_debug_state")
+    report = json.loads(Path(f"{prefix}_losses.json").read_text()) if Path(f"{prefix}_losses.json").exists() else {}
+    kind, known = kind or report.get("attention", "softmax"), []
+    limit_of = functools.partial(dump_limit, dtype, report if kind == report.get("attention") else {})
+    if kind == report.get("attention"):
+        bound = fp32_bound if dtype == "fp32" else 3e-2
+        known.append((report["losses"], bound, {name: report[name] for name in HYPERPARAMETERS}))
+    if kind == "softmax" and Path(prefix).name == "gpt2_124M":
+        known += [(losses, 1e-2, dict(zip(HYPERPARAMETERS, values))) for values, losses in LLM_C_LOSSES]
+    c = architecture.Config.from_file(checkpoint)
+    device = device_of(device_name, dtype, c.C, c.NH, plain, architecture)
+    for ten in known or [()]:
+        run(f"{dtype} {Path(prefix).name}", dump, device, checkpoint, state, kind, limit_of, *ten)
+
+
+FIXTURES = HERE / "dev/fixtures"
+FLAGS = [  # name, form, what it is
+    ("--device", {"choices": ("cpu", "cuda")}, "only on this one (default: the CPU, and a GPU if there is one)"),
+    ("--dtype", {"choices": tuple(LIMITS)}, "only with this one (default: all)"),
+    ("--plain", {"type": int, "choices": (0, 1)},
+     "on a GPU, only the plain device (1) or the fast one (0; default: both)"),
+    ("--checkpoint", {}, "the checkpoint of a dump; with --state, only this dump is compared"),
+    ("--state", {}, "the debug state of the dump"),
+    ("--attention", {"choices": ("softmax", "relu")}, "the dump's (default: what its losses' file says, else softmax)"),
+    ("--kernels", {"action": "store_true"}, "only the kernels"),
+    ("--only", {}, "only this kernel"),
+]
+
+
+def read_flags(description, kernels):
+    """The flags of a test program with these kernels."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    for name, form, text in FLAGS:
+        parser.add_argument(name, help=text, **form, **({"choices": kernels} if name == "--only" else {}))
+    flags = parser.parse_args()
+    if bool(flags.checkpoint) != bool(flags.state) or flags.attention and not flags.state:
+        parser.error("--checkpoint and --state go together, and --attention with them")
+    return flags
+
+
+def places_of(flags):
+    """(device's name, dtype) of each combination that the flags ask for."""
+    return [(name, dtype)
+            for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"])
+            for dtype in ([flags.dtype] if flags.dtype else LIMITS)]
+
+
+def each_device(flags):
+    """The same, after a line that says so."""
+    for name, dtype in places_of(flags):
+        print(f"--- {name} {dtype}")
+        yield name, dtype
+
+
+def each_kind(flags, name, dtype):
+    """Whether the device is to be the plain one, of each kind that the flags ask for. A CPU has only one."""
+    for plain in (1, 0) if name == "cuda" else (1,):
+        if name != "cuda" or flags.plain in (None, plain):
+            if name == "cuda":
+                print(f"--- {name} {dtype}, the {'plain' if plain else 'fast'} device")
+            yield plain
+
+
+def on_device(device, values):
+    array = device.empty(values.nbytes).view(values.dtype).reshape(values.shape)
+    device.put(array, values)
+    return array
+
+
+def in_each_order(device, work, *args):
+    """(order, work(*args)), on a CPU with the threads in several orders."""
+    for order in orders() if device.name == "cpu" else ("forward",):
+        if device.name == "cpu":
+            device.set_order(order)
+        yield order, work(*args)
+    if device.name == "cpu":
+        device.set_order("forward")

@@ -1,0 +1,94 @@
+"""Test train_gpt2.py as a program: what it refuses, that it trains twice to the same bits, and that it needs no dev/.
+
+    python -m dev.tests.test_command_line
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+from dev.features import has_gpu
+from dev.tests.checks import TINY, TOP, check, numbers_of, run_program
+from dev.tests.trainings import two_token_files
+from train_gpt2 import Config, read_parameters
+
+
+def command_line(device_name, folder):
+    """train_gpt2.py says in one line what it was given wrong, and trains twice to the same bits."""
+    two_token_files(folder)
+    tiny = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
+    trained = [(dtype, f"{dtype}_{again}") for dtype in ("fp32", "bf16") for again in (1, 2)]
+    others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
+        ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"),
+        ("recompute_2", "--recompute", "2"), ("moments", "--moments", "bf16"))]
+    for wish, *flags in [("--batch-size.* 0: ", "-b", "0"), ("--nonsense", "--nonsense"), ("1.5", "-t", "1.5"),
+                         ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
+                         ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
+                         ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
+                         ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", "24"),
+                         ("--recompute.* 3: ", "--recompute", "3"), ("--plain.* 2: ", "--plain", "2"),
+                         ("--moments.*'fp16'", "--moments", "fp16"),
+                         *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", "1")] * (device_name == "cpu"),
+                         ("the loss of step 2 is", *tiny, "-l", "1e30", "--dtype", "fp32"),
+                         *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
+                         *((None, *tiny, *flags, "-o", name) for name, *flags in others),
+                         *((None, *tiny, "--dtype", dtype, "-o", name) for dtype, name in trained)]:
+        done = subprocess.run([sys.executable, TOP / "train_gpt2.py", "--device", device_name, *flags],
+                              cwd=folder, capture_output=True, text=True)
+        ok = done.returncode == (wish is not None) and re.fullmatch(
+            f"error: .*{wish}.*\n" if wish else "", done.stderr)
+        name = wish or "three steps " + " ".join(map(str, flags[len(tiny) :]))
+        check(f"train_gpt2.py: {name}", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+
+    def result(name):
+        return folder / name / "model_00000003.bin"
+
+    for (dtype, one), (_, two) in (trained[:2], trained[2:]):
+        same_config = Config.from_file(result(one)) == Config.from_file(TINY)
+        check(f"train_gpt2.py: its checkpoint in {dtype} is one", same_config)
+        same = result(one).read_bytes() == result(two).read_bytes() != TINY.read_bytes()
+        check(f"train_gpt2.py: the same bits again in {dtype}", same)
+    c = Config.from_file(TINY)
+    for name, *_ in others:  # by other ways, and so not to the same bits on every device
+        yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
+    lines = (folder / "fp32_1" / "main.log").read_text()
+    steps = "".join(rf"s:{step} trl:\d\.\d{{4}} lr:0\.000300 norm:\d+\.\d\d\n" for step in (0, 1, 2))
+    ok = re.fullmatch(rf"s:0 tel:\d\.\d{{4}}\n{steps}s:3 tel:\d\.\d{{4}}\n", lines)
+    check("train_gpt2.py: its log", ok, "" if ok else repr(lines))
+
+
+def top_level_files(device_name, folder):
+    """The files of the top level alone train on a GPU, to the bits of the whole program; without one they say so."""
+    two_token_files(folder)
+    alone = folder / "alone"
+    alone.mkdir()
+    for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
+        shutil.copy(TOP / name, alone)
+    arguments = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0",
+                 "--dtype", "fp32", "--plain", "1")  # which times no algorithms of products
+
+    def train(program, *arguments):
+        return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, cwd=folder,
+                              env=os.environ | {"PYTHONPATH": ""})
+
+    if device_name == "cpu":
+        done = train(alone / "train_gpt2.py", *arguments)
+        ok = has_gpu() or done.returncode == 1 and re.fullmatch("error: --device cuda: .*\n", done.stderr)
+        check("train_gpt2.py: alone, and no GPU", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+    else:
+        for name, program in (("few", alone), ("all", TOP)):
+            done = train(program / "train_gpt2.py", *arguments, "-o", name)
+            ok = done.returncode == 0 and "step    3/3" in done.stdout
+            check(f"train_gpt2.py: with {name} files", ok, "" if ok else f"{done.stdout[-300:]} {done.stderr!r}")
+        few, whole = (folder / name / "model_00000003.bin" for name in ("few", "all"))
+        check("train_gpt2.py: the same bits", few.read_bytes() == whole.read_bytes())
+    done = train(alone / "train_gpt2.py", "--recompute", "1")
+    ok = done.returncode == 1 and "unrecognized arguments: --recompute" in done.stderr
+    check("train_gpt2.py: without features, their flags are none", ok, "" if ok else done.stderr)
+
+
+TESTS = (command_line, top_level_files)
+
+if __name__ == "__main__":
+    run_program(TESTS)

@@ -1,0 +1,235 @@
+"""Test the CPU as a device: how kernels are compiled, in which order threads run, and how races show.
+
+    python -m dev.tests.test_cpu
+"""
+import contextlib
+import re
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from dev.common.devices import make_device
+from dev.common.kernel_text import read_kernels
+from dev.lab.kernel import Bench, find_kernel, noting, parse_sizes
+from dev.lab.kernel import orders as thread_orders
+from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.variants.outliers import SOURCE as OUTLIERS
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import Config
+
+KERNEL_FILE = """
+#define BLOCK(threads, ...)
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
+BLOCK(32, threads)
+extern "C" __global__ void fill(float* out, float value, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = value;
+}
+extern "C" __global__ void without_block(float* out) { out[0] = 1.0f; }
+"""
+
+
+def kernel_files(device_name, folder):
+    """A kernel without a BLOCK, and a launch with too few arguments or too many, are refused."""
+    path = folder / "kernels.cu"
+    path.write_text(KERNEL_FILE)
+
+    class OneKernel(Config):
+        SOURCES = (path,)
+
+    with contextlib.redirect_stdout(None):
+        device = make_device(device_name, "fp32", OneKernel(), plain=True)
+    out = device.empty(4 * 50).view(np.float32)
+    device.put(out, np.zeros(50))
+    device.launch("fill", 40, out, 3, 40)
+    yield "a kernel of 40 items", device.get(out), np.float32([3] * 40 + [0] * 10), EXACT
+    check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block", 1, out)
+    check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
+    check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
+    if device_name == "cpu":  # a copy finds the library, but one with lines for a debugger is its own
+        (folder / "copy").mkdir()
+        copied = shutil.copy(path, folder / "copy")
+        for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
+            with mock.patch.dict("os.environ", CXXFLAGS=flag), contextlib.redirect_stdout(None):
+                found = {make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(file,)))()).library._name
+                         for file in (path, Path(copied))}
+            check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
+    path.write_text(KERNEL_FILE.replace("float value", "double value"))
+    check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
+    for block in ("size", "4 *", "threads / 0", "0 * threads"):
+        path.write_text(KERNEL_FILE.replace("BLOCK(32, threads)", f"BLOCK(32, {block})"))
+        check_refusal("kernel", "BLOCK over .*: .*: expected arithmetic in threads and W", read_kernels, [path])
+
+
+ORDER_FILE = """
+#define BLOCK(threads, ...)
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
+template <int a, int b> struct Numbers { float x[a * b]; };
+BLOCK(128, threads)
+extern "C" __global__ void turns(int* turn, int* count) {
+    int i = 2 * blockDim.x * blockIdx.x + threadIdx.x;
+    turn[i] = count[blockIdx.x]++;
+    __syncwarp();
+    turn[i + blockDim.x] = count[blockIdx.x]++;
+}
+BLOCK(32, 1)
+extern "C" __global__ void leftovers(float* out) {
+    __shared__ __align__(16) float x[32], y[2][32];  // two of them
+    __shared__ Numbers<4, 8> z;
+    int i = threadIdx.x;
+    out[32 * blockIdx.x + i] = x[i] == x[i] || y[0][i] == y[0][i] || y[1][i] == y[1][i] || z.x[i] == z.x[i];
+    x[i] = y[0][i] = y[1][i] = z.x[i] = 1.0f;
+}
+BLOCK(32, 1)
+extern "C" __global__ void copies(float* out, float* from) {
+    __shared__ float to[4][32];
+    int t = threadIdx.x;
+    auto read = [&](int when) {
+        for (int group = 0; group < 4; group++) out[(4 * when + group) * 32 + t] = to[group][t];
+    };
+    for (int group = 0; group < 4; group++) {
+        to[group][t] = -1.0f;
+        copy4(&to[group][t], from + 32 * group + t, group != 1 || t % 2 == 0);
+        if (group < 3) copies_end();
+    }
+    read(0);
+    copies_arrive<1>();
+    read(1);
+    from[64 + t] = 5.0f;
+    copies_arrive<0>();
+    read(2);
+    copies_end();
+    copies_arrive<0>();
+    read(3);
+}
+"""
+
+
+def cpu_of(folder, text, dtype="fp32", **sizes):
+    """A CPU that is compiled for other kernels, in a cache of its own."""
+    path = folder / "kernels.cu"
+    path.write_text(text)
+
+    class Other(Config):
+        SOURCES = (path,)
+
+    with contextlib.redirect_stdout(None), mock.patch.dict("os.environ", CXXFLAGS="-O1", XDG_CACHE_HOME=str(folder)):
+        return make_device("cpu", dtype, Other(**sizes), plain=True)
+
+
+def orders(device_name, folder):
+    """In which order threads run, when copies land, and that shared memory is poison in each block."""
+    if device_name != "cpu":
+        return
+    device = cpu_of(folder, ORDER_FILE)
+
+    def turns(order, block=0):  # of the 70 threads of a block, before and after they have waited for their warp
+        turn, count = np.full((2, 2, 70), -1, np.int32), np.zeros(2, np.int32)
+        device.set_order(order)
+        device.launch("turns", 140, turn, count, threads=70)
+        return turn[block]
+
+    # A warp does both before the next one starts. The lane that comes last is not the first to go on, but forward.
+    lanes = np.arange(32)
+    yield "forward", turns("forward")[0], np.r_[lanes, 64 + lanes, 128 + lanes[:6]], EXACT
+    forward_again = (32 + (lanes + 1) % 32, 96 + (lanes + 1) % 32, 134 + (lanes[:6] + 1) % 6)
+    yield "forward, after a wait", turns("forward")[1], np.concatenate(forward_again), EXACT
+    reverse = np.r_[76 + lanes[::-1], 12 + lanes[::-1], lanes[5::-1]]
+    yield "reverse", turns("reverse"), [reverse, reverse + np.repeat([32, 6], [64, 6])], EXACT
+    shuffled = {seed: turns(seed) for seed in (1, 2, 3, "4", 2**31 - 1)}
+    yield "a shuffle again", turns(3), shuffled[3], EXACT
+    firsts = set()
+    for seed, (before, after) in shuffled.items():
+        warps = [slice(0, 32), slice(32, 64), slice(64, 70)]
+        first = [min(before[warp]) for warp in warps]
+        firsts.add(tuple(np.argsort(first)))
+        whole = all(sorted(before[w]) + sorted(after[w]) == [*range(f, f + 2 * (w.stop - w.start))]
+                    for w, f in zip(warps, first))
+        check(f"shuffle {seed}: warp by warp", whole, f"{first}")
+        ranks = [tuple(np.argsort(turn[w])) for w in warps for turn in (before, after)]
+        check(f"shuffle {seed}: lanes are shuffled anew", len({*ranks, (*lanes,), (*lanes[::-1],)}) == 8)
+    check("each block is shuffled in its own way", (turns(1, block=1)[0] != shuffled[1][0]).any())
+    yield "and all are reversed alike", turns("reverse", block=1), turns("reverse"), EXACT
+    check("warps are shuffled", len(firsts) > 2, f"{firsts}")
+    device.set_order("forward")
+    for order in ("backward", 0, -1, 1.5, 2**31, ""):
+        check_refusal("order", f"order is {order}: expected forward, reverse, or a", device.set_order, order)
+    with mock.patch.dict("os.environ", CUDA_ON_CPU_ORDER="x"):
+        check_refusal("order", "CUDA_ON_CPU_ORDER is x: expected forward", cpu_of, folder, ORDER_FILE)
+    with mock.patch.dict("os.environ", CUDA_ON_CPU_ORDER="reverse"):
+        device = cpu_of(folder, ORDER_FILE)
+    turn, count = np.zeros(140, np.int32), np.zeros(1, np.int32)
+    device.launch("turns", 70, turn, count, threads=70)
+    yield "reverse by CUDA_ON_CPU_ORDER", turn[:70], reverse, EXACT
+
+    out = np.ones((5, 32), np.float32)
+    for again in range(2):
+        device.launch("leftovers", 5, out)
+        yield f"shared memory that outlives a block {again}", out, np.zeros((5, 32)), EXACT
+    for order in thread_orders():
+        nan, source = np.full((4, 4, 32), np.nan), np.arange(128, dtype=np.float32).reshape(4, 32) + 1
+        nan[1:, 0], nan[1:, 1], nan[3, 3] = source[0], np.where(lanes % 2 == 0, source[1], 0), source[3]
+        out = np.zeros((4, 4, 32), np.float32)
+        device.set_order(order)
+        device.launch("copies", 1, out, source)
+        check(f"copies land where they are waited for, in order {order}", np.array_equal(out, nan, equal_nan=True))
+
+
+def races(device_name, folder):
+    """A barrier or a wait that is missing in a copy of kernels.cu, and a feature's kernels behind it, is found, and a
+    check names the array and an element; without a wait the array is NaN in every order."""
+    if device_name != "cpu":
+        return
+    sources = [*Config.SOURCES, OUTLIERS]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+
+    def text_of(names, before=None, cut=None):
+        """The text with no kernels but these, and without `cut` behind `before`."""
+        kept = text
+        for name in read_kernels(sources).keys() - names:  # is not compiled
+            kept = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", kept)
+        if not cut:
+            return kept
+        start = kept.index(cut, kept.index(before))
+        return kept[:start] + "(void)0;" + kept[start + len(cut) :]
+
+    def found(device, kernel, sizes, choice):
+        [version] = (version for version in kernel.versions if version.trainer)
+        own, launched = version.choices(device)[0], set()  # all None
+        try:
+            with noting(device, launched):
+                verdict = Bench(kernel, device, parse_sizes(sizes)).check(version, own | choice)
+            return "" if verdict.place is None else str(verdict), launched
+        except (AssertionError, UserError) as e:
+            return str(e), launched
+
+    whole, kernels = cpu_of(folder, text, C=64, NH=1), [find_kernel(name) for name, *_ in RACES]
+    for kernel, (name, sizes, choice, before, cut, wish) in zip(kernels, RACES):
+        said, launched = found(whole, kernel, sizes, choice)
+        check(f"{name}, whole: {cut}", said == "", said)
+        said, _ = found(cpu_of(folder, text_of(launched, before, cut), C=64, NH=1), kernel, sizes, choice)
+        check(f"{name}, cut: {cut}", re.match(wish, said), said)
+
+
+RACES = (  # kernel of the lab, sizes, a choice, behind which words of kernels.cu what is taken out, what then comes out
+    ("encoder_backward", "B=2,T=27,C=64,V=257,share=60", {}, "of_warp[warp][lane] = sum;", "__syncthreads();",
+     r"has a race: dwte\[.*\]"),
+    ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "% 8 * n + i] = sum[i];", "__syncthreads();",
+     r"has a race: dbias\[.*\]"),
+    ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "copies_arrive<1>();\n        } else {",
+     "copies_arrive<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
+    ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "tiles_arrive(Arrivals&) {\n", "__syncthreads();",
+     r"out\[.*\] is nan, expected"),  # in every order: a thread that does not wait reads poison
+    ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));", "__syncthreads();",
+     r"has a race: losses\[\d+\]"),
+    ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
+     "kernels.cu: global_norm: block .* is stuck: "),
+    ("outliers", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();", r"has a race: z_scores\[.*\]"))
+
+
+TESTS = (kernel_files, orders, races)
+
+if __name__ == "__main__":
+    run_program(TESTS)

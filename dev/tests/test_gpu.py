@@ -1,0 +1,223 @@
+"""Test what a GPU brings, graphs, late reports, ranges for a profiler, tensor maps, faults, mostly without one.
+
+    python -m dev.tests.test_gpu
+"""
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import functools
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+import train_gpt2
+from dev.common.bf16 import master_numbers
+from dev.common.kernel_text import read_kernels
+from dev.gpu.nvtx import DEVICE, MODEL, Annotated, with_ranges
+from dev.runs import memory
+from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
+from dev.tests.models import device_of, model_class, poisoned_model
+from dev.tests.trainings import two_token_files
+from train_gpt2 import BF16, GPT2, Config, pack_batch
+
+SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
+
+
+def steps_of_a_graph(device_name, folder):
+    """A step is run, then recorded and launched, then only launched. It is counted once, and before that: a Ctrl-C that
+    comes during the launch finds it counted."""
+    done, stream = [], mock.MagicMock()
+    stream.end_capture.return_value.launch = lambda: done.append("launched")
+    device, graphs = mock.Mock(graph=True, capturing=stream), {}
+    for _ in range(4):
+        train_gpt2.FastCuda.repeat(device, graphs, "shape", lambda: done.append("run"))
+    check("a step is run, recorded, launched", done == ["run", "run", *["launched"] * 3], f"{done}")
+    model, counted = poisoned_model(device_of(device_name, "fp32", 64, 2), 2, 20), []
+    with mock.patch.object(model.device, "repeat", lambda *args: counted.append(model.step)):
+        for _ in range(3):
+            model.train_step(*[pack_batch(*words(257, 2, 2, 20))] * 2)
+    check("steps are counted once each, before they are launched", counted == [1, 1, 2, 2, 3, 3], f"{counted}")
+
+
+def late_reports(device_name, folder):
+    """A step is reported when the next one is queued. Its verdict is fetched before: a report may use the device."""
+    done, flags = [], SimpleNamespace(steps=9, val_every=0, val_batches=0, sample_tokens=0, sample_every=0)
+    training = train_gpt2.FastTraining(flags, None)
+    training.model = SimpleNamespace(adam=SimpleNamespace(verdict="verdict"))
+
+    def fetch(what):
+        done.append(f"fetch {what}")
+        return lambda: np.array([1, 2, 1, 0])
+
+    training.device, steps = SimpleNamespace(fetch=fetch), [SimpleNamespace(number=i, begun=0.0) for i in (1, 2)]
+    training.report = lambda queued, verdict: done.append((queued.number, verdict.loss))
+    for queued in steps:
+        training.finish(queued)
+    check("reports: one step late", done == ["fetch verdict", "fetch verdict", (1, 2)], done)
+    training.save = lambda *_: done.append("save")
+    training.pause(3, None)
+    check("reports: not for a pause without an action", done[3:] == [], done)
+    training.pause(9, None)
+    check("reports: before a checkpoint", done[3:] == [(2, 2), "save"], done)
+    check("reports: a step's time begins when the last was reported", steps[1].begun > 0 == steps[0].begun, steps)
+
+
+class Ranges:
+    """What CuPy's nvtx has, noting all ranges, each as the tuple of those that it is in and its own name."""
+
+    def __init__(self):
+        self.open, self.all = [], []
+
+    def RangePush(self, name):
+        self.open.append(name)
+        self.all.append((*self.open,))
+
+    def RangePop(self):
+        self.open.pop()
+
+
+def profiler_ranges(device_name, folder):
+    """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
+    device, nvtx = device_of(device_name, "fp32", 64, 2), Ranges()
+    plain, batch = poisoned_model(device, 2, 20, recompute=2), pack_batch(*words(257, 2, 2, 20))
+    ranged = copy.copy(device)
+    vars(ranged).pop("launch", None)  # what notes the launches of a test stands in front of the class
+    ranged.__class__ = with_ranges(type(device), DEVICE, nvtx)
+    model = with_ranges(type(plain), MODEL, nvtx)(plain.config, ranged, 2, 20)
+    model.set_parameters((name, device.get(array)) for name, array in vars(plain.params).items())
+    for each in (plain, model):
+        each.train_step(batch)
+    step = [path for path in nvtx.all if path[0] == "step 1"]
+    check("ranges: all are closed", not nvtx.open and len(step) > 100, f"{nvtx.open} {len(step)}")
+    passes = [path[1] for path in step if len(path) == 2]
+    check("ranges: passes", passes == ["forward_pass", "backward_pass", "update_pass"], passes)
+    for l in (0, 1):
+        own = [path[3] for path in step if path[1:3] == ("backward_pass", f"layer_backward {l}") and len(path) == 4]
+        kernels = [name for name in own if not name.startswith("matmul ")]
+        wish = [*["residual_layernorm_forward"] * 2, "matmul_backward_bias", "layernorm_backward", "add_partials",
+                "attention_backward_q", "attention_backward_kv", "add_partials", "layernorm_backward", "add_partials"]
+        check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
+        products = [name for name in own if name.startswith("matmul ")]
+        wish = ["40 x 192 x 64", "40 x 64 x 64", "40 x 256 x 64",  # of the forward pass, again
+                "64 x 256 x 40", "40 x 256 x 64", "256 x 64 x 40", "40 x 64 x 256", "64 x 64 x 40", "40 x 64 x 64",
+                "192 x 64 x 40", "40 x 64 x 192"]
+        check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
+    with mock.patch.object(ranged, "kernels", {}):
+        check_refusal("ranges", "no kernel encoder_forward", model.train_step, batch)
+    check("ranges: closed behind an error", not nvtx.open, nvtx.open)
+    yield "parameters with ranges", master_numbers(model), master_numbers(plain), EXACT
+
+    class Made:
+        make_device = lambda self: SimpleNamespace(graph=True)
+
+    check("ranges: no graph", not type("Ranged", (Annotated, Made), {})().make_device().graph)
+
+
+def models_too_large(device_name, folder):
+    """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
+    device = device_of(device_name, "fp32", 64, 2)
+    c = dataclasses.replace(SMALL, L=24)
+
+    def allocate(nbytes):
+        raise AssertionError("allocated before it was refused")
+
+    Model, Recomputing = model_class(GPT2), model_class(GPT2, "--recompute", "2")
+
+    def tables(Model, B):
+        return Model.memory(c, device, B, 40)[0]
+
+    sizes = device.attention_sizes
+    with mock.patch.object(device, "empty", allocate):
+        wider = dataclasses.replace(c, C=128)
+        check_refusal("model", r"\(?.*-DCHANNELS=64.*-DCHANNELS=128", Model, wider, device, 1, 1)
+        check_refusal("model", "-t 41: .* at most maxT = 40", Model, c, device, 1, 41)
+        for shared in (sizes.shared_forward, sizes.shared_backward):
+            with mock.patch.object(device, "max_shared", shared - 1):
+                check_refusal("model", "C = 64, NH = 2: .* shared memory.*smaller heads", Model, c, device, 1, 1)
+        room = tables(Model, 3)
+        for free, B, wish in ((room, 4, r"the largest -b that fits is 3\b.* --recompute 2"),
+                              (room, 50, r"the largest -b that fits is 3\b"),
+                              (tables(Model, 4) - 1, 4, r"the largest -b that fits is 3\b"),
+                              (tables(Recomputing, 1) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
+            with mock.patch.object(memory, "free_bytes", lambda device, free=free: free):
+                check_refusal(f"model of -b {B}", wish, Model, c, device, B, 40)
+    with mock.patch.object(memory, "free_bytes", lambda device: room):
+        model = Model(c, device, 3, 40)
+    found = sum(arena.nbytes for arena in model.arenas.values())
+    yield "bytes that a model takes, as foretold", found, room, EXACT
+    for moments, recompute, wish in (("fp32", 0, 12.5), ("fp32", 1, 9.5), ("fp32", 2, 6.0), ("bf16", 2, 5.5)):
+        bf16 = SimpleNamespace(real=BF16, name="cpu")
+        Model = model_class(GPT2, "--moments", moments, "--recompute", f"{recompute}")
+        found, *_ = Model.memory(Config(), bf16, 32, 1024)
+        check(f"124M, B=32, --recompute {recompute}", found <= wish * 2**30, f"{found / 2**30:.2f} <= {wish} GiB")
+
+
+def tensor_maps_of_a_gpu(device_name, folder):
+    """What cuTensorMapEncodeTiled is asked, by its documentation, and that what it makes goes to a kernel by value: for
+    CuPy that is an array of one number. It is made once, and where kernels.cu has no use for it, not at all."""
+    asked = []
+
+    class Driver:
+        def cuTensorMapEncodeTiled(self, at, *arguments):
+            asked.append([*(x.value if hasattr(x, "value") else list(x) if hasattr(x, "__len__") else x
+                            for x in arguments)])
+            ctypes.memset(at, 7, 128)
+            asked[-1].append(at.value % 64)
+            return status
+
+    B, T, channels, status = 3, 5, 192, 0
+    array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, channels))
+    device = mock.Mock(maps={}, hopper=False, kernels=read_kernels(Config.SOURCES), AVOID="")
+    device.tensor_map = functools.partial(train_gpt2.FastCuda.tensor_map, device)
+    arguments = "atty", "lse", array, 0.1, 0, T, 3, 3  # of attention_forward
+    given = train_gpt2.FastCuda.with_tensor_maps(device, "attention_forward", arguments)
+    check("without a use, the array itself", given is arguments and not asked)
+    device.hopper = True
+    with mock.patch("ctypes.CDLL", return_value=Driver()):
+        made, others = [], []
+        for _ in range(2):
+            *before, one, scale, relu, same_T, NH, NKV = train_gpt2.FastCuda.with_tensor_maps(
+                device, "attention_forward", arguments)
+            made.append(one)
+            others.append((*before, array, scale, relu, same_T, NH, NKV))
+    check("other arguments stay", others == [arguments] * 2)
+    yield "one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
+    yield "the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
+    yield "its bytes", made[0].view(np.uint8), 7, EXACT
+    # bf16, 3 dimensions, address; sizes; strides in bytes; a box of 64 x 64; every element; swizzle 3 of 128 bytes
+    wish = [9, 3, 4096, [channels, T, B], [2 * channels, 2 * channels * T], [64, 64, 1], [1, 1, 1], 0, 3, 2, 0, 0]
+    check("asked once, for a box of 64 tokens and channels", asked == [wish], asked)
+    device.maps, status = {}, 1
+    with mock.patch("ctypes.CDLL", return_value=Driver()):
+        check_refusal("GPU", r"cuTensorMapEncodeTiled failed with status 1: T=5, \(15, 192\)",
+                      device.tensor_map, array, T)
+
+
+def faults_of_a_gpu(device_name, folder):
+    """A fault of the GPU names the kernel."""
+    device = device_of(device_name, "fp32", 64, 2)
+    two_token_files(folder)
+
+    class Broken(Exception):
+        pass
+
+    def launch(name, *args, **keywords):
+        type(device).launch(device, name, *args, **keywords)
+        device.last_kernel = name
+        if name == "global_norm":
+            raise Broken("an illegal address")
+
+    arguments = ["--device", device_name, "-e", TINY, "-b", "2", "-t", "8", "-x", "3", "-v", "0", "-s", "0",
+                 "-i", folder / "tokens.bin", "-j", folder / "tokens.bin", "-o", folder / "fault"]
+    with (contextlib.redirect_stdout(None), mock.patch.object(train_gpt2.Training, "make_device", return_value=device),
+          mock.patch.multiple(device, create=True, launch=launch, last_kernel=None, Fault=Broken)):
+        check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or before",
+                      train_gpt2.main, [str(argument) for argument in arguments])
+
+
+TESTS = (steps_of_a_graph, late_reports, profiler_ranges, models_too_large, tensor_maps_of_a_gpu, faults_of_a_gpu)
+
+if __name__ == "__main__":
+    run_program(TESTS)

@@ -1,0 +1,106 @@
+"""Small trainings in processes of their own, and what they leave."""
+import contextlib
+import shutil
+import struct
+import subprocess
+import sys
+
+import numpy as np
+
+from dev.runs.hellaswag_score import Example
+from dev.tests.checks import TINY, check, words
+from prepro_tinyshakespeare import write_tokens
+
+TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
+
+
+def two_token_files(folder):
+    """Write two token files, one of them too short."""
+    with contextlib.redirect_stdout(None):
+        write_tokens(folder / "tokens.bin", words(257, 200))
+        write_tokens(folder / "short.bin", words(257, 16))
+
+
+def command(device_name, folder, output, *flags, trainer=TRAINER, model=TINY):
+    return [str(x) for x in (
+        sys.executable, *(["-m", trainer] if isinstance(trainer, str) else [trainer]), "--device", device_name,
+        "-e", model, "-i", folder / "part_train_*.bin", "-j",
+        folder / "part_val_0.bin", "-b", 2, "-t", 8, "-d", 32, "-x", 12, "-n", 3, "-v", 4, "-m", 2, "-s", 5, "-g", 3,
+        "-u", 3, "-q", 0.1, "-l", 1e-2, "-c", 0.1, "-o", output, *flags)]
+
+
+def token_files(folder):
+    """Three files of training data, of which the last is the shortest, and one to validate on."""
+    with contextlib.redirect_stdout(None):
+        for i, count in enumerate((333, 300, 170)):
+            write_tokens(folder / f"part_train_{i}.bin", words(257, count))
+        write_tokens(folder / "part_val_0.bin", words(257, 100))
+
+
+def train(*args, status=0, **keywords):
+    """Run a training to its end. Returns what it printed; checks its exit status."""
+    done = subprocess.run(command(*args, **keywords), capture_output=True, text=True)
+    if status is not None and done.returncode != status:
+        raise AssertionError(f"exit status {done.returncode}, not {status}: {done.stderr or done.stdout[-500:]}")
+    return done.stdout + done.stderr
+
+
+def bytes_of(output, step):
+    """The bytes of the files of a run that must not depend on where it stopped."""
+    return {name: (output / name).read_bytes() for name in (
+        f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", "main.log")}
+
+
+def same(found, expected, what):
+    for name, wish in expected.items():
+        differ = "" if found[name] == wish else f"{len(found[name])} bytes, {len(wish)} expected, or others"
+        check(f"{what}: {name} is that of a run without a stop", not differ, differ)
+
+
+def parse_state(path):
+    """The fields of a state file of one process, read with struct alone."""
+    data, fields, at = path.read_bytes(), {}, 1024
+    ints = struct.unpack("<256i", data[:1024])
+    fields["header"] = ints[:6]
+    fields["step"] = ints[10]
+    fields["rng"], fields["rng_before"] = struct.unpack("<2Q", data[80:96])
+    fields["shard"], fields["sample"] = struct.unpack("<2Q", data[120:136])
+    named = {0, 1, 2, 3, 4, 5, 10, 20, 21, 22, 23, 30, 31, 32, 33}
+    fields["zeros"] = [i for i, x in enumerate(ints) if x and i not in named]
+    return fields, data, at
+
+
+def without(output, copy, *steps):
+    """A copy of a run's folder without the checkpoints of these steps, as if it had been killed before."""
+    shutil.copytree(output, copy)
+    for path in [path for step in steps for path in copy.glob(f"*_{step:08d}*")]:
+        path.unlink()
+    return copy
+
+
+# ---- Questions of HellaSwag, and their file: see section k of llm.c's formats
+
+LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)), (2, (30, 31, 32, 33)),
+           (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]  # of contexts and completions: the longest row has 39 tokens
+
+
+
+def random_examples(V, lengths=LENGTHS, seed=1):
+    rng = np.random.default_rng(seed)
+    tokens = lambda n: rng.integers(V, size=n, dtype=np.int32)
+    return [Example(int(rng.integers(4)), tokens(context), [tokens(n) for n in completions])
+            for context, completions in lengths]
+
+
+
+def file_of(examples, **change):
+    """The bytes of a file of examples, written down number by number."""
+    stream, longest = [], 0
+    for i, example in enumerate(examples):
+        rest = [i, example.label, 4]
+        for part in (example.context, *example.completions):
+            rest += [len(part), *part]
+        stream += [65535, 2 * (2 + len(rest)), *rest]
+        longest = max(longest, 2 * (2 + len(rest)))
+    header = [20240522, 1, len(examples), longest] + 252 * [0]
+    return np.array(header, "<i4").tobytes() + np.array(stream, "<u2").tobytes()
