@@ -6,10 +6,10 @@ import numpy as np
 
 from dev.common.bf16 import joined, master_numbers
 from dev.lab.heads import launch_trainers
+from dev.lab.kernel import KERNEL_LIMIT, stored
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, check, run, words
 from dev.tests.models import ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, gradients, poison, poisoned_model
-from dev.lab.kernel import KERNEL_LIMIT, stored
 from train_gpt2 import ADAMW, BF16, GPT2, LOW, Verdict, draw_parameters, kept_as, pack_batch, to_float
 
 

@@ -5,20 +5,19 @@
 All is on the CPU.
 """
 import contextlib
-import io
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-import train_gpt2
 from dev.common.bf16 import master_numbers
 from dev.common.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
+from dev.tests.trainings import call
 from dev.variants.average import SOURCE
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError, write_tokens
@@ -78,15 +77,9 @@ def recurrence(dtype, decay):
 
 def train(output, *flags, status=0):
     """Call the trainer, and return what it said."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        try:
-            found = train_gpt2.main([str(x) for x in ("--device", "cpu", "-o", output, *flags)])
-        except UserError as e:
-            found = f"error: {e}"
-            print(found)
-    ok = found == status if status == 0 else str(found).startswith("error: ")
-    check(f"{output.name}: status", ok, said.getvalue()[-400:] * (not ok))
-    return said.getvalue()
+    found, *said = call("--device", "cpu", "-o", output, *flags)
+    check(f"{output.name}: status", found == status, said[1])
+    return "".join(said)
 
 
 def names(output):

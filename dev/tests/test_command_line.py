@@ -10,13 +10,14 @@ import sys
 
 from dev.features import has_gpu
 from dev.tests.checks import TINY, TOP, check, numbers_of, run_program
-from dev.tests.trainings import two_token_files
+from dev.tests.trainings import call, two_token_files
 from train_gpt2 import Config, read_parameters
 
 
 def command_line(device_name, folder):
     """train_gpt2.py says in one line what it was given wrong, and trains twice to the same bits."""
     two_token_files(folder)
+    os.chdir(folder)
     tiny = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
     trained = [(dtype, f"{dtype}_{again}") for dtype in ("fp32", "bf16") for again in (1, 2)]
     others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
@@ -34,12 +35,10 @@ def command_line(device_name, folder):
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
                          *((None, *tiny, *flags, "-o", name) for name, *flags in others),
                          *((None, *tiny, "--dtype", dtype, "-o", name) for dtype, name in trained)]:
-        done = subprocess.run([sys.executable, TOP / "train_gpt2.py", "--device", device_name, *flags],
-                              cwd=folder, capture_output=True, text=True)
-        ok = done.returncode == (wish is not None) and re.fullmatch(
-            f"error: .*{wish}.*\n" if wish else "", done.stderr)
+        status, _, error = call("--device", device_name, *flags)
+        ok = status == (wish is not None) and re.fullmatch(f"error: .*{wish}.*\n" if wish else "", error)
         name = wish or "three steps " + " ".join(map(str, flags[len(tiny) :]))
-        check(f"train_gpt2.py: {name}", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+        check(f"train_gpt2.py: {name}", ok, "" if ok else f"{status}, {error!r}")
 
     def result(name):
         return folder / name / "model_00000003.bin"

@@ -6,9 +6,8 @@ The count takes the logits of each row by itself, without padding, and goes on i
 """
 import contextlib
 import io
+import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,7 +18,7 @@ from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag_score import EVAL_FILE, Example, mean_losses, read_examples, score
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
-from dev.tests.trainings import LENGTHS, file_of, random_examples
+from dev.tests.trainings import LENGTHS, call, file_of, random_examples
 from dev.tools.score import progress_line  # before NumPy: what it imports says how its threads are to wait
 from train_gpt2 import GPT2, FileKind, read_parameters, to_float
 
@@ -244,6 +243,7 @@ MISTAKES = [  # what the one line says, and the flags
 def command_line(folder):
     """The program prints the score that is counted here, of both architectures. By default T is the next multiple of
     128, if the model has so many positions; a row of 128 tokens needs 256. Mistakes are one line."""
+    os.chdir(folder)
     (folder / "words.bin").write_bytes(file_of([Example(0, np.int32([400]), [np.int32([1])] * 4)]))
     for stem, architecture, longer, T, calls in (
             ("gpt2_tiny", GPT2, [], 40, [(None,), (None, "-b", "3", "-t", "40", "--plain", "1"), *MISTAKES]),
@@ -257,14 +257,13 @@ def command_line(folder):
         right = sum(int(np.argmin(row)) == example.label for row, example in zip(counted(model, examples), examples))
         line = f"HellaSwag: {right}/{len(examples)} = {right / len(examples):.6f}"
         for wish, *flags in calls:
-            done = subprocess.run([sys.executable, "-m", "dev.tools.score", "-e", path, "--data", "hellaswag.bin",
-                                   "--device", "cpu", *flags], cwd=folder, capture_output=True, text=True)
+            found = call("-e", path, "--data", "hellaswag.bin", "--device", "cpu", *flags, program="dev.tools.score")
+            status, text, error = found
             if wish:
-                ok = done.returncode == 1 and re.fullmatch(f"error: .*({wish}).*\n", done.stderr)
+                ok = status == 1 and re.fullmatch(f"error: .*({wish}).*\n", error)
             else:
-                shape = f"B={3 if flags else 16} T={T}\n"
-                ok = done.returncode == 0 and f"{shape}{line}\n" in done.stdout and not done.stderr
-            check(f"hellaswag.py {stem}: {wish or line} {' '.join(flags)}", ok, "" if ok else repr(done))
+                ok = status == 0 and f"B={3 if flags else 16} T={T}\n{line}\n" in text and not error
+            check(f"score.py {stem}: {wish or line} {' '.join(flags)}", ok, "" if ok else repr(found))
 
 
 def all_small_models():

@@ -6,8 +6,6 @@
 """
 import functools
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ from dev.lab.formulas import cross_entropy
 from dev.lab.kernel import f32
 from dev.tests.checks import check, finite_difference, normal, run_program, words
 from dev.tests.models import gradients, in_each_order, model_class, on_device
+from dev.tests.trainings import call
 from dev.variants.label_smoothing import SOURCE
 from prepro_tinyshakespeare import byte_encoding, prepare
 from train_gpt2 import GPT2, Config, draw_parameters, to_float
@@ -119,12 +118,11 @@ def command_line(device_name, folder):
     prepare((TOP / "README.md").read_text(encoding="utf-8"), byte_encoding(), str(folder / "own_{}.bin"))
 
     def train(*flags):
-        command = [sys.executable, TOP / "train_gpt2.py", *"-e d1 -b 2 -t 32 -d 128 -v 3 -m 1 -s 0 --dtype fp8".split(),
-                   "--recompute", 2, "-i", folder / "own_train.bin", "--device", device_name, *flags]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        if done.returncode:
-            raise AssertionError(done.stderr or done.stdout[-500:])
-        return done.stdout
+        status, text, error = call(*"-e d1 -b 2 -t 32 -d 128 -v 3 -m 1 -s 0 --dtype fp8 --recompute 2".split(),
+                                   "-i", folder / "own_train.bin", "--device", device_name, *flags)
+        if status:
+            raise AssertionError(error)
+        return text
 
     whole, stopped, E = folder / "whole", folder / "stopped", ("--label-smoothing", 0.5)
     text = train("-x", 4, "-o", whole, "-n", 2, *E)

@@ -11,8 +11,8 @@ kernels are tested are test_gpt2.py's, which tests those of kernels.cu.
 import contextlib
 import dataclasses
 import functools
+import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
+from dev.lab.kernel import stored
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import (
     EXACT,
@@ -47,9 +48,8 @@ from dev.tests.models import (
     write_checkpoint,
 )
 from dev.tests.steps import check_steps
-from dev.tests.trainings import two_token_files
+from dev.tests.trainings import LLAMA, call, two_token_files
 from prepro_tinyshakespeare import UserError, write_tokens
-from dev.lab.kernel import stored
 from train_gpt2 import BF16, Config, FileKind, draw_parameters, read_parameters, to_float
 
 # ---- Gradients and kernels
@@ -193,6 +193,7 @@ def command_line(device_name, folder):
     """train_llama3.py trains twice to the same bits, by other ways to nearly the same, and says in one line what it was
     given wrong."""
     two_token_files(folder)
+    os.chdir(folder)
     with contextlib.redirect_stdout(None):
         write_tokens(folder / "larger.bin", [5] * 9 + [331] * 90)
     tiny = ("-e", GQA, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "3", "-g", "2")
@@ -203,13 +204,10 @@ def command_line(device_name, folder):
             (None, *tiny[2:], "-e", "llama3:d1", "-t", "9", "-g", "0"),
             ("is a GPT-2 checkpoint, which train_gpt2.py", *tiny, "-e", TINY), ("-e d1.5: expected", "-e", "d1.5"),
             ("larger.bin: token 9 is 331; expected .* 331", *tiny, "-i", "larger.bin")):
-        done = subprocess.run([sys.executable, "-m", "dev.llama3.train_llama3", "--device", device_name, *flags],
-                              cwd=folder,
-                              capture_output=True, text=True)
-        ok = done.returncode == (wish is not None) and re.fullmatch(
-            f"error: .*{wish}.*\n" if wish else "", done.stderr)
+        status, _, error = call("--device", device_name, *flags, program=LLAMA)
+        ok = status == (wish is not None) and re.fullmatch(f"error: .*{wish}.*\n" if wish else "", error)
         check(f"train_llama3.py: {wish or ' '.join(map(str, flags[len(tiny) :]))}", ok,
-              "" if ok else f"{done.returncode}, {done.stderr!r}")
+              "" if ok else f"{status}, {error!r}")
 
     def result(name):
         return folder / name / "model_00000003.bin"

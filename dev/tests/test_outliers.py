@@ -6,7 +6,6 @@
 dev/lab/kernels/outliers.py has the kernel's truth in NumPy, and dev/tests/test_runs.py skips updates in a run.
 """
 import contextlib
-import io
 import json
 import re
 import shutil
@@ -15,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-import train_gpt2
 from dev.common.devices import make_device
 from dev.cpu.device import Cpu
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
+from dev.tests.trainings import call
 from dev.variants.outliers import SOURCE, WINDOW
-from prepro_tinyshakespeare import UserError, write_tokens
+from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import GPT2, Config, Verdict
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
@@ -60,13 +59,9 @@ def z_scores(device_name):
 
 def train(device_name, output, *flags):
     """Call the trainer on a run that goes on, and return what it said."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        try:
-            status = train_gpt2.main([str(x) for x in ("--device", device_name, "-o", output, *flags)])
-        except UserError as e:
-            status = f"error: {e}"
-    check(f"{output.name}: status", status == 0, f"{status}")
-    return said.getvalue()
+    status, text, error = call("--device", device_name, "-o", output, *flags)
+    check(f"{output.name}: status", status == 0, error)
+    return text
 
 
 def runs(device_name):

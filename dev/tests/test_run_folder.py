@@ -25,6 +25,7 @@ from dev.data.loader import FilesLoader
 from dev.runs.folder import STATE, State, load_position, shuffle_record
 from dev.tests.checks import EXACT, check, header_refusal, run_program, words
 from dev.tests.models import FIXTURES
+from dev.tests.trainings import call
 from prepro_tinyshakespeare import UserError, write_tokens
 from train_gpt2 import Config, FastTraining, Training
 
@@ -40,12 +41,8 @@ def token_files(folder):
 
 def train(output, *flags):
     """Call the trainer. Returns (its exit status, or 1 for an error; what it printed, and the error)."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        try:
-            status = train_gpt2.main([str(x) for x in ("--device", "cpu", "-o", output, *flags)])
-        except UserError as e:
-            return 1, f"{said.getvalue()}error: {e}"
-    return status, said.getvalue()
+    status, *said = call("--device", "cpu", "-o", output, *flags)
+    return status, "".join(said)
 
 
 def flags_in(folder):

@@ -31,7 +31,7 @@ from dev.runs.folder import STATE, RunFolder
 from dev.runs.replay import largest_gradients, repeat
 from dev.tests.checks import EXACT, check, header_refusal, run_program, words
 from dev.tests.models import FIXTURES, device_of, gradients, poisoned_model
-from dev.tests.trainings import LLAMA, TRAINER, bytes_of, command, parse_state, same, token_files, train, without
+from dev.tests.trainings import LLAMA, bytes_of, call, command, parse_state, same, token_files, train, without
 from train_gpt2 import Config, batch_table, carve, pack_batch
 
 TOP = Path(__file__).resolve().parents[2]
@@ -148,8 +148,8 @@ def resumed_runs(device_name, folder):
 
     whole = folder / "fp32"
     again = without(whole, folder / "by its notes", 12)
-    subprocess.run([sys.executable, "-m", TRAINER, "--device", device_name, "-o", again, "-y", "1"], check=True,
-                   capture_output=True)
+    status, _, error = call("--device", device_name, "-o", again, "-y", 1)
+    check("resumed with the flags of its notes: status", status == 0, error)
     same(bytes_of(again, 12), bytes_of(whole, 12), "resumed with the flags of its notes")
     foreign = without(whole, folder / "llm.c", 12)
     (foreign / "run_00000007.json").unlink()
@@ -301,9 +301,9 @@ def signals(device_name, folder):
                              stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     while not (output / "main.log").exists():
         time.sleep(0.01)
-    done = subprocess.run(command(device_name, folder, output), capture_output=True, text=True)
-    ok = re.fullmatch("error: .*another run is writing to this folder.*\n", done.stderr)
-    check("a second run in the folder is refused", done.returncode == 1 and ok, done.stderr)
+    text = train(device_name, folder, output, status=1)
+    refused = re.search("error: .*another run is writing to this folder", text)
+    check("a second run in the folder is refused", refused, text)
     child.send_signal(signal.SIGINT)
     for line in child.stderr:
         if "once more leaves at once" in line:
@@ -371,7 +371,7 @@ def full_disks(device_name, folder):
              "r.replace_file\n"
              "train_gpt2.run(lambda: train_gpt2.main(sys.argv[1:]))")
     done = subprocess.run([sys.executable, "-c", crash, *command(device_name, folder, folder / "crash")[3:]], text=True,
-                          capture_output=True, cwd=TRAINER.parent)
+                          capture_output=True)
     check("a crash of the writer is seen", "WARNING: no checkpoint of step 3: a crash" in done.stdout and
           done.returncode == 1 and "step   12/12" in done.stdout, done.stdout[-300:] + done.stderr[-300:])
 
@@ -463,9 +463,8 @@ def refusals(device_name, folder):
                         (r"--output: expected a name, found nothing", ("-o", "")),
                         (r"--replay .*absent.npz: could not be read", ("--replay", folder / "absent.npz")),
                         (r"--replay .*part_val_0.bin: could not be read", ("--replay", folder / "part_val_0.bin"))):
-        done = subprocess.run([sys.executable, "-m", TRAINER, "--device", device_name, *map(str, flags)], text=True,
-                              capture_output=True)
-        check(f"refused: {wish}", re.fullmatch(f"error: .*{wish}.*\n", done.stderr), done.stderr)
+        *_, error = call("--device", device_name, *flags)
+        check(f"refused: {wish}", re.fullmatch(f"error: .*{wish}.*\n", error), error)
 
 
 def steps_that_are_not_finite(device_name, folder):
@@ -504,11 +503,9 @@ def steps_that_are_not_finite(device_name, folder):
         step = int(kept.stem[-8:])
         check("not finite: the step", step == (1 if flags else 0) and f"loss of step {step + 1} is" in line, f"{step}")
         check("not finite: the checkpoint before it is whole", whole_ones(output)[-1] == step, f"{step}")
-        done = subprocess.run([sys.executable, "-m", TRAINER, "--device", device_name, "--replay", kept], text=True,
-                              capture_output=True)
-        found = re.search(wish, done.stdout)
-        check("not finite: --replay finds it again", done.returncode == 0 and found and found[0] in line,
-              done.stdout + done.stderr)
+        status, text, error = call("--device", device_name, "--replay", kept)
+        found = re.search(wish, text)
+        check("not finite: --replay finds it again", status == 0 and found and found[0] in line, text + error)
 
     output = folder / "later"
     train(device_name, folder, output, "-x", 6, "-n", 6, "-nk", 1, "--dtype", "fp32")

@@ -1,5 +1,8 @@
-"""Small trainings in processes of their own, and what they leave."""
+"""Small trainings, and what they leave."""
 import contextlib
+import functools
+import importlib
+import io
 import shutil
 import struct
 import subprocess
@@ -7,9 +10,11 @@ import sys
 
 import numpy as np
 
+import train_gpt2
+from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag_score import Example
 from dev.tests.checks import TINY, check, words
-from prepro_tinyshakespeare import write_tokens
+from prepro_tinyshakespeare import UserError, write_tokens
 
 TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
 
@@ -37,12 +42,33 @@ def token_files(folder):
         write_tokens(folder / "part_val_0.bin", words(257, 100))
 
 
-def train(*args, status=0, **keywords):
-    """Run a training to its end. Returns what it printed; checks its exit status."""
-    done = subprocess.run(command(*args, **keywords), capture_output=True, text=True)
-    if status is not None and done.returncode != status:
-        raise AssertionError(f"exit status {done.returncode}, not {status}: {done.stderr or done.stdout[-500:]}")
-    return done.stdout + done.stderr
+def call(*arguments, program=TRAINER):
+    """Call a program's main in this process, which saves the second that a new one takes to start. Returns its exit
+    status, what it printed, and what went to stderr, the line of an error too."""
+    main = importlib.import_module(program).main
+    if program == LLAMA:
+        main = functools.partial(train_gpt2.main, Model=Llama3)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([str(argument) for argument in arguments]) or 0
+        except UserError as e:
+            status, _ = 1, err.write(f"error: {e}\n")
+    return status, out.getvalue(), err.getvalue()
+
+
+def train(device_name, *args, status=0, **keywords):
+    """Run a training to its end, on a GPU in a process of its own, whose memory is then free again. Returns what it
+    printed; checks its exit status."""
+    arguments = command(device_name, *args, **keywords)
+    if device_name == "cpu" and arguments[1] == "-m":
+        found, *said = call(*arguments[3:], program=arguments[2])
+    else:
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        found, *said = done.returncode, done.stdout, done.stderr
+    if status is not None and found != status:
+        raise AssertionError(f"exit status {found}, not {status}: {said[1] or said[0][-500:]}")
+    return "".join(said)
 
 
 def bytes_of(output, step):

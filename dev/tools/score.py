@@ -31,9 +31,9 @@ def progress_line(done, total):
     print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
-def main():
+def main(arguments=None):
     """Everything from the flags to the score. Raises UserError."""
-    flags = parse_flags("Score a checkpoint on HellaSwag.", FLAGS)
+    flags = parse_flags("Score a checkpoint on HellaSwag.", FLAGS, arguments)
     architectures = {architecture.Config.FILE: architecture for architecture in (GPT2, Llama3)}
     magic = read_header(flags.model, *architectures)[0]
     [architecture] = [architecture for kind, architecture in architectures.items()
