@@ -36,7 +36,7 @@ from dev.lab.kernel import (BF16_LIMIT, KERNEL_LIMIT, Bench, bf16, f32, find_ker
 from dev.common.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach, has_gpu
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from dev.gpt2_numpy import forward, mean_loss
 from dev.precision.fp8 import fp8_device
 from dev.tests.checks import TOP  # noqa: F401  (its programs find train_gpt2)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dev.ranks.launchers import launched
+from dev.ranks.environment import launched
 from prepro_tinyshakespeare import UserError
 
 FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the place of that
@@ -125,7 +125,7 @@ def trains(flags):
 # What wraps stands above what it wraps: make_model of the first row ends last.
 FEATURES = [
     Feature("terminal", lambda flags, ranks: True, training="dev.runs.terminal:Terminal"),
-    Feature("files", lambda flags, ranks: True, training="dev.common.files:Named"),
+    Feature("files", lambda flags, ranks: True, training="dev.common.file_kinds:Named"),
     Feature("peak", lambda flags, ranks: True, training="dev.gpu.peak:Peak"),
     Feature("nvtx", lambda flags, ranks: flags.nvtx, training="dev.gpu.nvtx:Annotated"),
     Feature("dry run", lambda flags, ranks: flags.dry_run, training="dev.runs.dry_run:DryRun"),
@@ -150,23 +150,23 @@ FEATURES = [
             "dev.variants.outliers:Outliers", "dev.variants.outliers:OutliersTraining"),
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
     Feature("average", lambda flags, ranks: flags.ema is not None,
-            "dev.variants.average:Averaged", "dev.variants.average:AveragedTraining"),
+            "dev.variants.ema:Averaged", "dev.variants.ema:AveragedTraining"),
     Feature("moments", lambda flags, ranks: flags.moments == "bf16",
             "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),
     Feature("recompute 1", lambda flags, ranks: flags.recompute == 1,
-            "dev.precision.recompute:RecomputeInside"),
+            "dev.memory.recompute:RecomputeInside"),
     Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
-            "dev.precision.recompute:RecomputeLayers"),
+            "dev.memory.recompute:RecomputeLayers"),
     Feature("label smoothing", lambda flags, ranks: flags.label_smoothing,
             "dev.variants.label_smoothing:Smoothed", "dev.variants.label_smoothing:SmoothedTraining"),
     Feature("hint", lambda flags, ranks: flags.recompute != 2,
-            "dev.precision.recompute:RecomputeHint"),
-    Feature("memory", lambda flags, ranks: True, "dev.runs.memory:Fitting",
-            "dev.runs.memory:FittingTraining"),
-    Feature("relu", lambda flags, ranks: flags.attention == "relu", "dev.variants.relu:Relu"),
+            "dev.memory.recompute:RecomputeHint"),
+    Feature("memory", lambda flags, ranks: True, "dev.memory.fit:Fitting",
+            "dev.memory.fit:FittingTraining"),
+    Feature("relu", lambda flags, ranks: flags.attention == "relu", "dev.variants.relu_attention:Relu"),
     Feature("schedule", lambda flags, ranks: flags.schedule != "cosine",
             training="dev.variants.schedule:Scheduled"),
-    Feature("loader", lambda flags, ranks: True, training="dev.data.loader:Shuffled"),
+    Feature("loader", lambda flags, ranks: True, training="dev.data.shuffled_loader:Shuffled"),
     Feature("products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
             training="dev.gpu.products:Timed"),
     Feature("no graph", lambda flags, ranks: not flags.graph, training="dev.common.devices:OneByOne"),
@@ -174,8 +174,8 @@ FEATURES = [
 ]
 # {names of features: (the model's subclass, the training's)}. A model's class counts as a feature.
 PAIRS = {
-    ("recompute 1", "Llama3"): ("dev.precision.recompute:LlamaInside", ""),
-    ("recompute 2", "Llama3"): ("dev.precision.recompute:LlamaLayers", ""),
+    ("recompute 1", "Llama3"): ("dev.memory.recompute:LlamaInside", ""),
+    ("recompute 2", "Llama3"): ("dev.memory.recompute:LlamaLayers", ""),
     ("fp8", "ranks"): ("dev.precision.fp8:Fp8Ranked", ""),
     ("fp8", "explain"): ("", "dev.precision.fp8:Fp8Explained"),
     ("hellaswag", "runs"): ("", "dev.runs.hellaswag_score:ScoredAndKept"),
@@ -183,7 +183,7 @@ PAIRS = {
     ("moments", "zero"): ("dev.precision.moments:ShardedMoments", ""),
     ("explain", "runs"): ("", "dev.runs.replay:ExplainedAndKept"),
     ("explain", "ranks"): ("", "dev.ranks.ranks:RanksExplained"),
-    ("average", "runs"): ("", "dev.variants.average:AveragedAndKept"),
+    ("average", "runs"): ("", "dev.variants.ema:AveragedAndKept"),
 }
 EXCLUDES = {  # {names of features that do not go together: why, and what to do}
     ("average", "zero"): "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a "

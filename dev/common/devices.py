@@ -18,6 +18,11 @@ def make_device(name, dtype, c, plain=False, graph=True, beside=()):
     return device
 
 
+def address_of(array):
+    """Where an array starts in memory, a GPU's or the host's: a number."""
+    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
+
+
 class OneByOne:
     """Training whose kernels are launched one by one."""
 

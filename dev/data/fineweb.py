@@ -39,7 +39,7 @@ from typing import NamedTuple
 from dev.data.hub import download, library, list_files
 from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,
                                     run)
-from dev.data.rows import read_rows, table_files
+from dev.data.parquet_jsonl import read_rows, table_files
 from train_gpt2 import TOKENS, count_tokens, number, parse_flags
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait

@@ -13,11 +13,11 @@ It downloads 6 MB, which huggingface_hub keeps in its cache, and takes a few sec
 """
 from pathlib import Path
 
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from dev.data.hub import download, list_files
 from prepro_tinyshakespeare import (UserError, gpt2_encoding, make_header, replace_file,
                                     run)
-from dev.data.rows import read_rows, table_files
+from dev.data.parquet_jsonl import read_rows, table_files
 from train_gpt2 import FileKind, parse_flags
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait

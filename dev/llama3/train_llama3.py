@@ -37,8 +37,8 @@ from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
 
 import numpy as np  # after prepro_tinyshakespeare, as there
 
-from dev.data.loader import files_of
-from dev.common.files import read_header
+from dev.data.shuffled_loader import files_of
+from dev.common.file_kinds import read_header
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary
 from dev.runs.tokenizer import gpt2_words
 from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,

@@ -34,8 +34,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev.common.devices import device_class
-from dev.common.kernel_text import without_comments
+from dev.common.devices import address_of, device_class
+from dev.common.cuda_source import without_comments
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import Cuda, Row, address, carve, stride_of
 
@@ -70,11 +70,6 @@ def fp8_table(c, B, T):
     widest = max((max(row.shape) for row in rows), default=0)
     tensors = 3 * sum(row.layers for row in rows)
     return [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]
-
-
-def place_of(array):
-    """Where an array starts, of a GPU or the host, as a number."""
-    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
 
 
 # ---- The device
@@ -112,7 +107,7 @@ class Fp8:
             twins = [getattr(views, row.name + end) for end in ("", "_transposed")]
             self.whole.append((whole, *twins, n))
             for l in range(row.layers):
-                self.weights[place_of(whole[l])] = SimpleNamespace(
+                self.weights[address_of(whole[l])] = SimpleNamespace(
                     twins=[twin[l] for twin in twins], number=n + l)
             n += row.layers
         self.count = n  # of the weights; as many are of each kind
@@ -181,11 +176,11 @@ class Fp8:
         argument, it gets a twin."""
         if name in self.outputs:
             out = args[0]
-            note = name, place_of(out), self.last
-            self.writers.setdefault(place_of(out), []).append(note)
+            note = name, address_of(out), self.last
+            self.writers.setdefault(address_of(out), []).append(note)
             tensor = self.known.get(note)
             if tensor:
-                self.ready = place_of(out), tensor
+                self.ready = address_of(out), tensor
             args = self.with_twin(out, tensor), *args[1:]
         else:
             self.written(args[0])
@@ -195,9 +190,9 @@ class Fp8:
         """The struct Output of an array, 40 bytes by value: three pointers, and what a kernel
         notes."""
         struct = np.zeros(5, np.uint64)
-        struct[0] = place_of(out)
+        struct[0] = address_of(out)
         if tensor:
-            struct[1:3] = place_of(self.twin), place_of(self.scale(*tensor))
+            struct[1:3] = address_of(self.twin), address_of(self.scale(*tensor))
         return struct.view("V40")
 
     def zero(self, array):
@@ -206,18 +201,18 @@ class Fp8:
 
     def written(self, array):
         """What is in an array now has no twin, and no kernel that could have made it."""
-        self.writers.pop(place_of(array), None)
-        if self.ready and self.ready[0] == place_of(array):
+        self.writers.pop(address_of(array), None)
+        if self.ready and self.ready[0] == address_of(array):
             self.ready = None
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
-        weight = self.weights.get(place_of(b))
+        weight = self.weights.get(address_of(b))
         if weight:
             backward = not stride_of(b)[0]  # b is w, and not w.T
             tensor = GRADIENT if backward else INPUT, weight.number
-            writers = self.writers.pop(place_of(a), [])
-            if self.ready != (place_of(a), tensor):
+            writers = self.writers.pop(address_of(a), [])
+            if self.ready != (address_of(a), tensor):
                 super().launch("to_fp8", a.size, a, a.size, self.twin, self.scale(*tensor))
                 self.known |= dict.fromkeys(writers, tensor)
             self.ready, self.last = None, tensor

@@ -20,7 +20,7 @@ import time
 import traceback
 from pathlib import Path
 
-from dev.ranks.launchers import launched
+from dev.ranks.environment import launched
 from dev.ranks.meeting import SILENCE, Meeting
 from dev.ranks.ranks import Ranks, flags_of
 from prepro_tinyshakespeare import UserError

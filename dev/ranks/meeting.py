@@ -24,7 +24,7 @@ import threading
 import time
 from pathlib import Path
 
-from dev.gpu.products import cache_folder
+from dev.common.cache import cache_folder
 from prepro_tinyshakespeare import UserError, replace_file
 
 HERE = str(Path(__file__).resolve().parents[2])

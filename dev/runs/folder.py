@@ -38,8 +38,8 @@ import numpy as np
 
 from dev.common.bf16 import joined
 from dev.cpu.device import available_memory
-from dev.data.loader import files_of
-from dev.common.files import check_kind, read_header
+from dev.data.shuffled_loader import files_of
+from dev.common.file_kinds import check_kind, read_header
 from dev.ranks.ranks import cut, sketch
 from dev.runs.replay import bad_place
 from dev.runs.terminal import say

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import HEADER_BYTES, FileKind
 

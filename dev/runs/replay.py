@@ -19,7 +19,8 @@ from unittest import mock
 
 import numpy as np
 
-from dev.common.kernel_text import parameters_of
+from dev.common.cuda_source import parameters_of
+from dev.common.devices import address_of
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import batch_table, carve, pack_batch, read_parameters, to_float
 
@@ -39,10 +40,6 @@ def bad_place(array):
         if bool(bad.any()):
             return np.unravel_index(start + int(bad.argmax()), array.shape)
     return None
-
-
-def address(array):
-    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
 
 
 class Found(Exception):
@@ -112,7 +109,7 @@ class Watch:
         for prefix, views in (("", model.params), ("d", model.grads), ("", model.acts),
                               ("", model.back), ("", model.adam)):
             for name, whole in vars(views).items():
-                if 0 <= address(array) - address(whole) < whole.nbytes:
+                if 0 <= address_of(array) - address_of(whole) < whole.nbytes:
                     return prefix + name
         return "a tensor without a name"
 

@@ -4,7 +4,7 @@ if it is in the current folder; else tiktoken's; and without a network the singl
 import functools
 from pathlib import Path
 
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
 from train_gpt2 import HEADER_BYTES, FileKind
 

@@ -18,7 +18,7 @@ from dev.common.bf16 import master_numbers
 from dev.common.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach
-from dev.variants.average import SOURCE
+from dev.variants.ema import SOURCE
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError, write_tokens
 from test_gpt2 import EXACT, FIXTURES, check, model_class, run, summary

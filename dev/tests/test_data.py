@@ -31,7 +31,7 @@ from dev.data import fineweb
 from dev.data import hellaswag
 from dev.data import hub
 from prepro_tinyshakespeare import PRINTING, UserError, byte_encoding, gpt2_encoding
-from dev.data.rows import read_rows, table_files
+from dev.data.parquet_jsonl import read_rows, table_files
 from dev.tests.test_files import check_refusal, header_refusal
 from test_gpt2 import check, run, summary
 

@@ -35,12 +35,12 @@ from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
 from dev.lab.heads import launch_trainers
 from dev.lab.kernel import Bench, find_kernel, noting, parse_sizes
 from dev.lab.kernel import orders as thread_orders
-from dev.data.loader import FilesLoader
+from dev.data.shuffled_loader import FilesLoader
 from dev.common.devices import make_device
 from dev.features import has_gpu
-from dev.common.files import FILES, check_kind
-from dev.common.kernel_text import read_kernels
-from dev.runs import memory
+from dev.common.file_kinds import FILES, check_kind
+from dev.common.cuda_source import read_kernels
+from dev.memory import fit
 from dev.gpu.nvtx import DEVICE, MODEL, Annotated, with_ranges
 from dev.runs.tokenizer import TOKENIZER, read_tokenizer
 from dev.variants.outliers import SOURCE as OUTLIERS
@@ -1023,9 +1023,9 @@ def models_too_large(device_name, folder):
                               (room, 50, r"the largest -b that fits is 3\b"),
                               (tables(Model, 4) - 1, 4, r"the largest -b that fits is 3\b"),
                               (tables(Recomputing, 1) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
-            with mock.patch.object(memory, "free_bytes", lambda device, free=free: free):
+            with mock.patch.object(fit, "free_bytes", lambda device, free=free: free):
                 check_refusal(f"model of -b {B}", wish, Model, c, device, B, 40)
-    with mock.patch.object(memory, "free_bytes", lambda device: room):
+    with mock.patch.object(fit, "free_bytes", lambda device: room):
         model = Model(c, device, 3, 40)
     found = sum(arena.nbytes for arena in model.arenas.values())
     yield "bytes that a model takes, as foretold", found, room, EXACT

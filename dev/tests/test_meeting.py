@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from dev.ranks.launchers import launched
+from dev.ranks.environment import launched
 from dev.ranks.meeting import Meeting, Point, first_host
 from dev.tests.test_files import check_refusal
 from test_gpt2 import check, run, summary

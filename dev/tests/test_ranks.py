@@ -30,7 +30,7 @@ import numpy as np
 from dev import features
 from dev.common.bf16 import master_numbers
 from dev.lab.kernels.adamw import halves
-from dev.data.loader import FilesLoader
+from dev.data.shuffled_loader import FilesLoader
 from dev.tests.test_hellaswag import file_of, random_examples
 from dev.features import has_gpu
 from dev.llama3.train_llama3 import Llama3

@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
-from dev.data.loader import FilesLoader
+from dev.data.shuffled_loader import FilesLoader
 from dev.runs.folder import STATE, State, load_position, shuffle_record
 from dev.tests.test_files import header_refusal, run_prepared
 from prepro_tinyshakespeare import UserError, write_tokens

@@ -26,7 +26,7 @@ from dev.tools import sweep
 import train_gpt2
 from dev.tools import turns
 from dev.features import attach, set_defaults, table_of_flags
-from dev.ranks.launchers import launched
+from dev.ranks.environment import launched
 from dev.gpu.peak import flops_per_token, peak_flops
 from prepro_tinyshakespeare import write_tokens
 from dev.tests.test_files import check_refusal

@@ -6,10 +6,10 @@ import sys
 
 from dev.common.devices import make_device
 from dev.features import has_gpu
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag_score import PADDING, read_examples, score
-from dev.runs.memory import Fitting
+from dev.memory.fit import Fitting
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import GPT2, parse_flags, read_parameters
 

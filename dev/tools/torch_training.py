@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from dev.data.loader import FilesLoader, files_of
+from dev.data.shuffled_loader import FilesLoader, files_of
 from dev.common.devices import OnCpu
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled

@@ -2,7 +2,7 @@
 and which program takes it. The trainer's own error has the two numbers.
 """
 import train_gpt2
-from dev.data.loader import files_of
+from dev.data.shuffled_loader import files_of
 from prepro_tinyshakespeare import UserError
 
 FILES = {  # by the first number: what the file is, and what takes it

@@ -19,7 +19,7 @@ from dev.runs.folder import finite
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import read_parameters
 
-SOURCE = Path(__file__).resolve().with_name("average.cu")
+SOURCE = Path(__file__).resolve().with_name("ema.cu")
 FILE = "ema_{:08d}.bin"
 
 
@@ -49,7 +49,7 @@ class Averaged:
 
 
 class AveragedTraining:
-    """A run of such a model: its device has average.cu too."""
+    """A run of such a model: its device has ema.cu too."""
 
     def make_device(self, *beside):
         return super().make_device(*beside, SOURCE)
