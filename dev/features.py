@@ -141,9 +141,9 @@ FEATURES = [
     Feature("ranks", lambda flags, ranks: ranks, "dev.ranks.ranks:Ranked",
             "dev.ranks.ranks:RankedTraining"),
     Feature("runs", lambda flags, ranks: flags.output and trains(flags),
-            training="dev.runs.folder:Kept"),
+            training="dev.checkpoints.training:Kept"),
     Feature("checkpoint", lambda flags, ranks: flags.output and flags.sample is not None
-            and not flags.dry_run, training="dev.runs.folder:Resumed"),
+            and not flags.dry_run, training="dev.checkpoints.training:Resumed"),
     Feature("signals", lambda flags, ranks: True, training="dev.runs.signals:Stoppable"),
     Feature("tokenizer", lambda flags, ranks: True, training="dev.runs.tokenizer:Tokenized"),
     Feature("outliers", lambda flags, ranks: flags.loss_limit or flags.norm_limit,
@@ -294,7 +294,7 @@ def run_with(flags, table, Model, Training, FastTraining):
         """Train, as one of several ranks or alone."""
         folder = None
         if flags.output and not flags.dry_run:  # to go on, it sets what is not given as it was
-            folder = load("dev.runs.folder:RunFolder")(flags, ranks, Model.Config, table)
+            folder = load("dev.checkpoints.run_folder:RunFolder")(flags, ranks, Model.Config, table)
         training, model = classes(ranks, folder)
         return training(flags, model).run()
 

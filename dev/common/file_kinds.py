@@ -2,7 +2,7 @@
 and which program takes it. The trainer's own error has the two numbers.
 """
 import train_gpt2
-from dev.data.shuffled_loader import files_of
+from dev.data.shuffled_loader import paths_of
 from prepro_tinyshakespeare import UserError
 
 FILES = {  # by the first number: what the file is, and what takes it
@@ -49,6 +49,6 @@ class Named:
         flags = self.flags
         opened = [] if flags.overfit else [train]
         opened += [val] if flags.overfit or flags.val_every else []
-        for path in (path for pattern in opened for path in files_of(pattern)):
+        for path in (path for pattern in opened for path in paths_of(pattern)):
             check_kind(path, *self.config.TOKEN_FILES)
         return paths

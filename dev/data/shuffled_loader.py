@@ -12,7 +12,7 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import DataLoader, count_tokens, read_tokens
 
 
-def files_of(pattern):
+def paths_of(pattern):
     """The paths that a pattern such as data/fineweb_train_*.bin matches, sorted as in llm.c; or,
     if none does, that of a file of this name."""
     return sorted(glob.glob(str(pattern))) or [str(pattern)]
@@ -23,7 +23,7 @@ class FilesLoader(DataLoader):
     batch is skipped."""
 
     def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
-        self.pattern, self.paths, self.rank = pattern, files_of(pattern), rank
+        self.pattern, self.paths, self.rank = pattern, paths_of(pattern), rank
         self.B, self.T, self.c = B, T, c
         self.size = count * B * T  # of a batch
         counts = [count_tokens(path, c)[0] for path in self.paths]
@@ -83,7 +83,7 @@ class Shuffled:
 
     def loader(self, path, B, T, *ranks):
         if not ranks:  # of a validation, in smaller batches if its file is short
-            shortest = min(count_tokens(each, self.config)[0] for each in files_of(path))
+            shortest = min(count_tokens(each, self.config)[0] for each in paths_of(path))
             return FilesLoader(path, max(1, min(B, (shortest - 1) // T)), T, self.config, 0)
         loader = FilesLoader(path, B, T, self.config, self.flags.shuffle, *ranks)
         self.flags.shuffle = int(loader.shuffle)

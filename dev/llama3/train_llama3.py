@@ -37,7 +37,7 @@ from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
 
 import numpy as np  # after prepro_tinyshakespeare, as there
 
-from dev.data.shuffled_loader import files_of
+from dev.data.shuffled_loader import paths_of
 from dev.common.file_kinds import read_header
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary
 from dev.runs.tokenizer import gpt2_words
@@ -198,7 +198,7 @@ class Config3(Config):
         paths = data_paths(train, val)
         if self.has_llamas_words:
             vocabulary()
-            if read_header(files_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
+            if read_header(paths_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
                 print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for "
                       "which dev/llama3/tokens.py writes token files")
         return paths

@@ -230,7 +230,7 @@ class ExplainedAndKept:
         flags, folder, step, batches = self.flags, self.folder, self.model.step, queued.batches
         path = folder.path / f"replay_{step:08d}.npz"
         if self.rank == speaker:
-            notes = dict(model=folder.file(0, step).name, step=step, places=batches.places,
+            notes = dict(model=folder.file("model", step).name, step=step, places=batches.places,
                          flags=vars(flags), **self.state(self.model))
             file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
             views = [carve(data, table) for data, _ in batches.packed]

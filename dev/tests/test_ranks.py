@@ -35,7 +35,8 @@ from dev.tests.test_hellaswag import file_of, random_examples
 from dev.features import has_gpu
 from dev.llama3.train_llama3 import Llama3
 from dev.ranks.ranks import Ranks
-from dev.runs.folder import load_state, state_parts
+from dev.checkpoints.resume import load_state
+from dev.checkpoints.state_file import state_parts
 from dev.tests.test_files import run_prepared
 from dev.tests.test_runs import LLAMA, TINY, command, parse_state, without
 from prepro_tinyshakespeare import write_tokens
@@ -556,13 +557,13 @@ def killed_ranks(device, folder, kills):
 def full_disk(device, folder):
     """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
     program, output = wrapped(folder, late="""
-import dev.runs.folder
-real = dev.runs.folder.replace_file
+from dev.checkpoints import background_writer
+real = background_writer.replace_file
 def replace(path, chunks):
     if rank == 1 and "00000006" in str(path):
         raise OSError(28, "No space left on device")
     real(path, chunks)
-dev.runs.folder.replace_file = replace
+background_writer.replace_file = replace
 """), folder / "full"
     text = train(device, 2, folder, output, *SMALL, "-x", 12, "-n", 3, trainer=program)
     line = re.search("WARNING: no checkpoint of step 6: .*No space left.*; the newest whole one is of step 3", text)

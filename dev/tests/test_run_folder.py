@@ -23,7 +23,8 @@ import numpy as np
 
 import train_gpt2
 from dev.data.shuffled_loader import FilesLoader
-from dev.runs.folder import STATE, State, load_position, shuffle_record
+from dev.checkpoints.resume import load_position
+from dev.checkpoints.state_file import STATE, State, shuffle_record
 from dev.tests.test_files import header_refusal, run_prepared
 from prepro_tinyshakespeare import UserError, write_tokens
 from test_gpt2 import EXACT, FIXTURES, check, summary, words

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dev.runs.folder import finite
+from dev.checkpoints.state_file import finite
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import read_parameters
 
