@@ -31,7 +31,7 @@ from dev.checkpoints.main_log import MainLog
 from dev.checkpoints.resume import choose_checkpoint, resume
 from dev.checkpoints.run_json import notes_of
 from dev.checkpoints.state_file import state_parts, state_table
-from dev.ranks.ranks import sketch
+from dev.ranks.ranks import partial_hash
 from dev.runs.terminal import say
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import FLAGS, Config, checkpoint_parts
@@ -117,7 +117,7 @@ class RunFolder(CheckpointFiles):
 
     def begin(self, training, model):
         """Resume if there is a run, and open the log."""
-        self.data = [[Path(path).name, os.path.getsize(path), sketch(path)]
+        self.data = [[Path(path).name, os.path.getsize(path), partial_hash(path)]
                      for path in training.train_data.paths]
         if self.rank:
             name, *_ = self.exchange(None, "the folder")

@@ -576,7 +576,7 @@ def questions(folder):
         check_refusal("hellaswag.py", wish, write, change)
         check("hellaswag.py writes nothing then", not (folder / "bad.bin").exists())
     (folder / "other.bin").write_bytes(b"\1\0\0\0" * 256)
-    check_refusal("hellaswag.py", f"other.bin: .*{header_refusal((1, 1), hellaswag.QUESTIONS)}",
+    check_refusal("hellaswag.py", f"other.bin: .*{header_refusal((1, 1), hellaswag.EVAL_FILE)}",
                   in_process, hellaswag, "--output", folder / "other.bin")
 
 

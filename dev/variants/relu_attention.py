@@ -1,4 +1,4 @@
-"""--attention relu: attention weights are max(0, q.k / sqrt(HS)), and not their softmax (Wortsman et
+"""--attention relu: attention weights are max(0, q.k / sqrt(HS)) instead of a softmax (Wortsman et
 al. 2023)."""
 
 
