@@ -1,13 +1,13 @@
-"""Whatever the program can do beyond training on one GPU: the table of features.
+"""The table of features: what the program can do beyond training on one GPU.
 
 A feature is a module under dev/ with subclasses of the model (train_gpt2.GPT2) or of the training
-(train_gpt2.Training), which override methods and call super(). The table says which flags bring
-which of them. They are stacked in the order of the table, the first outermost, on the classes that
-the plain program would use; the result is a class of this run alone. What two features need of each
-other is a small class of its own: it is in PAIRS, and goes in front of both.
+(train_gpt2.Training), which override methods and call super(). The table says which flags need
+which features. Their classes are stacked in the table's order, the first outermost, on top of the
+plain program's, and make a class for this run only. If two features have to know each other, PAIRS
+has a small class that goes in front of both.
 
-train_gpt2.main asks for the table of flags, and calls run_with. Without this file it trains all the
-same, on a GPU.
+train_gpt2.main asks for the table of flags, and calls run_with. Without this file it still trains
+on a GPU.
 """
 import contextlib
 import ctypes
@@ -16,96 +16,97 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dev.ranks.launchers import launched
+from dev.ranks.environment import launched
 from prepro_tinyshakespeare import UserError
 
-FLAGS = [  # rows as train_gpt2.FLAGS has them; one of the same name takes the place of that
-    ("-i", "--train-data", "name", None, "token file to train on, or in quotes a pattern of "
+FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same name
+    ("-i", "--train-data", "name", None, "token file to train on, or a quoted pattern for "
      "several (default: tinyshakespeare, prepared if missing)"),
     ("-j", "--val-data", "name", None, "token file to validate on, or a pattern (default: -i's, "
      "with val for train)"),
     ("-e", "--model", "name", None, "checkpoint; or, from scratch, {descriptors} (default: {file} "
      "if it is here, else {large} on a GPU and {small} on a CPU)"),
-    ("-o", "--output", "name", None, "new folder for main.log and checkpoints; one comes at the "
-     "end (default: none)"),
-    ("-n", "--checkpoint-every", "count or 0", 0, "steps between checkpoints that -y 1 can go on "
-     "from; 0 for none"),
-    ("-nk", "--checkpoints-kept", "count or 0", 0, "keep the N newest of them; 0: all"),
-    ("-nm", "--checkpoints-major", "count or 0", 0, "also keep every M-th step's; 0: none"),
-    ("-y", "--resume", "switch", 0, "1: go on with the run in -o, from its newest whole checkpoint "
+    ("-o", "--output", "name", None, "new folder for main.log and checkpoints; the last step "
+     "is always saved (default: none)"),
+    ("-n", "--checkpoint-every", "count or 0", 0, "steps between checkpoints that -y 1 can resume; "
+     "0: none"),
+    ("-nk", "--checkpoints-kept", "count or 0", 0, "keep the N newest checkpoints; 0: all"),
+    ("-nm", "--checkpoints-major", "count or 0", 0, "also keep those of every M-th step; 0: none"),
+    ("-y", "--resume", "switch", 0, "1: resume the run in -o, from its newest complete checkpoint "
      "or its start"),
-    ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch of a rank"),
-    ("-d", "--total-batch", "count", None, "tokens in a step of all ranks, a multiple of B*T times "
-     "their number: gradients are accumulated over micro-batches (default: one of each rank)"),
+    ("-b", "--batch-size", "count", 4, "B, sequences in a rank's micro-batch"),
+    ("-d", "--total-batch", "count", None, "tokens in a step, a multiple of B*T times the number "
+     "of ranks: gradients are accumulated over micro-batches (default: one micro-batch per rank)"),
     ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on a "
      "CPU)"),
     ("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning rate "
-     "falls; wsd: late"),
-    ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises, except if it is constant"),
-    ("-m", "--val-batches", "count or -1", 20, "batches of a validation, at most, each B*T, of "
-     "all ranks together; -1: all"),
-    ("-a", "--overfit", "switch", 0, "1: train on the first batch of -j alone, over and over"),
-    (None, "--attention", ("softmax", "relu"), "softmax", "or relu: max(0, q.k / sqrt(HS))"),
-    (None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: for several "
-     "files)"),
-    (None, "--seed", "count or 0", 42, "of the initial parameters, and of --moments bf16's rounding"),
+     "falls; wsd: at the end"),
+    ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises; a constant rate does not"),
+    ("-m", "--val-batches", "count or -1", 20, "at most this many batches of B*T in a "
+     "validation, over all ranks; -1: all"),
+    ("-a", "--overfit", "switch", 0, "1: train on the first batch of -j over and over"),
+    (None, "--attention", ("softmax", "relu"), "softmax", "relu: max(0, q.k / sqrt(HS))"),
+    (None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: 1 for "
+     "several files)"),
+    (None, "--seed", "count or 0", 42, "for the initial parameters, and --moments bf16's rounding"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
-    (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one, not as one graph"),
-    (None, "--gpus", "count", None, "train on N of this machine's GPUs; 1: alone (default: alone, "
-     "or as one of the ranks that torchrun, srun or mpirun has started)"),
-    ("-z", "--zero", "switch", 0, "1: each of several ranks has a share of AdamW's moments and "
-     "fp32 parameters (ZeRO)"),
-    (None, "--log-ranks", "switch", 0, "1: each rank but the first adds what it prints to "
+    (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a graph"),
+    (None, "--gpus", "count", None, "train on N of this machine's GPUs (default: 1, or the ranks "
+     "that torchrun, srun or mpirun has started)"),
+    ("-z", "--zero", "switch", 0, "1: each rank has only a share of AdamW's moments and fp32 "
+     "parameters (ZeRO)"),
+    (None, "--log-ranks", "switch", 0, "1: each rank except the first appends its output to "
      "-o/rank_*.txt"),
-    (None, "--moments", ("fp32", "bf16"), "fp32", "AdamW's; bf16 takes half the memory, with "
+    (None, "--moments", ("fp32", "bf16"), "fp32", "bf16 halves the memory of AdamW's moments, with "
      "stochastic rounding"),
-    (None, "--recompute", "level", 0, "1: compute norms and what is inside of the MLP again: less "
-     "memory, slower; 2: all of a layer but attention: least memory, slowest"),
-    (None, "--label-smoothing", "share", 0.0, "E: train on targets of 1-E for the right word and "
-     "E/V for each of the V words; validations are without"),
-    ("-sl", "--loss-limit", "rate", 0.0, "skip an update if the z-score of its loss in the last "
-     "128 is above this; 0: none"),
-    ("-sg", "--norm-limit", "rate", 0.0, "the same for its norm"),
-    (None, "--ema", "share", None, "D: keep an average of the weights, ema = D*ema + (1-D)*weights "
-     "after each update, and write it to -o as ema_*.bin (default: none)"),
+    (None, "--recompute", "level", 0, "1: compute norms and the inside of the MLP again in the "
+     "backward pass: less memory, slower; 2: all of a layer except attention: least memory, "
+     "slowest"),
+    (None, "--label-smoothing", "share", 0.0, "E: train on targets of 1-E for the right word plus "
+     "E/V for each of the V words; validations do not"),
+    ("-sl", "--loss-limit", "rate", 0.0, "skip a step's update if its loss has a z-score above "
+     "this among the last 128; 0: never"),
+    ("-sg", "--norm-limit", "rate", 0.0, "the same for the gradient's norm"),
+    (None, "--ema", "share", None, "D: keep a moving average of the weights, ema = D*ema + "
+     "(1-D)*weights after each update, and write it to -o as ema_*.bin (default: none)"),
     (None, "--nvtx", "switch", 0, "1: on a GPU, NVTX ranges by layer and kernel, for a profiler; "
-     "it implies --graph 0"),
-    (None, "--hellaswag", "name", None, "file of dev/data/hellaswag.py to score at each validation "
-     "but the first"),
-    (None, "--sample", str, None, "go on with this text, for -g tokens, and do not train"),
-    (None, "--temperature", "rate", 1.0, "of --sample: below 1 likely tokens are likelier still; "
-     "0: only the likeliest"),
-    (None, "--top-k", "count or 0", 0, "of --sample: choose among the K likeliest tokens; 0: all"),
+     "implies --graph 0"),
+    (None, "--hellaswag", "name", None, "file of dev/data/hellaswag.py: score the model at each "
+     "validation except the first"),
+    (None, "--sample", str, None, "continue this text by -g tokens, and do not train"),
+    (None, "--temperature", "rate", 1.0, "for --sample: below 1 makes likely tokens likelier; 0: "
+     "always the likeliest"),
+    (None, "--top-k", "count or 0", 0, "for --sample: draw from the K likeliest tokens; 0: all"),
     (None, "--dry-run", "switch", 0, "1: print sizes and an estimate of the time, and do not "
      "train"),
-    (None, "--replay", "name", None, "find what was not finite in a step, from the file that a run "
-     "wrote of it"),
+    (None, "--replay", "name", None, "replay a step that gave a NaN or infinity, from a run's "
+     "replay_*.npz"),
 ]
-GROUPS = {  # of --help: {headline: flags}
+GROUPS = {  # {headline in --help: flags}
     "data and model": ("train-data", "val-data", "model", "output", "shuffle"),
-    "runs that can go on": ("checkpoint-every", "checkpoints-kept", "checkpoints-major", "resume"),
+    "checkpoints and resuming": ("checkpoint-every", "checkpoints-kept", "checkpoints-major",
+                                 "resume"),
     "the size of a step": ("batch-size", "total-batch", "seq-len"),
     "the update": ("learning-rate", "schedule", "warmup", "final-fraction", "weight-decay", "beta1",
                    "beta2", "eps", "clip", "loss-limit", "norm-limit", "ema"),
-    "how long, and what to see meanwhile": ("steps", "val-every", "val-batches", "sample-every",
-                                            "sample-tokens", "hellaswag", "nvtx"),
-    "experiments, and what is random": ("overfit", "attention", "label-smoothing", "seed"),
+    "how long, and what is shown": ("steps", "val-every", "val-batches", "sample-every",
+                                    "sample-tokens", "hellaswag", "nvtx"),
+    "experiments, and the seed": ("overfit", "attention", "label-smoothing", "seed"),
     "the machine": ("device", "dtype", "plain", "graph"),
     "several GPUs": ("gpus", "zero", "log-ranks"),
     "less memory": ("moments", "recompute"),
     "instead of training": ("sample", "temperature", "top-k", "dry-run", "replay")}
 
-# Without -e and -i, defaults tuned on tinyshakespeare: about a minute on two cores, and seconds on
-# a GPU.
+# Defaults without -e and -i, tuned on tinyshakespeare: a minute on two cores, seconds on a GPU
 SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95,
                        val_every=50, sample_every=125),
            "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120,
                         final_fraction=0.3, val_every=100, sample_every=400)}
-DESCRIPTORS = "d12, d24, d36, d48 and the like for that depth"
+DESCRIPTORS = "d12, d24, d36, d48 or another depth"
 
-NEEDS = {  # flags that mean nothing without another one
+NEEDS = {  # {flag: the one that it is useless without}
     "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
     "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample",
     "log_ranks": "output", "ema": "output"}
@@ -113,7 +114,7 @@ NEEDS = {  # flags that mean nothing without another one
 
 class Feature(NamedTuple):
     name: str
-    asked: Callable  # of the flags and the ranks (None: one process), whether they bring it
+    asked: Callable  # (flags, ranks) -> whether to use it; ranks is None for one process
     model: str = ""  # the subclass, as module:class
     training: str = ""
 
@@ -125,7 +126,7 @@ def trains(flags):
 # What wraps stands above what it wraps: make_model of the first row ends last.
 FEATURES = [
     Feature("terminal", lambda flags, ranks: True, training="dev.runs.terminal:Terminal"),
-    Feature("files", lambda flags, ranks: True, training="dev.common.files:Named"),
+    Feature("files", lambda flags, ranks: True, training="dev.common.file_kinds:Named"),
     Feature("peak", lambda flags, ranks: True, training="dev.gpu.peak:Peak"),
     Feature("nvtx", lambda flags, ranks: flags.nvtx, training="dev.gpu.nvtx:Annotated"),
     Feature("dry run", lambda flags, ranks: flags.dry_run, training="dev.runs.dry_run:DryRun"),
@@ -141,41 +142,44 @@ FEATURES = [
     Feature("ranks", lambda flags, ranks: ranks, "dev.ranks.ranks:Ranked",
             "dev.ranks.ranks:RankedTraining"),
     Feature("runs", lambda flags, ranks: flags.output and trains(flags),
-            training="dev.runs.folder:Kept"),
+            training="dev.checkpoints.training:Kept"),
     Feature("checkpoint", lambda flags, ranks: flags.output and flags.sample is not None
-            and not flags.dry_run, training="dev.runs.folder:Resumed"),
+            and not flags.dry_run, training="dev.checkpoints.training:Resumed"),
     Feature("signals", lambda flags, ranks: True, training="dev.runs.signals:Stoppable"),
     Feature("tokenizer", lambda flags, ranks: True, training="dev.runs.tokenizer:Tokenized"),
     Feature("outliers", lambda flags, ranks: flags.loss_limit or flags.norm_limit,
             "dev.variants.outliers:Outliers", "dev.variants.outliers:OutliersTraining"),
     Feature("explain", lambda flags, ranks: True, training="dev.runs.replay:Explained"),
-    Feature("average", lambda flags, ranks: flags.ema is not None,
-            "dev.variants.average:Averaged", "dev.variants.average:AveragedTraining"),
+    Feature("ema", lambda flags, ranks: flags.ema is not None,
+            "dev.variants.ema:Averaged", "dev.variants.ema:AveragedTraining"),
     Feature("moments", lambda flags, ranks: flags.moments == "bf16",
             "dev.precision.moments:Bf16Moments", "dev.precision.moments:Bf16MomentsTraining"),
     Feature("recompute 1", lambda flags, ranks: flags.recompute == 1,
-            "dev.precision.recompute:RecomputeInside"),
+            "dev.memory.recompute:RecomputeInside"),
     Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
-            "dev.precision.recompute:RecomputeLayers"),
+            "dev.memory.recompute:RecomputeLayers"),
     Feature("label smoothing", lambda flags, ranks: flags.label_smoothing,
-            "dev.variants.label_smoothing:Smoothed", "dev.variants.label_smoothing:SmoothedTraining"),
+            "dev.variants.label_smoothing:Smoothed",
+            "dev.variants.label_smoothing:SmoothedTraining"),
     Feature("hint", lambda flags, ranks: flags.recompute != 2,
-            "dev.precision.recompute:RecomputeHint"),
-    Feature("memory", lambda flags, ranks: True, "dev.runs.memory:Fitting",
-            "dev.runs.memory:FittingTraining"),
-    Feature("relu", lambda flags, ranks: flags.attention == "relu", "dev.variants.relu:Relu"),
+            "dev.memory.recompute:RecomputeHint"),
+    Feature("memory", lambda flags, ranks: True, "dev.memory.fit:Fitting",
+            "dev.memory.fit:FittingTraining"),
+    Feature("relu", lambda flags, ranks: flags.attention == "relu",
+            "dev.variants.relu_attention:Relu"),
     Feature("schedule", lambda flags, ranks: flags.schedule != "cosine",
             training="dev.variants.schedule:Scheduled"),
-    Feature("loader", lambda flags, ranks: True, training="dev.data.loader:Shuffled"),
+    Feature("loader", lambda flags, ranks: True, training="dev.data.shuffled_loader:Shuffled"),
     Feature("products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
             training="dev.gpu.products:Timed"),
-    Feature("no graph", lambda flags, ranks: not flags.graph, training="dev.common.devices:OneByOne"),
+    Feature("no graph", lambda flags, ranks: not flags.graph,
+            training="dev.common.devices:OneByOne"),
     Feature("cpu", lambda flags, ranks: flags.device == "cpu", training="dev.common.devices:OnCpu"),
 ]
-# {names of features: (the model's subclass, the training's)}. A model's class counts as a feature.
+# {names of features: (the model's subclass, the training's)}; the model's class counts as a feature
 PAIRS = {
-    ("recompute 1", "Llama3"): ("dev.precision.recompute:LlamaInside", ""),
-    ("recompute 2", "Llama3"): ("dev.precision.recompute:LlamaLayers", ""),
+    ("recompute 1", "Llama3"): ("dev.memory.recompute:LlamaInside", ""),
+    ("recompute 2", "Llama3"): ("dev.memory.recompute:LlamaLayers", ""),
     ("fp8", "ranks"): ("dev.precision.fp8:Fp8Ranked", ""),
     ("fp8", "explain"): ("", "dev.precision.fp8:Fp8Explained"),
     ("hellaswag", "runs"): ("", "dev.runs.hellaswag_score:ScoredAndKept"),
@@ -183,10 +187,10 @@ PAIRS = {
     ("moments", "zero"): ("dev.precision.moments:ShardedMoments", ""),
     ("explain", "runs"): ("", "dev.runs.replay:ExplainedAndKept"),
     ("explain", "ranks"): ("", "dev.ranks.ranks:RanksExplained"),
-    ("average", "runs"): ("", "dev.variants.average:AveragedAndKept"),
+    ("ema", "runs"): ("", "dev.variants.ema:AveragedAndKept"),
 }
 EXCLUDES = {  # {names of features that do not go together: why, and what to do}
-    ("average", "zero"): "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a "
+    ("ema", "zero"): "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a "
                          "share of them: expected --zero 0",
 }
 
@@ -198,20 +202,20 @@ def load(path):
 
 
 def stack(base, layers, own):
-    """A subclass of base, with these (paths of classes, the first outermost) in front of it, and
-    own, {attribute: value}."""
+    """A subclass of base, with these layers (paths of classes, the first outermost) in front of it,
+    and own attributes."""
     bases = *(load(path) for path in layers if path), base
     return type(base.__name__, bases, own)
 
 
 def key_of(row):
-    """The attribute of a row's flag."""
+    """The name of a row's flag among the attributes of flags."""
     return row[1].removeprefix("--").replace("-", "_")
 
 
 def table_of_flags(plain, kind):
-    """(the trainer's rows and these, in the order of GROUPS; its headlines, {a flag: what stands
-    above it}). kind: the model's Config."""
+    """(rows of all flags, in the order of GROUPS; {first flag: headline}). plain: the trainer's
+    rows; kind: the model's Config."""
     file, large = kind.MODELS
     names = dict(file=file, large=large, small=small(large),
                  descriptors=getattr(kind, "DESCRIPTORS", DESCRIPTORS))
@@ -222,12 +226,12 @@ def table_of_flags(plain, kind):
 
 
 def small(descriptor):
-    """The descriptor of the model that a CPU trains from scratch."""
+    """The descriptor of the model that is trained from scratch on a CPU."""
     return descriptor.replace("d12", "d3")
 
 
 def set_defaults(flags, table, kind):
-    """Set the flags that were not given. kind: the model's Config."""
+    """Set flags that were not given. kind: the model's Config."""
     file, descriptor = kind.MODELS
     on_cpu, given = flags.device == "cpu", flags.model or os.path.exists(file) and file
     defaults = {key_of(row): row[3] for row in table}
@@ -241,7 +245,7 @@ def set_defaults(flags, table, kind):
 
 
 def has_gpu():
-    """Whether NVIDIA's driver reports a GPU. To import CuPy would take a second."""
+    """Whether NVIDIA's driver reports a GPU, without the second that importing CuPy takes."""
     with contextlib.suppress(OSError):
         driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         driver.cuInit(0)
@@ -250,7 +254,7 @@ def has_gpu():
 
 
 def attach(flags, Training, Model, ranks=None, folder=None):
-    """(training, model): the classes of a run with the features that its flags bring. Sets the
+    """(training, model): the classes of a run, with the features that its flags ask for. Sets the
     defaults of features' flags."""
     for row in FLAGS:
         if getattr(flags, key_of(row)) is None:
@@ -268,7 +272,7 @@ def attach(flags, Training, Model, ranks=None, folder=None):
 
 
 def check_needs(flags):
-    """Raise UserError if one of the flags is empty, or was given without the one that it needs."""
+    """Raise UserError if a flag is empty, or was given without the one that it needs."""
     def called(name):
         return f"--{name.replace('_', '-')}"
 
@@ -276,7 +280,7 @@ def check_needs(flags):
     if empty:
         raise UserError(f"{called(empty[0])}: expected a name, found nothing")
     for name, needed in NEEDS.items():
-        known = flags.resume and needed.startswith("checkpoint")  # by the run that goes on
+        known = flags.resume and needed.startswith("checkpoint")  # from the resumed run
         if getattr(flags, name) and getattr(flags, needed) in (None, 0) and not known:
             raise UserError(f"{called(name)}: expected {called(needed)} too; --help says what they "
                             "do")
@@ -286,15 +290,15 @@ def check_needs(flags):
 
 
 def run_with(flags, table, Model, Training, FastTraining):
-    """What train_gpt2.main does with its flags, of this table. Returns the exit status."""
+    """Do what the flags of train_gpt2.main say. Returns the exit status."""
     check_needs(flags)
     flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
 
     def train(ranks=None):
-        """Train, as one of several ranks or alone."""
+        """Train, alone or as one of several ranks."""
         folder = None
-        if flags.output and not flags.dry_run:  # to go on, it sets what is not given as it was
-            folder = load("dev.runs.folder:RunFolder")(flags, ranks, Model.Config, table)
+        if flags.output and not flags.dry_run:  # with -y 1 this restores flags
+            folder = load("dev.checkpoints.run_folder:RunFolder")(flags, ranks, Model.Config, table)
         training, model = classes(ranks, folder)
         return training(flags, model).run()
 

@@ -1,51 +1,46 @@
-"""A forward pass of GPT-2 in NumPy: read it first, then train_gpt2.py, which does the same fast.
+"""GPT-2's forward pass in NumPy. Read it first, then train_gpt2.py, which does the same fast.
 
     python -m dev.gpt2_numpy "To be, or not to be"              # with gpt2_124M.bin
     python -m dev.gpt2_numpy model.bin "To be, or not to be"    # with another checkpoint
 
-It prints the loss of the text, and the five tokens that are most likely to come next.
-`python -m dev.tools.convert gpt2 gpt2_124M.bin` downloads OpenAI's weights; train_gpt2.py saves its own
-with -o.
+It prints the loss of the text, and the five likeliest next tokens. OpenAI's weights are downloaded
+by `python -m dev.tools.convert gpt2 gpt2_124M.bin`; train_gpt2.py -o saves its own.
 
-Names are those of train_gpt2.py, and so are the letters for sizes:
+Names and letters for sizes are train_gpt2.py's:
 
     T   tokens of a sequence        C   channels of a token; OC of a linear layer's output
     V   words of the vocabulary     NH  attention heads
     L   layers                      HS  channels of a head, C/NH
 
-There is one sequence here: for a batch of B, do it B times. The parameters p are a checkpoint's,
-without the padding of wte: wte (V,C), wpe (maxT,C), lnfw and lnfb (C), and the others with a row
-for each layer, such as qkvw (L,3C,C). The tests compare train_gpt2.py with this file, in float64, and
-this file with PyTorch. The kernel lab takes its formulas from here.
+There is one sequence here, not a batch. The parameters p are a checkpoint's, without the padding of
+wte: wte (V,C), wpe (maxT,C), lnfw and lnfb (C), and the others with a first axis for layers, such
+as qkvw (L,3C,C). The tests compare train_gpt2.py with this file in float64, and this file with
+PyTorch. The kernel lab uses its formulas.
 """
-import argparse
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 
-# A gate: it is near 0 far below 0, near 1 far above, and 1/2 at 0.
-# e**710 overflows, so far below 0 it stays at e**-700.
+# A gate: near 0 far below 0, near 1 far above, and 1/2 at 0. e**710 would overflow.
 def sigmoid(x):
     return 1 / (1 + np.exp(np.minimum(-x, 700)))
 
 
-# The MLP's nonlinearity: channels above 0 pass, those below fade out. Without it, two linear
-# layers would be no more than one. GPT-2's is x/2 * (1 + tanh(u)), which is x * sigmoid(2u).
+# The MLP's nonlinearity: numbers above 0 pass, those below fade out. Without it, two linear layers
+# could do no more than one. GPT-2's is x/2 * (1 + tanh(u)), which is x * sigmoid(2u).
 def gelu(x):
     return x * sigmoid(np.sqrt(8 / np.pi) * (x + 0.044715 * x**3))
 
 
-# Scores become weights: positive, and their sum over the last axis is 1.
-# The largest score is subtracted first. That changes no weight, and exp cannot overflow.
+# Turns scores into weights: positive, with a sum of 1 over the last axis.
+# Subtracting the largest score first changes no weight, and exp cannot overflow.
 def softmax(x):
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
 
 
-# Each token's channels get mean 0 and variance 1, then a learned scale and shift for each channel.
+# Gives each token's channels mean 0 and variance 1, then a learned scale and shift per channel.
 # So layers see numbers of the same size, however large x has grown.
 def layernorm(x, weight, bias):  # (T,C), (C), (C) -> (T,C)
     mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)  # (T,C) -> (T,1), (T,1)
@@ -58,14 +53,14 @@ def linear(x, w, bias):
     return x @ w.T + bias  # (T,C) @ (C,OC) -> (T,OC)
 
 
-# A token sees itself and what came before it: later tokens get the score -inf, so the weight 0.
-# Otherwise it could look up the very token that it is to predict.
+# A token sees itself and earlier tokens: later ones get the score -inf, and so the weight 0.
+# Otherwise it could look up the token that it has to predict.
 def causal(scores):  # (...,T,T), a row for each query
     return np.where(np.tri(scores.shape[-1], dtype=bool), scores, -np.inf)
 
 
 # The only place where tokens see each other: each takes a mean of the values v, weighted by how
-# well its query q matches their keys k. Each head does so in its own HS channels.
+# well its query q matches the keys k. Each head does so in its own HS channels.
 def attention(qkv, NH):
     T = len(qkv)
     q, k, v = qkv.reshape(T, 3, NH, -1).transpose(1, 2, 0, 3)  # (T,3C) -> (NH,T,HS) three times
@@ -89,7 +84,7 @@ def block(x, p, l, NH):
 
 
 # The model: for each token, a score (a logit) for every word that might follow it.
-# A word's embedding serves twice: it is where x starts, and what x is compared with at the end.
+# A word's embedding serves twice: x starts from it, and is compared with it at the end.
 def forward(p, tokens, NH):
     x = np.float64(p.wte[tokens]) + p.wpe[: len(tokens)]  # (T) -> (T,C): which word, and where
     for l in range(len(p.ln1w)):
@@ -99,15 +94,15 @@ def forward(p, tokens, NH):
 
 
 # How surprised the model is by each target, the token that did follow: -log(its probability).
-# 0 if it was sure, log(V) if it had no idea. The largest logit is subtracted, as in softmax.
+# It is 0 if the model was sure, log(V) if it had no idea. See softmax for subtracting the top.
 def cross_entropy(targets, logits):  # (T), (T,V) -> (T)
     top = logits.max(-1)
     log_sum = top + np.log(np.exp(logits - top[:, None]).sum(-1))  # (T,V) -> (T)
     return log_sum - logits[np.arange(len(targets)), targets]  # (T)
 
 
-# What training lowers. All that train_gpt2.py adds is how to change p so that it falls:
-# the same steps backward, for the gradients, and AdamW.
+# What training minimizes. train_gpt2.py adds how to change p so that it falls: the same steps
+# backward, for the gradients, and AdamW.
 def mean_loss(targets, logits):
     return cross_entropy(targets, logits).mean()  # (T) -> one number
 
@@ -118,8 +113,8 @@ def mean_loss(targets, logits):
 def main():
     from dev.runs.tokenizer import decode, words_of
     from prepro_tinyshakespeare import UserError
-    from train_gpt2 import Config, read_parameters, to_float
-    parser = argparse.ArgumentParser(description="The loss of a text, and what likely follows.")
+    from train_gpt2 import Config, Parser, read_parameters, to_float
+    parser = Parser(description="The loss of a text, and what likely follows.")
     parser.add_argument("checkpoint", nargs="?", default="gpt2_124M.bin")
     parser.add_argument("text")
     flags = parser.parse_args()
@@ -139,6 +134,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from prepro_tinyshakespeare import run
     run(main)

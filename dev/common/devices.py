@@ -1,9 +1,10 @@
-"""Devices by their names. A run on a CPU is a feature: train_gpt2.py by itself knows GPUs only."""
+"""Devices by name, for tools and tests; and --device cpu and --graph 0, since train_gpt2.py only
+knows GPUs and graphs."""
 from dev.cpu.device import Cpu
 
 
 def device_class(name, plain=False):
-    """The class of the device "cuda" or "cpu"; plain: without the trainer's section "Faster"."""
+    """The class of the device "cuda" or "cpu"; plain: without train_gpt2.py's section "Faster"."""
     if name == "cpu":
         return Cpu
     from dev.gpu.products import with_timed_products
@@ -12,14 +13,19 @@ def device_class(name, plain=False):
 
 
 def make_device(name, dtype, c, plain=False, graph=True, beside=()):
-    """A device: see Cuda and Cpu."""
+    """A device; for the arguments see Cuda and Cpu."""
     device = device_class(name, plain)(dtype, c, beside)
     device.graph = graph  # "Faster" records a step's launches
     return device
 
 
+def address_of(array):
+    """Where an array starts in memory, a GPU's or the host's: a number."""
+    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
+
+
 class OneByOne:
-    """Training whose kernels are launched one by one."""
+    """Training that launches kernels one by one."""
 
     def make_device(self, *beside):
         device = super().make_device(*beside)

@@ -16,8 +16,8 @@ from prepro_tinyshakespeare import UserError
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 from dev.common.bf16 import to_bf16
-from dev.common.kernel_text import read_kernels
-from dev.gpu.products import cache_folder
+from dev.common.cuda_source import read_kernels
+from dev.common.cache import cache_folder
 from train_gpt2 import BF16, SIZES, Cuda, FastCuda, aligned_bytes, to_float
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"

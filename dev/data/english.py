@@ -1,13 +1,14 @@
-"""English text that a machine has anyway, for a training run without a network: the documentation of its programs.
+"""English text for training without a network: the documentation that is on every machine.
 
-    python -m dev.data.english                               # of Python and the system, to data/english.jsonl
+    python -m dev.data.english                       # Python's and the system's, to data/english.jsonl
     python -m dev.data.english FOLDER ... --output docs.jsonl
     python -m dev.data.fineweb --input data/english.jsonl
 
-Reads *.md, *.rst, *.txt, *.info, *.pod, *.html, man pages, and the docstrings of *.py; also gzipped. Of a file it takes
-the paragraphs that are English prose and came in no file before, so that a licence or a text in two versions is there
-once. Code, tables and lists of changes are left out. The documents have the order of their hashes: it is a random one,
-so that the first of them are a fair sample, and the same one wherever the same files lie.
+It reads *.md, *.rst, *.txt, *.info, *.pod, *.html, man pages, and the docstrings of *.py, also
+gzipped. From each file it takes the paragraphs of English prose that were in no file before, so a
+licence or a text in two versions appears once. Code, tables and lists of changes are left out. The
+documents are sorted by their hashes. So the order is random, which makes the first of them a fair
+sample, but the same wherever the same files are.
 """
 import argparse
 import ast
@@ -22,6 +23,7 @@ import warnings
 from pathlib import Path
 
 from prepro_tinyshakespeare import UserError, replace_file, run
+from train_gpt2 import Parser
 
 FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc", "/usr/share/man",
            "/usr/lib/python3", "/usr/local/lib"]
@@ -40,14 +42,14 @@ def of_python(text):
 
 
 def of_html(text):
-    """What stands between the tags, without scripts and preformatted text; blocks become paragraphs."""
+    """The text between tags, without scripts and preformatted text; blocks become paragraphs."""
     text = re.sub(r"(?is)<(script|style|nav|head|pre|table|svg)\b.*?</\1>|<!--.*?-->", "\n\n", text)
     text = re.sub(r"(?i)</?(p|div|li|ul|ol|h\d|dt|dd|section|details|summary|br)\b[^>]*>", "\n\n", text)
     return html.unescape(re.sub(r"<[^>]*>", "", text))
 
 
 def of_man(text):
-    """troff without its requests and its changes of font."""
+    """troff without its requests and changes of font."""
     text = re.sub(r'(?m)^\.\\".*\n|^\.(?!(B|I|BR|IR|RB|RI|Nm|Fl|Ar|Xr|Pa)\b).*$|^\'.*$', "\n", text)
     text = re.sub(r"(?m)^\.\w+ ?", "", text)
     text = re.sub(r"\\f(\[\w*\]|\(..|.)|\\[&|^%:]|\\s[-+]?\d", "", text)
@@ -62,24 +64,25 @@ READERS = {".md": str, ".rst": str, ".txt": str, ".info": str, ".pod": str, ".ht
 
 
 def is_prose(paragraph):
-    """Whether a paragraph reads as English: nearly all letters and spaces, and a common little word in every eight."""
+    """Whether a paragraph reads as English: nearly all letters and spaces, and one word in eight is
+    a common small one."""
     words = paragraph.split()
     letters = sum(letter.isascii() and (letter.isalpha() or letter.isspace()) for letter in paragraph)
     return len(words) > 7 and letters > 0.88 * len(paragraph) and 8 * len(PROSE.findall(paragraph)) >= len(words)
 
 
 def paragraphs(path):
-    """The paragraphs of a file that are prose, each with single spaces between its words."""
+    """A file's paragraphs of prose, with single spaces between words."""
     try:
         content = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
         text = READERS[Path(path.stem if path.suffix == ".gz" else path).suffix](content.decode("utf-8"))
-    except (OSError, EOFError, ValueError, SyntaxError, RecursionError, MemoryError):  # not UTF-8, Python 2, and so on
+    except (OSError, EOFError, ValueError, SyntaxError, RecursionError, MemoryError):  # not UTF-8, Python 2 ...
         return []
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", help=f"where to look (default: {' '.join(FOLDERS)})")
     parser.add_argument("--output", default="data/english.jsonl", help="the file to write (default: %(default)s)")
     flags = parser.parse_args()

@@ -6,18 +6,18 @@
 
 then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
 
-Each document becomes <|endoftext|> and its tokens. All of them in a row, in the files' order, are cut every 100 million
-tokens into shards. The first shard is for validation, the others are for training, and the last one is shorter. A
-document may begin in one shard and end in the next.
+Each document becomes <|endoftext|> and its tokens. All documents, in the files' order, are cut into
+shards of 100 million tokens. The first shard is for validation, the others are for training, and
+the last one is shorter. A document may begin in one shard and end in the next.
 
-10B downloads 28 GB and writes 21 GB in 104 shards. 100B downloads 277 GB and writes about 200 GB. The input files have
-2 GB each. One is downloaded when it is needed, and deleted when its tokens are written. So at most two of them lie on
-the disk beside the shards. A core makes about three million tokens a second. So 10B takes an hour on one core, besides
-the download, and all cores work.
+10B downloads 28 GB and writes 21 GB in 104 shards. 100B downloads 277 GB and writes about 200 GB.
+Input files of 2 GB are downloaded when they are needed, and deleted when their tokens are written,
+so at most two of them are on the disk at a time. A core makes about three million tokens a second:
+10B takes an hour on one core, plus the download. All cores are used.
 
-The program may be stopped at any moment. When it is started again, it goes on after the last shard that is complete,
-and in the end the shards have the same bytes. They have them with any number of workers, too. A file that was being
-downloaded is downloaded anew.
+The program can be stopped at any moment. Started again, it continues after the last complete shard,
+and the shards end up with the same bytes. The number of workers does not change them either. A file
+whose download was interrupted is downloaded again.
 """
 import collections
 import contextlib
@@ -39,23 +39,23 @@ from typing import NamedTuple
 from dev.data.hub import download, library, list_files
 from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,
                                     run)
-from dev.data.rows import read_rows, table_files
+from dev.data.parquet_jsonl import read_rows, table_files
 from train_gpt2 import TOKENS, count_tokens, number, parse_flags
 
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"), "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}
-BATCH = 2**20  # characters that a worker is given at a time
+BATCH = 2**20  # characters that a worker gets at a time
 FLAGS = [
     ("-t", "--type", tuple(DATASETS), None, "FineWeb or FineWeb-Edu (default: classic)"),
     ("-v", "--version", ("10B", "100B"), None, "tokens of the sample (default: 10B)"),
     (None, "--input", str, None, "a .parquet or .jsonl file, or a folder of such files, instead of FineWeb"),
-    (None, "--column", str, "text", "the column, or field, that has the text"),
+    (None, "--column", str, "text", "the column or field with the text"),
     (None, "--name", str, None, "writes NAME_val_000000.bin, NAME_train_000001.bin, ... (default: fineweb, edu_fineweb "
                                 "or the input's name)"),
     (None, "--output", str, None, "folder of the shards (default: data/NAME and the version)"),
     ("-s", "--shard-tokens", number(int, 1, 2**31), 10**8, "tokens of a shard"),
-    (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the shard for validation (default: as the others)"),
+    (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the validation shard (default: as the others)"),
     (None, "--workers", number(int, 1, 1025), None, "processes that tokenize (default: one for each core)"),
 ]
 
@@ -63,15 +63,15 @@ FLAGS = [
 
 
 class Place(NamedTuple):
-    """A place in the input: the number of a file, of a row in it, and of a token of that row's document."""
+    """A place in the input: indices of a file, of a row in it, and of a token in that row's document."""
     file: int = 0
     row: int = 0
     token: int = 0
 
 
 def read_batches(paths, column, place):
-    """Batches of documents from a place's row on: (number of the file, number of the first row, texts). The paths are
-    those from the place's file on; one is taken when the file before it is read. Raises UserError."""
+    """Batches of documents from a place's row on: (index of the file, index of the first row, texts). The paths begin
+    with the place's file, and are taken one by one as they are read. Raises UserError."""
     for file, path in enumerate(paths, place.file):
         texts, size, first = [], 0, place.row if file == place.file else 0
         for row, (text,) in enumerate(read_rows(path, [column], first), first):
@@ -87,8 +87,8 @@ def read_batches(paths, column, place):
 
 
 def start_worker(encoding):
-    """What a worker does first. Ctrl-C is for its parent to answer, and without a parent it ends, so that nothing is
-    left of a program that was killed."""
+    """What a worker does first. It leaves Ctrl-C to its parent, and ends when its parent is gone, so that nothing is
+    left of a killed program."""
     global encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     encode = encoding.encode_ordinary  # <|endoftext|> in a text is text
@@ -101,15 +101,15 @@ def start_worker(encoding):
 
 
 def tokenize(texts):
-    """(how many tokens each document becomes, all of them in a row as uint16); of a text that is None it is none."""
+    """([number of tokens of each document], all tokens as uint16). A text that is None has no tokens."""
     documents = [np.array([] if text is None else [EOT, *encode(text)], "<u2") for text in texts]
     return [len(document) for document in documents], np.concatenate(documents)
 
 
 def tokenized(batches, encoding, workers):
-    """(number of the file, number of the first row, how many tokens each document has, tokens) of batches, in their
+    """(index of the file, index of the first row, [number of tokens of each document], tokens) of batches, in their
     order. Some batches are read ahead, so that no worker waits. Raises UserError."""
-    # Not by fork, which may not be done to a process with threads, such as those of pyarrow.
+    # Not fork, which is unsafe in a process with threads, such as pyarrow's.
     context, waiting = multiprocessing.get_context("forkserver"), collections.deque()
     pool = ProcessPoolExecutor(workers, context, start_worker, (encoding,))
     try:
@@ -124,17 +124,17 @@ def tokenized(batches, encoding, workers):
         pool.shutdown(cancel_futures=True)
 
 
-# ---- Tokens to shards, and a file that says how far they are
+# ---- Tokens to shards, and a file with the progress
 
 
 def cut_shards(batches, sizes, place, show=lambda count: None):
-    """(tokens, the Place where the next one begins) of each shard, and None for the Place of the last. The sizes are
-    those of the shards from here on, the place is where the batches begin, show is told how many tokens came."""
+    """(tokens, the Place where the next shard begins) of each shard; for the last, the Place is None. sizes: of the
+    shards from here on; place: where the batches begin; show(count) is told how many tokens came."""
     size, parts, filled = next(sizes), [], 0
     for file, first, lengths, tokens in batches:
         ends, at = np.cumsum(lengths), place.token if (file, first) == place[:2] else 0
         while at < len(tokens):
-            if filled == size:  # not as soon as it is full: without a token behind it, it is the last
+            if filled == size:  # not as soon as it is full: without another token it is the last
                 row = int(np.searchsorted(ends, at, "right"))
                 yield np.concatenate(parts), Place(file, first + row, at - int(ends[row - 1] if row else 0))
                 size, parts, filled = next(sizes), [], 0
@@ -151,7 +151,7 @@ def shard_path(folder, name, shard):
 
 
 def shard_size(settings, shard):
-    """How many tokens a shard has, unless it is the last."""
+    """The tokens of a shard, unless it is the last."""
     return settings["--shard-tokens" if shard else "--val-tokens"]
 
 
@@ -160,7 +160,7 @@ def progress_path(folder, name):
 
 
 def read_progress(path):
-    """What the progress file says, or, if there is none, {}. Raises UserError."""
+    """The progress file's content, or {} if there is none. Raises UserError."""
     try:
         progress = json.loads(path.read_text(encoding="utf-8"))
         Place(*progress["place"]), progress["shards"], progress["done"], progress["tokens"]
@@ -172,8 +172,8 @@ def read_progress(path):
 
 
 def begin(folder, name, settings):
-    """The progress that the folder has, or that of a beginning. Raises UserError if its shards were made with other
-    settings, are damaged, or were made by something else."""
+    """The progress in the folder, or that of a fresh start. Raises UserError if its shards were made with other
+    settings or by something else, or are damaged."""
     path = progress_path(folder, name)
     progress, begun = read_progress(path), sorted(folder.glob(f"{name}_*_*.bin"))
     if not progress and begun:
@@ -201,11 +201,9 @@ def begin(folder, name, settings):
 
 
 def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda file: None):
-    """Write all shards that are still to be written, and after each the progress file. Raises UserError.
-
-    A program that is killed between the two writes that shard again, from the same place and so with the same bytes.
-    The paths are those of the input files from the place's on. forget(i) is told that files below i have been used.
-    """
+    """Write the remaining shards, and the progress file after each. Raises UserError. If the program is killed between
+    the two, it writes that shard again, with the same bytes. paths: the input files from the place's on. forget(i) is
+    told that files before i are not needed any more."""
     tqdm, start, path = library("tqdm").tqdm, Place(*progress["place"]), progress_path(folder, name)
     replace_file(path, [json.dumps(progress).encode()])
     sizes = (shard_size(progress, shard) for shard in itertools.count(progress["shards"]))
@@ -223,7 +221,7 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
                          "tokens": progress["tokens"] + len(tokens)}
             replace_file(path, [json.dumps(progress).encode()])
             rate, begun = len(tokens) / (time.perf_counter() - begun), time.perf_counter()
-            bar.clear()  # whose line this takes
+            bar.clear()  # the next line takes its place
             print(f"{shard_path(folder, name, shard)}: {len(tokens):,} tokens, {rate:,.0f} tokens/s, input file "
                   f"{progress['place'][0] + 1} of {len(progress['files'])}", flush=True)
             bar.reset(shard_size(progress, shard + 1))
@@ -237,8 +235,8 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
 
 @contextlib.contextmanager
 def locked(folder):
-    """Make a folder. While this program writes into it, another may not. If an error comes before the folder has a
-    shard or a downloaded file, and this program made it, it is removed. Raises UserError."""
+    """Make a folder, and lock it against other programs. After an error it is removed again if this program made it and
+    it has no shard or downloaded file yet. Raises UserError."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -277,7 +275,7 @@ def main(arguments=None):
         if flags.input:
             found = table_files(flags.input)
             files = [[path.name, path.stat().st_size] for path in found]
-        elif before.get("source") == source:  # the hub's files as they were then, should it have others now
+        elif before.get("source") == source:  # the hub may have other files now
             files = before["files"]
         else:
             commit, files = list_files(repo, sample)
@@ -286,7 +284,7 @@ def main(arguments=None):
             "source": source, "commit": commit, "files": files, "--column": flags.column,
             "--shard-tokens": flags.shard_tokens, "--val-tokens": flags.val_tokens or flags.shard_tokens,
             "tokenizer": encoding.name})
-        for rest in (*folder.glob(f"{name}_*.tmp"), *downloads.rglob("*.incomplete")):  # of one that was killed
+        for rest in (*folder.glob(f"{name}_*.tmp"), *downloads.rglob("*.incomplete")):  # of a killed program
             rest.unlink()
         if progress["done"]:
             print(f"{folder}: finished before, with {progress['tokens']:,} tokens in {progress['shards']} shards; to "

@@ -1,4 +1,4 @@
-"""Hugging Face's hub by huggingface_hub, with errors of one line; and other libraries of dev/requirements.txt."""
+"""Downloads from Hugging Face's hub, and other libraries of dev/requirements.txt, with errors of one line."""
 import errno
 import importlib
 from pathlib import Path
@@ -15,7 +15,7 @@ ANSWERS = {  # what the hub may answer: what that means, and what to do
 
 
 def library(name):
-    """A module that dev/requirements.txt brings. Raises UserError if it is not installed."""
+    """A module of dev/requirements.txt. Raises UserError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -23,7 +23,7 @@ def library(name):
 
 
 def meaning(error):
-    """(what went wrong, what to do) of an exception of huggingface_hub, by what it was raised from, too."""
+    """(what went wrong, what to do) for an exception of huggingface_hub and those it was raised from."""
     chain = []
     while error and error not in chain:
         chain.append(error)
@@ -43,7 +43,7 @@ def meaning(error):
 
 
 def ask(what, question, instead="give local files with --input"):
-    """question(huggingface_hub). Raises UserError, which says what was asked for, and what to do instead."""
+    """question(huggingface_hub). what: what is asked for. Raises UserError, with what to do instead."""
     hub = library("huggingface_hub")
     hub.logging.set_verbosity_error()
     try:
@@ -53,18 +53,18 @@ def ask(what, question, instead="give local files with --input"):
         raise UserError(f"{what}: {wrong}: {advice}; or {instead}") from None
 
 
-def list_files(repo, folder, repo_type="dataset"):
-    """(commit, [[path, bytes], ...] sorted by path) of what a folder of a repository holds now. Raises UserError."""
+def list_files(repo, folder):
+    """(commit, [[path, bytes], ...] sorted by path) of a folder of a repository. Raises UserError."""
     def question(hub):
-        commit = hub.HfApi().repo_info(repo, repo_type=repo_type).sha
-        tree = hub.HfApi().list_repo_tree(repo, folder, recursive=True, revision=commit, repo_type=repo_type)
+        commit = hub.HfApi().repo_info(repo, repo_type="dataset").sha
+        tree = hub.HfApi().list_repo_tree(repo, folder, recursive=True, revision=commit, repo_type="dataset")
         return commit, sorted([item.path, item.size] for item in tree if hasattr(item, "size"))
 
     return ask(f"{repo}, {folder}", question)
 
 
-def download(repo, filename, repo_type="dataset", revision=None, folder=None):
-    """The path of a file of a repository, which is downloaded unless it is here: into the folder, or by default into
-    the cache of huggingface_hub. Raises UserError."""
+def download(repo, filename, revision=None, folder=None):
+    """The path of a file of a repository, downloaded unless it is here already, into the folder or huggingface_hub's
+    cache. Raises UserError."""
     return Path(ask(f"{repo}, {filename}", lambda hub: hub.hf_hub_download(
-        repo, filename, repo_type=repo_type, revision=revision, local_dir=folder)))
+        repo, filename, repo_type="dataset", revision=revision, local_dir=folder)))

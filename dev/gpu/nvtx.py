@@ -1,12 +1,11 @@
-"""NVTX ranges for those who profile a run with Nsight Systems: for which layer and kernel a GPU is
-at work.
+"""--nvtx 1: NVTX ranges, with which a profile by Nsight Systems shows layers and kernels.
 
     nsys profile -t cuda,nvtx -o step python train_gpt2.py --nvtx 1 -x 5 -v 0 -s 0
     nsys stats -r nvtx_gpu_proj_trace step.nsys-rep
 
-A range holds what is launched within it: "step 3", in it "backward_pass", in that "layer_backward
-11", and in that "matmul 768 x 3072 x 32768" or "layernorm_backward". What is recorded as a graph is
-launched later, without its ranges. So kernels are launched one by one, as with --graph 0.
+Ranges are nested: "step 3", in it "backward_pass", in that "layer_backward 11", and in that "matmul
+768 x 3072 x 32768" or "layernorm_backward". The kernels of a graph would run outside of their
+ranges, so they are launched one by one, as with --graph 0.
 """
 import functools
 
@@ -15,13 +14,13 @@ from prepro_tinyshakespeare import UserError
 
 
 def titled(name):
-    """The title of a method's range: its name, and the layer that it is for."""
+    """A function that gives the title of a method's range: its name, and its layer if any."""
     if name.startswith("layer"):
         return lambda model, l, *args, **more: f"{name} {l}"
     return lambda model, *args, **more: name
 
 
-# {method: the title of its range, from the object and the arguments}
+# {method: a function of the object and the arguments that gives the title of its range}
 PASSES = "forward_pass", "backward_pass", "update_pass"
 MODEL = {"train_step": lambda model, *batches, **adamw: f"step {model.step + 1}",
          **{name: titled(name) for name in (*PARTS, *PASSES)}}
@@ -32,8 +31,7 @@ DEVICE = {"launch": lambda device, name, *args, **more: name,
 
 
 def with_ranges(base, titles, nvtx):
-    """A subclass of base whose methods run within ranges. nvtx: a module with CuPy's RangePush and
-    RangePop."""
+    """A subclass of base with a range around each of these methods. nvtx: cupy.cuda.nvtx."""
     def within(name):
         method = getattr(base, name)
 
@@ -60,7 +58,7 @@ class Annotated:
 
     def device_class(self):
         if self.flags.device != "cuda":
-            raise UserError("--nvtx 1: ranges are for a profiler of GPUs: expected --device cuda")
+            raise UserError("--nvtx 1: is for a GPU's profiler: expected --device cuda")
         from cupy.cuda import nvtx
         return with_ranges(super().device_class(), DEVICE, nvtx)
 

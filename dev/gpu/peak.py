@@ -1,7 +1,6 @@
-"""How much of a GPU's peak FLOP/s a step reaches: at the end of its line, the peak in the device's.
-"""
+"""The line of a step ends with the share of the GPU's peak FLOP/s that it reaches."""
 
-# Dense FLOPs of a multiprocessor in a clock: NVIDIA's architecture white papers.
+# Dense FLOPs of a multiprocessor per clock, from NVIDIA's architecture white papers
 FLOPS_PER_CLOCK = {  # by compute capability
     80: dict(fp32=128, tf32=1024, bf16=2048), 86: dict(fp32=256, tf32=256, bf16=512),
     89: dict(fp32=256, tf32=256, bf16=512, fp8=1024),
@@ -11,7 +10,7 @@ FLOPS_PER_CLOCK = {  # by compute capability
 
 
 def peak_flops(device):
-    """FLOP/s in the device's dtype; 0 if they are not known, as a CPU's."""
+    """FLOP/s in the device's dtype; 0 if unknown, and for a CPU."""
     if device.name != "cuda":
         return 0
     flops = FLOPS_PER_CLOCK.get(device.capability, {}).get(device.dtype, 0)
@@ -19,28 +18,28 @@ def peak_flops(device):
 
 
 def flops_per_token(c, T):
-    """FLOPs of training on one token: 6 for each weight of a matrix product (2 forward, 4
-    backward), and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery
-    et al. 2022, appendix B, halved: causal)."""
+    """FLOPs to train on one token: 6 for each weight of a matrix product (2 forward, 4 backward),
+    and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022,
+    appendix B, halved since it is causal)."""
     weights = sum(row.size for row in c.parameter_table() if row.linear)
     return 6 * weights + 6 * c.L * c.C * T
 
 
 def peak_of(device):
-    """What a device's name is followed by."""
+    """The end of a device's name."""
     peak = peak_flops(device)
     return f", peak {peak / 1e12:.0f} TFLOP/s" if peak else ""
 
 
 class Titled:
-    """A device whose name has its peak."""
+    """A device with its peak in its name."""
 
     def __str__(self):
         return super().__str__() + peak_of(self)
 
 
 class Peak:
-    """Training that says how near to its device's peak it is."""
+    """Training that prints its share of the peak."""
 
     def device_class(self):
         base = super().device_class()

@@ -1,46 +1,20 @@
-"""Which of cuBLASLt's algorithms multiplies: the fastest, timed when a product first comes up.
+"""Matrix products use the fastest of cuBLASLt's algorithms, timed when a product first comes up.
 
-cuBLASLt orders what it offers by an estimate. On its own operands another is often faster: a step
-of the 124M model at B=32 takes 53.35 ms with algorithms that were timed, and 54.91 with the first
-on offer. A choice is saved, so that later runs add up in the same order: the same seed, the same
-bits.
+cuBLASLt sorts the algorithms it offers by an estimate. Another than its first is often faster: a
+step of the 124M model at B=32 takes 53.35 ms with timed algorithms, and 54.91 ms with the first
+ones. Choices are saved, so that later runs add in the same order: same seed, same bits.
 """
 import ctypes
-import json
-import os
 import re
-from pathlib import Path
 
 import numpy as np
 
+from dev.common.cache import read_cache, write_cache
 from dev.gpu.peak import peak_of
-from prepro_tinyshakespeare import UserError, replace_file
-
-
-def cache_folder():
-    """Where slow results are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
-
-
-def read_cache(name):
-    """The dict that is cached under a name, or {}."""
-    try:
-        return json.loads((cache_folder() / f"{name}.json").read_text())
-    except (OSError, ValueError):  # not there yet, or damaged
-        return {}
-
-
-def write_cache(name, values):
-    """Merge a dict into the one cached under a name, if the folder can be written."""
-    try:
-        text = json.dumps(read_cache(name) | values)
-        replace_file(cache_folder() / f"{name}.json", [text.encode()])
-    except (OSError, UserError):
-        pass
 
 
 class TimedProducts:
-    """A mixin, in front of FastCuda."""
+    """A mixin in front of FastCuda."""
     CANDIDATES = 8  # algorithms that are timed
 
     def __init__(self, dtype, c, beside=()):
@@ -49,11 +23,11 @@ class TimedProducts:
         versions = self.library.cublasLtGetVersion(), self.cupy.cuda.runtime.driverGetVersion()
         name = f"{self}".removesuffix(peak_of(self)) + peak_of(self)  # a run's name has it already
         self.cache = re.sub(r"\W+", "_", f"matmul {name} {versions}")
-        self.choices = read_cache(self.cache)  # {product: the algorithm chosen by an earlier run}
+        self.choices = read_cache(self.cache)  # {product: algorithm}, of earlier runs too
 
     def choose(self, name, plan, accumulate, out, a, b):
         """As FastCuda.choose. An accumulating product cannot be timed, since repeating it changes
-        out; it reuses the choice of the product that sets, or takes the first on offer."""
+        out. It reuses the plain product's choice, or takes the first algorithm offered."""
         own = str((*name, accumulate))
         known = self.choices.get(own) or self.choices.get(str((*name, False)))
         if known:
@@ -68,14 +42,14 @@ class TimedProducts:
         times = [benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
                  for algorithm in algorithms if not accumulate]
         best = algorithms[int(np.argmin(times or [0]))]
-        chosen = {own: best[:8].tolist()}  # of an algorithm's 12 numbers the first 8 matter
+        chosen = {own: best[:8].tolist()}  # the first 8 of its 12 numbers matter
         self.choices |= chosen
         write_cache(self.cache, chosen)
         return best
 
 
 def with_timed_products(device):
-    """A subclass of FastCuda whose algorithms are timed."""
+    """A subclass of FastCuda that times algorithms."""
     return type(device.__name__, (TimedProducts, device), {})
 
 

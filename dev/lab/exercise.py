@@ -36,7 +36,7 @@ from dev import gpt2_numpy
 from dev.lab import formulas, timing
 from dev.lab.kernel import ANY, GUARD, Bench, Draw, Version, find_kernel, kernel_names, model_of, parse_sizes
 from dev.common.devices import make_device
-from dev.common.kernel_text import parameters_of, read_kernels, without_comments
+from dev.common.cuda_source import parameters_of, read_kernels, without_comments
 from train_gpt2 import Config, to_float
 
 LAB = Path(__file__).resolve().parent

@@ -1,18 +1,17 @@
 /*
-The kernels that Llama 3 has beside those of kernels.cu: RMSNorm for its layernorm, rotary position embedding in place of
-learned positions, and SwiGLU for its GELU, each forward next to its backward. This file is compiled behind kernels.cu
-and uses what is there. Its rules hold here too: what is added to and what is set, and that every run gives the same
-bits.
+Llama 3's own kernels: RMSNorm instead of layernorm, rotary instead of learned positions, and SwiGLU instead of GELU,
+each forward next to its backward. This file is compiled after kernels.cu and uses its functions. Its rules hold here
+too: what is added to and what is set, and that every run gives the same bits.
 
-Sizes beside those of kernels.cu: NKV key-value heads, a divisor of NH; H hidden channels of the MLP, a multiple of 8.
+More sizes than in kernels.cu: NKV key-value heads, a divisor of NH; H hidden channels of the MLP, a multiple of 8.
 C is at most 8,192, and HS even. A row of qkv has NH query heads, then NKV key heads, then NKV value heads.
 */
 
 // ---- residual stream and RMSNorm (Zhang and Sennrich 2019, section 4) ----
 
-// A block of 8 warps works on up to 8,192 numbers at a time, up to 32 a lane, which registers can hold. So a row of up to 1,024
-// channels is one warp's, and a longer one is that of 2, 4 or 8. Of a row's lanes, lane i has packs i, i + ROW_LANES,
-// ... of n columns each. EACH_ROW_PACK goes over them: pack k begins at column c.
+// A block of 8 warps works on up to 8,192 numbers at a time, at most 32 per lane, which registers can hold. So a row of
+// up to 1,024 channels takes one warp, and a longer one 2, 4 or 8. Lane i of a row has packs i, i + ROW_LANES, ... of n
+// columns each. EACH_ROW_PACK iterates over them: pack k begins at column c.
 constexpr int ROW_WARPS = CHANNELS <= 1024 ? 1 : CHANNELS <= 2048 ? 2 : CHANNELS <= 4096 ? 4 : 8;
 constexpr int ROW_LANES = 32 * ROW_WARPS, ROWS_AT_ONCE = 8 / ROW_WARPS;
 static_assert(CHANNELS <= 8192, "a block has a row in its registers");
@@ -22,7 +21,7 @@ constexpr int row_packs = (CHANNELS + ROW_LANES * n - 1) / (ROW_LANES * n);
     _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % ROW_LANES); k < row_packs<n>; k++, c += ROW_LANES * n) \
         if (CHANNELS % (ROW_LANES * n) == 0 || c < CHANNELS)
 
-// The sum over a row. Every thread of the block must call it, with a turn that counts the calls: two places take turns,
+// The sum over a row. Every thread of the block must call it; `turn` counts the calls. Two places in memory alternate,
 // so nobody overwrites what others still read, and one barrier is enough.
 __device__ __forceinline__ float sum_over_row(float x, int turn) {
     __shared__ float of_warp[2][8];
@@ -36,12 +35,12 @@ __device__ __forceinline__ float sum_over_row(float x, int turn) {
     return x;
 }
 
-// What attention or the MLP has computed joins the residual stream, and the next norm begins:
-//   residual (N,C) = before (N,C), which may be residual itself, + branch (N,C); if that is null, residual is there
+// Adds what attention or the MLP computed to the residual stream, and computes the next norm:
+//   residual (N,C) = before (N,C), which may be residual itself, + branch (N,C); if branch is null, residual stays
 //   out (N,C) = residual * rstd * weight, with rstd (N) = 1/sqrt(average of the row's squares + eps)
 //   copy (N,C) = residual, as a real, for the backward pass
-// Bound by memory: a row is read once and waits in registers for its sum. A block has 8 rows whatever C is, and takes
-// as many at once as its warps hold. Items: N rows.
+// Bound by memory: a row is read once and stays in registers while its sum is computed. A block has 8 rows for any C,
+// and works on as many at once as its warps hold. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
     Output out, float* __restrict__ rstd, real* __restrict__ copy, float* residual, const float* before,
@@ -66,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
             }
         }
         float s = 1.0f / sqrtf(sum_over_row(sum, turn) / C + eps);
-        if (row >= N) continue;  // only now, for the barrier
+        if (row >= N) continue;  // not earlier: all threads need the barrier
         EACH_ROW_PACK(4) {
             Pack<4> w = load<4>(weight + c);
             for (int i = 0; i < 4; i++) x[k][i] *= s * w[i];
@@ -77,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
     out.end();
 }
 
-// out (N,C) = inp * rstd * weight once more, for a backward pass that has not kept it. inp is the forward pass's copy.
+// out (N,C) = inp * rstd * weight again, for a backward pass that did not keep it. inp is the forward pass's copy.
 // Items: N*C numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void rmsnorm_again(real* __restrict__ out, const real* __restrict__ inp,
@@ -91,14 +90,14 @@ extern "C" __global__ void rmsnorm_again(real* __restrict__ out, const real* __r
     store(out + i, v);
 }
 
-// The gradient of a norm joins that of the residual stream. With norm = inp * rstd and dnorm = dout * weight, of each
-// row:
+// Adds the gradient of a norm to that of the residual stream. With norm = inp * rstd and dnorm = dout * weight, for
+// each row:
 //   dresidual (N,C) += rstd * (dnorm - norm * average(dnorm * norm))
-//   partials (gridDim.x, C) = of each block's rows the sum of dout * norm, for add_partials to add to dweight
-// As in layernorm_backward, a lane keeps the sums of its columns in registers, and copies bring its next row into shared
-// memory (rows at once, STAGES, 3, C). In bf16 that is on its way while the block works on one. In fp32 there is room
-// for one row, and the other block of the multiprocessor works while this one waits for its next. Items: blocks, two for
-// each multiprocessor or fewer. Each is given 96 KiB of shared memory, whatever C and real are.
+//   partials (gridDim.x, C) = the sum of dout * norm over each block's rows, for add_partials to add to dweight
+// As in layernorm_backward, a lane keeps the sums of its columns in registers, and its next row is copied into shared
+// memory (rows at once, STAGES, 3, C). In bf16 the copy runs while the block works on a row. In fp32 there is only room
+// for one row, so the other block of the multiprocessor works while this one waits. Items: blocks, at most two per
+// multiprocessor. Each gets 96 KiB of shared memory, for any C and real.
 constexpr int STAGES = sizeof(real) == 2 ? 2 : 1;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
@@ -113,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
         real* to = rows + stage * 3 * C;
         size_t start = (size_t)row * C;
         if (row < N)
-            EACH_ROW_PACK(W) {  // a lane copies what it will read itself, so no barrier is needed
+            EACH_ROW_PACK(W) {  // a lane copies only what it reads itself, so no barrier is needed
                 copy16(to + c, inp + start + c, true);
                 copy16(to + C + c, dout + start + c, true);
                 copy16(to + 2 * C + c, dresidual.numbers + start + c, true);
@@ -163,10 +162,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
 
 // ---- rotary position embedding (Su et al. 2021, section 3.2.2) ----
 
-// The radians that pair i of a head turns by from one token to the next, theta^(-2i/HS), rounded as PyTorch does: at
-// token 8,000, another last bit would turn a pair by 0.0005. A factor above 1 is Llama 3.1's way from 8,192 to
-// 131,072 tokens: a pair that turns four times or more in 8,192 tokens stays, one that turns less than once becomes so
-// many times as slow, and in between the change is gradual.
+// The radians by which pair i of a head turns from one token to the next, theta^(-2i/HS), rounded as in PyTorch: a
+// different last bit would turn a pair by 0.0005 at token 8,000. A factor above 1 extends 8,192 tokens to 131,072, as
+// in Llama 3.1: a pair that turns at least four times in 8,192 tokens keeps its speed, one that turns less than once
+// becomes `factor` times slower, and in between the change is gradual.
 __device__ __forceinline__ float frequency_of_pair(int i, float theta, float factor) {
     float frequency = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / HS));
     float turns = 8192.0f * frequency / 6.283185307f, kept = (turns - 1.0f) / (4.0f - 1.0f);
@@ -174,8 +173,8 @@ __device__ __forceinline__ float frequency_of_pair(int i, float theta, float fac
     return turns < 1.0f ? frequency / factor : (1.0f - kept) * frequency / factor + kept * frequency;
 }
 
-// table (T,HS) = at 2i the cosine and at 2i + 1 the sine of t * frequency_of_pair(i). A power in double precision is
-// dear, so a block computes those of all pairs once. Items: T*HS/2 pairs.
+// table (T,HS) = the cosine, at 2i, and the sine, at 2i + 1, of t * frequency_of_pair(i). Powers in double precision
+// are expensive, so a block computes those of all pairs once. Items: T*HS/2 pairs.
 BLOCK(256, 4 * threads)
 extern "C" __global__ void rope_table(float* __restrict__ table, float theta, float factor, int T) {
     constexpr int pairs = HS / 2;
@@ -190,13 +189,13 @@ extern "C" __global__ void rope_table(float* __restrict__ table, float theta, fl
     }
 }
 
-// Turns pairs of channels (x, y), in place, to (x cos - y sin, x sin + y cos), where sin is `sign` times the table's.
-// A pair is two neighbours (2i, 2i+1) of a head, or with `half` (i, i + HS/2). In each of the N rows of qkv, which have
-// `row` numbers, the first `heads` heads are turned, those of queries and keys. A thread takes W numbers: all pairs of
-// W neighbours, or of twice W/2 neighbours; and if W does not divide HS, one pair after the other.
+// Rotates pairs of channels (x, y), in place, to (x cos - y sin, x sin + y cos), where sin is `sign` times the table's.
+// A pair is two neighbours (2i, 2i+1) of a head, or with `half` (i, i + HS/2). Each of the N rows of qkv has `row`
+// numbers; its first `heads` heads are rotated, the queries and keys. A thread takes W numbers: the pairs of W
+// neighbours, or of twice W/2 neighbours; if W does not divide HS, one pair after the other.
 __device__ __forceinline__ void turn_pairs(real* qkv, const float* __restrict__ table, int N, int T, int heads, int row,
                                            int half, float sign) {
-    constexpr int n = HS % W == 0 ? W : 2;  // numbers that are turned at a time
+    constexpr int n = HS % W == 0 ? W : 2;  // numbers that are rotated at a time
     for (size_t i = first_number(), end = i + W; i < end; i += n) {
         unsigned piece = i / n, per_row = heads * HS / n, token = piece / per_row, c = piece % per_row * n;
         if (token >= (unsigned)N) return;
@@ -226,8 +225,8 @@ __device__ __forceinline__ void turn_pairs(real* qkv, const float* __restrict__ 
     }
 }
 
-// Each query and key of qkv (N,row) turns by its position's angles (see rope_table), so the score of two tokens depends
-// on how far apart they are. Values stay. Bound by memory: the table is small and stays in cache. Items: N*heads*HS
+// Rotates each query and key of qkv (N,row) by its position's angles (see rope_table), so that the score of two tokens
+// depends on their distance. Values stay. Bound by memory: the table is small and stays in cache. Items: N*heads*HS
 // numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void rope_forward(real* qkv, const float* __restrict__ table, int N, int T, int heads, int row,
@@ -235,8 +234,8 @@ extern "C" __global__ void rope_forward(real* qkv, const float* __restrict__ tab
     turn_pairs(qkv, table, N, T, heads, row, half, 1.0f);
 }
 
-// The gradient turns back, since the transpose of a rotation is its inverse. dqkv (N,row) holds that of the output, and
-// becomes that of the input. Items: N*heads*HS numbers.
+// Rotates the gradient back, since the transpose of a rotation is its inverse. dqkv (N,row) is the output's gradient,
+// and becomes the input's. Items: N*heads*HS numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void rope_backward(real* dqkv, const float* __restrict__ table, int N, int T, int heads, int row,
                                          int half) {
@@ -245,8 +244,8 @@ extern "C" __global__ void rope_backward(real* dqkv, const float* __restrict__ t
 
 // ---- SwiGLU (Shazeer 2020, section 2) ----
 
-// out (N,H) = up * silu(gate), where each row of inp (N,2H) is up, then gate, and silu(x) = x / (1 + exp(-x)). Far to
-// the left exp overflows to infinity and silu becomes 0, its limit. Items: N*H numbers.
+// out (N,H) = up * silu(gate), where each row of inp (N,2H) is up, then gate, and silu(x) = x / (1 + exp(-x)). For very
+// negative x, exp overflows to infinity and silu becomes 0, its limit. Items: N*H numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void swiglu_forward(Output out, const real* __restrict__ inp, int N, int H) {
     out.begin();
@@ -262,7 +261,7 @@ extern "C" __global__ void swiglu_forward(Output out, const real* __restrict__ i
 
 // dinp (N,2H), the gradients of up and gate. With g = 1/(1 + exp(-gate)):
 //   dup = dout * gate * g        dgate = dout * up * g * (1 + gate * (1 - g))
-// dinp may be inp, since a thread reads all that it needs before it writes. Items: N*H numbers.
+// dinp may be inp: a thread reads all it needs before it writes. Items: N*H numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void swiglu_backward(Output dinp, const real* __restrict__ dout, const real* inp, int N,
                                            int H) {

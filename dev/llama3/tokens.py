@@ -1,12 +1,13 @@
-"""Text to Llama 3's tokens, in llm.c's files for them, which the trainers read.
+"""Text to Llama 3's tokens, in llm.c's format for them, which the trainers read.
 
-    python -m dev.llama3.tokens --tokenizer tokenizer.json             # downloads tinyshakespeare, 1.1 MB
-    python -m dev.llama3.tokens --input book.txt                       # data/book_llama/book_llama_{train,val}.bin
+    python -m dev.llama3.tokens --tokenizer tokenizer.json    # downloads tinyshakespeare, 1.1 MB
+    python -m dev.llama3.tokens --input book.txt    # data/book_llama/book_llama_{train,val}.bin
 
-The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json, or Meta's tokenizer.model. Without --tokenizer
-it is the one in the current folder, and without that GPT-2's. A tokenizer of other words is refused, since no model
-here has them. The text is split into documents as by prepro_tinyshakespeare.py, with <|begin_of_text|> before each. A
-file is 256 int32 (magic 20240801, version 7, count), then the tokens as uint32.
+The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json or Meta's tokenizer.model.
+Without --tokenizer, the one in the current folder is used, or else GPT-2's. Tokenizers with other
+words are refused, since no model here has them. The text is split into documents as by
+prepro_tinyshakespeare.py, with <|begin_of_text|> before each. A file is 256 int32 (magic 20240801,
+version 7, count), then the tokens as uint32.
 """
 import base64
 import functools
@@ -14,35 +15,33 @@ import json
 import os
 from pathlib import Path
 
-from dev.runs.tokenizer import gpt2_words
-from dev.runs.tokenizer import words_of
+from dev.runs.tokenizer import gpt2_words, words_of
 from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,
-                                    read_text, run, text_flags)
-from train_gpt2 import FileKind
+                                    read_text, run)
+from train_gpt2 import FileKind, parse_flags
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
-# Stands between two texts, as GPT-2's end-of-text. Its id is how the trainer knows a model with Llama 3's vocabulary of
-# 128,256 words from one with GPT-2's.
+# Separates texts, as GPT-2's end-of-text does. By its id the trainer tells models with Llama 3's vocabulary of 128,256
+# words from those with GPT-2's.
 BEGIN_OF_TEXT, BEGIN_ID = "<|begin_of_text|>", 128000
-# How Llama 3 cuts a text into the pieces that become tokens each on its own; a tokenizer.json says it by itself.
+# How Llama 3 splits a text into pieces that are tokenized one by one; a tokenizer.json has its own pattern.
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
            r"|\s+(?!\S)|\s+")
-# A tokenizer.model does not name the 256 special tokens behind its words. These are the names since Llama 3.1.
+# A tokenizer.model does not name the 256 special tokens after its words. These are the names since Llama 3.1.
 NAMED = ("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1",
          "finetune_right_pad_id", "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
 SPECIAL = [f"<|{name}|>" for name in (*NAMED, *(f"reserved_special_token_{i}" for i in range(2, 258 - len(NAMED))))]
 
 
 def read_model(path):
-    """(pattern, {bytes: id}, {special token: id}) of Meta's tokenizer.model, which has a word of Base64 and its id in
-    each line."""
+    """(pattern, {bytes: id}, {special token: id}) of Meta's tokenizer.model: a word in Base64 and its id per line."""
     lines = path.read_bytes().split(b"\n")
     ids = {base64.b64decode(word, validate=True): int(i) for word, i in (line.split() for line in lines if line)}
     return PATTERN, ids, {name: len(ids) + i for i, name in enumerate(SPECIAL)}
 
 
 def read_json(path):
-    """The same of Hugging Face's tokenizer.json, which writes a word with one letter for each byte."""
+    """The same of Hugging Face's tokenizer.json, where a word has a letter for each byte."""
     content = json.loads(path.read_text(encoding="utf-8"))
     others = [b for b in range(256) if b not in PRINTING]
     byte_of = {chr(b): b for b in PRINTING} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -67,7 +66,7 @@ def tokenizer_here():
 
 @functools.cache
 def encoding(path=None):
-    """tiktoken's Encoding of a tokenizer.json or tokenizer.model: of the one in the current folder without a path, and
+    """tiktoken's Encoding of a tokenizer.json or tokenizer.model: without a path, the one in the current folder, or
     GPT-2's if there is none. Raises UserError."""
     path = path or tokenizer_here()
     if not path:
@@ -98,15 +97,20 @@ def border(encoding):
 
 
 def vocabulary(path=None):
-    """{token id: its bytes} of encoding(path), or without a tokenizer of what GPT-2's samples are decoded by."""
+    """{token id: its bytes} of encoding(path), or without a tokenizer of GPT-2."""
     return words_of(encoding(path)) if path or tokenizer_here() else gpt2_words()
 
 
+FLAGS = [
+    (None, "--input", "name", None, "a UTF-8 text, instead of downloading tinyshakespeare"),
+    (None, "--name", "name", None, "writes data/NAME/NAME_{train,val}.bin"),
+    (None, "--tokenizer", "name", None, "tokenizer.json or tokenizer.model (default: the one here, "
+     "else GPT-2's)"),
+]
+
+
 def main():
-    parser = text_flags(__doc__)
-    parser.add_argument("--tokenizer", help="tokenizer.json or tokenizer.model (default: the one "
-                                            "here, else GPT-2's)")
-    flags = parser.parse_args()
+    flags = parse_flags(__doc__, FLAGS)
     text, name = read_text(flags)
     words = encoding(flags.tokenizer)
     name = flags.name or f"{name or 'tinyshakespeare'}_llama"  # as for GPT-2 it has no _llama

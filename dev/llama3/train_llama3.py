@@ -8,23 +8,22 @@ or, from Meta's weights and in Llama's tokens,
     python -m dev.llama3.tokens --tokenizer tokenizer.json --input book.txt
     python -m dev.llama3.train_llama3 -e llama3.2_1B.bin -i data/book_llama/book_llama_train.bin
 
-Read train_gpt2.py first. The devices, the loop, the update, the files and the flags are all its
-own. Here is what is different in a Llama 3 (Grattafiori et al. 2024, section 3.2), with llama3.cu
-beside it:
+Read train_gpt2.py first: devices, loop, update, files and flags come from there. This file has what
+differs in Llama 3 (Grattafiori et al. 2024, section 3.2). Its kernels are in llama3.cu.
 
-    RMSNorm          Rows are divided by the root of their mean square. There is no mean to
-                     subtract, and no bias.
-    no biases        Linear layers have none.
-    RoPE             A token's position is not added to it. It turns the pairs of channels of
+    RMSNorm          Rows are divided by their root mean square; no mean is subtracted, and there
+                     is no bias.
+    no biases        Linear layers have none either.
+    RoPE             A token's position is not an embedding. It rotates pairs of channels of the
                      queries and keys.
     grouped queries  The NH heads of queries share NKV heads of keys and values.
     SwiGLU           The MLP makes two products of its input, up and gate. Its hidden channels are
                      up * silu(gate).
-    the head         Large models have a weight of their own for the logits, lm_head. Small ones use
+    the head         Large models have a separate weight for the logits, lm_head. Small ones use
                      wte.
 
-Some more letters: NKV, the heads of keys and of values; QKV, the channels of a token's queries,
-keys and values; and H, the hidden channels of the MLP.
+More letters: NKV, heads of keys and values; QKV, the channels of a token's queries, keys and
+values; H, hidden channels of the MLP.
 """
 import dataclasses
 import functools
@@ -35,10 +34,10 @@ from pathlib import Path
 from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
                                     make_header, run)
 
-import numpy as np  # after prepro_tinyshakespeare, as there
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
-from dev.data.loader import files_of
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
+from dev.data.shuffled_loader import paths_of
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary
 from dev.runs.tokenizer import gpt2_words
 from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,
@@ -57,27 +56,27 @@ META = {  # Meta's models, by their descriptors
 
 
 def whole_numbers_only(header):
-    """Whether a checkpoint's header is of llm.c's master, which goes on behind where its branch
-    llama3 ends."""
+    """Whether a checkpoint's header is that of llm.c's master, which has more fields than that of
+    its branch llama3."""
     return header[14] != 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Config3(Config):
-    """A Llama 3: its sizes, and the tables of its tensors. Vp follows from V: it exists in memory,
-    and not in files."""
+    """A Llama 3: its sizes, and the tables of its tensors. Vp follows from V: memory is padded, and
+    files are not."""
     maxT: int = 8192  # in the header of a checkpoint; RoPE has positions for any T
     NKV: int = 4
-    multiple_of: int = 256  # H is rounded up to a multiple of it
+    multiple_of: int = 256  # H is rounded up to a multiple of this
     ffn_multiplier: float = 1.0
     eps: float = 1e-5  # under RMSNorm's root
-    theta: float = 500000.0  # the larger, the slower RoPE's slow pairs of channels turn
-    scaled: int = 0  # 1: RoPE's slow pairs are 8 times as slow, as in Llama 3.1; n > 1: n times
-    minor: int = 2  # of Llama 3.1 or 3.2
+    theta: float = 500000.0  # larger: RoPE's slow pairs of channels turn more slowly
+    scaled: int = 0  # 1: RoPE's slow pairs are 8 times slower, as in Llama 3.1; n > 1: n times
+    minor: int = 2  # Llama 3.1 or 3.2
     tied: bool = True  # the head's weight is wte
 
-    FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/tools/convert.py makes one from Hugging "
-                    "Face's files")
+    FILE = FileKind("Llama 3 checkpoint", 20240803, (3, 5), "dev/tools/convert.py makes one from "
+                    "Hugging Face's files")
     TOKEN_FILES = {**Config.TOKEN_FILES, LLAMA_TOKENS: np.dtype("<u4")}
     SOURCES = (*Config.SOURCES, HERE / "llama3.cu")
     MODELS = ("llama3.2_1B.bin", "llama3:d12")
@@ -92,13 +91,13 @@ class Config3(Config):
     @property
     def H(self):
         """The MLP's hidden channels: two thirds of GPT-2's 4C, times ffn_multiplier, rounded up.
-        With three matrices, not two, two thirds make as many weights."""
+        With two thirds, its three matrices have as many weights as GPT-2's two."""
         hidden = int(self.ffn_multiplier * int(2 * 4 * self.C / 3))
         return -(-hidden // self.multiple_of) * self.multiple_of
 
     @property
     def factor(self):
-        """How many times as slow RoPE's slow pairs are."""
+        """How many times slower RoPE's slow pairs are."""
         return {0: 1, 1: 8}.get(self.scaled, self.scaled)
 
     @property
@@ -108,13 +107,13 @@ class Config3(Config):
 
     @property
     def has_llamas_words(self):
-        """Whether the vocabulary is Llama 3's own, and not GPT-2's."""
+        """Whether the vocabulary is Llama 3's, not GPT-2's."""
         return self.V > BEGIN_ID
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of one of META. Or, for "llama3:dN" or "dN", a tied model of the sizes and the
-        words of GPT-2's depth N; its key-value heads divide the heads and are at most a third of
+        """The config of one of META; or, for "llama3:dN" or "dN", a tied model with the sizes and
+        words of GPT-2 of depth N. Its key-value heads divide the heads and are at most a third of
         them. Raises UserError."""
         if descriptor in META:
             return cls(V=128256, multiple_of=1024, **META[descriptor])
@@ -128,10 +127,10 @@ class Config3(Config):
 
     @classmethod
     def from_file(cls, path):
-        """The config of a checkpoint, after checking its sizes, and that its biases are zeros. It
-        is tied if its head is its embeddings again. There are two formats: that of llm.c's branch
-        llama3, which has a second header of floats, and that of its master, where each float is cut
-        off to a whole number. There eps is taken to be Llama's. Raises UserError."""
+        """The config of a checkpoint. Checks its sizes, and that its biases are zeros. It is tied
+        if its head equals its embeddings. There are two formats: llm.c's branch llama3 has a second
+        header of floats; its master truncates each float to a whole number, and eps is taken to be
+        Llama's. Raises UserError."""
         header = read_header(path, cls.FILE)
         maxT, V, L, NH, NKV, C = header[2:8]
         cut_off = whole_numbers_only(header)
@@ -184,8 +183,7 @@ class Config3(Config):
                 raise UserError(f"{path}: {self}; expected {wish}")
 
     def words(self):
-        """{token id: its bytes}, by the tokenizer in the current folder if the words are Llama's.
-        """
+        """{token id: its bytes}; for Llama's words, from the tokenizer in the current folder."""
         return vocabulary() if self.has_llamas_words else gpt2_words()
 
     def encoding(self):
@@ -193,12 +191,12 @@ class Config3(Config):
         return encoding() if self.has_llamas_words else gpt2_encoding()
 
     def data_paths(self, train, val):
-        """As prepro_tinyshakespeare.data_paths. A damaged tokenizer is refused here, and not at the
-        first sample."""
+        """As prepro_tinyshakespeare.data_paths. Also refuses a damaged tokenizer, before the first
+        sample needs it."""
         paths = data_paths(train, val)
         if self.has_llamas_words:
             vocabulary()
-            if read_header(files_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
+            if read_header(paths_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
                 print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for "
                       "which dev/llama3/tokens.py writes token files")
         return paths
@@ -210,8 +208,8 @@ class Config3(Config):
                             self.C, self.multiple_of, self.scaled, 3, self.minor), floats]
 
     def file_table(self, real=np.float32, header=None):
-        """The tensors of a checkpoint, named as in memory. llm.c's branch has GPT-2's biases,
-        zeros, and up and gate together; its master has no biases, and up and gate apart. The
+        """The tensors of a checkpoint, named as in memory. llm.c's branch has GPT-2's biases, which
+        are zeros, and up and gate in one tensor; its master has no biases, and two tensors. The
         vocabulary is not padded."""
         each, C, H = dict(dtype=real, layers=self.L), self.C, self.H
         words, final = (self.V, C), Row("lnfw", (C,), real)
@@ -229,7 +227,8 @@ class Config3(Config):
         return [*table, final, Row("lnfb", (C,), real)]
 
     def file_parts(self, views, real=np.float32):
-        """As Config.file_parts; a tensor that is no parameter is zeros, and padding stays away."""
+        """As Config.file_parts, without padding, and with zeros for tensors that are not
+        parameters."""
         for row in self.file_table(real):
             absent = np.zeros(0 if hasattr(views, row.name) else row.size, row.dtype)
             parts = matrices(getattr(views, row.name, absent))
@@ -244,7 +243,7 @@ class Config3(Config):
         head = [] if self.tied else [Row("lm_head", (self.Vp, C), **once, **weight)]
         return [
             Row("wte", (self.Vp, C), **once, **embedding),
-            *head,  # what makes logits of channels
+            *head,  # turns channels into logits
             Row("ln1w", (C,), **each, mean=1.0),
             Row("qkvw", (self.QKV, C), **each, **weight),
             Row("attprojw", (C, C), **each, **residual),
@@ -258,14 +257,14 @@ class Config3(Config):
         """What the forward pass leaves behind for the backward pass."""
         N, C, H, each = B * T, self.C, self.H, dict(dtype=real, layers=self.L)
         return [
-            Row("rope", (T, C // self.NH)),  # the cosine and the sine that turn a pair of channels
+            Row("rope", (T, C // self.NH)),  # the cosine and sine that rotate a pair of channels
             Row("residual", (N, C)),  # the residual stream x, always fp32
             Row("branch", (N, C), real),  # what attention or the MLP computed, to be added to x
             Row("ln1_inp", (N, C), **each),  # what ln1 normalises: a copy of x
             Row("ln1_rstd", (N,), layers=self.L),
             Row("ln1", (N, C), **each),
-            Row("qkv", (N, self.QKV), **each),  # queries and keys, behind RoPE, and values
-            Row("lse", (B * self.NH, T), layers=self.L),  # log2 of the sum below a row of softmax
+            Row("qkv", (N, self.QKV), **each),  # queries and keys, after RoPE, and values
+            Row("lse", (B * self.NH, T), layers=self.L),  # log2 of each softmax's denominator
             Row("atty", (N, C), **each),  # attention's output
             Row("ln2_inp", (N, C), **each),  # a copy of x after attention
             Row("ln2_rstd", (N,), layers=self.L),
@@ -295,13 +294,12 @@ class Config3(Config):
 
 
 def rmsnorm_backward_launch(device, N):
-    """(blocks, bytes of shared memory): two blocks on each multiprocessor, or fewer. The kernel's
-    comment says why."""
+    """(blocks, bytes of shared memory): at most two blocks per multiprocessor; see the kernel."""
     return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), 96 * 1024
 
 
 class Llama3(GPT2):
-    """Llama 3 on a device: GPT2, with another layer, another beginning and another end."""
+    """Llama 3 on a device: GPT2 with other layers, another beginning and another end."""
     Config = Config3
 
     def __init__(self, config, *args, **keywords):
@@ -309,17 +307,17 @@ class Llama3(GPT2):
         self.head, self.dhead = self.params.lm_head, self.grads.lm_head
 
     def check(self, config, device, B, T):
-        """RoPE has positions for any T."""
+        """Nothing to check: RoPE has positions for any T."""
 
     def whole_views(self, arena):
-        """As GPT2's. The tensors of a file are there by their names too."""
+        """As GPT2's, with the names that tensors have in files too."""
         views, H = super().whole_views(arena), self.config.H
         views.lm_head = views.wte if self.config.tied else views.lm_head
         views.upw, views.gatew = views.fcw[:, :H], views.fcw[:, H:]
         return views
 
     def set_tensors(self, tensors, kept):
-        """As GPT2's. A file's tensors that are no parameters are left out."""
+        """As GPT2's. Skips tensors of a file that are not parameters."""
         super().set_tensors((pair for pair in tensors if hasattr(kept[0], pair[0])), kept)
 
     def layer_forward(self, l):
@@ -330,7 +328,7 @@ class Llama3(GPT2):
         added = branch if l else None  # what the MLP of the layer before computed
         self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, added, p.ln1w)  # (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
-        self.rope("rope_forward", a.qkv)  # queries and keys learn where they stand
+        self.rope("rope_forward", a.qkv)  # queries and keys get their positions
         self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C)
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
@@ -388,17 +386,17 @@ class Llama3(GPT2):
         self.attention("attention_backward_kv", d.dqkv, None, d.delta, lse, qkv, d.dinp)
 
     def rope(self, kernel, qkv):
-        """Turn the queries and keys of qkv (N,QKV), or their gradients back. The two channels of a
-        pair are neighbours, as in a checkpoint; dev/tools/convert.py reorders Hugging Face's, which are
-        not."""
+        """Rotate the queries and keys of qkv (N,QKV), or rotate their gradients back. The two
+        channels of a pair are neighbours, as in a checkpoint; Hugging Face's are not, so
+        dev/tools/convert.py reorders them."""
         c, N, half = self.config, len(qkv), 0
         heads = c.NH + c.NKV
         self.device.launch(kernel, N * heads * (c.C // c.NH), qkv, self.acts.rope, N, self.BT[1],
                            heads, c.QKV, half)
 
     def embedding_forward(self):
-        """Where the stream begins: x = wte[token]. RoPE's table is made anew, for this T: that
-        takes microseconds."""
+        """The stream begins: x = wte[token]. RoPE's table is computed for this T, which takes
+        microseconds."""
         c, (_, T), a, x = self.config, self.BT, self.acts, self.acts.residual
         self.device.launch("rope_table", a.rope.size // 2, a.rope, c.theta, c.factor, T)  # (T,HS)
         self.device.launch("encoder_forward", x.size, x, self.batch.tokens, self.params.wte, None,

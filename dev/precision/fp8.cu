@@ -1,9 +1,9 @@
 /*
-FP8, for --dtype fp8: twins of weights, and of arrays whose kernel has made none; and the scales of the next step. It
-is compiled behind kernels.cu, with the Output of fp8_output.cuh. fp8.py says when each is used, and why.
+FP8, for --dtype fp8: twins of weights, and of arrays whose kernel has made none; and the next step's scales. Compiled
+after kernels.cu, with fp8_output.cuh's Output. fp8.py says when each is used, and why.
 */
 
-// out8 (n) = the twin of inp (n), as if the kernel that wrote inp had stored it. Items: n numbers.
+// out8 (n) = the twin of inp (n), the same as if the kernel that wrote inp had stored it. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, unsigned char* __restrict__ out8,
                                   Scale* scale8) {
@@ -14,10 +14,10 @@ extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, unsign
     out.end();
 }
 
-// Makes the twins of a tensor of weights (layers,R,C), each layer with a Scale of its own: out8 (layers,R,C) for the
-// forward pass, and transposed (layers,C,R) for the backward pass. Products of FP8 want both factors with the summed
-// index as the fastest. R and C are multiples of 16. A block has 64 x 64 weights, which it transposes in shared memory.
-// Items: C columns along x, layers * ceil(R/64) tiles of rows along y.
+// Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: out8 (layers,R,C) for the forward
+// pass, and transposed (layers,C,R) for the backward pass, since FP8 products need the summed index to be the fastest
+// in both factors. R and C are multiples of 16. A block transposes 64 x 64 weights in shared memory. Items: C columns
+// along x, layers * ceil(R/64) tiles of rows along y.
 BLOCK(256, 64, 1)
 extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsigned char* __restrict__ transposed,
                                           const real* __restrict__ weights, Scale* scale8, int R, int C) {
@@ -44,10 +44,10 @@ extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsi
     }
 }
 
-// Sets the scales of the next step. The largest magnitude of this one comes to half of the largest FP8, so that a
-// tensor may grow to twice that in a step before it is cut off. A tensor of zeros, or one with an infinity, keeps its
-// scale, and so do all in a step that was stopped, for somebody to look at. The largest magnitudes begin anew; with
-// `forget` that is all. Items: n tensors.
+// Sets the scales of the next step. They map this step's largest magnitude to half of the largest FP8 number, so that a
+// tensor may double in a step before it saturates. A tensor of zeros, or with an infinity, keeps its scale. So do all
+// tensors of a stopped step, which will be examined. The largest magnitudes are reset; with `forget` that is all.
+// Items: n tensors.
 BLOCK(256, threads)
 extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int forget,
                                        const Verdict* __restrict__ verdict) {

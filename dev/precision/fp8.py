@@ -1,30 +1,29 @@
-"""--dtype fp8: the layers' matrix products are of numbers of 8 bits, forward and for the gradients
-of their inputs.
+"""--dtype fp8: the layers' matrix products take 8-bit numbers, in the forward pass and for the
+gradients of their inputs.
 
-All else is as in bf16: the gradients of the weights, the head, attention, norms, and what AdamW
-updates. So is what is kept for the backward pass. A twin is a copy in 8 bits, times a scale, that
-lives from where a tensor is written to the product that reads it:
+Everything else is as in bf16: the gradients of the weights, the head, attention, norms, the update,
+and what is kept for the backward pass. A twin is an 8-bit copy of a tensor, times a scale. It lives
+from the kernel that writes the tensor to the product that reads it:
 
     forward     out = inp @ w.T     twins of inp and w
     backward    dinp = dout @ w     twins of dout and of the transposed w
 
-All are e4m3, with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, section 3). For
-gradients that paper has e5m2, for its range; but with a scale for each tensor the bit of mantissa
-is worth more (see dev/RESULTS.md), as DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with
-scales for smaller parts. A scale brings the largest magnitude of a tensor to half of 448, the
-largest number. It is known only when all of the tensor is written, and then its twin would cost
-another pass. So the scale comes from the step before, in which the kernels have left the largest
-magnitude that they stored ("delayed scaling": Peng et al. 2023, section 2). The factor of two is
-room for a tensor to grow. The first step of a run is gone through once in bf16 for the first
-scales, without an update. Scales change at a step's end, and go into checkpoints.
+All are e4m3: 4 bits of exponent, 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients
+that paper uses e5m2, for its range. But with a scale for each tensor the extra bit of mantissa is
+worth more (see dev/RESULTS.md), as DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with
+scales for smaller blocks. A scale maps the largest magnitude of a tensor to half of 448, the
+largest number of e4m3; the factor of two is room to grow. That magnitude is known only when the
+whole tensor is written, and then making the twin would cost another pass. So scales come from the
+step before ("delayed scaling": Peng et al. 2023, section 2): kernels note the largest magnitude
+they store. For the first scales, the passes of a run's first step are done once in bf16, without an
+update. Scales change at the end of a step, and are in checkpoints.
 
-Hopper's tensor cores add up products of FP8 in about 14 bits (DeepSeek-AI, the same section),
-unless they are told to move sums to fp32 again and again. They are not: it would take 4% of a step,
-and rounding to 8 bits takes away more than it brings (see dev/RESULTS.md). Sums on a CPU are of
-fp32.
+Hopper's tensor cores sum FP8 products in about 14 bits (DeepSeek-AI, the same section) unless they
+are told to promote the sums to fp32 every so often. We do not: it takes 4% of a step, and gains
+less than rounding to 8 bits loses (see dev/RESULTS.md). A CPU's sums are fp32.
 
-The device does it, within its verbs: launch has kernels store twins, and matmul multiplies them.
-The model says when a step begins and ends.
+It is done inside the device's methods: launch makes kernels store twins, and matmul multiplies
+them. The model says when a step begins and ends.
 """
 import ctypes
 import re
@@ -34,19 +33,19 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev.common.devices import device_class
-from dev.common.kernel_text import without_comments
+from dev.common.devices import address_of, device_class
+from dev.common.cuda_source import without_comments
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import Cuda, Row, address, carve, stride_of
 
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
 OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
-WHOLE = 16  # cuBLASLt wants a weight's rows and columns to be multiples of this; others are in bf16
-INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order in which their scales lie
+WHOLE = 16  # cuBLASLt needs rows and columns in multiples of this; other weights stay in bf16
+INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order of their scales
 
 
 def e4m3_values():
-    """The numbers (256) that the bytes stand for."""
+    """The numbers that the 256 bytes stand for."""
     exponent, fraction = np.divmod(np.arange(128), 8)
     values = np.where(exponent, 2.0 ** (exponent - 7) * (1 + fraction / 8), 2.0**-6 * fraction / 8)
     values[-1] = np.nan
@@ -54,14 +53,14 @@ def e4m3_values():
 
 
 def fp8_rows(c):
-    """The rows of the parameter table whose products are in FP8."""
+    """The rows of the parameter table that have products in FP8."""
     return [row for row in c.parameter_table()
             if row.linear and row.layers and not any(n % WHOLE for n in row.shape)]
 
 
 def fp8_table(c, B, T):
-    """The arena "fp8": the scales of all tensors, as fp8_output.cuh has the struct; the twin of
-    what the next product reads; and those of the weights, as they are and transposed."""
+    """The arena "fp8": all scales, structs of fp8_output.cuh; the twin of the next product's input;
+    and the weights' twins, plain and transposed."""
     rows, twins = fp8_rows(c), []
     for row in rows:
         R, C = row.shape
@@ -72,37 +71,32 @@ def fp8_table(c, B, T):
     return [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]
 
 
-def place_of(array):
-    """Where an array starts, of a GPU or the host, as a number."""
-    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
-
-
 # ---- The device
 
 
 class Fp8:
-    """A mixin, in front of the class of a device. It serves one model, the last that was made."""
+    """A mixin in front of a device class. It serves one model, the last one made."""
     TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
     NEEDS = 89, "Ada", "--dtype bf16"
 
     def __init__(self, dtype, c, beside=()):
-        self.weights = {}  # {address of a weight: its twins, and its number}
+        self.weights = {}  # {address of a weight: its twins and its number}
         self.known = {}  # {launch: the tensor whose twin its kernel makes}
-        self.writers = {}  # {address: the launches that have written there last}
-        self.last = None  # the tensor that the product before has read
-        self.ready = None  # (address, tensor) of what the buffer has the twin of
-        self.calibrated = False  # is there a scale for each tensor?
+        self.writers = {}  # {address: the last launches that wrote there}
+        self.last = None  # the tensor that the last product read
+        self.ready = None  # (address, tensor) whose twin is in the buffer
+        self.calibrated = False  # whether each tensor has a scale
         super().__init__(dtype, c, beside)
         text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *beside))
         self.outputs = {*re.findall(r"(\w+)\(\s*Output\b", without_comments(text))}  # kernels
 
     def switches(self):
-        # Compilers' caches know the flags, and not what a file includes: so its checksum is one.
+        # Compilers' caches know flags, but not included files: so the file's checksum is a flag.
         return [*super().switches(), "-DBF16", f"-I{OUTPUT.parent}", f"-DOUTPUT=<{OUTPUT.name}>",
                 f"-DOUTPUT_VERSION={zlib.crc32(OUTPUT.read_bytes())}"]
 
     def adopt(self, model):
-        """Find the weights of a model, whose arena "fp8" is carved here."""
+        """Find a model's weights, and carve its arena "fp8"."""
         table = fp8_table(model.config, model.B, model.T)
         views, n = carve(model.arenas["fp8"], table), 0
         self.all_scales, self.twin, self.verdict = views.scales, views.twin, model.adam.verdict
@@ -112,45 +106,45 @@ class Fp8:
             twins = [getattr(views, row.name + end) for end in ("", "_transposed")]
             self.whole.append((whole, *twins, n))
             for l in range(row.layers):
-                self.weights[place_of(whole[l])] = SimpleNamespace(
+                self.weights[address_of(whole[l])] = SimpleNamespace(
                     twins=[twin[l] for twin in twins], number=n + l)
             n += row.layers
-        self.count = n  # of the weights; as many are of each kind
+        self.count = n  # the number of tensors of each kind
         self.known, self.writers, self.ready, self.calibrated = {}, {}, None, False
         self.set_scales(np.ones(3 * n))
 
     # ---- Scales
 
     def set_scales(self, scales):
-        """Set all scales, in the order of their struct, which is 16 bytes: cuBLASLt wants that of
-        inverses."""
+        """Set all scales. Each is a struct of 16 bytes, the alignment that cuBLASLt needs, and has
+        the inverse first."""
         nought = np.zeros(len(scales))
         values = np.float32([1 / np.float32(scales), scales, nought, nought])
         self.put(self.all_scales, values.T)
 
     def get_scales(self):
-        """The scales, for a checkpoint: a list, which is empty before the first step."""
+        """A list of the scales, for a checkpoint; empty before the first step."""
         return self.get(self.all_scales)[:, 1].tolist() if self.calibrated else []
 
-    def go_on(self, scales):
-        """Go on with the scales of a checkpoint, whose parameters are there already. It has none if
-        it is of another dtype; then the first step begins as that of a new run does."""
+    def restore_scales(self, scales):
+        """Restore the scales of a checkpoint, after its parameters. A checkpoint of another dtype
+        has none; then the first step measures them, as in a new run."""
         self.calibrated = len(scales) == 3 * self.count
         if self.calibrated:
             self.set_scales(scales)
         self.cast_weights(rescale=not self.calibrated)
 
     def scale(self, kind, number):
-        """(4,), the scale of the tensor of this kind that belongs to a weight."""
+        """The scale, (4,), of the tensor of this kind that belongs to a weight."""
         return self.all_scales[kind * self.count + number]
 
     def next_scales(self, scales, forget=False):
-        """Set scales by the largest magnitudes; or only forget those."""
+        """Set scales from the largest magnitudes, and forget those; or only forget them."""
         self.launch("next_scales", len(scales), scales, len(scales), forget, self.verdict)
 
     def cast_weights(self, rescale=False):
-        """The twins of all weights, which have changed. rescale: first set their scales by their
-        present sizes."""
+        """Make the twins of all weights, which have changed. rescale: first set their scales from
+        their present sizes."""
         scales = self.all_scales[WEIGHT * self.count :]
         for measure in (True, False) if rescale else (False,):
             for whole, twin, transposed, n in self.whole:
@@ -161,43 +155,43 @@ class Fp8:
                 self.next_scales(scales)
 
     def begin_step(self):
-        """What validations have left behind is not the step's."""
+        """Forget what validations have left behind."""
         self.ready = self.last = None
         self.writers.clear()
         self.next_scales(self.all_scales[: WEIGHT * self.count], forget=True)
 
     def end_step(self):
-        """The scales of the next step, and the twins of the weights as they are now."""
+        """Set the scales of the next step, and make the new weights' twins."""
         self.next_scales(self.all_scales)
         self.cast_weights()
 
-    # ---- Verbs. Which kernel writes what a product reads is learned: the first time a product
-    # makes the twin itself, and notes for which launches that was. From then on these make it
-    # beside what they write. A launch is known by its kernel, by what it writes, and by the product
-    # before it, which tells layers apart.
+    # ---- Launches and products. The device learns which kernels write what products read: the
+    # first time, the product makes the twin itself, and notes which launches wrote the tensor. From
+    # then on these launches make the twin too. A launch is identified by its kernel, what it
+    # writes, and the product before it, which tells layers apart.
 
     def launch(self, name, items, *args, **more):
-        """As Cuda.launch. If a product in FP8 reads next what the kernel writes, its first
-        argument, it gets a twin."""
+        """As Cuda.launch. What the kernel writes, its first argument, gets a twin if an FP8 product
+        reads it next."""
         if name in self.outputs:
             out = args[0]
-            note = name, place_of(out), self.last
-            self.writers.setdefault(place_of(out), []).append(note)
+            note = name, address_of(out), self.last
+            self.writers.setdefault(address_of(out), []).append(note)
             tensor = self.known.get(note)
             if tensor:
-                self.ready = place_of(out), tensor
+                self.ready = address_of(out), tensor
             args = self.with_twin(out, tensor), *args[1:]
         else:
             self.written(args[0])
         super().launch(name, items, *args, **more)
 
     def with_twin(self, out, tensor):
-        """The struct Output of an array, 40 bytes by value: three pointers, and what a kernel
+        """The struct Output of an array, 40 bytes by value: three pointers, and the kernel's
         notes."""
         struct = np.zeros(5, np.uint64)
-        struct[0] = place_of(out)
+        struct[0] = address_of(out)
         if tensor:
-            struct[1:3] = place_of(self.twin), place_of(self.scale(*tensor))
+            struct[1:3] = address_of(self.twin), address_of(self.scale(*tensor))
         return struct.view("V40")
 
     def zero(self, array):
@@ -205,19 +199,19 @@ class Fp8:
         super().zero(array)
 
     def written(self, array):
-        """What is in an array now has no twin, and no kernel that could have made it."""
-        self.writers.pop(place_of(array), None)
-        if self.ready and self.ready[0] == place_of(array):
+        """An array was overwritten by something that makes no twins."""
+        self.writers.pop(address_of(array), None)
+        if self.ready and self.ready[0] == address_of(array):
             self.ready = None
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
-        weight = self.weights.get(place_of(b))
+        weight = self.weights.get(address_of(b))
         if weight:
             backward = not stride_of(b)[0]  # b is w, and not w.T
             tensor = GRADIENT if backward else INPUT, weight.number
-            writers = self.writers.pop(place_of(a), [])
-            if self.ready != (place_of(a), tensor):
+            writers = self.writers.pop(address_of(a), [])
+            if self.ready != (address_of(a), tensor):
                 super().launch("to_fp8", a.size, a, a.size, self.twin, self.scale(*tensor))
                 self.known |= dict.fromkeys(writers, tensor)
             self.ready, self.last = None, tensor
@@ -232,16 +226,15 @@ class Fp8:
 
 
 class Fp8OnGpu(Fp8):
-    """FP8 on a GPU, by cuBLASLt: in front of FastCuda."""
+    """FP8 on a GPU, with cuBLASLt: in front of FastCuda."""
 
     def multiply_twins(self, out, a, b, scales, bias):
-        """out (I,J) = a (I,K) @ b (K,J), twins, times the inverses of their scales, plus bias
-        (J)."""
+        """out (I,J) = a (I,K) @ b (K,J) + bias (J), of twins times the inverses of their scales."""
         epilogue = self.NO_EPILOGUE if bias is None else self.ADD_BIAS
         self.product(epilogue, out, a, b, bias, None, False, *scales)
 
     def attributes(self, transpose_a, transpose_b, epilogue, out, bias, aux, *scales):
-        """17, 18: what b and a are multiplied by. 25: sums may be of fewer bits."""
+        """17, 18: scales of b and a. 25: sums may have fewer bits."""
         made = super().attributes(transpose_a, transpose_b, epilogue, out, bias, aux)
         if scales:
             of_a, of_b = scales
@@ -250,7 +243,7 @@ class Fp8OnGpu(Fp8):
 
 
 class Fp8OnCpu(Fp8):
-    """FP8 on a CPU: fp32 products of the same numbers."""
+    """FP8 on a CPU: fp32 products of the twins' numbers."""
     VALUES = e4m3_values()
 
     def multiply_twins(self, out, a, b, scales, bias):
@@ -260,7 +253,7 @@ class Fp8OnCpu(Fp8):
 
 
 def with_fp8(device):
-    """The class of a device, with FP8."""
+    """The device class with FP8."""
     return type(device.__name__, (Fp8OnCpu if device.name == "cpu" else Fp8OnGpu, device), {})
 
 
@@ -301,7 +294,7 @@ class Fp8Model:
         super().train_step(*batches, **adamw)
 
     def begin_step(self, batches):
-        """Before a step of these micro-batches; the first goes through it in bf16, for scales."""
+        """Before a step of these micro-batches; the first time, measure magnitudes in bf16."""
         device = self.device
         device.begin_step()
         if not device.calibrated:
@@ -310,7 +303,7 @@ class Fp8Model:
             device.calibrated, device.last = True, None
 
     def measure(self, batches):
-        """The passes of a step, which find the largest magnitudes."""
+        """The passes of a step, whose kernels note the largest magnitudes."""
         self.micros = len(batches) * self.count
         for self.micro, batch in enumerate(batches):
             self.set_batch(batch)
@@ -335,8 +328,8 @@ class Fp8Training:
 
 
 class Fp8Ranked:
-    """A model on one of several ranks. The largest magnitudes are those of all ranks, so that all
-    have the same scales."""
+    """A model on one of several ranks. All ranks share the largest magnitudes, and so the
+    scales."""
 
     def sum_last(self):
         super().sum_last()
@@ -349,7 +342,7 @@ class Fp8Ranked:
         self.ranks.via.join()
 
     def try_products(self, B, backward):
-        """The products of a run's first pass are in bf16, and then they are in FP8."""
+        """The products of a run's first passes are in bf16, later ones in FP8."""
         before = self.device.calibrated
         for self.device.calibrated in (False, True):
             super().try_products(B, backward)
@@ -357,11 +350,11 @@ class Fp8Ranked:
 
 
 class Fp8Explained:
-    """A training's notes of a checkpoint, and of a step that was not finite, have the scales."""
+    """The notes of a checkpoint, and of a step to replay, have the scales."""
 
     def state(self, model):
         return super().state(model) | {"scales": model.device.get_scales()}
 
     def set_state(self, model, notes):
         super().set_state(model, notes)
-        model.device.go_on(notes.get("scales", []))
+        model.device.restore_scales(notes.get("scales", []))

@@ -1,14 +1,14 @@
 /*
-The Output of FP8, for --dtype fp8, in place of that of kernels.cu. A linear layer's input is stored twice: as a real,
-and as its twin, which is the same number times a scale in 8 bits. Tensor cores multiply twins twice as fast.
+The Output for --dtype fp8, in place of kernels.cu's. A linear layer's input is stored twice: as a real, and as its
+twin, the same number times a scale in 8 bits. Tensor cores multiply twins twice as fast.
 */
 
-// Of a tensor: what its twin is multiplied by, the inverse of that, and the largest magnitude stored in this step.
+// Of a tensor: the factor of its twin, its inverse, and the largest magnitude stored in this step.
 struct alignas(16) Scale { float inverse, scale, largest; };
 
 #ifdef __CUDACC__
-// Two fp32, rounded to nearest with ties to even, as two e4m3. What is too large, also an infinity, becomes 448, the
-// largest that there is, and NaN stays. `low` becomes the lower half.
+// Two fp32 as two e4m3, rounded to nearest with ties to even. Numbers that are too large, and infinity, become 448, the
+// largest; NaN stays. `low` becomes the lower half.
 __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
     unsigned short bits;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
@@ -18,11 +18,11 @@ __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
 
 struct Output {
     real* numbers;
-    unsigned char* twin;  // null where no product in FP8 reads the numbers
+    unsigned char* twin;  // null if no FP8 product reads the numbers
     Scale* scale;
     float factor;   // the twin's scale
-    float before;   // the largest magnitude that the tensor had when this thread began
-    float largest;  // that of what this thread has stored
+    float before;   // the tensor's largest magnitude when this thread began
+    float largest;  // the largest that this thread has stored
 
     __device__ __forceinline__ void begin() {
         factor = twin ? scale->scale : 0.0f, before = twin ? __ldcg(&scale->largest) : 0.0f, largest = 0.0f;
@@ -34,7 +34,7 @@ struct Output {
         if (twin) store_twin(i, x);
     }
 
-    // x is rounded to a real first, so that a twin is the same whether it is made of registers or of stored numbers.
+    // x is rounded to a real first, so that a twin made from registers is the same as one made from stored numbers.
     template <int n>
     __device__ __forceinline__ void store_twin(size_t i, Pack<n> x) {
         struct alignas(n) { unsigned char x[n]; } twins;
@@ -52,9 +52,9 @@ struct Output {
         *reinterpret_cast<decltype(twins)*>(twin + i) = twins;
     }
 
-    // Of floats that are not negative, the larger one has the larger bits, so a maximum of ints will do. Nearly all
-    // warps have nothing larger than what was there when they began, and do nothing. The others, which are many when a
-    // kernel begins, look again, since thousands that write to one place wait for each other.
+    // For nonnegative floats, a larger number has larger bits, so a maximum of ints works. Most warps have nothing
+    // larger than what was there when they began, and do nothing. The others, many when a kernel begins, check again
+    // first, since thousands of atomics on one address would wait for each other.
     __device__ __forceinline__ void end() {
         if (!twin) return;
         largest = warp_max(largest);

@@ -1,27 +1,26 @@
 /*
-AdamW with its moments in bf16, which take half of the memory. It is compiled behind kernels.cu for --moments bf16.
+AdamW with its moments in bf16, which halves their memory. Compiled after kernels.cu for --moments bf16.
 
-A bf16 has 7 bits of mantissa, and half of its last bit is a 512th to a 256th of a number. With beta2 = 0.999 a step
-lowers the second moment by a thousandth of itself at most: rounded to nearest, it would never fall. So it is rounded up
-or down at random (Gupta et al. 2015, section 3.1): what lies a quarter of the way up goes up in a quarter of the cases,
-and the mean of many steps is right. What a step does to a parameter is computed from the moments before they are
-rounded.
+A bf16 has 7 bits of mantissa, so half of its last bit is 1/512 to 1/256 of a number. With beta2 = 0.999 a step lowers
+the second moment by at most 1/1000: rounded to nearest, it would never fall. So it is rounded stochastically (Gupta et
+al. 2015, section 3.1): a number that is a quarter of the way up is rounded up in a quarter of the cases, and the mean
+over many steps is right. The update of a parameter uses the moments before they are rounded.
 
-The random numbers are those of SplitMix64 (Steele, Lea and Flood 2014, in the form of Vigna's splitmix64.c). It mixes a
-counter, so each number can be had without those before it. The counter is made of the seed, the step, and which of all
-parameters of the model it is for. So the bits are the same again, on a GPU, on a CPU, and on any number of ranks.
+The random numbers are SplitMix64's (Steele, Lea and Flood 2014, as in Vigna's splitmix64.c). It hashes a counter, so a
+number does not depend on earlier ones. The counter is made of the seed, the step, and the parameter's index in the
+model. So the bits are the same on a GPU, on a CPU, and on any number of ranks.
 */
 
-struct bf16_moment { unsigned short bits; };  // the upper half of an fp32, cut off, as noise was added to it before
+struct bf16_moment { unsigned short bits; };  // the upper half of an fp32, truncated after noise was added
 __device__ __forceinline__ float to_float(bf16_moment x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ __forceinline__ void from_float(bf16_moment& to, float x) { to.bits = __float_as_uint(x) >> 16; }
 
-// x plus a share of the last bit of its upper half: that many of 65,536 parts. Cut off, it is x rounded at random.
+// x plus parts/65,536 of the last bit of its upper half. With random parts, truncating this rounds x stochastically.
 __device__ __forceinline__ float plus_noise(float x, unsigned parts) {
     return __uint_as_float(__float_as_uint(x) + parts);
 }
 
-// Number i of the random numbers of a seed, 64 bits.
+// The i-th random number of a seed, 64 bits.
 __device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
     size_t x = seed + (i + 1) * 0x9e3779b97f4a7c15;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
@@ -29,10 +28,9 @@ __device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
     return x ^ x >> 31;
 }
 
-// adamw, with moments in bf16. With --zero a tensor here is a rank's pieces of one, a piece of each of its layers. So
-// number j of tensor i is number first[i] + j / piece[i] * stride[i] + j % piece[i] of all parameters, which are fewer
-// than 2^40. places (3, tensors) has first, piece and stride; noise has the seed and the step, whole numbers. Items: n
-// numbers.
+// adamw with moments in bf16. With --zero a tensor here is a rank's pieces, one of each layer. So number j of tensor i
+// is number first[i] + j / piece[i] * stride[i] + j % piece[i] of all parameters, of which there are fewer than 2^40.
+// places (3, tensors) has first, piece and stride; noise has the seed and the step. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw_bf16(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,

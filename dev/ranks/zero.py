@@ -1,26 +1,26 @@
-"""ZeRO, stage 1 (Rajbhandari et al. 2020), for --zero 1: each of several ranks has AdamW's moments
-and the fp32 parameters of a share of the model only.
+"""--zero 1, ZeRO stage 1 (Rajbhandari et al. 2020): each of several ranks has AdamW's moments and
+fp32 parameters for only a share of the model.
 
-It gets the sums of that share's gradients, updates the share, and sends the result to the others.
-All ranks still multiply with whole parameters. A share has a piece of each layer of each tensor, as
-in llm.c, so that all ranks have the same work:
+A rank gets the summed gradients of its share, updates the share, and sends the result to the
+others. For matrix products all ranks keep the whole parameters. A share has a piece of each layer
+of each tensor, as in llm.c, so all ranks have the same work:
 
     one layer of a tensor    | piece of rank 0 | piece of rank 1 | ... | tail |
     the share of rank 1      | piece of layer 0 | piece of layer 1 | ... | zeros |
 
-In a share, tensors are multiples of 32 numbers. Where the ranks do not divide a layer, pieces are
-multiples of 8 numbers. What is left of them, the tails, are tensors of their own, which rank 0 has.
+Tensors of a share are padded to a multiple of 32 numbers. If the ranks do not divide a layer, its
+pieces are multiples of 8 numbers, and rank 0 has the rest, the tails, as tensors of their own.
 """
 import numpy as np
 
 from dev.ranks.ranks import cut, cut_layers
 from train_gpt2 import LOW, Row, carve, kept_as, update_table
 
-TENSOR = 32  # numbers: 64 bytes in bf16, where tensors of arenas start
+TENSOR = 32  # numbers: 64 bytes in bf16, on which tensors in arenas are aligned
 
 
 def share_of(table, ranks):
-    """The table of this rank's share of a table's tensors."""
+    """The table of this rank's share of the tensors of a table."""
     rows = []
     for row in table:
         layers, piece, tail = cut(row, ranks.count)
@@ -33,14 +33,13 @@ def share_of(table, ranks):
 
 
 class Sharded:
-    """The model of a rank that has a share of AdamW's numbers: a mixin of GPT2, outside of Ranked.
-
-    Whole tensors are read into the memory of the gradients, where the share is taken of them."""
+    """The model of a rank that has a share of AdamW's numbers, a mixin in front of Ranked. Whole
+    tensors are read into the gradients' memory, from which the share is taken."""
 
     @classmethod
     def tables(cls, c, device, B, T):
-        """As GPT2.tables: what AdamW works on becomes that of the share. Besides, the share has
-        the sums of its gradients, and its parameters as they are sent."""
+        """As GPT2.tables, with AdamW's tensors for the share only, and two more: the share's summed
+        gradients, and its parameters as they are sent."""
         tables, ranks = super().tables(c, device, B, T), cls.ranks
         for name in ("adam m", "adam v"):
             tables[name] = share_of(tables[name], ranks)
@@ -48,7 +47,7 @@ class Sharded:
         tables["update"] = [own.get(row.name, row) for row in tables["update"]]
         if "low bits" in tables:
             tables["low share"] = share_of(tables.pop("low bits"), ranks)
-        norms = Row("norms", (-(-ranks.count // 4) * 4,))  # of the shares, in packs of global_norm
+        norms = Row("norms", (-(-ranks.count // 4) * 4,))  # of shares; global_norm reads fours
         return tables | {"grad share": share_of(tables["gradients"], ranks),
                          "param share": share_of(tables["parameters"], ranks),
                          "share norms": [norms]}
@@ -66,8 +65,8 @@ class Sharded:
         return carve(self.arenas[arena], share_of(self.config.parameter_table(dtype), self.ranks))
 
     def cuts(self, whole, share):
-        """(row, l, all its pieces, the share's own one, its tail, the share's) of each layer of
-        each tensor. The share's are None where it has none."""
+        """(row, l, all pieces, own piece, tail, own tail) of each layer of each tensor. Those that
+        this rank's share does not have are None."""
         for row, l, pieces, tail in cut_layers(self.config, whole, self.count):
             own, rest = (getattr(share, row.name + end, None) for end in ("", "_tail"))
             piece = len(pieces) // self.count
@@ -77,7 +76,7 @@ class Sharded:
     # ---- Parameters and moments
 
     def set_tensors(self, tensors, kept):
-        """As GPT2.set_tensors, of whole tensors, of which this rank keeps its share."""
+        """As GPT2.set_tensors, from whole tensors; this rank keeps its share of them."""
         whole = [self.grads, self.params] if kept is self.master else [self.grads]
         super().set_tensors(tensors, whole)
         for views in kept:
@@ -94,7 +93,7 @@ class Sharded:
         return self.cuts(self.grads, self.share_views("grad share"))
 
     def sum_part(self, part):
-        """Of each piece, the rank whose it is gets the sum."""
+        """Each rank gets the sums of its own pieces."""
         via = self.ranks.via
         for pieces, own, tail, rest in self.sums[part]:
             if pieces.size:
@@ -103,8 +102,8 @@ class Sharded:
                 via.sum_at_0(tail, rest)
 
     def update_pass(self):
-        """As GPT2.update_pass, of this rank's share. Then all ranks send each other their parts of
-        the parameters."""
+        """As GPT2.update_pass, for this rank's share. Then the ranks exchange their pieces of the
+        parameters."""
         arenas, via = self.arenas, self.ranks.via
         self.adamw(arenas["param share"], arenas.get("low share"), arenas["grad share"],
                    arenas["adam m"], arenas["adam v"])
@@ -117,7 +116,7 @@ class Sharded:
         via.join()
 
     def norm_of(self, gradients, n):
-        """As GPT2.norm_of; then adam.norm[0] = the norm of all shares' norms."""
+        """As GPT2.norm_of, then adam.norm[0] = the norm of all shares' norms."""
         super().norm_of(gradients, n)
         via, norm = self.ranks.via, self.adam.norm
         with via.fork():

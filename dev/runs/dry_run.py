@@ -1,5 +1,4 @@
-"""What --dry-run says of a run besides its tables: the bytes of a checkpoint, and about how long
-the run takes."""
+"""--dry-run: print the tables, the bytes of a checkpoint, and an estimate of the time, and exit."""
 import time
 
 import numpy as np
@@ -9,19 +8,18 @@ from dev.gpu.peak import flops_per_token
 from dev.runs.terminal import duration
 from train_gpt2 import BF16
 
-# A training step does its FLOPs at this share of the speed of one of its matrix products alone:
-# 0.62 for the 124M model in bf16 on an H200, 0.7 for the 1558M model, and on two CPU cores 0.4 to
-# 0.7.
+# A training step reaches this share of the FLOP/s of one of its matrix products alone: 0.62 for the
+# 124M model in bf16 on an H200, 0.7 for the 1558M model, and 0.4 to 0.7 on two CPU cores.
 SHARE = {"cuda": 0.65, "cpu": 0.5}
 
 
 def product_rate(device, c, B, T):
     """FLOP/s of the product (B*T, C) @ (C, 4C), the largest of a layer, timed on the device."""
-    real, N = np.dtype(device.real), max(2048, min(B * T, 16384))  # of fewer, a launch is timed
+    real, N = np.dtype(device.real), max(2048, min(B * T, 16384))  # fewer: mostly the launch
     out, inp, weight = (
         device.empty(real.itemsize * rows * columns).view(real).reshape(rows, columns)
         for rows, columns in ((N, 4 * c.C), (N, c.C), (4 * c.C, c.C)))
-    for array in (inp, weight):  # of zeros it would be faster: a GPU's power limits its clock
+    for array in (inp, weight):  # not zeros, which take less power and so run at a higher clock
         values = np.random.default_rng(0).standard_normal(array.shape, np.float32)
         device.put(array, to_bf16(values) if real == BF16 else values)
 
@@ -39,11 +37,9 @@ def product_rate(device, c, B, T):
 
 
 class DryRun:
-    """Training that only says what it would be."""
+    """A run that only prints what it would be."""
 
     def run(self):
-        """Print the tables, how large a checkpoint is, and about how long the steps take. Returns the exit
-        status."""
         self.prepare()
         c, device, flags = self.config, self.device, self.flags
         B, T = flags.batch_size, flags.seq_len
@@ -51,7 +47,7 @@ class DryRun:
         print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} "
               "GiB of state (-n, -nk)")
         rate = product_rate(device, c, B, T) * SHARE[device.name]
-        # --recompute 2 does the products of a layer's forward pass again, but the last.
+        # --recompute 2 does the products of a layer's forward pass again, except the last.
         again = 2 * sum(row.size for row in c.parameter_table()
                         if row.linear and row.layers and row.name != "fcprojw")
         flops = flops_per_token(c, T) + again * (flags.recompute == 2)

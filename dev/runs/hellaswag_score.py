@@ -1,33 +1,31 @@
-"""HellaSwag: which of four endings does a model find likeliest? --hellaswag FILE scores the model
-at each validation but the first; dev/tools/score.py scores a checkpoint.
+"""--hellaswag FILE: score the model on HellaSwag at each validation except the first.
+dev/tools/score.py scores a checkpoint; dev/data/hellaswag.py makes the file.
 
-An example of HellaSwag (Zellers et al. 2019) is a text that breaks off, and four ways to go on, of
-which one is right. The model predicts the one whose tokens have the smallest mean loss. The score
-is the share of right predictions, which others call acc_norm. To guess would score 0.25; OpenAI's
-GPT-2 of 124M parameters scores 0.2945.
+An example of HellaSwag (Zellers et al. 2019) is a text that breaks off, and four completions, one
+of which is right. The model predicts the completion whose tokens have the smallest mean loss. The
+score is the share of right predictions (elsewhere called acc_norm). Guessing scores 0.25, OpenAI's
+GPT-2 of 124M parameters 0.2945.
 
-dev/data/hellaswag.py writes the file, in llm.c's format: a header of 256 int32 (magic 20240522,
-version 1, how many examples, the bytes of the longest), then uint16:
+The file has llm.c's format: a header of 256 int32 (magic 20240522, version 1, number of examples,
+bytes of the longest), then for each example uint16:
 
-    65535, bytes of this example, its index, label, 4        the bytes of all that follows, too,
-    n, n tokens                                              and of these five; then the context,
-    n, n tokens   four times                                 and the completions
-
-Tokens are GPT-2's.
+    65535, its bytes, its index, label, 4        its bytes include these five numbers
+    n, n tokens                                  the context, in GPT-2's tokens
+    n, n tokens   four times                     the completions
 """
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import HEADER_BYTES, FileKind
 
 EVAL_FILE = FileKind("HellaSwag file", 20240522, (1,), "dev/data/hellaswag.py writes one")
 START, COMPLETIONS = 65535, 4
 PARTS = "context", *(f"completion {i}" for i in range(COMPLETIONS))
-PADDING = 128  # rows are padded to a multiple of it, so that batches have few shapes
+PADDING = 128  # rows are padded to a multiple of this, so that batches have few shapes
 
 
 class Example(NamedTuple):
@@ -37,13 +35,13 @@ class Example(NamedTuple):
 
     @property
     def longest(self):
-        """The tokens of its longest row: the context, and a completion behind it."""
+        """The tokens of its longest row: the context and a completion."""
         return len(self.context) + max(map(len, self.completions))
 
 
 def read_examples(path, V, T=None):
-    """The Examples of a file, after checking all of it; with T, also that each of them fits. Raises
-    UserError, with the example's index and the byte."""
+    """The Examples of a file, which is checked; with T, also that each fits. Raises UserError with
+    the example's index and the byte."""
     if V > 2**16:
         raise UserError(f"{path}: has GPT-2's tokens, and the model V = {V} words of another "
                         "vocabulary; expected a model of GPT-2's words")
@@ -98,7 +96,7 @@ def read_examples(path, V, T=None):
 
 
 def check_lengths(examples, T):
-    """Raise UserError unless each row has fewer than T tokens, as llm.c demands."""
+    """Raise UserError unless each row has fewer than T tokens, which llm.c requires."""
     lengths = ((example.longest, -i) for i, example in enumerate(examples))
     most, i = max(lengths, default=(0, 0))
     if most >= T:
@@ -107,21 +105,21 @@ def check_lengths(examples, T):
 
 
 def mean_losses(model, examples, progress=None):
-    """The mean loss of each completion's tokens, (examples, 4) fp32, in nats: added up in fp32 in
-    their order, as in llm.c. A row of a batch is a context with one completion behind it. The four
-    rows of an example may be in different batches, so any B will do. progress(done, total), if
-    given, is called after each batch. Raises UserError."""
+    """The mean loss of each completion's tokens, (examples, 4) fp32, in nats, summed in fp32 in
+    order as in llm.c. A row of a batch is a context and one completion. The four rows of an example
+    may be in different batches, so any B works. progress(done, total), if given, is called after
+    each batch. Raises UserError."""
     B, T = model.B, model.T
     check_lengths(examples, T)
     rows = [(np.concatenate([example.context, completion]), len(completion))
             for example in examples for completion in example.completions]
-    # rows of a length together need little padding
+    # rows of similar length together need little padding
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
     means = np.zeros(len(rows), np.float32)
     for start in range(0, len(rows), B):
         batch = order[start : start + B]
         width = min(T, -(-len(rows[batch[0]][0]) // PADDING) * PADDING)
-        tokens, targets = np.zeros((2, B, width), np.int32)  # no token sees the zeros behind it
+        tokens, targets = np.zeros((2, B, width), np.int32)  # no token sees the zeros after it
         for b, i in enumerate(batch):
             row, _ = rows[i]
             tokens[b, : len(row)], targets[b, : len(row) - 1] = row, row[1:]
@@ -137,9 +135,9 @@ def mean_losses(model, examples, progress=None):
     return means.reshape(-1, COMPLETIONS)
 
 
-def score(model, examples, progress=None):
-    """(how many predictions are right, how many examples). The prediction is the completion of the
-    smallest mean loss, the first of several. For progress see mean_losses. Raises UserError."""
+def count_right(model, examples, progress=None):
+    """(number of right predictions, number of examples). The prediction is the completion with the
+    smallest mean loss, the first of equals. progress: see mean_losses. Raises UserError."""
     predictions = [min(range(COMPLETIONS), key=means.__getitem__)
                    for means in mean_losses(model, examples, progress)]
     right = sum(found == example.label for found, example in zip(predictions, examples))
@@ -147,7 +145,7 @@ def score(model, examples, progress=None):
 
 
 class Scored:
-    """Training that scores its model at each validation but the first."""
+    """Training that scores its model at each validation except the first."""
 
     def open_data(self):
         super().open_data()
@@ -157,12 +155,11 @@ class Scored:
     def validate(self, done):
         loss = super().validate(done)
         if done:
-            self.report_score(done, *self.score(self.examples))
+            self.report_score(done, *self.count_right(self.examples))
         return loss
 
-    def score(self, examples):
-        """(how many predictions are right, how many examples)."""
-        return score(self.model, examples)
+    def count_right(self, examples):
+        return count_right(self.model, examples)
 
     def report_score(self, done, correct, total):
         self.say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
@@ -179,6 +176,6 @@ class ScoredAndKept:
 class ScoredByRanks:
     """Each rank scores some of the examples."""
 
-    def score(self, examples):
-        own = super().score(examples[self.rank :: self.count])
+    def count_right(self, examples):
+        own = super().count_right(examples[self.rank :: self.count])
         return tuple(map(sum, zip(*self.ranks.exchange(own, "a score"))))

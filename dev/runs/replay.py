@@ -1,13 +1,11 @@
-"""Find out what went wrong in a step: which tensor was the first with a value that is not finite,
-or, of an outlier, which tensors have the largest gradients.
+"""Find out what went wrong in a step: which tensor had the first NaN or infinity, or which tensors
+of an outlier have the largest gradients.
 
-When a step's update is skipped, the training does the step once more, one kernel at a time, and
-looks at what each has written. A step that is not finite is kept in the folder -o, beside the
-checkpoint before it, and
+When a step's update is skipped, the training repeats the step, one kernel at a time, and looks at
+what each kernel has written. With -o, a step with a NaN or infinity is kept beside the checkpoint
+before it, and can be replayed:
 
     python train_gpt2.py --replay out/replay_00000037.npz [--device cpu]
-
-finds it again.
 """
 import contextlib
 import io
@@ -19,19 +17,20 @@ from unittest import mock
 
 import numpy as np
 
-from dev.common.kernel_text import parameters_of
+from dev.common.cuda_source import parameters_of
+from dev.common.devices import address_of
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import batch_table, carve, pack_batch, read_parameters, to_float
 
 # Methods of the model that a report names
 PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward",
          "mean_loss", "head_backward", "last_norm_backward", "layer_backward", "embedding_backward")
-LARGEST = 5  # tensors of an outlier that are named
+LARGEST = 5  # how many tensors a report of an outlier names
 
 
 def bad_place(array):
-    """The index of the first number of an array, of a device or the host, that is not finite; or
-    None. fp32 and bf16 that are not finite have an exponent of ones."""
+    """The index of the first number that is not finite in an array of a device or the host; or
+    None. In fp32 and bf16 its exponent is all ones."""
     ones = {2: 0x7F80, 4: 0x7F800000}[array.itemsize]
     bits = array.reshape(-1).view(f"u{array.itemsize}")
     for start in range(0, bits.size, 2**24):  # in parts: a GPU may have no memory for more logits
@@ -41,16 +40,12 @@ def bad_place(array):
     return None
 
 
-def address(array):
-    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
-
-
 class Found(Exception):
-    """Raised at the first number that is not finite, naming what wrote it."""
+    """A number is not finite. The message names what wrote it."""
 
 
 class Watch:
-    """Context manager: a model's device raises Found behind the kernel or product that writes a
+    """Context manager: the model's device raises Found after a kernel or product that writes a
     number that is not finite."""
 
     def __init__(self, model):
@@ -84,17 +79,17 @@ class Watch:
         self.stack.close()
 
     def within(self, name, method):
-        """The method, which says that work is now within it."""
+        """The method; while it runs, self.part names it."""
         def called(*args, **keywords):
             before = self.part
             self.part = f"{name}, layer {args[0]}" if name.startswith("layer") else name
             result = method(*args, **keywords)
-            self.part = before  # layer_backward, if it does layer_forward again
+            self.part = before  # a part may call another
             return result
         return called
 
     def look(self, array, writer):
-        """Raise Found if there is a number that is not finite in what was written."""
+        """Raise Found if an array that was just written has a number that is not finite."""
         at = bad_place(array)
         if at is None:
             return
@@ -107,27 +102,27 @@ class Watch:
                     f"{writer} wrote in {self.part}")
 
     def name_of(self, array):
-        """What the tensor is called whose memory an array is in."""
+        """The name of the tensor whose memory an array is in."""
         model = self.model
         for prefix, views in (("", model.params), ("d", model.grads), ("", model.acts),
                               ("", model.back), ("", model.adam)):
             for name, whole in vars(views).items():
-                if 0 <= address(array) - address(whole) < whole.nbytes:
+                if 0 <= address_of(array) - address_of(whole) < whole.nbytes:
                     return prefix + name
         return "a tensor without a name"
 
 
 def repeat(model, batches):
-    """Do the forward and backward passes of a step's micro-batches again, from the parameters as
-    they are. Returns what there is to say of the first number that is not finite, or None."""
+    """Repeat the forward and backward passes of a step's micro-batches with the present parameters.
+    Returns a report of the first number that is not finite, or None."""
     for row in model.config.parameter_table():
         at = bad_place(getattr(model.params, row.name))
         if at is not None:
             return (f"the parameter {row.name} is not finite at {[int(x) for x in at]}, before "
                     "this step")
     for name in ("activations", "backward", "gradients"):
-        model.device.zero(model.arenas[name])  # no number of the step that failed is left
-    model.device.zero(model.adam.verdict[:2])  # but for whether updates are stopped
+        model.device.zero(model.arenas[name])  # nothing is left of the failed step
+    model.device.zero(model.adam.verdict[:2])  # except whether updates are stopped
     model.micros = len(batches) * model.count
     try:
         for model.micro, batch in enumerate(batches):
@@ -143,8 +138,8 @@ def repeat(model, batches):
 
 
 def largest_gradients(model):
-    """[(norm, name)] of the gradients of all parameters, layer by layer, the largest first; norms
-    in float64."""
+    """[(norm, name)] of all parameters' gradients, layer by layer, the largest first; norms are
+    float64."""
     norms = []
     for row in model.config.parameter_table():
         gradient = getattr(model.grads, row.name)
@@ -156,8 +151,8 @@ def largest_gradients(model):
 
 
 def describe(model, packed, places, stopped):
-    """Why a step is not finite, or what is large in an outlier, in a line; and whether a place was
-    found."""
+    """(a line that says why a step is not finite, or what is large in an outlier; whether a place
+    was found)."""
     bad = repeat(model, packed)
     if bad:
         return f"{bad}; batches: {'; '.join(places)}", True
@@ -172,10 +167,10 @@ def describe(model, packed, places, stopped):
 
 
 class Explained:
-    """Training that says why a step was not finite, or what is large in an outlier. Of several
-    ranks each looks at its own batches: the class of this pair overrides give_up, where they
-    meet, and the methods that say so. dev/variants/outliers.py calls explain_outlier."""
-    share = ""  # which part of an outlier's batch is looked at, if not all
+    """Training that says why a step was not finite, or what is large in an outlier. With several
+    ranks, dev/ranks/ranks.py's RanksExplained has each look at its own batches.
+    dev/variants/outliers.py calls explain_outlier."""
+    share = ""  # which part of an outlier's batch is examined, if not all
 
     def make_model(self):
         for name, values in read_parameters(self.name, self.config) if self.from_file else ():
@@ -186,8 +181,8 @@ class Explained:
         return super().make_model()
 
     def explain_outlier(self, queued, scores):
-        """Say what is large in a step whose update was skipped; scores: its z-scores, in words."""
-        step, batches = self.model.step, queued.batches  # the device may have done the next step
+        """Say what is large in a step whose update was skipped. scores: its z-scores, as text."""
+        step, batches = self.model.step, queued.batches  # the next step may be done already
         try:
             text, _ = describe(self.model, batches.packed, batches.places, False)
             self.say(f"outlier      | {scores}; repeated with the weights after step {step}"
@@ -197,7 +192,7 @@ class Explained:
                      f"{'; '.join(batches.places)}")
 
     def give_up(self, queued, verdict):
-        self.model.step = queued.number - 1  # no later one has made an update
+        self.model.step = queued.number - 1  # later steps have made no update
         reports = self.reports(queued)
         speaker = next((rank for rank, (_, found) in enumerate(reports) if found), 0)
         raise UserError(f"the loss of step {queued.number} is {verdict.loss} and the norm of its "
@@ -205,35 +200,34 @@ class Explained:
                         f"{self.advice(queued, speaker)}")
 
     def reports(self, queued):
-        """[(what describe() says of a step, whether it has found a place)], one of each rank."""
+        """[what describe() returns for the step], for each rank."""
         return [describe(self.model, queued.batches.packed, queued.batches.places, True)]
 
     def said_by(self, speaker):
-        """How the report of this rank begins; with ranks, "on rank 1, "."""
+        """How a rank's report begins; with several ranks, "on rank 1, "."""
         return ""
 
     def advice(self, queued, speaker):
-        """What to do. The speaker is the rank whose report it follows; with ranks, all call this
-        at the same time."""
+        """What to do, after the report of the rank `speaker`. All ranks call this."""
         return "try a smaller -l, or look at the data"
 
     def state(self, model):
-        """What the passes of a step depend on besides parameters and batches, for the notes of a
-        checkpoint and of a step: {name: what JSON can hold}. FP8 has scales."""
+        """What a step depends on besides parameters and batches, for the notes of a checkpoint or
+        of a step to replay: {name: what JSON can hold}. FP8 has scales."""
         return dict(scales=[])
 
     def set_state(self, model, notes):
-        """Set a model, whose parameters are set, to such notes; {} if they are lost."""
+        """Restore such notes, {} if they are lost, to a model that has its parameters."""
 
 
 class ExplainedAndKept:
-    """Keeps the step in the folder, for --replay."""
+    """Writes the step to the folder, for --replay."""
 
     def advice(self, queued, speaker):
         flags, folder, step, batches = self.flags, self.folder, self.model.step, queued.batches
         path = folder.path / f"replay_{step:08d}.npz"
         if self.rank == speaker:
-            notes = dict(model=folder.file(0, step).name, step=step, places=batches.places,
+            notes = dict(model=folder.file("model", step).name, step=step, places=batches.places,
                          flags=vars(flags), **self.state(self.model))
             file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
             views = [carve(data, table) for data, _ in batches.packed]
@@ -246,8 +240,8 @@ class ExplainedAndKept:
 
 
 def replay(flags, attach):
-    """What --replay does: repeat the step of such a file, and say what is wrong. attach() gives the
-    classes of the training and the model that the flags bring. Returns the exit status."""
+    """--replay: repeat the step of a file, and say what is wrong. attach() gives the classes of the
+    training and the model for the flags. Returns the exit status."""
     try:
         with np.load(flags.replay) as file:
             notes = json.loads(str(file["notes"]))

@@ -1,9 +1,8 @@
-"""--sample: text from a model after a prompt, written as it comes.
+"""--sample: continue a prompt, and print the text as it comes.
 
-A token is drawn by the probabilities softmax(logits / temperature), among the top_k likeliest words
-alone. Below 1, a temperature makes likely words likelier; at 0 it is always the likeliest. The
-coins are those of the trainer's samples, the same in each run: at temperature 1, without top_k,
-tokens are drawn as there.
+A token is drawn with the probabilities softmax(logits / temperature), from the top_k likeliest
+words only. A temperature below 1 makes likely words likelier still; 0 always takes the likeliest.
+The random numbers are those of the trainer's samples, the same in every run.
 """
 import codecs
 
@@ -15,24 +14,23 @@ from train_gpt2 import coins, draw_token
 
 
 def choose(logits, coin, temperature, top_k):
-    """The token that a coin in [0, 1) draws from logits (V,), fp32. Of equal logits the first come
-    first. top_k = 0 leaves all words in; temperature = 0 takes the likeliest."""
+    """The token that a coin in [0, 1) draws from logits (V,), fp32. Among equal logits the first
+    count as likelier. top_k = 0 keeps all words; temperature = 0 takes the likeliest."""
     temperature = np.float32(temperature)
     if temperature == 0:
         return int(np.argmax(logits))
     words = np.arange(len(logits))
     if 0 < top_k < len(logits):
-        words = np.sort(np.argsort(-logits, kind="stable")[:top_k])  # no other can be drawn
+        words = np.sort(np.argsort(-logits, kind="stable")[:top_k])
     kept = logits[words]
     if temperature != 1:
-        with np.errstate(over="ignore"):  # to minus infinity, which is never drawn
+        with np.errstate(over="ignore"):  # minus infinity is never drawn
             kept = (kept - kept.max()) / temperature
     return int(words[draw_token(kept, coin)])
 
 
 def generate(model, tokens, count, temperature, top_k):
-    """Yield `count` token ids, each drawn from what the model expects after the tokens (a list) and
-    those before it: of them all, after the last T."""
+    """Yield `count` token ids that continue tokens (a list). The model sees the last T of them."""
     tokens = list(tokens)
     for _, coin in zip(range(count), coins()):
         tokens.append(choose(model.next_logits(tokens[-model.T :]), coin, temperature, top_k))
@@ -40,9 +38,8 @@ def generate(model, tokens, count, temperature, top_k):
 
 
 def texts(tokens, words):
-    """Yield the text of token ids, piece by piece, each as soon as its characters are whole: a
-    character of several bytes may be cut into several tokens. words: {id: bytes}; an id without
-    bytes is shown as a number."""
+    """Yield the text of token ids in pieces of whole characters: a character of several bytes may
+    be cut into several tokens. words: {id: bytes}; other ids are shown as numbers."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for token in tokens:
         yield decoder.decode(words.get(token, f"<{token}>".encode()))
@@ -50,12 +47,10 @@ def texts(tokens, words):
 
 
 def stream(model, encode, words, text, count, temperature=1.0, top_k=0, write=None):
-    """Write a text, and what the model makes of it in `count` more tokens, as they come.
-
-    encode(text) gives token ids, and words is {id: bytes}, of the model's own vocabulary. After an
-    empty text the model begins a new one. write(piece) takes each piece of text; by default it is
-    printed at once. Raises UserError if the text has words that the model does not.
-    """
+    """Write a text, and then its continuation by `count` tokens as they come. encode(text) gives
+    token ids; words is {id: bytes}. After an empty text the model starts a new one. write(piece)
+    takes a piece of text, and prints it by default. Raises UserError if the text has words that the
+    model does not have."""
     write = write or (lambda piece: print(piece, end="", flush=True))
     c = model.config
     tokens = encode(text) or [min(c.EOT, c.V - 1)]
@@ -69,7 +64,7 @@ def stream(model, encode, words, text, count, temperature=1.0, top_k=0, write=No
 
 
 class Sampling:
-    """A run that goes on with a text, and does not train."""
+    """A run that continues a text, and does not train."""
 
     def run(self):
         flags = self.flags

@@ -1,5 +1,5 @@
-"""Ctrl-C or SIGTERM ends a run after its step: without a validation or a sample, the weights are
-saved, and the exit status is 128 + the signal's number. A second Ctrl-C ends the program at once.
+"""Ctrl-C or SIGTERM: the run finishes its step, saves the weights, skips the last validation and
+sample, and exits with status 128 + the signal's number. A second Ctrl-C ends it at once.
 """
 import contextlib
 import os
@@ -8,7 +8,7 @@ import signal
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list that gets the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the
+    """A list that receives the number of the first Ctrl-C or SIGTERM. A second Ctrl-C ends the
     program."""
     came, numbers = [], (signal.SIGINT, signal.SIGTERM)
 
@@ -28,25 +28,25 @@ def stop_signals():
 
 
 class Stopped(Exception):
-    """Ends the loop: a signal has come, and the weights are saved."""
+    """Leaves the loop: a signal has come, and the weights are saved."""
 
 
 class Stoppable:
-    """Training that a signal ends."""
+    """Training that a signal can stop."""
 
     def __init__(self, flags, Model):
         super().__init__(flags, Model)
         self.signals = []  # the numbers of the signals that have come
-        self.stopping = False  # one of them ends the run
+        self.stopping = False  # whether the run ends because of one
         self.handlers = contextlib.ExitStack()
 
     def run(self):
-        with self.handlers:  # from train() on; before that, Ctrl-C ends the program
+        with self.handlers:  # set in train(); before that, Ctrl-C ends the program
             status = super().run()
         return 128 + self.signals[0] if self.signals else status
 
     def train(self):
-        """As Training.train. What wraps this, such as Kept.train, sees an end like any other."""
+        """As Training.train; to a caller such as Kept.train, a signal looks like a normal end."""
         self.signals = self.handlers.enter_context(stop_signals())
         with contextlib.suppress(Stopped):
             super().train()
@@ -55,7 +55,7 @@ class Stoppable:
                      f"{self.what_is_left()}")
 
     def told_to_stop(self, done):
-        """Asked once before each step, and once after the last."""
+        """Called once before each step, and once after the last."""
         return bool(self.signals)
 
     def pause(self, done, batches):
@@ -74,5 +74,5 @@ class Stoppable:
         return super().saves(done) or self.stopping
 
     def what_is_left(self):
-        """What there is of a run that was interrupted."""
+        """What can be done after an interruption."""
         return "without -o the weights are lost"

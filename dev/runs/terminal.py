@@ -1,6 +1,5 @@
-"""The terminal: a bar that shows how far a run is, under the lines that it prints.
-
-The bar goes to stderr, and only if that is a terminal, so that no log file gets it.
+"""The progress bar, under the lines that a run prints, and its summary. The bar goes to stderr, and
+only if that is a terminal, to keep it out of log files.
 """
 import os
 import sys
@@ -17,7 +16,7 @@ def duration(seconds):
 
 
 def progress(share=None, seconds_left=0):
-    """Draw the bar and the time left; without a share, take it away."""
+    """Draw the bar and the time left; without a share, erase it."""
     if sys.stderr.isatty():
         bar = "" if share is None else (f"[{'#' * int(40 * share):40}] {share:4.0%}, "
                                         f"{duration(seconds_left)} left")
@@ -25,16 +24,16 @@ def progress(share=None, seconds_left=0):
 
 
 def say(line):
-    """Print a line in the place of the bar, at once."""
+    """Print a line at once, in place of the bar."""
     progress()
     try:
         print(line, flush=True)
-    except BrokenPipeError:  # `| tee` got the Ctrl-C too: nobody reads, but the run is to be saved
+    except BrokenPipeError:  # `| tee` got the Ctrl-C too; the run must still be saved
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Terminal:
-    """Training, with the bar, an estimate after twenty steps, and a summary at the end."""
+    """Training with the bar, an estimate after twenty steps, and a summary at the end."""
 
     def __init__(self, flags, Model):
         super().__init__(flags, Model)
@@ -66,5 +65,6 @@ class Terminal:
         if len(self.times) == 20:
             count = steps - done + 20
             self.say(f"estimate     | {count} steps of {1e3 * median:.2f} ms take "
-                     f"{duration(count * median)}; validations, samples and checkpoints come on top")
+                     f"{duration(count * median)}; validations, samples and checkpoints come on "
+                     "top")
         progress(done / steps, (steps - done) * median)

@@ -1,10 +1,10 @@
-"""The words in which samples are shown: those of gpt2_tokenizer.bin, llm.c's file of GPT-2's words,
-if it is in the current folder; else tiktoken's; and without a network the single bytes alone.
+"""The words that decode samples: those of gpt2_tokenizer.bin, llm.c's file of GPT-2's words, if it
+is in the current folder; otherwise tiktoken's; without a network only the single bytes.
 """
 import functools
 from pathlib import Path
 
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
 from train_gpt2 import HEADER_BYTES, FileKind
 
@@ -27,7 +27,7 @@ def read_tokenizer(path):
 
 
 def words_of(encoding):
-    """{token id: its bytes} of an encoding, special tokens too."""
+    """{token id: its bytes} of an encoding, with special tokens."""
     special = (name.encode() for name in encoding.special_tokens_set)
     words = *encoding.token_byte_values(), *special
     return {encoding.encode_single_token(word): word for word in words}
@@ -35,7 +35,7 @@ def words_of(encoding):
 
 @functools.cache
 def vocabulary():
-    """{token id: its bytes} of GPT-2, by tiktoken, or else of the single bytes."""
+    """{token id: its bytes} of GPT-2, from tiktoken, or of the single bytes only."""
     try:
         encoding = gpt2_encoding()
     except UserError as e:
@@ -51,16 +51,16 @@ def gpt2_words():
 
 
 def decode(tokens, words):
-    """The text of token ids; words: {id: bytes}. An id without bytes is shown as a number."""
+    """The text of token ids. words: {id: bytes}; other ids are shown as numbers."""
     text = b"".join(words.get(t, f"<{t}>".encode()) for t in tokens)
     return text.decode("utf-8", errors="replace")
 
 
 class Tokenized:
-    """Training whose samples are in such words."""
+    """Training that decodes samples with these words."""
 
     def words(self):
-        """{token id: its bytes}; the config of another model says which it has."""
+        """{token id: its bytes}; another model's config has its own."""
         return self.config.words() if hasattr(self.config, "words") else gpt2_words()
 
     def decode(self, tokens):

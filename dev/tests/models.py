@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from dev.common.file_kinds import read_header
 
 from dev.common.devices import make_device
-from dev.common.files import read_header
 from dev.cpu.device import Cpu
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach, has_gpu

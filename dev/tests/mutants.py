@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from dev.common.kernel_text import without_comments
+from dev.common.cuda_source import without_comments
 from prepro_tinyshakespeare import UserError, run
 
 TOP = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+from dev.common.cuda_source import read_kernels
 
 from dev.common.devices import make_device
-from dev.common.kernel_text import read_kernels
 from dev.lab.kernel import Bench, find_kernel, noting, parse_sizes
 from dev.lab.kernel import orders as thread_orders
 from dev.tests.checks import EXACT, check, check_refusal, run_program

@@ -28,7 +28,7 @@ from unittest import mock
 import numpy as np
 
 from dev.data import fineweb, hellaswag, hub
-from dev.data.rows import read_rows, table_files
+from dev.data.parquet_jsonl import read_rows, table_files
 from dev.tests.checks import check, check_refusal, header_refusal, run_program
 from prepro_tinyshakespeare import PRINTING, UserError, byte_encoding, gpt2_encoding
 
@@ -573,7 +573,7 @@ def questions(folder):
         check_refusal("hellaswag.py", wish, write, change)
         check("hellaswag.py writes nothing then", not (folder / "bad.bin").exists())
     (folder / "other.bin").write_bytes(b"\1\0\0\0" * 256)
-    check_refusal("hellaswag.py", f"other.bin: .*{header_refusal((1, 1), hellaswag.QUESTIONS)}",
+    check_refusal("hellaswag.py", f"other.bin: .*{header_refusal((1, 1), hellaswag.EVAL_FILE)}",
                   in_process, hellaswag, "--output", folder / "other.bin")
 
 

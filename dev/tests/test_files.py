@@ -13,12 +13,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+from dev.common.file_kinds import FILES
 
 import train_gpt2
 from dev import gpt2_numpy
 from dev.common.bf16 import master_numbers, to_bf16
-from dev.common.files import FILES, check_kind
-from dev.data.loader import FilesLoader
+from dev.common.file_kinds import check_kind
+from dev.data.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
 from dev.runs.tokenizer import TOKENIZER, read_tokenizer

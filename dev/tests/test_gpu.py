@@ -14,9 +14,9 @@ import numpy as np
 
 import train_gpt2
 from dev.common.bf16 import master_numbers
-from dev.common.kernel_text import read_kernels
+from dev.common.cuda_source import read_kernels
 from dev.gpu.nvtx import DEVICE, MODEL, Annotated, with_ranges
-from dev.runs import memory
+from dev.memory import fit
 from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
 from dev.tests.models import device_of, model_class, poisoned_model
 from dev.tests.trainings import two_token_files
@@ -141,9 +141,9 @@ def models_too_large(device_name, folder):
                               (room, 50, r"the largest -b that fits is 3\b"),
                               (tables(Model, 4) - 1, 4, r"the largest -b that fits is 3\b"),
                               (tables(Recomputing, 1) - 1, 1, "(not even -b 1|is 0).* choose a smaller -t or -e")):
-            with mock.patch.object(memory, "free_bytes", lambda device, free=free: free):
+            with mock.patch.object(fit, "free_bytes", lambda device, free=free: free):
                 check_refusal(f"model of -b {B}", wish, Model, c, device, B, 40)
-    with mock.patch.object(memory, "free_bytes", lambda device: room):
+    with mock.patch.object(fit, "free_bytes", lambda device: room):
         model = Model(c, device, 3, 40)
     found = sum(arena.nbytes for arena in model.arenas.values())
     yield "bytes that a model takes, as foretold", found, room, EXACT

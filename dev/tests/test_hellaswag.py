@@ -15,7 +15,7 @@ import numpy as np
 
 from dev.common.devices import make_device
 from dev.llama3.train_llama3 import Llama3
-from dev.runs.hellaswag_score import EVAL_FILE, Example, mean_losses, read_examples, score
+from dev.runs.hellaswag_score import EVAL_FILE, Example, mean_losses, read_examples, count_right
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
 from dev.tests.trainings import LENGTHS, call, file_of, random_examples
@@ -134,7 +134,7 @@ def agrees(name, model, examples, truth):
     near = np.min(ordered[:, 1] - ordered[:, 0])
     right = sum(int(np.argmin(row)) == example.label for row, example in zip(truth, examples))
     with mock.patch("dev.runs.hellaswag_score.mean_losses", return_value=means):  # not again
-        found = score(model, examples)
+        found = count_right(model, examples)
     check(f"{name}, score {found}", found == (right, len(examples)) and near > 2e-4, f"{right}, {near:.1e} apart")
 
 
@@ -199,7 +199,7 @@ def rules(folder):
             ("a first one that is no number stays, as in llm.c", 0, [nan], [1], [1], [1]),
             ("fp32, in order: 1e8 swallows each 1", 1, [0, 1], [1, 1, 1, large, *[1] * 20, minus], [1], [1])):
         for B in (1, 3, 4, 7):
-            found = [score(Told(table, B), [example(label, *completions)]) for label in range(4)]
+            found = [count_right(Told(table, B), [example(label, *completions)]) for label in range(4)]
             check(f"{name}, B={B}", found == [(int(label == wish), 1) for label in range(4)], found)
     first = mean_losses(Told(table), [example(0, [1, 1, 1, large, *[1] * 20, minus], [2], [3, 4], [5])])
     yield "sums in order", first, np.float32([[0, 2, 3.5, 5]]), EXACT
@@ -211,7 +211,7 @@ def rules(folder):
     seen = []
     long = [example(i % 4, [1] * n, [2], [3], [4], context=[5] * 100) for i, n in enumerate((28, 3, 29, 199, 150))]
     model = Told(table, 3)
-    check("of five, two are right", score(model, long, lambda *counts: seen.append(counts)) == (2, 5))
+    check("of five, two are right", count_right(model, long, lambda *counts: seen.append(counts)) == (2, 5))
     check("widths: the longest of a batch, to a multiple of 128, at most T",
           model.widths == [(3, 300), (3, 128), (3, 128), (3, 128), (3, 128), (3, 128), (3, 128)], model.widths)
     check("progress", seen == [(3, 20), (6, 20), (9, 20), (12, 20), (15, 20), (18, 20), (20, 20)], seen)
@@ -219,7 +219,7 @@ def rules(folder):
     mean_losses(model, [example(0, *[[1] * (n - 100)] * 4, context=[5] * 100) for n in (129, 130)]
                 + [example(0, [1], [2], [3], [4])])
     check("widths of short rows", model.widths == [(5, 256), (5, 256), (5, 128)], model.widths)
-    check_refusal("too long", "-t 299: HellaSwag's example 3 has 299 tokens .*; expected -t 300 or more", score,
+    check_refusal("too long", "-t 299: HellaSwag's example 3 has 299 tokens .*; expected -t 300 or more", count_right,
                   Told(table, 4, 299), long)
     with contextlib.redirect_stderr(io.StringIO()) as written:
         progress_line(1000, 2000)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from dev.ranks.launchers import launched
+from dev.ranks.environment import launched
 from dev.ranks.meeting import Meeting, Point, first_host
 from dev.tests.checks import check, check_refusal, run_program
 

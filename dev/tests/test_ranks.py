@@ -27,12 +27,13 @@ from pathlib import Path
 import numpy as np
 
 from dev import features
+from dev.checkpoints.resume import load_state
+from dev.checkpoints.state_file import state_parts
 from dev.common.bf16 import master_numbers
-from dev.data.loader import FilesLoader
+from dev.data.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.llama3.train_llama3 import Llama3
 from dev.ranks.ranks import Ranks
-from dev.runs.folder import load_state, state_parts
 from dev.tests.checks import EXACT, TINY, check, run_program, words
 from dev.tests.models import FIXTURES, device_of
 from dev.tests.trainings import LLAMA, command, file_of, parse_state, random_examples, without
@@ -555,13 +556,13 @@ def killed_ranks(device_name, folder, kills):
 def full_disk(device_name, folder):
     """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
     program, output = wrapped(folder, late="""
-import dev.runs.folder
-real = dev.runs.folder.replace_file
+from dev.checkpoints import background_writer
+real = background_writer.replace_file
 def replace(path, chunks):
     if rank == 1 and "00000006" in str(path):
         raise OSError(28, "No space left on device")
     real(path, chunks)
-dev.runs.folder.replace_file = replace
+background_writer.replace_file = replace
 """), folder / "full"
     text = train(device_name, 2, folder, output, *SMALL, "-x", 12, "-n", 3, trainer=program)
     line = re.search("WARNING: no checkpoint of step 6: .*No space left.*; the newest whole one is of step 3", text)

@@ -21,8 +21,9 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
-from dev.data.loader import FilesLoader
-from dev.runs.folder import STATE, State, load_position, shuffle_record
+from dev.checkpoints.resume import load_position
+from dev.checkpoints.state_file import STATE, State, shuffle_record
+from dev.data.shuffled_loader import FilesLoader
 from dev.tests.checks import EXACT, check, header_refusal, run_program, words
 from dev.tests.models import FIXTURES
 from dev.tests.trainings import call

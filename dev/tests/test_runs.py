@@ -26,8 +26,10 @@ from unittest import mock
 
 import numpy as np
 
+from dev.checkpoints.main_log import MainLog
+from dev.checkpoints.run_folder import RunFolder
+from dev.checkpoints.state_file import STATE
 from dev.lab.kernels.adamw import halves
-from dev.runs.folder import STATE, RunFolder
 from dev.runs.replay import largest_gradients, repeat
 from dev.tests.checks import EXACT, check, header_refusal, run_program, words
 from dev.tests.models import FIXTURES, device_of, gradients, poisoned_model
@@ -357,15 +359,15 @@ def full_disks(device_name, folder):
         lines.append(data[:count])
         return len(data[:count])
 
-    log = RunFolder(SimpleNamespace(output=folder / "log", resume=0, checkpoint_every=0, sample=None))
-    log.file_of_log = SimpleNamespace(write=write)
+    log = MainLog(folder, 0, False)
+    log.file = SimpleNamespace(write=write)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         for i in range(5):
-            log.log(f"line {i}")
+            log.write(f"line {i}")
     yield "lines of the log wait for room", b"".join(lines) == b"line 0\nline 1\nline 2\nline 3\nline 4\n", True, EXACT
     yield "which is said once", said.getvalue().count("WARNING: main.log could not be written"), 1, EXACT
 
-    crash = ("import sys; import train_gpt2, dev.runs.folder as r\n"
+    crash = ("import sys; import train_gpt2, dev.checkpoints.background_writer as r\n"
              "def broken(*args): raise ZeroDivisionError('a crash')\n"
              "r.replace_file, real = lambda path, chunks: real(path, chunks) if '00000000' in path.name else broken(), "
              "r.replace_file\n"

@@ -39,7 +39,7 @@ from dev.common.bf16 import to_bf16
 from dev.common.devices import make_device
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import has_gpu
-from dev.common.kernel_text import parameters_of
+from dev.common.cuda_source import parameters_of
 from dev.precision.fp8 import fp8_device
 from dev.gpu.peak import flops_per_token
 from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens

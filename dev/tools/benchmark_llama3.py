@@ -30,8 +30,8 @@ from dev.common.bf16 import to_bf16
 from dev.common.devices import make_device
 from dev.features import has_gpu
 from dev.llama3.train_llama3 import Config3, Llama3
-from dev.precision.recompute import LlamaInside, RecomputeInside
-from dev.runs.memory import Fitting
+from dev.memory.recompute import LlamaInside, RecomputeInside
+from dev.memory.fit import Fitting
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import BF16, draw_parameters, kept_as, pack_batch
 

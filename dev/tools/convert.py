@@ -42,7 +42,7 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 
 from dev.common.bf16 import to_bf16
 from dev.data.hub import ask
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from dev.llama3.train_llama3 import Config3
 from dev.runs.tokenizer import words_of
 from train_gpt2 import BF16, Config, to_float

@@ -6,10 +6,10 @@ import sys
 
 from dev.common.devices import make_device
 from dev.features import has_gpu
-from dev.common.files import read_header
+from dev.common.file_kinds import read_header
 from dev.llama3.train_llama3 import Llama3
-from dev.runs.hellaswag_score import PADDING, read_examples, score
-from dev.runs.memory import Fitting
+from dev.runs.hellaswag_score import PADDING, count_right, read_examples
+from dev.memory.fit import Fitting
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import GPT2, parse_flags, read_parameters
 
@@ -51,7 +51,7 @@ def main(arguments=None):
     try:
         model = type(architecture.__name__, (Fitting, architecture), {})(c, device, B, T)
         model.set_parameters(read_parameters(flags.model, c))
-        correct, total = score(model, examples, progress_line if sys.stderr.isatty() else None)
+        correct, total = count_right(model, examples, progress_line if sys.stderr.isatty() else None)
     except device.Fault as e:
         raise UserError(f"the GPU stopped ({e}) at {device.last_kernel} or a launch before it: find "
                         "the fault with --plain 1, compute-sanitizer, or --device cpu") from None

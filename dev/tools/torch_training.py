@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from dev.data.loader import FilesLoader, files_of
+from dev.data.shuffled_loader import FilesLoader, paths_of
 from dev.common.devices import OnCpu
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled
@@ -191,7 +191,7 @@ def main(arguments=None):
     train_data = FilesLoader(val_path if flags.overfit else train_path, B, T, c, 0 if flags.overfit else flags.shuffle)
     val_data = None
     if flags.val_every:
-        fits = (min(count_tokens(path, c)[0] for path in files_of(val_path)) - 1) // T  # sequences, as the trainer's
+        fits = (min(count_tokens(path, c)[0] for path in paths_of(val_path)) - 1) // T  # sequences, as the trainer's
         val_data = FilesLoader(val_path, max(1, min(B, fits)), T, c, False)
     flags.total_batch = flags.total_batch or B * T
     if flags.total_batch % (B * T):

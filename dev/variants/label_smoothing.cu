@@ -1,17 +1,17 @@
 /*
-Label smoothing: fused_classifier for --label-smoothing E, which compiles this file behind kernels.cu. Of each row of
-logits it takes the loss -sum over v of t[v] * log(softmax(logits)[v]), whose target distribution t is (1 - E) on the
-right word plus E / V on each of the V words (Szegedy et al. 2016, section 7). As the t[v] add up to 1, that is
+Label smoothing: fused_classifier for --label-smoothing E, compiled after kernels.cu. The loss of a row of logits is
+-sum over v of t[v] * log(softmax(logits)[v]), where the target distribution t is (1 - E) at the right word plus E / V
+at each of the V words (Szegedy et al. 2016, section 7). Since the t[v] add up to 1, the loss is
 
     log(sum(exp(logits - top))) - (1 - E) * (logits[target] - top) - E * average(logits - top)
 
-with top, the largest logit of the row, and its gradient is softmax - t.
+where top is the row's largest logit. Its gradient is softmax - t.
 */
 
 // losses (N) = the smoothed loss of each row of logits (N,Vp), which become its gradient times dloss, with zeros in the
-// padding. A block has a row and reads it three times: for top, for the two sums, and for the gradient. Rows of two
-// blocks a multiprocessor fit into L2 meanwhile. fused_classifier shows how a row is read from memory once. Items:
-// N rows.
+// padding. A block reads its row three times: for top, for the two sums, and for the gradient. Meanwhile the rows of
+// two blocks per multiprocessor stay in L2. fused_classifier shows how to read a row from memory only once. Items: N
+// rows.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) smoothed_classifier(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, float smoothing, int N,
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(1024) smoothed_classifier(
     }
     exponentials = block_reduce<warp_sum>(exponentials, 0.0f);
     differences = block_reduce<warp_sum>(differences, 0.0f);
-    float right = 1.0f - smoothing, each = smoothing / V;  // the right word has both
+    float right = 1.0f - smoothing, each = smoothing / V;  // the right word gets both
     if (threadIdx.x == 0) losses[row] = logf(exponentials) - right * (to_float(x[target]) - top) - each * differences;
     __syncthreads();  // the logit of the target has been read
     for (int v = threadIdx.x; v < Vp; v += blockDim.x) {

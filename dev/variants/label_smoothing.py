@@ -1,12 +1,12 @@
-"""--label-smoothing E: the model learns to expect the right word with probability 1 - E, and any of
-the V words with E / V besides (Szegedy et al. 2016, section 7). So it gains nothing by driving one
-logit far above the others:
+"""--label-smoothing E: the target is the right word with probability 1 - E, and otherwise a random
+one of the V words (Szegedy et al. 2016, section 7). So the model gains nothing by pushing one logit
+far above the others:
 
     t = (1 - E) * (1 at the right word, else 0) + E / V
     loss = -sum(t * log(softmax(logits)))       gradient = softmax(logits) - t
 
-Only the loss of training is smoothed. Validations and HellaSwag ask how surprised the model is by
-the right word alone, so they compare with those of runs without it. See label_smoothing.cu.
+Only the training loss is smoothed. Validations and HellaSwag use the plain loss, so they compare
+with other runs. See label_smoothing.cu.
 """
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Smoothed:
 
 
 class SmoothedTraining:
-    """A run of such a model: its device has label_smoothing.cu too."""
+    """A run of such a model; its device has label_smoothing.cu too."""
 
     def make_device(self, *beside):
         return super().make_device(*beside, SOURCE)

@@ -1,12 +1,12 @@
 /*
-Outliers: steps whose loss or norm lies far above those of the steps before. With --loss-limit or --norm-limit this file
-is compiled behind kernels.cu, and such a step does not update the parameters.
+Outliers: steps whose loss or norm is far above those of the last steps do not update the parameters. Compiled after
+kernels.cu for --loss-limit and --norm-limit.
 */
 
-constexpr int WINDOW = 128;  // steps; one is judged if so many came before it (as in llm.c)
+constexpr int WINDOW = 128;  // steps, as in llm.c; the first WINDOW steps are not judged
 
-// Put a value in its window, over the oldest one; `seen` values came before it. Returns how many standard deviations it
-// lies above the mean of the window, or NaN if fewer than WINDOW came before it. A warp calls this.
+// Put a value in its window, in place of the oldest; `seen` values came before it. Returns how many standard deviations
+// it is above the mean of the window, or NaN if fewer than WINDOW came before it. Called by a warp.
 __device__ double z_score(double* window, int seen, double value) {
     if (threadIdx.x == 0) window[seen % WINDOW] = value;
     __syncwarp();
@@ -19,10 +19,10 @@ __device__ double z_score(double* window, int seen, double value) {
     return deviation > 0.0 ? (value - mean) / deviation : 0.0;
 }
 
-// Runs behind judge, and takes back verdict->update if the z-score of the loss or of the norm is above its limit; 0 is
-// no limit. windows (2,WINDOW) are the losses and norms of the last steps, in float64 as in llm.c, and *seen counts all
-// that were put there, which a step that is not finite never is. z_scores (WINDOW,2) are those of the last steps, of loss
-// and norm, step s at s % WINDOW, so the host still finds them when later steps are done. Items: threads; one warp.
+// Runs after judge, and revokes verdict->update if the z-score of the loss or the norm is above its limit; 0 means no
+// limit. windows (2,WINDOW) has the last losses and norms, in float64 as in llm.c; *seen counts all steps so far,
+// except those that were not finite. z_scores (WINDOW,2) has those of the last steps, for loss and norm, step s at s %
+// WINDOW, so that the host still finds them after later steps. Items: threads; one warp.
 BLOCK(32, threads)
 extern "C" __global__ void skip_outliers(
     Verdict* verdict, double* windows, int* seen, float* __restrict__ z_scores, float loss_limit, float norm_limit,

@@ -4,12 +4,11 @@
     z = (value - mean) / standard deviation        over the last 128 steps, this one included
 
 and the update is skipped if z is above X, as in llm.c. So a bad batch harms neither the weights nor
-AdamW's moments. The first 128 steps of a run are always made.
+AdamW's moments. The first 128 steps of a run are never skipped.
 
-The device decides, because the host may read a step's loss when the next step is already queued.
-All ranks have the same loss and norm, so they decide alike. The losses and norms of the last 128
-steps are in a checkpoint's run_*.json; where they are missing, a line says so, and they are
-collected anew.
+The device decides, because the host may read a step's loss only after the next step is queued. All
+ranks have the same loss and norm, so they decide alike. A checkpoint's run_*.json has the last 128
+losses and norms. If they are missing, a warning says so, and they are collected anew.
 """
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class Outliers:
     def tables(cls, c, device, B, T):
         tables = super().tables(c, device, B, T)
         rows = [Row("windows", (2, WINDOW), np.float64),  # the last losses and norms
-                Row("seen", (1,), np.int32),  # how many there have been
+                Row("seen", (1,), np.int32),  # how many there have been so far
                 Row("z_scores", (WINDOW, 2)),  # of loss and norm; those of step s at s % WINDOW
                 Row("step", (1,))]
         return tables | {"update": tables["update"] + rows}
@@ -44,13 +43,13 @@ class Outliers:
                            adam.z_scores, flags.loss_limit, flags.norm_limit, adam.step)
 
     def z_scores(self, step):
-        """(loss's, norm's) of one of the last steps; NaN in the first 128."""
+        """(z-score of the loss, of the norm) of a recent step; NaN in the first 128."""
         return self.device.get(self.adam.z_scores[step % WINDOW]).tolist()
 
 
 class OutliersTraining:
-    """A run of such a model: its device has outliers.cu too. It stands above replay.py's Explained,
-    which says what is large in an outlier."""
+    """A run of such a model; its device has outliers.cu too. replay.py's Explained, below it in
+    dev/features.py, says what is large in an outlier."""
 
     def make_device(self, *beside):
         return super().make_device(*beside, SOURCE)

@@ -1,5 +1,5 @@
-"""--overfit: train on the first batch of -j alone, over and over. The loss falls to nearly 0 in a
-model that can learn anything at all."""
+"""--overfit: train on the first batch of -j over and over. The loss falls to nearly 0 if the model
+can learn anything at all."""
 
 
 class Overfit:

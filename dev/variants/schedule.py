@@ -1,15 +1,15 @@
-"""--schedule: other ways for the learning rate to fall than along half a cosine.
+"""--schedule: learning rate schedules other than the cosine.
 
-    linear      along a line
-    constant    not at all, and it does not rise, either
-    wsd         not until the last fifth of the steps, and then as 1 - sqrt (warmup, stable, decay:
-                Hagele et al. 2024, section 4)
+    linear      it falls linearly
+    constant    it stays the same, without a warmup
+    wsd         warmup, stable, decay: it stays the same until the last fifth of the steps, then
+                falls as 1 - sqrt (Hagele et al. 2024, section 4)
 """
 import numpy as np
 
 
 class Scheduled:
-    """Training with one of these."""
+    """Training with one of these schedules."""
 
     def learning_rate(self, step):
         f, flags = np.float32, self.flags

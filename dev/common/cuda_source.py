@@ -1,16 +1,16 @@
-"""What tools read in the text of CUDA files."""
+"""Reads CUDA source: the parameters of kernels, and what BLOCK over them says, with checks."""
 import re
 from typing import NamedTuple
 
 import train_gpt2
 from prepro_tinyshakespeare import UserError
 
-STRUCTS = {"Output": False, "Tiles": True}  # of an array: whether the kernel only reads it
+STRUCTS = {"Output": False, "Tiles": True}  # structs with an array: does the kernel only read it?
 
 
 class Parameter(NamedTuple):
     name: str
-    kind: str  # int, float, size_t, or of an array real, float, Output, ...
+    kind: str  # int, float, size_t; for an array real, float, Output, ...
     array: bool
     const: bool  # an array that the kernel only reads
 
@@ -26,8 +26,8 @@ def parameters_of(kernel):
 
 
 def read_kernels(sources, types=True):
-    """As train_gpt2.read_kernels. Raises UserError unless what stands over each kernel is a BLOCK
-    whose blocks cover something, and, with types, a launch knows those of its parameters."""
+    """As train_gpt2.read_kernels. Raises UserError unless each kernel has a good BLOCK over it and,
+    with types, only parameters whose types a launch knows."""
     kernels = {}
     for path in sources:
         name = "a kernel"
@@ -50,6 +50,6 @@ def read_kernels(sources, types=True):
 
 
 def without_comments(text):
-    """CUDA text with its comments blanked, every offset kept."""
+    """CUDA source with its comments blanked, so that offsets stay."""
     return re.sub(r"//[^\n]*|/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found[0]), text,
                   flags=re.S)

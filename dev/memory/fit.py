@@ -1,4 +1,5 @@
-"""Whether a model fits into a device: says so before anything is allocated, and which batch would.
+"""Does a model fit into the device's memory? This is checked before anything is allocated, and the
+error names the largest batch that fits.
 """
 import bisect
 
@@ -6,11 +7,11 @@ from dev.cpu.device import available_memory
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import layout
 
-SPARE = 2**28  # bytes left for what CuPy, cuBLAS and the driver take in the first step
+SPARE = 2**28  # bytes that CuPy, cuBLAS and the driver take in the first step
 
 
 def free_bytes(device):
-    """How much memory a device has for the tables."""
+    """The memory that a device has for a model's tables."""
     if device.name == "cpu":
         return available_memory()
     return max(0, device.gpu.mem_info[0] - SPARE)
@@ -21,7 +22,7 @@ class Fitting:
 
     @classmethod
     def memory(cls, c, device, B, T):
-        """(bytes that the tables ask for, bytes that are free, the largest B that fits)."""
+        """(bytes of the tables, free bytes, the largest B that fits)."""
         def bytes_of(B):
             return sum(layout(table)[-1] for table in cls.tables(c, device, B, T).values())
 
@@ -49,12 +50,12 @@ class Fitting:
                             f"is {fits}" + self.smaller(config, device, B, T, fits))
 
     def smaller(self, config, device, B, T, fits):
-        """What else to tell a user whose model does not fit."""
+        """The end of the error: other ways to a smaller model."""
         return "" if fits else "; choose a smaller -t or -e"
 
 
 class FittingTraining:
-    """A run that says how much of the memory it takes."""
+    """A run that prints how much memory it takes."""
 
     def announce(self):
         super().announce()

@@ -1,24 +1,24 @@
-"""--recompute: the backward pass computes parts of a layer again, so that layers need not keep
-them.
+"""--recompute: the backward pass computes parts of a layer again, so that they need no memory in
+between (activation checkpointing, Chen et al. 2016).
 
-A layer keeps what its backward pass reads: see Config.activation_table. Where that is more memory
-than a GPU has, some of it can be thrown away and computed once more when it is needed (Chen et al.
-2016). All layers then share one tensor for it. The same kernels and products compute it again, from
-the same numbers, so the bits are the same.
+A layer keeps what its backward pass reads: see Config.activation_table. What is computed again
+needs only one tensor, which all layers share. The same kernels and products compute it from the
+same numbers, so the bits are the same.
 
-    1    the outputs of norms, and the MLP's hidden channels behind GELU: all that is cheap. Three
-         launches a layer.
-    2    all but attention's output atty, the residual stream as each layer finds it, and what has a
-         number a row (means, lse). The products of the forward pass are done again, but fcproj's.
+    1    what is cheap: the outputs of norms, and the MLP's hidden channels after GELU. Three
+         launches per layer.
+    2    everything except attention's output atty, the residual stream before each layer, and what
+         has one number per row (means, lse). All products of the forward pass except fcproj's are
+         done again.
 
-Llama 3 has other norms and another MLP, so each level has a small class for it too, which
+Llama 3 has other norms and another MLP, so each level has a small class for it, which
 dev/features.py puts in front.
 """
 import contextlib
 
 
 class Shared:
-    """Layers have one tensor each for the activations of these names."""
+    """All layers share one tensor for each of the activations with these names."""
     SHARED = ()
 
     @classmethod
@@ -47,7 +47,7 @@ class RecomputeInside(Shared):
 
 
 class LlamaInside:
-    """Level 1 of Llama 3, with the product that makes the hidden channels of its MLP."""
+    """Level 1 for Llama 3, with the product that makes the MLP's hidden channels."""
     SHARED = "ln1", "ln2", "fch", "fch_swiglu"
 
     def compute_again(self, p, a):
@@ -58,9 +58,9 @@ class LlamaInside:
 
 
 class RecomputeLayers(Shared):
-    """Level 2. The residual stream is L + 1 tensors: x as each layer finds it, and last the one in
-    which it flows on. A norm's kernel reads x in one of them, adds the branch, and writes the sum
-    into the other."""
+    """Level 2. The residual stream is L + 1 tensors: x before each layer, and last the one that a
+    layer works in. A norm's kernel reads x from one, adds the branch, and writes the sum to the
+    other."""
     SHARED = "ln1_inp", "ln1", "qkv", "ln2_inp", "ln2", "fch", "fch_gelu", "fch_swiglu"
 
     @classmethod
@@ -71,7 +71,7 @@ class RecomputeLayers(Shared):
 
     @contextlib.contextmanager
     def residual(self, l):
-        """Within, the residual stream is this one of its tensors, as without --recompute 2."""
+        """Inside, the residual stream is tensor l only, as without --recompute 2."""
         acts, all_of_them = self.acts, self.acts.residual
         acts.residual = all_of_them[l]
         try:
@@ -101,13 +101,13 @@ class RecomputeLayers(Shared):
         super().layer_backward(l)
 
     def before_attention(self, p, a, branch):
-        """To qkv. The branch is what the layer before computed; None if x is complete already."""
+        """Up to qkv. branch: what the layer before computed; None if x has it already."""
         self.norm_into(a.residual, self.acts.residual[-1], branch, p.ln1w, p.ln1b, a.ln1,
                        a.ln1_mean, a.ln1_rstd, a.ln1_inp)
         self.device.matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
 
     def after_attention(self, p, a):
-        """To the hidden channels of the MLP."""
+        """From atty to the MLP's hidden channels."""
         matmul, branch = self.device.matmul, self.acts.branch
         matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
         self.norm_into(self.acts.residual[-1], a.residual, branch, p.ln2w, p.ln2b, a.ln2,
@@ -119,14 +119,13 @@ class RecomputeLayers(Shared):
         self.device.matmul(self.acts.branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)
 
     def norm_into(self, x, before, branch, weight, bias, out, mean, rstd, copy):
-        """x = before + branch, unless branch is None: then x is there already. copy = x, and out =
-        layernorm(x)."""
+        """x = before + branch; with branch None, x stays. Then copy = x and out = layernorm(x)."""
         self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, before,
                            branch, weight, bias, len(out))
 
 
 class LlamaLayers:
-    """Level 2 of Llama 3."""
+    """Level 2 for Llama 3."""
 
     def before_attention(self, p, a, branch):
         self.norm_into(a.residual, self.acts.residual[-1], branch, p.ln1w, a.ln1, a.ln1_rstd,
@@ -150,7 +149,7 @@ class LlamaLayers:
 
 
 class RecomputeHint:
-    """Where a model does not fit, say which batch would with --recompute 2."""
+    """If a model does not fit, name the batch that would with --recompute 2."""
 
     def smaller(self, config, device, B, T, fits):
         least = type("Least", (RecomputeLayers, type(self)), {})

@@ -1,7 +1,7 @@
-"""Token files in any number, and in llm.c's random order.
+"""Training on several token files, and --shuffle, in llm.c's random order.
 
 -i may be a pattern such as 'data/fineweb_train_*.bin'. With --shuffle 1, the default for several
-files, each epoch shuffles the files, and the batches of each. Ranks have orders of their own.
+files, each epoch shuffles the files and the batches of each. Every rank has its own order.
 """
 import glob
 from types import SimpleNamespace
@@ -12,18 +12,18 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import DataLoader, count_tokens, read_tokens
 
 
-def files_of(pattern):
-    """The paths that a pattern such as data/fineweb_train_*.bin matches, sorted as in llm.c; or,
-    if none does, that of a file of this name."""
+def paths_of(pattern):
+    """The paths that match a pattern such as data/fineweb_train_*.bin, sorted as in llm.c; or the
+    pattern itself if none does."""
     return sorted(glob.glob(str(pattern))) or [str(pattern)]
 
 
 class FilesLoader(DataLoader):
-    """Batches of the token files that match a pattern, epoch after epoch. A file's last, partial
-    batch is skipped."""
+    """Batches of the token files that match a pattern, epoch after epoch. The last, partial batch
+    of each file is skipped."""
 
     def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
-        self.pattern, self.paths, self.rank = pattern, files_of(pattern), rank
+        self.pattern, self.paths, self.rank = pattern, paths_of(pattern), rank
         self.B, self.T, self.c = B, T, c
         self.size = count * B * T  # of a batch
         counts = [count_tokens(path, c)[0] for path in self.paths]
@@ -43,8 +43,8 @@ class FilesLoader(DataLoader):
         return f"{self.pattern}: {self.total:,} tokens{files}"
 
     def permuted(self, items):
-        """The items as a list; with shuffle, permuted by Fisher and Yates's method from the end, as
-        llm.c does it, with the numbers of a Mersenne Twister."""
+        """The items as a list; with shuffle, in random order, by Fisher and Yates's method from the
+        end with a Mersenne Twister, as in llm.c."""
         items = list(items)
         for i in range(len(items) - 1, 0, -1) if self.shuffle else ():
             j = int(self.rng.randint(2**32, dtype=np.uint32)) % (i + 1)
@@ -79,11 +79,11 @@ class FilesLoader(DataLoader):
 
 
 class Shuffled:
-    """Training on such files."""
+    """Training on several files."""
 
     def loader(self, path, B, T, *ranks):
         if not ranks:  # of a validation, in smaller batches if its file is short
-            shortest = min(count_tokens(each, self.config)[0] for each in files_of(path))
+            shortest = min(count_tokens(each, self.config)[0] for each in paths_of(path))
             return FilesLoader(path, max(1, min(B, (shortest - 1) // T)), T, self.config, 0)
         loader = FilesLoader(path, B, T, self.config, self.flags.shuffle, *ranks)
         self.flags.shuffle = int(loader.shuffle)

@@ -1,9 +1,9 @@
-"""Which of several processes is this one? Launchers say so in environment variables."""
+"""The environment variables in which launchers tell a process its rank."""
 import os
 
-# A variable that only processes of this launcher have, and the variables of: the rank, the number
-# of ranks, the rank on its machine, and the number of ranks there, where the launcher says that.
-# The first that is found counts: srun may set PMI's variables too, but not the rank on a machine.
+# For each launcher: a variable that only its processes have; then those for the rank, the number of
+# ranks, the rank on this machine, and the number of ranks on it ("" if it does not say). The first
+# launcher found counts: srun may set PMI's variables too, but not the rank on a machine.
 OMPI = "OMPI_COMM_WORLD_"
 LAUNCHERS = {
     "torchrun or --gpus": ("RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -18,8 +18,7 @@ LAUNCHERS = {
 
 
 def launched(environment=os.environ):
-    """What a launcher has told this process: (the launcher, rank, ranks, rank on this machine,
-    ranks there). None for a process that is alone."""
+    """(launcher, rank, ranks, rank on this machine, ranks on it), or None for a single process."""
     for name, (mark, *variables) in LAUNCHERS.items():
         if environment.get(mark, "").isdigit():
             values = [int(environment.get(variable, default))

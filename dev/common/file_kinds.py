@@ -1,11 +1,11 @@
-"""What a file is, by the first number of its header: an error about a file of another kind says so,
-and which program takes it. The trainer's own error has the two numbers.
+"""Errors about a file of the wrong kind say what it is, by the first number of its header, and what
+takes it. (The trainer's own error only has the numbers.)
 """
 import train_gpt2
-from dev.data.loader import files_of
+from dev.data.shuffled_loader import paths_of
 from prepro_tinyshakespeare import UserError
 
-FILES = {  # by the first number: what the file is, and what takes it
+FILES = {  # by the first number
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
     20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
     20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",
@@ -18,12 +18,11 @@ FILES = {  # by the first number: what the file is, and what takes it
 
 
 def check_kind(path, *kinds):
-    """Raise UserError if a file is of none of these kinds (train_gpt2.FileKind), and of another one
-    that is known."""
+    """Raise UserError if a file is of a known kind, but none of these (train_gpt2.FileKind)."""
     try:
         with open(path, "rb") as file:
             magic = int.from_bytes(file.read(4), "little")
-    except OSError:  # who needs the file says so
+    except OSError:  # reported by whoever needs the file
         return
     if magic in FILES and magic not in {kind.magic for kind in kinds}:
         names = " or a ".join({kind.name: 0 for kind in kinds})
@@ -31,16 +30,16 @@ def check_kind(path, *kinds):
 
 
 def read_header(path, *kinds):
-    """As train_gpt2.read_header."""
+    """As train_gpt2.read_header, with the better error."""
     check_kind(path, *kinds)
     return train_gpt2.read_header(path, *kinds)
 
 
 class Named:
-    """Training that looks at what -e, -i and -j name."""
+    """Training that checks the kinds of -e, -i and -j."""
 
     def choose_model(self):
-        if not (self.folder and self.folder.checkpoint):  # which has looked at its own
+        if not (self.folder and self.folder.checkpoint):  # which the folder has checked
             check_kind(self.flags.model, self.Model.Config.FILE)
         super().choose_model()
 
@@ -49,6 +48,6 @@ class Named:
         flags = self.flags
         opened = [] if flags.overfit else [train]
         opened += [val] if flags.overfit or flags.val_every else []
-        for path in (path for pattern in opened for path in files_of(pattern)):
+        for path in (path for pattern in opened for path in paths_of(pattern)):
             check_kind(path, *self.config.TOKEN_FILES)
         return paths

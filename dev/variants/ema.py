@@ -2,29 +2,29 @@
 
     average = D * average + (1 - D) * parameters
 
-The last steps of a training jump about a good place, and the mean of where they were is nearer to
-it (Polyak and Juditsky 1992); Karras et al. (2024, "Analyzing and Improving the Training Dynamics
-of Diffusion Models", section 3) measure how long the average should be. D = 0.999 averages over
-about the last 1,000 steps. It starts as the run's first parameters. It is kept in fp32, from
-AdamW's fp32 parameters, and training never reads it. A step without an update leaves it alone.
+The last steps of a training jump around a good point, and their mean is closer to it (Polyak and
+Juditsky 1992). Karras et al. (2024, "Analyzing and Improving the Training Dynamics of Diffusion
+Models", section 3) measure how long the average should be. D = 0.999 averages over about the last
+1,000 steps. The average starts as the run's first parameters, and is kept in fp32, from AdamW's
+fp32 parameters. Training never reads it. A step without an update does not change it.
 
-With -o it is written beside each model_*.bin as ema_*.bin, an fp32 checkpoint like any other: -e
-and --sample take it. A run that goes on (-y 1) reads it from there.
+With -o it is written beside each model_*.bin as ema_*.bin, an fp32 checkpoint that -e and --sample
+take. A resumed run (-y 1) reads it from there.
 """
 from pathlib import Path
 
 import numpy as np
 
-from dev.runs.folder import finite
+from dev.checkpoints.state_file import finite
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import read_parameters
 
-SOURCE = Path(__file__).resolve().with_name("average.cu")
+SOURCE = Path(__file__).resolve().with_name("ema.cu")
 FILE = "ema_{:08d}.bin"
 
 
 class Averaged:
-    """A model that keeps an average of its parameters in an arena of its own."""
+    """A model with an average of its parameters, in an arena of its own."""
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -49,7 +49,7 @@ class Averaged:
 
 
 class AveragedTraining:
-    """A run of such a model: its device has average.cu too."""
+    """A run of such a model; its device has ema.cu too."""
 
     def make_device(self, *beside):
         return super().make_device(*beside, SOURCE)
@@ -61,13 +61,13 @@ class AveragedTraining:
 
 
 class AveragedAndKept:
-    """The average in the folder of a run."""
+    """The average in a run's folder."""
 
     def weights(self, model):
         return super().weights(model) | {FILE: (model.average, np.float32)}
 
     def set_state(self, model, notes):
-        """Go on with a checkpoint's average; or, if its run had none, begin one there."""
+        """Restore a checkpoint's average; if its run had none, start one."""
         super().set_state(model, notes)
         path = self.folder.path / FILE.format(self.folder.step)
         before = notes.get("flags", {}).get("ema")

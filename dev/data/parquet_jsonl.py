@@ -1,4 +1,4 @@
-"""Tables in files: the rows of .parquet and .jsonl, a few at a time, so that a file may be larger than memory."""
+"""Reads rows of .parquet and .jsonl files, a few at a time, so that a file may be larger than memory."""
 import itertools
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ KINDS = ".parquet", ".jsonl"
 
 
 def table_files(source):
-    """The tables that a path names, sorted: itself, or all in a folder and below. Raises UserError if there are none.
-    """
+    """The .parquet and .jsonl files at a path, sorted: itself, or all in and below a folder. Raises UserError if there
+    are none."""
     source = Path(source)
     found = [source] if source.is_file() else sorted(source.rglob("*"))
     found = [path for path in found if path.suffix in KINDS and path.is_file()]
@@ -22,8 +22,7 @@ def table_files(source):
 
 
 def read_parquet(path, columns, first):
-    """Rows of Parquet from row `first` on, tuples; a row group is in memory at a time, and those before are not read.
-    """
+    """Rows of Parquet from row `first` on, tuples. One row group is in memory at a time; earlier ones are skipped."""
     parquet = library("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as file:
@@ -38,14 +37,14 @@ def read_parquet(path, columns, first):
                         first -= min(first, batch.num_rows)
                 else:
                     first -= count
-    except OSError as e:  # what is damaged within a column is one too, without a strerror
+    except OSError as e:  # damage within a column is one too, without a strerror
         raise UserError(f"{path}: could not be read ({e.strerror or 'damaged'}); is the file complete?") from None
     except library("pyarrow").ArrowException:
         raise UserError(f"{path}: is no Parquet, or a part of one; is the file complete?") from None
 
 
 def read_jsonl(path, columns, first):
-    """Rows of JSON, a line each, from row `first` on, tuples. A field that a line does not have is an error."""
+    """Rows of JSON, a line each, from row `first` on, tuples. A missing field is an error."""
     try:
         with open(path, "rb") as file:
             for row, line in enumerate(itertools.islice(file, first, None), first):
@@ -63,6 +62,6 @@ def read_jsonl(path, columns, first):
 
 
 def read_rows(path, columns, first=0):
-    """Rows of a .parquet or .jsonl file, a tuple of these columns each, from row `first` on. Raises UserError, also
-    where there is no such column or the file is damaged."""
+    """Rows of a .parquet or .jsonl file from row `first` on, each a tuple of these columns. Raises UserError, also
+    if a column is missing or the file is damaged."""
     return (read_parquet if Path(path).suffix == ".parquet" else read_jsonl)(path, columns, first)

@@ -1,7 +1,0 @@
-"""--attention relu: attention weights are max(0, q.k / sqrt(HS)), and not their softmax (Wortsman et
-al. 2023)."""
-
-
-class Relu:
-    """A model with ReLU attention."""
-    relu = 1
