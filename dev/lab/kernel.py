@@ -112,8 +112,8 @@ def threads_of(device, name):
 
 class Version(NamedTuple):
     """One way to compute a kernel's outputs. `items` and `shared` are expressions in the names of a problem, as in
-    "N*C". Five names are there besides those: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real;
-    hopper, whether the device has a Hopper GPU's instructions; threads; and what is in `more`."""
+    "N*C". Four more names can be used: W, the numbers of type real in 16 bytes; itemsize, the bytes of a real; threads;
+    and what is in `more`."""
     what: str  # a line that says what it changes
     run: str | Callable  # a kernel's name, or a function (device, a) that launches several
     items: str = None  # what the kernel's BLOCK shares out; with a comma, how many along x and how many along y
@@ -206,9 +206,10 @@ def launched_by(names, known):
     texts, missing = {}, list(names)
     while missing:
         name = missing.pop()
-        if name not in texts and (KERNELS / f"{name}.py").exists():
-            texts[name] = (KERNELS / f"{name}.py").read_text(encoding="utf-8")
-            imports = re.findall(r"from dev\.cuda(?:\.(\w+))? import (\w+)", texts[name])
+        paths = [path for path in (KERNELS / f"{name}.py", LAB / f"{name}.py") if path.exists()]
+        if paths and name not in texts:
+            texts[name] = paths[0].read_text(encoding="utf-8")
+            imports = re.findall(r"from dev\.lab(?:\.kernels)?(?:\.(\w+))? import (\w+)", texts[name])
             missing += [module or name for module, name in imports]
     text = "".join(texts.values())
     return [name for name in known if re.sub("_(inp|weight)$", "", name) in text]
@@ -334,8 +335,7 @@ class Bench:
         self.np = device.cupy if device.name == "cuda" else np
         given, truth, terms = problem_of(kernel.problem, tuple(sizes.items()), device.real == BF16)
         arrays = {name: values for name, values in given.items() if isinstance(values, np.ndarray)}
-        hopper = device.name == "cpu" or device.gpu.compute_capability == "90"  # a CPU does what a Hopper GPU does
-        self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize, hopper=hopper)
+        self.given = SimpleNamespace(**given, W=device.W, itemsize=np.dtype(device.real).itemsize)
         self.written = {name: x for name, x in truth.items() if name not in kernel.made_of}
         self.shapes = {name: values.shape for name, values in {**self.written, **arrays}.items()}
         self.types = {name: self.type_of(name, arrays.get(name)) for name in self.shapes}

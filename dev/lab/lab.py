@@ -3,7 +3,6 @@
     python -m dev.lab                            # lists the kernels
     python -m dev.lab layernorm_forward          # lists its versions
     python -m dev.lab layernorm_forward 2        # checks version 2 against NumPy, and times it over block sizes
-    python -m dev.lab layernorm_forward --show 2 # prints version 2, with all that it calls: see show.py
     python -m dev.lab layernorm_forward --all    # does so with all its versions, and prints the ladder
     python -m dev.lab --all                      # does so with all kernels, and writes RESULTS.md and ladders.svg
     python -m dev.lab --check                    # only checks, all versions of all kernels at small odd shapes
@@ -426,7 +425,6 @@ def read_flags(arguments):
     parser.add_argument("--check", action="store_true", help="only check, at small odd shapes")
     parser.add_argument("--shape", help="sizes that differ from the default, such as B=8,T=1024,C=768")
     parser.add_argument("--dtype", choices=DTYPES, help="only in this one (default: all that a version has)")
-    parser.add_argument("--show", type=int, metavar="N", help="print version N of a kernel, with all that it calls")
     parser.add_argument("--out", type=Path, metavar="FOLDER",
                         help="where --all writes RESULTS.md and ladders.svg (default: dev/lab if of all kernels)")
     parser.add_argument("--exercise", nargs="?", const="", metavar="NAME or FILE",
@@ -441,8 +439,6 @@ def read_flags(arguments):
         raise UserError("--out is where --all writes its results: add --all")
     if flags.shape and not flags.kernel:
         raise UserError("--shape needs the name of a kernel: sizes differ from one to the other")
-    if flags.show is not None and not flags.kernel:
-        raise UserError("--show needs the name of a kernel")
     if flags.kernel and flags.kernel.isdecimal():
         raise UserError(f"{flags.kernel} is a number; expected a kernel's name before it, as in: gelu_forward 2")
     return flags
@@ -456,13 +452,8 @@ def main(arguments=None):
     names, device = kernel_names(), flags.device or ("cuda" if has_gpu() else "cpu")
     chosen = [nearest(flags.kernel, names)] if flags.kernel else names
     kernel, sizes = find_kernel(flags.kernel) if flags.kernel else None, None
-    for number in (flags.version, flags.show):
-        if number is not None and not 1 <= number <= len(kernel.versions):
-            raise UserError(f"{flags.kernel} has versions 1 to {len(kernel.versions)}, not {number}")
-    if flags.show:
-        from dev.lab.show import show
-        print(show(kernel, flags.show, [*Config.SOURCES, *files_of([kernel.name])]))
-        return 0
+    if flags.version is not None and not 1 <= flags.version <= len(kernel.versions):
+        raise UserError(f"{flags.kernel} has versions 1 to {len(kernel.versions)}, not {flags.version}")
     if flags.shape:
         sizes = asked_sizes(flags.shape, kernel)
     if not (flags.version or flags.all or flags.check or flags.shape or flags.dtype):

@@ -11,25 +11,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 
 import numpy as np
 
 from dev.lab import results
-from dev.lab.kernel import (ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, compare, f32, find_kernel,
-                             kernel_names, stored)
-from dev.lab.lab import Failure, Report, files_of
-from dev.lab.show import needed, pieces_of, printed, show
+from dev.lab.kernel import ANY, BF16_LIMIT, KERNEL_LIMIT, Draw, as_stored, bf16, compare, f32, find_kernel, stored
+from dev.lab.lab import Failure, Report
 from dev.lab.timing import Timing
 from dev.tests.mutants import Copy
 from dev.tests.test_files import check_refusal
 from test_gpt2 import check, summary
-from train_gpt2 import BF16, Config, read_kernels
+from train_gpt2 import BF16
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -181,12 +176,6 @@ LINES = [  # arguments, exit status, what is printed
     (["gelu_forward", "x"], 1, "error: argument version: invalid int value: 'x'; --help lists the flags"),
     (["gelu_forward", "--check", "--exercise"], 1, "error: --exercise takes a name or a file itself, and no other .*"),
     (["gelu_forward", "--shape", "C=x"], 1, "error: C=x: 'C=x' is no size; expected one such as T=1024"),
-    (["--show", "3"], 1, "error: --show needs the name of a kernel"),
-    (["gelu_forward", "--show", "0"], 1, "error: gelu_forward has versions 1 to 3, not 0"),
-    (["gelu_forward", "--show", "4"], 1, "error: gelu_forward has versions 1 to 3, not 4"),
-    (["gelu_foward", "--show", "1"], 1, r"error: no kernel gelu_foward; did you mean gelu_forward\?.*"),
-    (["gelu_forward", "--show", "3"], 0,
-     r"// gelu_forward 3: .*\n(?:.*\n)*extern \"C\" __global__ void gelu_forward\(.*\n(?:.*\n)*"),
     (["gelu_forward"], 0, r"gelu_forward: out \(N,4C\) = gelu\(inp\)\nB=8,T=1024,C=768\n  1  fp32 bf16 .*\n(?:.*\n)*"),
     ([], 0, r"gelu_forward +3 versions .*\nresidual_forward +\d versions .*\n"),
 ]
@@ -199,160 +188,6 @@ def lines(copy):
         said = done.stderr.strip() if status else done.stdout
         said = re.sub("compiling kernels.cu with .*, once\n", "", said)
         check(f"lab.py {' '.join(arguments)}", done.returncode == status and re.fullmatch(wish, said), said[-300:])
-
-
-# ---- What --show prints of the lab's own kernels
-
-
-class Anything(int):
-    """A number, size, array or device, as far as a function needs one to launch kernels."""
-    def __getattr__(self, name):
-        return Anything(1024)
-
-    def __getitem__(self, index):
-        return Anything(1024)
-
-    def __call__(self, *args, **more):
-        return Anything(1024)
-
-
-def launched_by(version):
-    """The names of the kernels that a version launches."""
-    if not callable(version.run):
-        return {version.run}
-    names, device, a = set(), Anything(1024), Anything(1024)
-    device.launch, device.tensor_maps = lambda name, *args, **more: names.add(name), Anything(1024)
-    vars(a).update(dict.fromkeys(("B", "T", "NH", "scale", "relu", "out", "lse"), Anything(1024)))  # vars(a) is copied
-    version.run(device, a)
-    return names
-
-
-COMPLETE = (("gelu_forward", 3), ("layernorm_forward", 6), ("softmax_forward", 5), ("attention_forward", 5),
-            ("matmul_forward", 6), ("adamw", 3), ("rope_forward", 3), ("residual_forward", 3), ("gqa_forward", 2),
-            ("matmul_gelu_forward", 3))
-SHOWN = [  # kernel, version, what is shown, and what is not: also what no CPU compiles, and what a local name hides
-    ("layernorm_forward", 6, ("\n// x = x + branch: ", "\nBLOCK(256, threads / 32)\n", "int packs_of", "operator+",
-                              "// residual_layernorm_forward in kernels.cu, with branch = null."),
-     ("copy16(", "int W =", "layernorm_forward5", "gelu")),
-    ("attention_forward", 5, ("# heads.py:", "def launch_trainers(", "address16(const", "#define FLOATS4(x)",
-                              "dynamic_shared[];\n", "#ifndef HOPPER\n#define HOPPER 0\n#endif\n"),
-     ("dscores", "TILE =")),
-    ("matmul_forward", 6, ("by wgmma.\nnamespace tiles {\n", "#define TEN(t)", "#define WGMMA_SIGNS",
-                           "void start_product(", "void load_swizzled(", "multiply_tile("),
-     ("HOPPER", "load_tile", "left_of_wide")),
-    ("matmul_backward", 2, ("def tiles(name", "matmul_backward2_inp(", "matmul_backward2_weight("), ("3_inp", "mma")),
-    ("attention_backward", 4, ("def on_tensor_cores(", "def sizes_of("), ("def in_turns(", "attention_backward5")),
-    ("matmul_forward", 8, ("def by_cublaslt(", "The rest is the code of cuBLASLt."), ("__global__",)),
-]
-
-
-PIECES = """// Not above anything.
-
-#define ONE 1  // is named by #if alone
-// Which of them.
-#if ONE
-constexpr int TWO = 2;  // four(0)
-constexpr int LEFT_OUT = 2;
-#else
-constexpr int TWO = 3,
-    ALSO = 3;
-#endif
-float four(float x) { return x; }
-
-// Of its own.
-namespace six {
-constexpr int SEVEN = 7;
-
-}  // namespace six
-constexpr int SEVEN = 8;
-struct alignas(8) Eight {
-    float x;
-};
-// Adds.
-Eight operator-(Eight a, Eight b) { return {a.x - b.x}; }
-BLOCK(32, 1)
-extern "C" __global__ void nine(float* a) {
-    auto four = [](float x) { return TWO * x; };  // of LEFT_OUT
-    int SEVEN = six::SEVEN;
-
-    a[SEVEN] = four(Eight{1.0f}.x);
-}
-"""
-PRINTED = """
-// pieces.cu:3
-#define ONE 1  // is named by #if alone
-// Which of them.
-#if ONE
-constexpr int TWO = 2;  // four(0)
-#else
-constexpr int TWO = 3,
-    ALSO = 3;
-#endif
-
-// pieces.cu:14
-// Of its own.
-namespace six {
-constexpr int SEVEN = 7;
-
-}  // namespace six
-
-// pieces.cu:20
-struct alignas(8) Eight {
-    float x;
-};
-// Adds.
-Eight operator-(Eight a, Eight b) { return {a.x - b.x}; }
-BLOCK(32, 1)
-extern "C" __global__ void nine(float* a) {
-    auto four = [](float x) { return TWO * x; };  // of LEFT_OUT
-    int SEVEN = six::SEVEN;
-
-    a[SEVEN] = four(Eight{1.0f}.x);
-}"""
-
-
-def shown(folder):
-    """All of a version's kernels, no paragraph twice, each where it is said to be; and a compiler misses nothing."""
-    path, texts = folder / "pieces.cu", {}
-    path.write_text(PIECES)
-    found = "\n".join(printed(needed(pieces_of(path), ["nine"])))
-    check("--show of pieces made up by hand", found == PRINTED, found)
-    gelu = find_kernel("gelu_forward")
-    wrong_row = gelu._replace(versions=(gelu.versions[0]._replace(run="gelu_forward9"),))
-    check_refusal("--show", "no kernel gelu_forward9 with a BLOCK over it, and gelu_forward.py launches it", show,
-                  wrong_row, 1, Config.SOURCES)
-    for name in kernel_names():
-        kernel, paths, wrong = find_kernel(name), [*Config.SOURCES, *files_of([name])], []
-        places = {path.name: path for path in (
-            *paths, TOP / "dev/lab/heads.py", *(TOP / "dev/lab/kernels").glob("*.py"))}
-        for number, version in enumerate(kernel.versions, 1):
-            text = texts[name, number] = show(kernel, number, paths)
-            defined = read_kernels([SimpleNamespace(read_text=lambda encoding, text=text: text)])
-            launched = set() if version.library else launched_by(version)
-            wrong += [f"{number}: no kernel {missing}" for missing in launched - defined.keys()]
-            bias = {"add_partials", "matmul_backward_bias"}  # which versions with a library launch too
-            wrong += [f"{number}: {more} is not launched" for more in defined.keys() - launched - bias]
-            paragraphs = Counter(part for part in text.split("\n\n") if not part.startswith("}"))
-            wrong += [f"{number}: twice: {part}" for part, count in paragraphs.items() if count > 1]
-            for file, line, first in re.findall(r"^(?://|#) (\w+\.(?:cu|py)):(\d+)\n(.*)", text, re.M):
-                if places[file].read_text().splitlines()[int(line) - 1] != first:
-                    wrong.append(f"{number}: {file}:{line} is not {first}")
-        check(f"--show of all versions of {name}", not wrong, "; ".join(wrong))
-    for name, number, there, absent in SHOWN:
-        text = texts[name, number]
-        wrong = [part for part in there if text.count(part) < 1] + [part for part in absent if part in text]
-        check(f"{name} --show {number}: what is there, and what is not", not wrong, f"{wrong}")
-
-    def compiled(key):
-        path, text = folder / f"{key[0]}.cpp", texts[key]
-        begin = re.search(r"^// \w+\.cu:\d+$", text, re.M).start()  # behind the Python
-        path.write_text(f'#include "{TOP / "dev/cpu/cuda.h"}"\n{text[begin:]}\n')
-        return subprocess.run([os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", "-w", "-DBF16",
-                               *Config(C=768, NH=12).switches(), path], capture_output=True, text=True).stderr
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (name, number), errors in zip(COMPLETE, pool.map(compiled, COMPLETE)):
-            check(f"{name} --show {number} compiles by itself", not errors, errors[:300])
 
 
 # ---- What is written
@@ -413,7 +248,6 @@ def main():
     inputs()
     with tempfile.TemporaryDirectory() as folder:
         lines(faults(Path(folder) / "copy"))
-        shown(Path(folder))
         written(Path(folder))
     return summary()
 
