@@ -489,26 +489,27 @@ def mutated(mutant):
 
 def check_kernel(name, dtype, trainer_only):
     """Check the versions of a kernel, or only the trainer's. Returns None, or a line that says what is wrong."""
-    from dev.lab.kernel import Bench, find_kernel, model_of, parse_sizes, words
-    from dev.lab.lab import device_of
-    kernel = find_kernel(name)
-    versions = [version for version in kernel.versions if version.trainer and trainer_only] or kernel.versions
+    from dev.lab.bench import Bench
+    from dev.lab.ladder import describe_choice, find_ladder, model_of, parse_sizes
+    from dev.lab.workers import device_of
+    ladder = find_ladder(name)
+    versions = [version for version in ladder.versions if version.trainer and trainer_only] or ladder.versions
     checks = 0
-    for text in (*kernel.checks, *(kernel.trainer_checks if trainer_only else ())):
+    for text in (*ladder.checks, *(ladder.trainer_checks if trainer_only else ())):
         sizes = parse_sizes(text)
         if AS_HOPPER in os.environ.get("CXXFLAGS", "") and sizes.get("HS") not in (64, 128):
             continue  # as everywhere
-        device = device_of("cpu", dtype, *model_of(kernel, sizes), (name,))
-        bench = Bench(kernel, device, sizes)
+        device = device_of("cpu", dtype, *model_of(ladder, sizes), (name,))
+        bench = Bench(ladder, device, sizes)
         for version in versions:
             for choice in version.choices(device, few=True) if bench.fits(version) else ():
                 checks += 1
                 try:
-                    verdict = bench.check(version, choice)
+                    comparison = bench.check(version, choice)
                 except Exception as e:
-                    return f"{version.what}, {text} {words(choice)}: {' '.join(str(e).split())}"
-                if verdict.place is not None:
-                    return f"{version.what}, {text} {words(choice)}: {verdict}"
+                    return f"{version.what}, {text} {describe_choice(choice)}: {' '.join(str(e).split())}"
+                if comparison.place is not None:
+                    return f"{version.what}, {text} {describe_choice(choice)}: {comparison}"
     return None if checks else "nothing was checked"
 
 

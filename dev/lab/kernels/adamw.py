@@ -4,7 +4,8 @@ import functools
 import numpy as np
 
 from dev.common.bf16 import joined
-from dev.lab.kernel import ANY, Kernel, Version, f32, in_parts
+from dev.lab.inputs import ANY, f32, in_parts
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, to_float
 
 NORM = 2.5
@@ -74,7 +75,7 @@ def line_by_line(device, a):
     launch("adamw1_step", a.n, a.params, a.low, a.m, a.v, a.n, a.settings)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "n=124475904", ("n=32,tensors=1,clip=0,step=1", "n=9600,tensors=14,clip=1", "n=300032,tensors=32,clip=4"),
     trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0", "n=1024,tensors=32,step=1"),
     args="params low grads m v starts decayed tensors n settings verdict",

@@ -2,8 +2,9 @@
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.lab.inputs import ANY, bf16, in_parts
 from dev.lab.kernels import adamw
-from dev.lab.kernel import ANY, Kernel, Version, bf16, in_parts
+from dev.lab.ladder import Ladder, Version
 
 
 def splitmix64(seed, i):
@@ -51,12 +52,12 @@ def problem(draw, n, piece=0, seed=7, step=3, **sizes):
     return inputs, truth, {name: terms[name] for name in ("master", "params")}
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "n=124475904", ("n=32,tensors=1,clip=0,step=1", "n=9600,tensors=14,clip=1,piece=13",
                              "n=300032,tensors=32,clip=4,seed=16777215"),
     trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0,piece=24", "n=9600,tensors=14,step=70000",
                     "n=1024,tensors=32,step=1,piece=1"),
     args="params low grads m v starts decayed tensors n settings verdict places noise",
-    fp32="grads settings verdict noise", exact="m v", sums="master params", made_of=adamw.KERNEL.made_of, versions=(
+    fp32="grads settings verdict noise", exact="m v", sums="master params", made_of=adamw.LADDER.made_of, versions=(
         Version("a hash of the number's place rounds it: the trainer's", "adamw_bf16", "n", trainer=True),
     ))

@@ -1,10 +1,11 @@
 """losses (N) of logits (N,Vp), which become their gradient dloss * (softmax - 1 at the target)"""
 import numpy as np
 
-from dev.lab.kernels.crossentropy_forward import classifier_problem, fused_classifier
 from dev.lab.formulas import cross_entropy, dcross_entropy
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
+from dev.lab.kernels.crossentropy_forward import classifier_problem, fused_classifier
 from dev.lab.kernels.softmax_forward import WORDS, padded
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, V, Vp):
@@ -24,7 +25,7 @@ def trainers(device, a):
     fused_classifier(device, a, with_gradient=True)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=1,T=3,V=257,Vp=257", "B=1,T=3,V=128256,Vp=128256"),
     trainer_checks=("B=1,T=5,V=384,Vp=384", "B=1,T=7,V=4096,Vp=4224"), args="logits losses targets dloss N V Vp",
     fp32="losses", sums="losses", versions=(

@@ -2,8 +2,9 @@
 import numpy as np
 
 from dev.lab.formulas import cross_entropy
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
 from dev.lab.kernels.softmax_forward import WORDS, logits_of
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import classifier_launch
 
 
@@ -43,7 +44,7 @@ def trainers(device, a):
     fused_classifier(device, a, with_gradient=False)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,V=50257,Vp=50304", WORDS,
     trainer_checks=("B=1,T=3,V=257,Vp=257", "B=1,T=5,V=384,Vp=384", "B=1,T=7,V=4096,Vp=4224"),
     args="losses logits targets N V Vp", fp32="losses", sums="losses", versions=(

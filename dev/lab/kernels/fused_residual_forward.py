@@ -2,7 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import layernorm, moments
-from dev.lab.kernel import ROWS, Kernel, Version, f32
+from dev.lab.inputs import ODD_SHAPES, f32
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, C, apart=0):
@@ -35,8 +36,8 @@ def trainers(device, a):
                   a.weight, a.bias, a.N, threads=a.threads)
 
 
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS, compiled_for="C",
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, compiled_for="C",
     trainer_checks=("B=1,T=1,C=32", "B=8,T=5,C=768", "B=3,T=9,C=96,apart=1", "B=1,T=5,C=768,apart=1"),
     args="out mean rstd copy residual branch weight bias N C", fp32="residual before mean rstd", exact="residual copy",
     sums="out mean",

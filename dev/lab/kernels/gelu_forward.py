@@ -2,7 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import gelu
-from dev.lab.kernel import ROWS, Kernel, Version, in_parts
+from dev.lab.inputs import ODD_SHAPES, in_parts
+from dev.lab.ladder import Ladder, Version
 
 
 def gelu_inputs(draw, N, OC):
@@ -23,8 +24,8 @@ def problem(draw, B, T, C):
 BY_TANH = dict(sums="out", limits=dict(fp32=5e-7, bf16=5e-7))  # 1 + tanh u cancels, so that inp's size counts
 
 
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS, trainer_checks=("B=1,T=1,C=32",), args="out inp N OC", versions=(
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32",), args="out inp N OC", versions=(
         Version("a thread a number, by tanh", "gelu_forward1", "N*OC", **BY_TANH),
         Version("16 bytes a lane", "gelu_forward2", "N*OC", **BY_TANH),
         Version("one exponential: the trainer's", "gelu_forward", "N*OC", trainer=True, held_back={

@@ -1,7 +1,8 @@
 """norm[0] = the square root of the sum of the squares of grads (n)"""
 import numpy as np
 
-from dev.lab.kernel import ANY, Kernel, Version, f32
+from dev.lab.inputs import ANY, f32
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import NORM_BLOCKS
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
@@ -38,7 +39,7 @@ def trainers(device, a):
 
 LONG_SUMS = dict(fp32=2e-4)  # of up to two million numbers one by one; the trainer's, by three blocks, of 160,000
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "n=124475904", ("n=32", "n=9600,last=1", "n=9600,last=2", "n=300032"),
     trainer_checks=("n=4,again=1", "n=49380,again=1"), fp32="grads norm", traffic=lambda a: 4 * a.n,
     versions=(

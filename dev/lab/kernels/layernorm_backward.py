@@ -2,7 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import dlayernorm, moments
-from dev.lab.kernel import ROWS, Kernel, Version
+from dev.lab.inputs import ODD_SHAPES
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
@@ -36,8 +37,8 @@ def trainers(device, a):
 
 
 # A mean of 50 deviations leaves (inp - mean) * rstd with an error of some 1e-6.
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS,
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES,
     trainer_checks=("B=1,T=1,C=32", "B=3,T=100,C=96", "B=1,T=70,C=1600", "B=2,T=20,C=768,linear=0"),
     args="dresidual dweight dbias before dout inp weight mean rstd N C", compiled_for="C",
     fp32="mean rstd dweight dbias before partials", sums="dresidual dweight dbias before", versions=(

@@ -1,6 +1,6 @@
 """dinp (N,C) = dout (N,OC) weight (OC,C), and dweight (OC,C) += dout' inp (N,C)"""
-from dev.lab.kernel import ALL, Kernel, Version
 from dev.lab.kernels.matmul_forward import MATMUL_LIMITS
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, C, OC, accumulate=1):
@@ -35,7 +35,7 @@ def by_library(device, a):
 ADDS = dict(fits=lambda a: a.accumulate)
 ADDS_PACKS = dict(fits=lambda a: a.accumulate and a.OC % 8 == 0)
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,C=768,OC=3072", ("B=1,T=1,C=32,OC=8", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=264",
                                           "B=3,T=9,C=96,OC=288,accumulate=0"),
     fp32="dweight", sums="dinp dweight", limits=MATMUL_LIMITS, flops=lambda a: 4 * a.N * a.C * a.OC, versions=(
@@ -46,8 +46,8 @@ KERNEL = Kernel(
                 **ADDS_PACKS),
         Version("tensor cores, by mma.sync",
                 tiles("matmul_backward5", shared=lambda a: 2 * 2*128 * (128 + 8*a.itemsize)), threads=(256,),
-                dtypes=ALL, limits=dict(fp32=1e-4), **ADDS_PACKS),  # three products of TF32 halves, each truncated
-        Version("cuBLASLt, as the trainer", by_library, threads=(), dtypes=ALL, library="cuBLASLt", held_back={
+                dtypes=DTYPES, limits=dict(fp32=1e-4), **ADDS_PACKS),  # three products of TF32 halves, each truncated
+        Version("cuBLASLt, as the trainer", by_library, threads=(), dtypes=DTYPES, library="cuBLASLt", held_back={
                     "tf32": "wgmma reads TF32 only with the summed index as the fastest, and of these four "
                             "operands three have it as the slow one"}),
     ))

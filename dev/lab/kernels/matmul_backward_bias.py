@@ -1,7 +1,7 @@
 """dbias (OC) += the sum over rows of dout (N,OC)"""
 import numpy as np
 
-from dev.lab.kernel import Kernel, Version
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, OC):
@@ -26,7 +26,7 @@ def trainers(device, a):
         device.launch("add_partials", a.OC, a.dbias, None, None, a.partials, shares, a.OC)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,OC=3072", ("B=1,T=2,OC=32", "B=3,T=9,OC=288", "B=1,T=140,OC=1600"),
     trainer_checks=("B=1,T=1,OC=2304", "B=1,T=256,OC=768", "B=2,T=300,OC=96", "B=1,T=2100,OC=32"),
     args="dbias dout N OC", fp32="dbias partials", sums="dbias", versions=(
@@ -38,9 +38,6 @@ KERNEL = Kernel(
                 scratch=lambda a: dict(partials=(a.shares, a.OC))),
         Version("16 bytes a lane, no atomics: the trainer's", trainers, threads=(), trainer=True,
                 more=dict(shares=(None, 1, 3, 16, 32, 64)),
-                scratch=lambda a: dict(partials=(shares_of(a), a.OC)) if shares_of(a) > 1 else {}, held_back={
-                    "fp32": "the start of the first kernel, and the second one, which adds up the shares, "
-                            "take the rest",
-                    "bf16": "the start of the first kernel, and the second one, which adds up the shares, "
-                            "take the rest"}),
+                scratch=lambda a: dict(partials=(shares_of(a), a.OC)) if shares_of(a) > 1 else {},
+                held_back="the rest is the start of the first kernel, and the second kernel, which adds up the shares"),
     ), torch=lambda torch, x: lambda: x.dout.sum(0))

@@ -4,8 +4,9 @@ Version 1 is a product and then a kernel that reads again what the product has s
 computes GELU in bf16: with B=32 and T=1024 on an H200 that takes 284 to 298 us, and the product alone 204.
 """
 from dev.lab.formulas import gelu
-from dev.lab.kernel import ALL, Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
 from dev.lab.kernels.matmul_forward import LIBRARY_LIMITS
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, C):
@@ -25,11 +26,11 @@ def by_epilogue(device, a):
     device.matmul(a.fch, a.inp, a.weight.T, bias=a.bias, gelu=a.fch_gelu)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,C=768", ("B=1,T=1,C=32", "B=3,T=9,C=96", "B=1,T=300,C=160"), sums="fch fch_gelu",
     limits=LIBRARY_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC, versions=(
-        Version("a product, then GELU", by_two, threads=(), dtypes=ALL),
-        Version("cuBLASLt's epilogue, as the trainer", by_epilogue, threads=(), dtypes=ALL, library="cuBLASLt",
+        Version("a product, then GELU", by_two, threads=(), dtypes=DTYPES),
+        Version("cuBLASLt's epilogue, as the trainer", by_epilogue, threads=(), dtypes=DTYPES, library="cuBLASLt",
                 held_back={
                     "tf32": "GELU is a kernel of its own, which takes a third of the time",
                     "bf16": "GELU's exponential and division are done by the threads that hold the results, while "

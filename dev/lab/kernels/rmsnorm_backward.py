@@ -1,7 +1,8 @@
 """dinp (N,C) and dweight (C) += the gradients behind dout, of rmsnorm"""
 from dev.lab.formulas import drmsnorm, root
-from dev.lab.kernel import Kernel, Version, f32
+from dev.lab.inputs import f32
 from dev.lab.kernels.rmsnorm_forward import LONG_ROWS, ODD_ROWS
+from dev.lab.ladder import Ladder, Version
 from dev.llama3.train_llama3 import rmsnorm_backward_launch
 from train_gpt2 import PARTIAL_ROWS
 
@@ -35,7 +36,7 @@ def partials(a):
     return dict(partials=(a.blocks or PARTIAL_ROWS, a.C))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,C=2048", LONG_ROWS, compiled_for="C", fp32="rstd dweight partials", sums="dinp dweight",
     trainer_checks=(*ODD_ROWS, "B=3,T=100,C=96", "B=1,T=70,C=1600", "B=1,T=37,C=4096", "B=1,T=23,C=8192"),
     args="dinp dweight dout inp weight rstd N C", versions=(

@@ -2,9 +2,10 @@
 import numpy as np
 
 from dev.lab.formulas import rmsnorm, root
-from dev.lab.kernel import ROWS, Kernel, Version, f32
+from dev.lab.inputs import ODD_SHAPES, f32
+from dev.lab.ladder import Ladder, Version
 
-LONG_ROWS = (*ROWS, "B=1,T=5,C=4096")
+LONG_ROWS = (*ODD_SHAPES, "B=1,T=5,C=4096")
 ODD_ROWS = ("B=1,T=1,C=32", "B=1,T=7,C=2112", "B=1,T=1,C=4096", "B=1,T=5,C=8192")  # the trainer's alone
 
 
@@ -30,7 +31,7 @@ def trainers(device, a):
                   a.N)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,C=2048", (*LONG_ROWS, "B=2,T=10,C=768,eps_exponent=3"), compiled_for="C",
     trainer_checks=(*ODD_ROWS, *(f"{sizes},branch=0,eps_exponent=3" for sizes in (*LONG_ROWS, *ODD_ROWS)),
                     "B=3,T=9,C=96,apart=1", "B=1,T=7,C=2112,apart=1"),

@@ -2,7 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import softmax
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
+from dev.lab.ladder import Ladder, Version
 from prepro_tinyshakespeare import UserError
 
 WORDS = "B=1,T=1,V=17,Vp=32", "B=3,T=9,V=257,Vp=384", "B=1,T=3,V=50257,Vp=50304"
@@ -35,7 +36,7 @@ def in_packs(a):
     return a.Vp % a.W == 0
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=3,T=9,V=257,Vp=257"), args="out inp N V Vp", versions=(
         Version("a thread a row, three passes", "softmax_forward1", "N", threads=(32, 128),
                 limits=dict(fp32=1e-4)),  # a sum of 50,257 numbers one by one

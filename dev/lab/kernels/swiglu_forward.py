@@ -2,7 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import swiglu
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
+from dev.lab.ladder import Ladder, Version
 
 ROWS_H = ("B=1,T=1,H=264", "B=3,T=9,H=96", "B=1,T=5,H=2048")
 ODD_ROWS_H = ("B=1,T=1,H=2056", "B=1,T=9,H=264")  # the trainer's alone
@@ -27,7 +28,7 @@ def problem(draw, B, T, H):
     return dict(N=B * T, inp=inp), dict(out=in_parts(swiglu, inp))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,H=8192", ROWS_H, trainer_checks=ODD_ROWS_H, args="out inp N H", versions=(
         Version("a thread a number", "swiglu_forward1", "N*H"),
         Version("16 bytes a lane: the trainer's", "swiglu_forward", "N*H", trainer=True),

@@ -3,7 +3,8 @@ import numpy as np
 
 from dev.lab.formulas import transposed
 from dev.lab.heads import draw_heads, pairs_seen, split
-from dev.lab.kernel import ALL, ANY, Kernel, Version, in_parts, stored
+from dev.lab.inputs import ANY, in_parts, stored
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, NH, HS):
@@ -36,7 +37,7 @@ def by_library(device, a):
                                  out, kind, a.T, a.T * a.T, a.NH, device.compute, lib.CUBLAS_GEMM_DEFAULT)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", ("B=1,T=5,NH=3,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64"),
     args="att qkv scale T NH", compiled_for="HS", sums="att",
     limits=dict(fp32=1e-4, tf32=2e-3, bf16=1e-4),  # tensor cores truncate where they add
@@ -46,9 +47,9 @@ KERNEL = Kernel(
                 args="att qkv scale B T NH"),
         Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=(1024,)),
         Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=(256,)),
-        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=ALL,
+        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=DTYPES,
                 shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
-        Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=ALL, library="cuBLAS",
+        Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=DTYPES, library="cuBLAS",
                 recorded=False, held_back={
                     "fp32": "it multiplies the whole square, twice what counts, and sums of 64 terms are "
                             "too short to hide the stores",
