@@ -112,7 +112,7 @@ def template(name):
                 "    real is float, or bf16 of 16 bits. Arrays are stored row by row: the last index varies fastest."]
     items, shared = version_of(exercise, ladder).items, version_of(exercise, ladder).shared
     comment += ["", f"Items: {items}. An item is {exercise.item}.",
-                "BLOCK(threads, items) says how many threads a block has and how many items it covers. The grid gets",
+                "BLOCK(threads, items) says how many threads per block has and how many items it covers. The grid gets",
                 "enough blocks to cover all items. The last block may cover some that do not exist.",
                 *(f"    {f'BLOCK({threads}, {covers})':27} {text}" for covers, text in WAYS)]
     if exercise.plane:

@@ -110,7 +110,7 @@ LAYERNORM = """
     }
     mean[row] = m, rstd[row] = s;
 """
-# A warp a row.
+# One warp per row.
 WARPS = """
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= N) return;
@@ -142,7 +142,7 @@ GELU = NUMBER + """
     float x = to_float(inp[i]);
     from_float(out[i], 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))));
 """
-# A block of 64 threads a row of the residual stream, whose sum is made in shared memory: for rmsnorm's square root.
+# A block of 64 threads per row of the residual stream, whose sum is made in shared memory: for rmsnorm's square root.
 BLOCK_ROW = """
     __shared__ float part[64];
     size_t start = (size_t)blockIdx.x * C;

@@ -142,7 +142,7 @@ def faults(folder):
         check(f"{name}: once", len(errors) == len(set(errors)) == once, f"{len(errors)} lines")
         check(f"{name}: the other runs", others, done.stdout[-200:])
     text = (copy.top / "dev/lab/kernels/gelu_forward.py").read_text()
-    cut = re.sub(r'        Version\("16 bytes a lane".*\n', "", text)
+    cut = re.sub(r'        Version\("16 bytes per lane".*\n', "", text)
     (copy.top / "dev/lab/kernels/gelu_forward.py").write_text(cut)
     done = lab(copy, "--check")
     check("a kernel that no version launches", "error: gelu_forward2 is launched by no version" in done.stdout

@@ -1,4 +1,4 @@
-"""a step of AdamW whose moments are bf16, rounded at random by SplitMix64's numbers"""
+"""a step of AdamW with moments in bf16, rounded stochastically by SplitMix64's numbers"""
 import numpy as np
 
 from dev.common.bf16 import to_bf16
@@ -28,8 +28,7 @@ def rounded(x, parts, terms):
 
 
 def problem(draw, n, piece=0, seed=7, step=3, **sizes):
-    """That of adamw. A tensor is one piece, or has pieces of so many numbers, with others between them, which a rank
-    does not have."""
+    """As adamw's. A tensor is one piece, or several of `piece` numbers, with numbers of other ranks between them."""
     inputs, truth, terms = adamw.problem(draw, n, step=step, moment=bf16, **sizes)
     starts, tensors = inputs["starts"], inputs["tensors"]
     pieces = np.full(tensors, piece or n, np.uint64)

@@ -1,4 +1,4 @@
-"""verdict's loss = share times the sum of losses (N), or, with accumulate, that is added to it"""
+"""verdict's loss = share * the sum of losses (N), or += that with accumulate"""
 from dev.lab.inputs import f32
 from dev.lab.ladder import Ladder, Version
 from train_gpt2 import Verdict

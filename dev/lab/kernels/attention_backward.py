@@ -10,7 +10,7 @@ from dev.lab.ladder import DTYPES, Ladder, Version
 
 def problem(draw, B, T, NH, HS, relu=0):
     inputs, truth, *terms = heads.backward_problem(draw, B, T, NH, NH, HS, relu)
-    turns = np.zeros(B * NH * -(-T // 32) + 1, np.int32)  # counters, which have to be 0 again in the end
+    turns = np.zeros(B * NH * -(-T // 32) + 1, np.int32)  # counters, which must be 0 again at the end
     return inputs | dict(turns=turns), truth | dict(turns=turns), *terms
 
 
@@ -60,9 +60,9 @@ LADDER = Ladder(
     trainer_checks=(*heads.ODD_HEADS, *(f"{sizes},relu=1" for sizes in (*heads.LONG_HEADS, *heads.ODD_HEADS))),
     limits=ATTENTION_LIMITS | dict(tf32=1e-3),  # a product more than in the forward pass
     flops=lambda a: 10 * pairs_seen(a) * a.HS, versions=(
-        Version("a thread a query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
+        Version("one thread per query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
                 fits=plain_softmax),
-        Version("a thread a row of dq, dk or dv", without_atomics, threads=(64, 128), scratch=heads.delta_scratch,
+        Version("one thread per row of dq, dk or dv", without_atomics, threads=(64, 128), scratch=heads.delta_scratch,
                 fits=plain_softmax),
         Version("tensor cores, by mma.sync", partial(on_tensor_cores, longest_first=0), threads=(), dtypes=DTYPES,
                 scratch=heads.delta_scratch, fits=plain_softmax),

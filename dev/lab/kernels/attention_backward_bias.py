@@ -1,4 +1,4 @@
-"""dqkvb (3,NH,HS) += the sum over rows of dqkv (B,T,3,NH,HS), which attention's backward pass leaves beside it"""
+"""dqkv (B,T,3,NH,HS), attention's gradient, and dqkvb (3,NH,HS) += its sum over rows"""
 from dev.lab import heads
 from dev.lab.heads import ATTENTION_LIMITS
 from dev.lab.ladder import DTYPES, Ladder, Version

@@ -24,7 +24,7 @@ LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, compiled_for="HS", fp32="att lse", sums="out lse",
     trainer_checks=(*heads.ODD_HEADS, *(f"{sizes},with_lse=1" for sizes in heads.LONG_HEADS)),
     limits=ATTENTION_LIMITS, limits_of=dict(lse=heads.LSE_LIMITS), flops=lambda a: 4 * pairs_seen(a) * a.HS, versions=(
-        Version("a thread a query, its weights in device memory", "attention_forward1", "B*NH*T", threads=(64, 256),
+        Version("one thread per query, its weights in device memory", "attention_forward1", "B*NH*T", threads=(64, 256),
                 args="out att qkv scale B T NH", scratch=weights, fits=plain_softmax),
         Version("three kernels: tiles, online softmax, tiles", in_three, threads=(128, 256), scratch=weights,
                 fits=plain_softmax),

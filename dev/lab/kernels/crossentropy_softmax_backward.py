@@ -25,6 +25,6 @@ def problem(draw, B, T, V, Vp):
 LADDER = Ladder(
     problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=1,T=3,V=257,Vp=257"),
     args="dlogits dlosses probs targets N V Vp", fp32="dlosses", versions=(
-        Version("a thread a number", "crossentropy_softmax_backward1", "N*Vp"),
-        Version("16 bytes a lane", "crossentropy_softmax_backward2", "Vp, N", fits=in_packs),
+        Version("one thread per number", "crossentropy_softmax_backward1", "N*Vp"),
+        Version("16 bytes per lane", "crossentropy_softmax_backward2", "Vp, N", fits=in_packs),
     ))

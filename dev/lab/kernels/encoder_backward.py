@@ -32,8 +32,8 @@ LADDER = Ladder(
     trainer_checks=("B=1,T=1,C=32,V=257", "B=3,T=30,C=160,V=257,share=0", "B=3,T=300,C=96,V=257,share=60"),
     args="dwte dwpe dout tokens N T C", fp32="dwte dwpe", sums="dwte dwpe",
     traffic=lambda a: a.N * a.C * a.itemsize + 8 * (a.words + a.T) * a.C, versions=(
-        Version("a thread a channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
-        Version("a thread a channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
+        Version("one thread per channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
+        Version("one thread per channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
         Version("a block for each word: the trainer's", trainers, threads=(64, 128, 256, 512), trainer=True,
                 held_back="most words occur once, so most blocks have work for one of their eight warps, and all meet "
                           "at a barrier"),

@@ -15,9 +15,9 @@ LADDER = Ladder(
     trainer_checks=("B=1,T=1,C=32,V=1", "B=2,T=27,C=96,V=257,positions=0"),
     args="out tokens wte wpe N T C", fp32="out", exact="out",
     traffic=lambda a: (a.N + a.T) * a.C * a.itemsize + 4 * a.N * (a.C + 1), versions=(
-        Version("a thread a token", "encoder_forward1", "N", threads=(32, 64, 128, 256)),
-        Version("a thread a channel", "encoder_forward2", "N*C"),
-        Version("4 channels a lane: the trainer's", "encoder_forward", "N*C", trainer=True, held_back={
+        Version("one thread per token", "encoder_forward1", "N", threads=(32, 64, 128, 256)),
+        Version("one thread per channel", "encoder_forward2", "N*C"),
+        Version("4 channels per lane: the trainer's", "encoder_forward", "N*C", trainer=True, held_back={
                     "bf16": "a thread has 4 channels in either dtype, so it waits as often as in fp32, for "
                             "half the bytes"}),
     ))

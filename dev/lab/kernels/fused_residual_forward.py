@@ -7,8 +7,8 @@ from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, C, apart=0):
-    """Rows such as Draw.rows has, and a branch of their deviations. apart: what the branch is added to is not residual,
-    but `before`, and stays."""
+    """Rows as in Draw.rows, and a branch with their deviations. apart: the branch is added to `before`, which does not
+    change, and not to residual."""
     N = B * T
     given, branch = draw.rows(N, C), draw.real(np.logspace(1, -3, N)[:, None] * draw.normal(N, C))
     weight, bias, residual = draw(C), draw(C), f32(given + branch)

@@ -22,9 +22,9 @@ LADDER = Ladder(
     trainer_checks=(*heads.ODD_GROUPS, *(f"{sizes},relu=1" for sizes in (*heads.LONG_GROUPS, *heads.ODD_GROUPS))),
     limits=ATTENTION_LIMITS | dict(tf32=1e-3),  # a product more than in the forward pass
     flops=lambda a: 10 * pairs_seen(a) * a.HS, versions=(
-        Version("a thread a query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
+        Version("one thread per query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
                 fits=plain_softmax),
-        Version("a thread a query, or a key and a value", by_rows, threads=(64, 128), scratch=heads.delta_scratch,
+        Version("one thread per query, or a key and a value", by_rows, threads=(64, 128), scratch=heads.delta_scratch,
                 fits=plain_softmax),
         Version("a block's keys meet the queries of all heads of a group: the trainer's", heads.trainers_backward,
                 threads=(), dtypes=DTYPES, scratch=heads.delta_scratch, trainer=True, held_back=heads.BACKWARD_GAP),

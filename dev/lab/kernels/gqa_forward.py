@@ -21,7 +21,7 @@ LADDER = Ladder(
                     *(f"{sizes},relu=1" for sizes in (*heads.LONG_GROUPS, *heads.ODD_GROUPS))),
     limits=ATTENTION_LIMITS, limits_of=dict(lse=heads.LSE_LIMITS), flops=lambda a: 4 * pairs_seen(a) * a.HS,
     beside=("repeat_kv_forward",), versions=(
-        Version("a thread a query", "gqa_forward1", "B*NH*T", threads=(64, 256), args="out qkv scale B T NH NKV",
+        Version("one thread per query", "gqa_forward1", "B*NH*T", threads=(64, 256), args="out qkv scale B T NH NKV",
                 fits=plain_softmax),
         Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(), dtypes=DTYPES,
                 scratch=repeated_and_lse),

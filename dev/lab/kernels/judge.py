@@ -1,4 +1,4 @@
-"""the verdict on a step: whether its loss and norm are finite, and whether those of all steps before were"""
+"""the verdict on a step: whether its loss and norm, and those of all steps before it, are finite"""
 import numpy as np
 
 from dev.lab.ladder import Ladder, Version
@@ -8,7 +8,7 @@ KINDS = 3.5, np.inf, np.nan, -np.inf, 3.4028235e38  # the last is the largest fp
 
 
 def problem(draw, loss=0, norm=0, stopped=0):
-    """loss and norm are numbers of KINDS. stopped: 1 if a step before was not finite."""
+    """loss and norm are numbers of KINDS. stopped: 1 if an earlier step was not finite."""
     loss, norm = KINDS[loss], abs(KINDS[norm])
     stops = stopped or not np.isfinite([loss, norm]).all()
     before = Verdict(norm=draw.fp32(1)[0], loss=loss, update=1 - stopped, stopped=stopped)

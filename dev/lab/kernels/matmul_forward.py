@@ -2,7 +2,7 @@
 from dev.lab.ladder import DTYPES, Ladder, Version
 from train_gpt2 import Cuda
 
-# Of sums of some thousand products. Tensor cores truncate where they add.
+# For sums of some thousand products. Tensor cores truncate their sums.
 MATMUL_LIMITS = dict(fp32=2e-5, tf32=1e-3, bf16=1e-4)
 LIBRARY_LIMITS = MATMUL_LIMITS | dict(bf16=3e-3)  # it may round the product before it adds the bias, and then again
 
@@ -14,7 +14,7 @@ def problem(draw, B, T, C, OC):
 
 
 def by_cublas(device, a):
-    """As the trainer's plain device has it; on the CPU by NumPy's BLAS."""
+    """As on the trainer's plain device; on the CPU by NumPy's BLAS."""
     (Cuda.matmul if device.name == "cuda" else type(device).matmul)(device, a.out, a.inp, a.weight.T, bias=a.bias)
 
 
@@ -26,10 +26,10 @@ LADDER = Ladder(
     problem, "B=8,T=1024,C=768,OC=3072", ("B=1,T=1,C=32,OC=1", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=257"),
     args="out inp weight bias N C OC", sums="out", limits=MATMUL_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC,
     versions=(
-        Version("a thread an element", "matmul_forward1", "N*OC", threads=(256, 1024)),
+        Version("one thread per element", "matmul_forward1", "N*OC", threads=(256, 1024)),
         Version("tiles of 32 x 32 in shared memory", "matmul_forward2", "OC, N", threads=(1024,)),
         Version("8 x 8 elements a thread, in registers", "matmul_forward3", "OC, N", threads=(256,)),
-        Version("16 bytes a load, and the next tile on its way", "matmul_forward4", "OC, N", threads=(256,)),
+        Version("16 bytes per load, and the next tile on its way", "matmul_forward4", "OC, N", threads=(256,)),
         Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(256,),
                 shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=DTYPES,
                 limits=dict(fp32=1e-4)),  # three products of TF32 halves, each truncated

@@ -1,4 +1,4 @@
-"""whether a step is an outlier among those before, by the z-scores of its loss and norm"""
+"""whether a step is an outlier among the steps before it, by the z-scores of its loss and norm"""
 import numpy as np
 
 from dev.lab.inputs import f32
@@ -11,8 +11,8 @@ KINDS = ("normal", "outlier", "constant")
 
 def problem(draw, seen, loss=0, norm=0, loss_limit=0, norm_limit=0, update=1, step=1):
     """One step after `seen` others. loss and norm are numbers of KINDS; an outlier is 9 deviations above the others,
-    and one that is constant is as they are. update: 0 if judge is against one. The z-scores, by the formula of llm.c's
-    detector, are NaN without a whole window of steps before."""
+    and a constant one is equal to them. update: 0 if judge has decided against one. The z-scores, by llm.c's formula,
+    are NaN without a whole window of steps before."""
     windows, given = np.zeros((2, WINDOW)), np.zeros(2)
     for row, kind in enumerate((loss, norm)):
         history = f32(3 + draw.normal(seen) ** 2)

@@ -11,7 +11,7 @@ def problem(draw, B, T, C):
 
 LADDER = Ladder(
     problem, "B=8,T=1024,C=768", ODD_SHAPES, args="out inp1 inp2 N C", exact="out", versions=(
-        Version("a thread a number", "residual_forward1", "N*C"),
-        Version("16 bytes a lane", "residual_forward2", "N*C"),
+        Version("one thread per number", "residual_forward1", "N*C"),
+        Version("16 bytes per lane", "residual_forward2", "N*C"),
         Version("streaming loads and stores", "residual_forward3", "N*C", held_back=LAUNCH_GAP),
     ), torch=lambda torch, x: lambda: x.inp1 + x.inp2)

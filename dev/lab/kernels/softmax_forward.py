@@ -38,12 +38,12 @@ def in_packs(a):
 
 LADDER = Ladder(
     problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=3,T=9,V=257,Vp=257"), args="out inp N V Vp", versions=(
-        Version("a thread a row, three passes", "softmax_forward1", "N", threads=(32, 128),
+        Version("one thread per row, three passes", "softmax_forward1", "N", threads=(32, 128),
                 limits=dict(fp32=1e-4)),  # a sum of 50,257 numbers one by one
-        Version("a block a row, three passes", "softmax_forward2", "N", threads=(256, 512, 1024)),
-        Version("online, a warp a row: two passes, 16 bytes a lane", "softmax_forward3", "N", threads=(128, 256, 1024),
-                fits=in_packs),
-        Version("online, a block a row", "softmax_forward4", "N", threads=(256, 512, 1024), fits=in_packs),
+        Version("one block per row, three passes", "softmax_forward2", "N", threads=(256, 512, 1024)),
+        Version("online, one warp per row: two passes, 16 bytes per lane", "softmax_forward3", "N",
+                threads=(128, 256, 1024), fits=in_packs),
+        Version("online, one block per row", "softmax_forward4", "N", threads=(256, 512, 1024), fits=in_packs),
         Version("one pass, the next row on its way", "softmax_forward5", "min(blocks, N)", threads=(512, 1024),
                 shared="Vp*itemsize", more=dict(blocks=(2, 132, 264)), fits=in_packs),
     ), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))

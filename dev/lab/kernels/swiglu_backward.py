@@ -30,6 +30,6 @@ def trainers(device, a):
 LADDER = Ladder(
     problem, "B=8,T=1024,H=8192", ROWS_H, sums="dinp", args="dinp dout inp N H",
     trainer_checks=(*ODD_ROWS_H, *(f"{sizes},in_place=1" for sizes in (*ROWS_H, *ODD_ROWS_H))), versions=(
-        Version("a thread a number", "swiglu_backward1", "N*H", fits=lambda a: not a.in_place),
-        Version("16 bytes a lane: the trainer's", trainers, trainer=True),
+        Version("one thread per number", "swiglu_backward1", "N*H", fits=lambda a: not a.in_place),
+        Version("16 bytes per lane: the trainer's", trainers, trainer=True),
     ))
