@@ -24,9 +24,11 @@ import numpy as np
 from dev.common.bf16 import joined, to_bf16
 from dev.cpu.device import Cpu
 from dev.gpt2_numpy import forward, mean_loss
+from dev.lab.bench import Bench
 from dev.lab.formulas import attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, layernorm
-from dev.lab.kernel import Bench, bf16, f32, find_kernel, model_of, parse_sizes, stored
+from dev.lab.inputs import bf16, f32, stored
 from dev.lab.kernels.adamw import halves
+from dev.lab.ladder import find_ladder, model_of, parse_sizes
 from dev.tests.checks import (
     EXACT,
     TOP,  # noqa: F401  (its programs find train_gpt2)
@@ -38,22 +40,9 @@ from dev.tests.checks import (
     summary,
     words,
 )
-from dev.tests.models import (
-    ATTENTION,
-    FIXTURES,
-    LIMITS,
-    LOWER,
-    check_dump,
-    check_kernels,
-    check_launched,
-    device_of,
-    each_device,
-    each_kind,
-    places_of,
-    poison,
-    read_debug_state,
-    read_flags,
-)
+from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, check_kernels,
+                              check_launched, device_of, each_device, each_kind, places_of, poison,
+                              read_debug_state, read_flags)
 from dev.tests.steps import check_steps
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, GPT2, HERE, LOW, Config, kept_as, read_parameters, to_float
@@ -119,7 +108,7 @@ def test_as_hopper(only=None):
     """Attention as a Hopper GPU does it, on the CPU, which has wgmma in C++. A missing wait or fence makes NaN."""
     devices = {}
     for name, text in AS_HOPPER:
-        kernel, sizes = find_kernel(name), parse_sizes(text)
+        kernel, sizes = find_ladder(name), parse_sizes(text)
         if only not in (None, name):
             continue
         C, NH = model_of(kernel, sizes)

@@ -1,7 +1,5 @@
-"""The CPU as a device for train_gpt2.py: kernels.cu compiled by g++ or clang++ with cuda.h, and NumPy's BLAS.
-
-It has the verbs of train_gpt2.Cuda.
-"""
+"""The CPU as a device for train_gpt2.py, with the verbs of train_gpt2.Cuda: g++ or clang++ compile kernels.cu behind
+cuda.h, and NumPy's BLAS multiplies matrices."""
 import ctypes
 import hashlib
 import os
@@ -21,6 +19,7 @@ from dev.common.cache import cache_folder
 from train_gpt2 import BF16, SIZES, Cuda, FastCuda, aligned_bytes, to_float
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
+HEADERS = sorted(HEADER.parent.glob("*.h"))  # cuda.h includes the others
 KERNELS, MOMENTS = HEADER.parents[2] / "kernels.cu", HEADER.parents[1] / "precision/moments.cu"
 GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")  # of a kernel of this name
 
@@ -112,7 +111,7 @@ class Cpu:
         source, named = program(str), program(str if debugged else lambda path: path.name)
         # -### prints what the driver would run, and so what -march=native means on this processor.
         target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
-        key = hashlib.sha256(b"\0".join([named.encode(), HEADER.read_bytes(), target]))
+        key = hashlib.sha256(b"\0".join([named.encode(), *(path.read_bytes() for path in HEADERS), target]))
         cache = cache_folder()
         library = cache / f"kernels_{key.hexdigest()[:16]}.so"
         if library.exists():
@@ -185,7 +184,7 @@ class Cpu:
             raise UserError(f"kernels.cu: {error.decode()}")
 
     def tensor_map(self, array, T):
-        """As train_gpt2.FastCuda.tensor_map; what cuda.h reads is simpler."""
+        """As train_gpt2.FastCuda.tensor_map; what hopper.h reads is simpler."""
         made = aligned_bytes(128)
         made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.shape[1], T
         return made.view("V128")

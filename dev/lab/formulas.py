@@ -1,12 +1,12 @@
-"""What the kernels compute, as formulas of NumPy in float64: the truths that all of them are compared with.
+"""The formulas of all kernels in NumPy and float64: the truths that kernels are compared with.
 
-df(dout, x) is the gradient of sum(dout * f(x)), and a list of them if there are several x. test_gpt2.py and
+df(dout, x) is the gradient of sum(dout * f(x)), or a list of gradients if there are several x. test_gpt2.py and
 dev/tests/test_llama3.py compare each gradient with finite differences of its function. Those of GPT-2's forward pass
 are in dev/gpt2_numpy.py, and imported here.
 """
 import numpy as np
 
-from dev.gpt2_numpy import causal, cross_entropy, gelu, layernorm, sigmoid, softmax  # noqa: F401  (others import them)
+from dev.gpt2_numpy import causal, cross_entropy, gelu, layernorm, sigmoid, softmax  # noqa: F401  (others import them from here)
 
 
 def dgelu(dout, x):
@@ -46,7 +46,7 @@ def attention(kind, q, k, v):  # (...,T,HS) three times -> (...,T,HS)
 
 
 def dattention(kind, dout, q, k, v, delta=None):
-    """delta (...,T,1), which softmax's gradient needs, is the average over a row of att of dout @ v.T."""
+    """delta (...,T,1), which the gradient of softmax needs, is the average of dout @ v.T over a row of att."""
     att = attention_weights(kind, q @ transposed(k) / np.sqrt(q.shape[-1]))
     delta = (dout * (att @ v)).sum(-1, keepdims=True) if delta is None else delta
     dscore = dattention_weights(kind, dout @ transposed(v), att, delta) / np.sqrt(q.shape[-1])
@@ -74,8 +74,8 @@ def drmsnorm(eps, dout, x, weight):
 
 
 def frequencies(HS, theta, factor):
-    """Radians a token of each pair of channels (HS/2), rounded to fp32 where PyTorch rounds. Llama 3.1's scaling goes
-    by wavelengths, in tokens."""
+    """Radians per token of each pair of channels (HS/2), rounded to fp32 where PyTorch rounds. Llama 3.1 scales
+    them by their wavelengths, in tokens."""
     exponent = np.float32(np.arange(0, HS, 2)) / np.float32(HS)
     frequency = np.float32(1) / np.float32(np.float64(np.float32(theta)) ** exponent)
     wavelength = 2 * np.pi / np.float64(frequency)

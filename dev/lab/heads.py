@@ -4,28 +4,42 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
-from dev.lab.kernel import f32, in_parts
+from dev.lab.inputs import f32, in_parts
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import GPT2
 
-# What every version is checked at: a single token, tiles that are not full, and tiles of several kinds.
+# Sizes for every version: a single token, tiles that are not full, and tiles of several kinds.
 HEADS = ("B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64")
 LONG_HEADS = (*HEADS, "B=1,T=150,NH=2,HS=128")
 GROUPS = ("B=1,T=1,NH=1,NKV=1,HS=64", "B=2,T=33,NH=6,NKV=2,HS=64", "B=1,T=130,NH=4,NKV=1,HS=64",
           "B=1,T=70,NH=3,NKV=3,HS=64")
 LONG_GROUPS = (*GROUPS, "B=1,T=150,NH=4,NKV=2,HS=128")
-# The trainer's alone: heads of odd sizes, and more of them than kernels.cu's SECTION.
+# For the trainer's version only: heads of odd sizes, and more of them than SECTION in kernels.cu.
 ODD_HEADS = ("B=1,T=40,NH=2,HS=32", "B=1,T=64,NH=3,HS=32", "B=2,T=70,NH=33,HS=32", "B=1,T=300,NH=2,HS=64",
              "B=1,T=70,NH=5,HS=80", "B=1,T=130,NH=4,HS=100")
 ODD_GROUPS = ("B=3,T=5,NH=44,NKV=22,HS=3", "B=2,T=27,NH=8,NKV=1,HS=6", "B=1,T=40,NH=2,NKV=1,HS=32",
               "B=1,T=260,NH=2,NKV=1,HS=128")
 
 
+# Attention in fp32 on a GPU is sums that tensor cores truncate: 1e-5 for a head of 128 channels. In tf32 and bf16
+# weights are rounded on the way.
+ATTENTION_LIMITS = dict(fp32=2e-5, tf32=5e-4, bf16=3e-3)
 LSE_LIMITS = dict(fp32=2e-5, tf32=5e-4, bf16=2e-5)  # its weights are added up in fp32, before they are rounded
+# Why the trainer's attention is below its ceiling: see Version.held_back.
+FORWARD_GAP = {
+    "tf32": "mma.sync has 60% of wgmma's rate, and the threads load and round all that it multiplies",
+    "bf16": "a tile's second product waits for its exponentials, which alone take some 13 us, and four blocks overlap "
+            "only a part"}
+BACKWARD_GAP = {
+    "fp32": "it does seven products where five are counted",
+    "tf32": "seven products for the five that are counted, by mma.sync, from operands that threads load and round, two "
+            "blocks a multiprocessor",
+    "bf16": "it does seven products where five are counted, exponentials lie between them, and registers allow only "
+            "three or four blocks"}
 
 
 def pairs_seen(a):
-    """How many pairs there are of a query and a key that it sees."""
+    """The number of pairs of a query and a key that it sees."""
     return a.B * a.NH * a.T * (a.T + 1) // 2
 
 
@@ -41,13 +55,13 @@ def join(*heads):
 
 
 def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
-    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS), of two kinds that take turns from one group of heads to the next.
+    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS), of two kinds that alternate between groups of heads.
 
     The first has scores of up to some hundreds: its queries are 2^-3 to 2^3 times as large as normal numbers, its keys
     are 4 times as large, and its values a quarter, so that dq, dk and dv are alike in size. All of its numbers have few
-    bits, sixteenths before that, and are exact in each dtype, since an exponential multiplies what a large score is off
-    by. The second has small scores, its queries being 2^-3 to 1 times as large, and all bits of its numbers count. With
-    coarse, all groups are of the first kind. Raises UserError.
+    bits, sixteenths before that, and are exact in each dtype, since an exponential multiplies the error of a large
+    score. The second has small scores, its queries being 2^-3 to 1 times as large, and all bits of its numbers count.
+    With coarse, all groups are of the first kind. Raises UserError.
     """
     if NH % NKV:
         raise UserError(f"expected NKV = {NKV} to divide NH = {NH}")
@@ -75,8 +89,7 @@ def size_of(a, b):
 
 
 def by_heads(f, q, k, v, *more):
-    """f of the heads one after the other, (1,T,HS) each, with its group's key and value. Returns a list of (B,NH,...).
-    """
+    """f of each head, (1,T,HS), with the key and value of its group. Returns a list of (B,NH,...)."""
     k, v = (x.repeat(q.shape[1] // x.shape[1], 1) for x in (k, v))
     arrays = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *more))
     return [x.reshape(*q.shape[:2], *x.shape[1:]) for x in in_parts(f, *arrays, step=1)]
@@ -87,15 +100,15 @@ def sizes_of(B, T, NH, NKV, HS, relu):
 
 
 def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
-    """Attention from qkv. With relu, of max(0, score) in place of softmax; with_lse, lse is an output too."""
+    """Attention from qkv; with relu, max(0, score) in place of softmax; with_lse, lse is an output too."""
     kind = "relu" if relu else "softmax"
     qkv, _ = draw_heads(draw, B, T, NH, NKV, HS)
     out, lse = by_heads(lambda *x: forward_of(kind, *x), *split(qkv, NH, NKV))
     truth = dict(out=join(out), lse=lse) if with_lse else dict(out=join(out))
-    # lse is a logarithm: its error is that of its argument, and of the score that has been taken out of it.
+    # lse is a logarithm: its error is that of its argument and of the score that was subtracted.
 
     def sizes(q, k, v):
-        if relu:  # a score next to 0 is off by as much as any, and may have the other sign
+        if relu:  # a score near 0 has the error of any other, and may change its sign
             return (size_of(np.tri(T) * HS**-0.5 * size_of(q, transposed(k)), v),)
         return (size_of(attention_weights(kind, HS**-0.5 * q @ transposed(k)), v),)
 
@@ -104,9 +117,9 @@ def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
 
 
 def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
-    """Its gradients, given an out that is not quite right, or dscore would be 0 where T is 1. With relu all scores are
-    exact in each dtype, or one next to 0 would lose its sign. With cold, the scores of the last query are all so low
-    that its weights, where it is taken to be there but sees nothing, would be infinite."""
+    """The gradients of attention. out is slightly wrong, or dscore would be 0 with T = 1. With relu all scores are
+    exact in each dtype, or one near 0 could change its sign. With cold all scores of the last query are so low that a
+    weight would be infinite if a kernel took padding for a query."""
     kind = "relu" if relu else "softmax"
     qkv, dout = draw_heads(draw, B, T, NH, NKV, HS, coarse=bool(relu))
     if cold:
@@ -118,7 +131,7 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
     def gradients(q, k, v, dout, out):
         delta, scale = (dout * out).sum(-1, keepdims=True), HS**-0.5
         att = attention_weights(kind, scale * q @ transposed(k))
-        # How large the terms of dscore are, and then those of its products: dout v' and delta nearly cancel.
+        # The size of the terms of dscore, and of its products: dout v' and delta nearly cancel.
         size = np.where(att > 0, size_of(dout, transposed(v)), 0) if relu else att * (
             size_of(dout, transposed(v)) + abs(delta))
         terms = scale * size_of(size, k), scale * size_of(transposed(size), q), size_of(transposed(att), dout)
@@ -131,7 +144,7 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
 
 
 def launch_trainers(device, a, kernel, *arrays, tiled):
-    """Launch a kernel of kernels.cu as the trainer does. tiled: arrays that it reads by tiles."""
+    """Launch a kernel of kernels.cu as the trainer does. tiled: the arrays that it reads in tiles."""
     model = SimpleNamespace(device=device, config=a, BT=(a.B, a.T), scale=a.scale, relu=a.relu)
     GPT2.attention(model, kernel, *arrays, *(x.reshape(a.B * a.T, -1) for x in tiled))
 
@@ -146,7 +159,7 @@ def trainers_backward(device, a, sums=None):
 
 
 def lse_scratch(a):
-    """Room for lse, where it is no output."""
+    """lse, unless it is an output."""
     return {} if a.with_lse else dict(lse=(a.B, a.NH, a.T))
 
 
@@ -155,7 +168,7 @@ def delta_scratch(a):
 
 
 def plain_softmax(a):
-    """Whether a problem is one that the lab's own versions do."""
+    """Whether the lab's own versions can do a problem."""
     return not (a.relu or getattr(a, "with_lse", 0))
 
 

@@ -1,20 +1,21 @@
-"""What the lab writes of its timings: a table for each kernel, RESULTS.md, and a chart."""
+"""What the lab writes: a table of timings for each kernel, RESULTS.md, and a chart."""
 import datetime
 import hashlib
 import math
 import re
 import subprocess
 
-from dev.lab.kernel import DTYPES, LAB, find_kernel
+from dev.lab.ladder import DTYPES, LAB, find_ladder
 from prepro_tinyshakespeare import UserError, replace_file
 
 HEADER = ("| | dtype | what it is | launched with | time | speed-up | rate | of the ceiling | of a library |\n"
           "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n")
-ENOUGH = 0.85  # of what bounds it; a version that reaches less says why
+IMAGES = LAB.parent / "images"
+ENOUGH = 0.85  # of the ceiling; a last version below this says why
 
 
-def describe(device, ceilings):
-    """{name: words} of a GPU, its driver, and what was measured of it."""
+def describe_gpu(device, ceilings):
+    """{name: words} of a GPU, its driver, and its ceilings."""
     runtime = device.cupy.cuda.runtime
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
                             text=True).stdout.split()
@@ -32,7 +33,8 @@ def commit():
 
 
 def table(name, report):
-    """The Markdown table of one kernel: the speed-up is over version 1, in the same dtype if it has it."""
+    """The Markdown table of one kernel. The speed-up is over version 1, in the same dtype if it has that. A version
+    that failed has no row."""
     timings = [t for t in report.timings if t.kernel == name]
     lines, first = [], {}
     for t in timings:
@@ -45,69 +47,74 @@ def table(name, report):
                  f"{start / t.seconds:,.1f} x" if start else "", t.rate, f"{t.share:.1%} of {t.bound}",
                  f"{seconds / t.seconds:.0%} of {library}" if seconds else "")
         lines.append(f"| {' | '.join(map(str, cells))} |\n")
-    for f in report.failures:
-        if f.kernel == name:
-            lines.append(f"| {f.number or ''} | {f.dtype} | {f.what} | error: {f.line.replace('|', '/')} | | | | | |\n")
     return HEADER + "".join(lines)
 
 
 def held_back(name, report):
-    """A sentence for each dtype in which the last version, as the trainer launches it if it does, is below ENOUGH of
-    what bounds it. The version's row has the reason."""
+    """For each dtype in which the last version is below ENOUGH of its ceiling, a sentence with the reason from its row
+    in the kernel's .py. If the trainer launches it, that launch counts. Nothing is said if the last version failed."""
     sentences = []
     for dtype in DTYPES:
-        timings = [t for t in report.timings if t.kernel == name and t.dtype == dtype]
-        last = max(timings, key=lambda t: (t.number, t.own), default=None)
+        number, version = max(enumerate(find_ladder(name).versions, 1), key=lambda v: (dtype in v[1].dtypes, v[0]))
+        timings = [t for t in report.timings if (t.kernel, t.dtype, t.number) == (name, dtype, number)]
+        last = max(timings, key=lambda t: t.own, default=None)
         if last and last.share < ENOUGH:
             what = {"bytes": "the bytes alone take", "FLOPs": "the products alone take"}[last.bound]
-            reason = find_kernel(name).versions[last.number - 1].held_back.get(dtype, "nobody has said why")
+            reasons = version.held_back
+            reason = reasons if isinstance(reasons, str) else reasons.get(dtype, "not explained yet")
             sentences.append(f"\n{dtype}: {what} {1e6 * last.share * last.seconds:.1f} of the "
                              f"{1e6 * last.seconds:.1f} us; {reason}.\n")
     return "".join(sentences)
 
 
-MARK = re.compile(r"<!-- written by lab.py --all, (\w+) -->\n(.*)<!-- the end of what lab.py writes -->\n", re.S)
+MARK = re.compile(r"<!-- written by dev\.lab --all, (\w+) -->\n(.*)<!-- end of what dev\.lab writes -->\n", re.S)
+INTRO = """# The kernel lab's timings
+
+Each kernel's versions, timed on a GPU by `python -m dev.lab --all`, which writes all between the two marks.
+README.md in this folder says how it measures and what the ceiling is.
+
+"""
 
 
 def mark(body):
-    return (f"<!-- written by lab.py --all, {hashlib.sha256(body.encode()).hexdigest()[:16]} -->\n{body}"
-            "<!-- the end of what lab.py writes -->\n")
+    return (f"<!-- written by dev.lab --all, {hashlib.sha256(body.encode()).hexdigest()[:16]} -->\n{body}"
+            "<!-- end of what dev.lab writes -->\n")
 
 
 def is_unchanged(text):
-    """Whether what stands between the marks of a text is what the lab has written there."""
+    """Whether the text between the marks is what the lab wrote there."""
     found = MARK.search(text)
     return bool(found) and mark(found[2]) == found[0]
 
 
 def write(folder, names, report):
-    """Put the tables of kernels between the marks of a folder's RESULTS.md, leave the rest of it as it is, and draw
-    ladders.svg. Without a name, only see whether that can be done. Raises UserError if somebody has edited what is
-    between the marks, or if there can be no such folder."""
+    """Put the tables of kernels between the marks of a folder's RESULTS.md, leave the rest as it is, and draw
+    ladders.svg, that of dev/lab in dev/images. Without names, only check that this can be done. Raises UserError if the
+    text between the marks was edited, or the folder cannot be made."""
     path = folder / "RESULTS.md"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise UserError(f"--out {folder}: no folder can be made there ({e.strerror}); choose another") from None
-    text = path.read_text(encoding="utf-8") if path.exists() else f"# Measured\n\n{mark('')}"
+    text = path.read_text(encoding="utf-8") if path.exists() else f"{INTRO}{mark('')}"
     if not is_unchanged(text):
-        raise UserError(f"{path}: what the lab has written there was edited by hand, and must not pass for measured: "
-                        "move the file away, or choose another --out")
+        raise UserError(f"{path}: the text between the lab's marks was edited by hand, so it is no measurement; move "
+                        "the file away, or choose another --out")
     if not names:
         return
     d = report.device
     body = (f"\n{d['device']}, driver {d['driver']}, CUDA {d['cuda']}, {datetime.date.today()}, commit {commit()}. "
             f"Ceilings, measured in the same run: {d['rates']}.\n")
     for name in names:
-        kernel = find_kernel(name)
-        body += f"\n## {name} ({kernel.shape})\n\n{kernel.summary}\n\n{table(name, report)}{held_back(name, report)}"
+        ladder = find_ladder(name)
+        body += f"\n## {name} ({ladder.shape})\n\n{ladder.summary}\n\n{table(name, report)}{held_back(name, report)}"
     replace_file(path, [MARK.sub(lambda _: mark(f"{body}\n"), text).encode()])
-    draw_chart(folder / "ladders.svg", names, report.timings)
+    draw_chart((IMAGES if folder == LAB else folder) / "ladders.svg", names, report.timings)
 
 
 def draw_chart(path, names, timings):
-    """An SVG: for each kernel the share of the ceiling that its versions reach, by their numbers, in the first dtype
-    that each has; the last one black. The scale is logarithmic."""
+    """An SVG with a row for each kernel: the share of the ceiling that each version reaches, in its first dtype, on a
+    logarithmic scale. The last version is black."""
     left, right, row, lowest = 240, 860, 22, 1e-4
 
     def x(share):
@@ -127,7 +134,7 @@ def draw_chart(path, names, timings):
     for share in (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1):
         svg.append(f'<path d="M{x(share):.0f} {row / 2}V{bottom}" stroke="#ccc"/>'
                    f'<text x="{x(share):.0f}" y="{bottom + 16}" text-anchor="middle">{100 * share:g}%</text>')
-    svg.append(f'<text x="{left}" y="{bottom + 34}">of the time that the device needs at least</text>')
+    svg.append(f'<text x="{left}" y="{bottom + 34}">the least possible time as a share of the measured one</text>')
     for i, (name, best) in enumerate(drawn, 1):
         svg.append(f'<text x="{left - 14}" y="{row * i + 4}" text-anchor="end">{name}</text>')
         for number, share in best.items():

@@ -1,8 +1,8 @@
-// What several of the lab's kernels share, after kernels.cu.
+// Code that several kernels of the lab share, compiled after kernels.cu.
 
 namespace lab {
 
-// Counts this block, and says whether it is the last of `all`. The last one may read what the others have stored before
+// Counts this block, and returns whether it is the last of `all`. The last block may read what the others stored before
 // they were counted, and leaves 0 in the counter for the next launch. Every thread of the block must call it.
 __device__ __forceinline__ bool last_of(int* counter, int all) {
     __shared__ bool last;
@@ -26,8 +26,8 @@ constexpr int STEP = 128 / sizeof(real);  // the summed index goes by steps of 1
 constexpr int LD = STEP + 8;              // a tile's row: neighbours in a column are in different banks
 constexpr int WIDE_LD = 128 + W;          // the same for a wide tile: rows of 128 numbers, one for each summed index
 
-// Rows first..first+rows-1 of a matrix, from column c on, into a tile (rows, LD), 16 bytes at a time that are on their
-// way when this returns; zeros beyond the matrix's rows and columns. stride is from row to row.
+// Rows first..first+rows-1 of a matrix, from column c on, into a tile (rows, LD), by asynchronous copies of 16 bytes;
+// zeros beyond the matrix. stride is from row to row.
 template <int rows, int width = STEP, int ld = LD>
 __device__ __forceinline__ void load(real* tile, const real* matrix, size_t stride, int first, int end, int c,
                                      int columns) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, i
 // Where a number lies in a tile whose rows are 128 bytes, in the 128-byte swizzle.
 __device__ __forceinline__ int swizzled(int row, int c) { return row * STEP + (c ^ row % 8 * W); }
 
-// As load(), for such a tile. A row beyond the matrix is its last row again: what comes of that is not stored.
+// As load(), for such a tile. A row beyond the matrix repeats its last row; its results are not stored.
 template <int rows>
 __device__ __forceinline__ void load_swizzled(real* tile, const real* matrix, int C, int first, int end, int c) {
     int row = threadIdx.x / 8, k = threadIdx.x % 8 * W;  // a block of 256 threads copies 32 rows at a time
@@ -196,12 +196,12 @@ __device__ __forceinline__ void start_product(float (&d)[16][4], const real* one
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for this warp group's products. d goes in and out, so that the compiler moves no use of it before that.
+// Waits for this warp group's products. d goes in and out, so that the compiler moves no use of it before this.
 __device__ __forceinline__ void products_arrive(float (&d)[16][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : FLOATS_OF_64(d, 0)::"memory");
 }
 
-// Lets wgmma read what this thread has written to shared memory. On to a barrier.
+// Lets wgmma read what this thread wrote to shared memory. A barrier must follow.
 __device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 #else
 #define HAS_WGMMA 0

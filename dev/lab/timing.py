@@ -1,27 +1,28 @@
-"""How long a version of a kernel takes on a GPU, how long a library takes, and the least that the GPU could take."""
+"""How long a version takes on a GPU, how long a library takes, and the least time in which the GPU could do it."""
 import math
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
-from dev.lab.kernel import stored
+from dev.lab.inputs import stored
+from dev.lab.ladder import describe_choice
 from train_gpt2 import BF16
 
 
 def cold(device):
-    """How many sets of so many bytes a timing goes round: together they are more than twice the L2, so that none of a
-    set is left in it when its turn comes again."""
+    """The number of sets that a timing goes round, as a function of their bytes. Together they are more than twice as
+    large as L2, so that nothing of a set is left there when its turn comes again."""
     return lambda nbytes: min(1024, 2 * device.gpu.attributes["L2CacheSize"] // nbytes + 1)
 
 
 def time_rounds(device, works, recorded=True):
     """Seconds a launch, the median of several rounds over all sets; works[i]() launches on set i.
 
-    To launch from Python takes longer than many of these kernels, so a round is recorded as a graph and replayed, with
-    a CUDA event before and behind: at least 32 launches, so that neither the events nor the start of the graph count,
-    and as many rounds as fit into 50 ms, at least 3 and at most 20. What takes more than 10 ms is timed one by one.
-    What cannot be recorded is launched from Python. That is as good if a launch keeps the GPU longer than the host.
+    A launch from Python takes longer than many of these kernels, so a round is a graph that is replayed between two
+    CUDA events. It has at least 32 launches, so that the events and the start of the graph do not count. There are as
+    many rounds as fit into 50 ms, at least 3 and at most 20. Launches of more than 10 ms are timed one by one. What
+    cannot be recorded is launched from Python, which is as exact if a launch takes the GPU longer than the host.
     """
     events, stream = [device.cupy.cuda.Event() for _ in range(2)], device.cupy.cuda.get_current_stream()
 
@@ -53,14 +54,13 @@ def time_rounds(device, works, recorded=True):
 
 
 def time_torch(bench):
-    """Seconds that PyTorch takes for the kernel, on the same stream, sets and terms; None if it is not installed or has
-    no such function."""
-    kernel, device = bench.kernel, bench.device
+    """Seconds that PyTorch takes, on the same stream and sets; None if it is not installed or has no such function."""
+    ladder, device = bench.ladder, bench.device
     try:
         import torch
     except ImportError:
         return None
-    if not kernel.torch:
+    if not ladder.torch:
         return None
 
     def tensor(value):
@@ -73,13 +73,12 @@ def time_torch(bench):
     torch.backends.cuda.matmul.allow_tf32 = device.dtype == "tf32"
     with torch.cuda.stream(torch.cuda.ExternalStream(device.cupy.cuda.get_current_stream().ptr)):
         tensors = [SimpleNamespace(**{name: tensor(value) for name, value in vars(a).items()}) for a in bench.sets]
-        return time_rounds(device, [kernel.torch(torch, x) for x in tensors])
+        return time_rounds(device, [ladder.torch(torch, x) for x in tensors])
 
 
 def ceiling(device, what, ceilings):
-    """The bytes a second, read and written, of copies of 1 GiB within the device's memory; or the FLOPs a second of
-    cuBLAS's product of two matrices of 8192 x 8192 in the device's dtype. ceilings {"copy" or dtype: rate} keeps what
-    has been measured."""
+    """For "copy" the bytes per second, read and written, of copies of 1 GiB in device memory; for a dtype the FLOPs per
+    second of cuBLAS's product of two 8192 x 8192 matrices. ceilings {what: rate} keeps what was measured before."""
     if what in ceilings:
         return ceilings[what]
     if what == "copy":
@@ -103,27 +102,27 @@ def ceiling(device, what, ceilings):
 
 
 class Timing(NamedTuple):
-    """What one version takes in one dtype, with one of its choices."""
+    """The time of one version in one dtype, with one choice."""
     kernel: str
     number: int
     dtype: str
     what: str
     choice: str  # in words
-    own: bool  # whether that is how the trainer launches it
+    own: bool  # whether the trainer launches it like this
     seconds: float
     rate: str  # GB/s or TFLOP/s, in words
-    bound: str  # "bytes" or "FLOPs": of which the device needs longer
-    share: float  # of what the device's bandwidth and matmul rate allow
+    bound: str  # "bytes" or "FLOPs", whichever takes longer
+    share: float  # of the rate that the device allows
 
 
 def timing_of(bench, version, number, choice, own, seconds, ceilings):
-    """A Timing. The ceiling is the time that the device needs at least: to move each byte once at its copy bandwidth,
-    or to do the FLOPs at its matmul rate, whichever is longer."""
+    """A Timing. The least possible time is that of moving each byte once at the copy bandwidth, or of the FLOPs at the
+    matmul rate, whichever is longer."""
     least, bound = bench.traffic / ceiling(bench.device, "copy", ceilings), "bytes"
     rate = f"{bench.traffic / seconds / 1e9:,.0f} GB/s"
     if bench.flops:
         products = bench.flops / ceiling(bench.device, bench.device.dtype, ceilings)
         least, bound = max((least, bound), (products, "FLOPs"))
         rate = f"{bench.flops / seconds / 1e12:,.2f} TFLOP/s"
-    return Timing(bench.kernel.name, number, bench.device.dtype, version.what, choice, own, seconds, rate, bound,
-                  least / seconds)
+    return Timing(bench.ladder.name, number, bench.device.dtype, version.what, describe_choice(choice), own, seconds,
+                  rate, bound, least / seconds)

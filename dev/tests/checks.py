@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from dev.features import has_gpu
-from dev.lab.kernel import BF16_LIMIT, KERNEL_LIMIT, f32, stored
+from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT
+from dev.lab.inputs import f32, stored
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, to_float
 

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from dev.lab.kernel import find_kernel
+from dev.lab.ladder import find_ladder
 from dev.tests import checks, models, trainings
 from dev.tests.checks import TOP, check
 from dev.tests.run import all_programs, counts_in
@@ -99,7 +99,7 @@ def lint():
 def kernels(device):
     """The kernels that are compiled for no size, and so with any model's."""
     KERNELS = importlib.import_module("test_gpt2").KERNELS
-    names = [name for name in KERNELS if not find_kernel(name).compiled_for]
+    names = [name for name in KERNELS if not find_ladder(name).compiled_for]
     models.check_kernels("cpu", device.dtype, names, (MODEL[1:],))
 
 

@@ -13,37 +13,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from dev.common.file_kinds import read_header
 
 from dev.common.devices import make_device
+from dev.common.file_kinds import read_header
 from dev.cpu.device import Cpu
 from dev.features import FLAGS as FEATURE_FLAGS
 from dev.features import attach, has_gpu
+from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
-from dev.lab.kernel import BF16_LIMIT, Bench, find_kernel, launched_by, model_of, noting, orders, parse_sizes
-from dev.lab.kernel import words as chosen
+from dev.lab.ladder import describe_choice, find_ladder, launched_by, model_of, parse_sizes
 from dev.precision.fp8 import fp8_device
 from dev.precision.moments import SOURCE as MOMENTS
 from dev.tests.checks import check, run
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import (
-    GPT2,
-    HEADER_BYTES,
-    HERE,
-    FileKind,
-    Row,
-    Training,
-    carve,
-    check_size,
-    check_tokens,
-    checkpoint_parts,
-    layout,
-    pack_batch,
-    parse_flags,
-    read_kernels,
-    read_parameters,
-    to_float,
-)
+from train_gpt2 import (GPT2, HEADER_BYTES, HERE, FileKind, Row, Training, carve, check_size, check_tokens,
+                        checkpoint_parts, layout, pack_batch, parse_flags, read_kernels, read_parameters, to_float)
 
 # Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
 # errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the
@@ -87,7 +71,7 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
     wanted = []  # (kernel, version, sizes as a text, the C and NH to compile for)
     for name in [only] if only else names:
         try:
-            kernel = find_kernel(name)
+            kernel = find_ladder(name)
         except Exception as e:  # of the kernel's own .py
             check(f"{name}.py", False, f"{type(e).__name__}: {e}")
             continue
@@ -121,9 +105,9 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
             for choice in choices:
                 try:
                     verdict = bench.check(version, choice)
-                    check(f"{title} {chosen(choice)}:", verdict.place is None, verdict)
+                    check(f"{title} {describe_choice(choice)}:", verdict.place is None, verdict)
                 except Exception as e:
-                    check(f"{title} {chosen(choice)}:", False, f"{type(e).__name__}: {e}")
+                    check(f"{title} {describe_choice(choice)}:", False, f"{type(e).__name__}: {e}")
 
 
 def check_launched(sources):

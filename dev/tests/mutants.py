@@ -49,7 +49,7 @@ class Mutant(NamedTuple):
 
 
 def of_lab(kernel, *rows, dtype="fp32"):
-    return [Mutant(kind, kernel, dtype, where, old, new, f"dev/lab/{kernel}.cu") for kind, where, old, new in rows]
+    return of(kernel, *rows, dtype=dtype, file=f"dev/lab/kernels/{kernel}.cu")
 
 
 def of(kernel, *rows, dtype="fp32", file=KERNELS, flag=""):
@@ -386,20 +386,6 @@ TABLE = [
             ("missing term", "attention_backward5", "*started = 0", "(void)0"),
             ("index", "backward_of_keys", "mine < last ? 1 : -mine", "1"),
             ("bound", "backward_of_keys", "if (mine > 0)", "if (mine > 1)")),
-    *of_lab("matmul_gelu_forward",
-            ("missing wait", "fetch", "bulk::wait(s.empty[turn.stage], turn.parity ^ 1);", ""),
-            ("missing wait", "multiply", "bulk::wait(s.full[turn.stage], turn.parity);", ""),
-            ("missing wait", "multiply", "bulk::wait(s.drained[group], tile % 2 ^ 1);", ""),
-            ("missing wait", "multiply", "bulk::products_arrive<0>();", ""),
-            ("missing wait", "multiply", "bulk::products_arrive<1>();", ""),
-            ("missing wait", "finish", "bulk::wait(s.written[now.group()], now.parity);", ""),
-            ("bound", "run(", "bulk::start(s.empty[i], 8 * CLUSTER);", "bulk::start(s.empty[i], 7);"),
-            ("bound", "run(", "bulk::start(s.written[i], 128);", "bulk::start(s.written[i], 96);"),
-            ("stride", "describe", "64ull << 32", "32ull << 32"),
-            ("missing term", "multiply", "d[n + i][2] + b[0]", "d[n + i][2]"),
-            ("bound", "", "BIASES = STAGES + 1", "BIASES = 2"),
-            ("constant", "", "CUBIC = 0.044715f", "CUBIC = 0.02f"),
-            ("mask", "finish", "i < rows", "i <= rows"), dtype="bf16"),
     *of_lab("relu_attention_forward",
             ("missing term", "relu_attention_forward1", "fmaxf(0.0f, scale * score)", "scale * score"),
             ("bound", "relu_attention_forward2", "t + 1 - key", "t - key")),
@@ -444,7 +430,6 @@ UNSEEN = {
     ("matmul_forward6", 2): "only Hopper has it",
     ("matmul_forward6", 3): "only Hopper has it",
     ("block_reduce", 2): "each of its kinds has an array of its own, with a barrier between two calls of a kind",
-    ("finish", 1): "a lane must read so late that the next tile's product is there",
     ("skip_outliers", 1): "the sums of z_score wait for all lanes, and what a lane reads behind them it does not use",
     ("last_of", 1): "one block counts itself too early, and another must read what it has not stored yet, at that time",
     ("backward_of_keys", 3): "as in last_of: the next block must begin its turn before the block has stored its sums",
@@ -458,7 +443,7 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 def barriers():
     """A Mutant for each barrier of kernels.cu, of features and of the lab, but those that are UNSEEN. Its kind names
     the barrier by its number in its function."""
-    files = [KERNELS, LLAMA, MOMENTS, OUTLIERS, FP8, FP8_OUTPUT,
+    files = [KERNELS, LLAMA, MOMENTS, OUTLIERS, FP8, FP8_OUTPUT, TILES,
              *(f"dev/lab/kernels/{path.name}" for path in sorted((TOP / "dev/lab/kernels").glob("*.cu")))]
     for file in files:
         text = code_of((TOP / file).read_text(encoding="utf-8"))
@@ -504,26 +489,27 @@ def mutated(mutant):
 
 def check_kernel(name, dtype, trainer_only):
     """Check the versions of a kernel, or only the trainer's. Returns None, or a line that says what is wrong."""
-    from dev.lab.kernel import Bench, find_kernel, model_of, parse_sizes, words
-    from dev.lab.lab import device_of
-    kernel = find_kernel(name)
-    versions = [version for version in kernel.versions if version.trainer and trainer_only] or kernel.versions
+    from dev.lab.bench import Bench
+    from dev.lab.ladder import describe_choice, find_ladder, model_of, parse_sizes
+    from dev.lab.workers import device_of
+    ladder = find_ladder(name)
+    versions = [version for version in ladder.versions if version.trainer and trainer_only] or ladder.versions
     checks = 0
-    for text in (*kernel.checks, *(kernel.trainer_checks if trainer_only else ())):
+    for text in (*ladder.checks, *(ladder.trainer_checks if trainer_only else ())):
         sizes = parse_sizes(text)
         if AS_HOPPER in os.environ.get("CXXFLAGS", "") and sizes.get("HS") not in (64, 128):
             continue  # as everywhere
-        device = device_of("cpu", dtype, *model_of(kernel, sizes), (name,))
-        bench = Bench(kernel, device, sizes)
+        device = device_of("cpu", dtype, *model_of(ladder, sizes), (name,))
+        bench = Bench(ladder, device, sizes)
         for version in versions:
             for choice in version.choices(device, few=True) if bench.fits(version) else ():
                 checks += 1
                 try:
-                    verdict = bench.check(version, choice)
+                    comparison = bench.check(version, choice)
                 except Exception as e:
-                    return f"{version.what}, {text} {words(choice)}: {' '.join(str(e).split())}"
-                if verdict.place is not None:
-                    return f"{version.what}, {text} {words(choice)}: {verdict}"
+                    return f"{version.what}, {text} {describe_choice(choice)}: {' '.join(str(e).split())}"
+                if comparison.place is not None:
+                    return f"{version.what}, {text} {describe_choice(choice)}: {comparison}"
     return None if checks else "nothing was checked"
 
 

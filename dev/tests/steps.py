@@ -5,8 +5,9 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import joined, master_numbers
+from dev.lab.bench import KERNEL_LIMIT
 from dev.lab.heads import launch_trainers
-from dev.lab.kernel import KERNEL_LIMIT, stored
+from dev.lab.inputs import stored
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, check, run, words
 from dev.tests.models import ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, gradients, poison, poisoned_model

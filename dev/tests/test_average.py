@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from dev.variants.ema import SOURCE
 
 from dev.common.bf16 import master_numbers
 from dev.common.devices import make_device
@@ -19,6 +18,7 @@ from dev.features import attach
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
 from dev.tests.trainings import call
+from dev.variants.ema import SOURCE
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError, write_tokens
 from train_gpt2 import GPT2, Config, Training, draw_parameters, pack_batch, parse_flags

@@ -9,11 +9,12 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from dev.common.cuda_source import read_kernels
 
+from dev.common.cuda_source import read_kernels
 from dev.common.devices import make_device
-from dev.lab.kernel import Bench, find_kernel, noting, parse_sizes
-from dev.lab.kernel import orders as thread_orders
+from dev.lab.bench import Bench, noting
+from dev.lab.bench import orders as thread_orders
+from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError
@@ -205,7 +206,7 @@ def races(device_name, folder):
         except (AssertionError, UserError) as e:
             return str(e), launched
 
-    whole, kernels = cpu_of(folder, text, C=64, NH=1), [find_kernel(name) for name, *_ in RACES]
+    whole, kernels = cpu_of(folder, text, C=64, NH=1), [find_ladder(name) for name, *_ in RACES]
     for kernel, (name, sizes, choice, before, cut, wish) in zip(kernels, RACES):
         said, launched = found(whole, kernel, sizes, choice)
         check(f"{name}, whole: {cut}", said == "", said)

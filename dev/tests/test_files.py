@@ -13,47 +13,22 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from dev.common.file_kinds import FILES
 
 import train_gpt2
 from dev import gpt2_numpy
 from dev.common.bf16 import master_numbers, to_bf16
-from dev.common.file_kinds import check_kind
+from dev.common.file_kinds import FILES, check_kind
 from dev.data.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
 from dev.runs.tokenizer import TOKENIZER, read_tokenizer
 from dev.tests.checks import EXACT, TOP, check, check_refusal, header_refusal, numbers_of, refusal, run_program, words
-from dev.tests.models import (
-    AUTOCAST_FLOOR,
-    AUTOCAST_MARGIN,
-    DEBUG_STATE,
-    FIXTURES,
-    LIMITS,
-    device_of,
-    dump_limit,
-    read_debug_state,
-    write_checkpoint,
-)
+from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXTURES, LIMITS, device_of, dump_limit,
+                              read_debug_state, write_checkpoint)
 from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens
-from train_gpt2 import (
-    BF16,
-    GPT2,
-    TOKENS,
-    Config,
-    DataLoader,
-    Training,
-    batch_table,
-    carve,
-    coins,
-    draw_parameters,
-    draw_token,
-    pack_batch,
-    read_header,
-    read_parameters,
-    to_float,
-)
+from train_gpt2 import (BF16, GPT2, TOKENS, Config, DataLoader, Training, batch_table, carve, coins, draw_parameters,
+                        draw_token, pack_batch, read_header, read_parameters, to_float)
 
 # ---- Files
 

@@ -18,17 +18,8 @@ from dev.llama3.train_llama3 import Llama3
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
 from dev.tests.checks import EXACT, check, check_refusal, run_program
-from dev.tests.models import (
-    FIXTURES,
-    SMALL_MODEL,
-    device_of,
-    gradients,
-    in_each_order,
-    model_class,
-    on_device,
-    poisoned_model,
-    read_debug_state,
-)
+from dev.tests.models import (FIXTURES, SMALL_MODEL, device_of, gradients, in_each_order, model_class, on_device,
+                              poisoned_model, read_debug_state)
 from train_gpt2 import BF16, GPT2, Config, pack_batch, read_parameters, to_float
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))

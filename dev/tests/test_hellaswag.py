@@ -15,7 +15,7 @@ import numpy as np
 
 from dev.common.devices import make_device
 from dev.llama3.train_llama3 import Llama3
-from dev.runs.hellaswag_score import EVAL_FILE, Example, mean_losses, read_examples, count_right
+from dev.runs.hellaswag_score import EVAL_FILE, Example, count_right, mean_losses, read_examples
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
 from dev.tests.trainings import LENGTHS, call, file_of, random_examples

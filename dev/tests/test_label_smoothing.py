@@ -13,7 +13,7 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.common.devices import make_device
 from dev.lab.formulas import cross_entropy
-from dev.lab.kernel import f32
+from dev.lab.inputs import f32
 from dev.tests.checks import check, finite_difference, normal, run_program, words
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import call

@@ -20,33 +20,12 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
-from dev.lab.kernel import stored
+from dev.lab.inputs import stored
 from dev.llama3.train_llama3 import Config3, Llama3
-from dev.tests.checks import (
-    EXACT,
-    TINY,
-    check,
-    check_refusal,
-    finite_difference,
-    header_refusal,
-    normal,
-    numbers_of,
-    run,
-    summary,
-)
-from dev.tests.models import (
-    DEBUG_STATE,
-    FIXTURES,
-    SMALL_MODEL,
-    check_dump,
-    check_kernels,
-    check_launched,
-    device_of,
-    each_device,
-    each_kind,
-    read_flags,
-    write_checkpoint,
-)
+from dev.tests.checks import (EXACT, TINY, check, check_refusal, finite_difference, header_refusal, normal, numbers_of,
+                              run, summary)
+from dev.tests.models import (DEBUG_STATE, FIXTURES, SMALL_MODEL, check_dump, check_kernels, check_launched, device_of,
+                              each_device, each_kind, read_flags, write_checkpoint)
 from dev.tests.steps import check_steps
 from dev.tests.trainings import LLAMA, call, two_token_files
 from prepro_tinyshakespeare import UserError, write_tokens

@@ -20,22 +20,8 @@ from unittest import mock
 import numpy as np
 
 from dev.tests.checks import EXACT, check, check_refusal, run, summary
-from dev.tools.plot import (
-    TITLES,
-    apart,
-    columns_of,
-    draw,
-    figures,
-    panel,
-    parse,
-    read_log,
-    read_printed,
-    read_run,
-    short,
-    smoothed,
-    sparkline,
-    thinned,
-)
+from dev.tools.plot import (TITLES, apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run,
+                            short, smoothed, sparkline, thinned)
 
 PLOT = "-m", "dev.tools.plot"
 LOG = """s:0 tel:11.0092

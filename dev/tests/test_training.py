@@ -20,11 +20,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from dev.ranks.environment import launched
 
 import train_gpt2
 from dev.features import attach, set_defaults, table_of_flags
 from dev.gpu.peak import flops_per_token, peak_flops
+from dev.ranks.environment import launched
 from dev.tests.checks import EXACT, check, check_refusal, run, summary
 from dev.tools import compare_training, sweep, turns
 from prepro_tinyshakespeare import write_tokens

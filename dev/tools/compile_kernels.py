@@ -33,7 +33,7 @@ LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for 
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
-LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_(WGMMA|BULK)|HEAD_LD", path.read_text("utf-8")))]
+LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
 
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):

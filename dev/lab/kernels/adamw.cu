@@ -5,7 +5,7 @@
 
 namespace adamw_ {
 
-// The tensor of number i, by bisection.
+// The tensor that holds number i, by bisection.
 __device__ __forceinline__ int tensor_of(const size_t* starts, int tensors, size_t i) {
     int tensor = 0;
     for (int half = 16; half > 0; half /= 2)
@@ -19,9 +19,9 @@ __device__ __forceinline__ float clip_factor(AdamW a, float norm) {
 
 }  // namespace adamw_
 
-// Five kernels, one for each line of the algorithm. This is how a framework runs it that does not fuse. Parameters,
-// gradients and moments come and go between the kernels: nine reads and five writes of the arena, where four and three
-// would do.
+// Five kernels, one for each line of the algorithm. A framework that does not fuse kernels runs it like this.
+// Parameters, gradients and moments are read and written by several of them: nine reads and five writes of the arena,
+// where four and three are enough.
 BLOCK(256, threads)
 extern "C" __global__ void adamw1_clip(float* __restrict__ clipped, const float* __restrict__ grads, size_t n,
                                        const AdamW* __restrict__ settings, const float* __restrict__ norm) {
@@ -66,7 +66,7 @@ extern "C" __global__ void adamw1_step(real* __restrict__ params, low_half* __re
     store_master(params, low, i, p);
 }
 
-// All of it in one kernel, a thread a number: each array is read and written once.
+// All of it in one kernel, one thread per number: each array is read and written once.
 BLOCK(128, threads)
 extern "C" __global__ void adamw2(real* __restrict__ params, low_half* __restrict__ low,
                                   const float* __restrict__ grads, float* __restrict__ m, float* __restrict__ v,
@@ -85,5 +85,4 @@ extern "C" __global__ void adamw2(real* __restrict__ params, low_half* __restric
     store_master(params, low, i, p);
 }
 
-// adamw in kernels.cu: 16 bytes a lane, one bisection for W numbers, and no step at all with a gradient that is not
-// finite.
+// adamw in kernels.cu: 16 bytes per lane, one bisection for W numbers, and no step if a gradient is not finite.

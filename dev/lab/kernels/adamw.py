@@ -1,21 +1,22 @@
-"""a step of AdamW on n fp32 numbers, clipped, in tensors of arenas; in bf16, params and low are halves of their bits"""
+"""a step of AdamW on n fp32 numbers with clipped gradients; in bf16, params and low hold the halves of their bits"""
 import functools
 
 import numpy as np
 
 from dev.common.bf16 import joined
-from dev.lab.kernel import ANY, Kernel, Version, f32, in_parts
+from dev.lab.inputs import ANY, f32, in_parts
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, to_float
 
 NORM = 2.5
-# Numbers, by their bits, that stay as they are where nothing decays: two ties, of which one has an even number below
-# it; one that rounds up to a power of 2; zeros; what is next to zero; and a NaN whose sum with 0x8000 would be zero.
+# Numbers, as bits, that do not change without weight decay: two ties, one with an even number below it; one that rounds
+# up to a power of 2; zeros and their neighbours; and a NaN whose sum with 0x8000 would be zero.
 STAY = np.uint32([0x3C808000, 0xBC818000, 0xBCFF8001, 0x3CFF7FFF, 0, 0x80000000, 1, 0x7FFFFFFF])
 
 
 def halves(x):
-    """The bits of the nearest bfloat16, of two that are as near the one away from zero, of fp32 numbers in float64; and
-    how many steps of fp32 are between them, whose bits count its numbers in their order."""
+    """For fp32 numbers in float64: the bits of the nearest bfloat16, ties away from zero, and the distance in steps of
+    fp32."""
     _, exponent = np.frexp(x)
     last = np.ldexp(1.0, np.maximum(exponent, -125) - 8)  # of a bfloat16's bits; below 2**-126 all have the same
     upper = np.copysign(np.floor(abs(x / last) + 0.5) * last, x)
@@ -25,8 +26,8 @@ def halves(x):
 
 
 def problem(draw, n, tensors=16, clip=1, step=3, update=1, moment=f32):
-    """Gradients of ten decades, of which the small bring out eps, after `step` - 1 steps with such; every third tensor
-    decays. They are clipped to so many halves of their norm, unless clip is 0. Without update, nothing changes. moment
+    """Gradients over ten decades, the smallest so small that eps counts, after `step` - 1 such steps. Every third
+    tensor decays. They are clipped to clip / 2 of their norm, unless clip is 0. Without update, nothing changes. moment
     rounds to what m and v are stored in."""
     rate1, rate2 = f32([0.1, 0.001])
     values = dict.fromkeys(ADAMW, 0) | dict(
@@ -74,7 +75,7 @@ def line_by_line(device, a):
     launch("adamw1_step", a.n, a.params, a.low, a.m, a.v, a.n, a.settings)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "n=124475904", ("n=32,tensors=1,clip=0,step=1", "n=9600,tensors=14,clip=1", "n=300032,tensors=32,clip=4"),
     trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0", "n=1024,tensors=32,step=1"),
     args="params low grads m v starts decayed tensors n settings verdict",
@@ -82,6 +83,6 @@ KERNEL = Kernel(
     made_of=dict(master=lambda a: joined(a.params, a.low)), versions=(
         Version("five kernels, a line of the algorithm each", line_by_line, threads=(256, 512, 1024),
                 scratch=lambda a: dict(clipped=(a.n,))),
-        Version("one kernel, a thread a number", "adamw2", "n"),
-        Version("16 bytes a lane: the trainer's", "adamw", "n", trainer=True),
+        Version("one kernel, one thread per number", "adamw2", "n"),
+        Version("16 bytes per lane: the trainer's", "adamw", "n", trainer=True),
     ))

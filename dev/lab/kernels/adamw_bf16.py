@@ -1,9 +1,10 @@
-"""a step of AdamW whose moments are bf16, rounded at random by SplitMix64's numbers"""
+"""a step of AdamW with moments in bf16, rounded stochastically by SplitMix64's numbers"""
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.lab.inputs import ANY, bf16, in_parts
 from dev.lab.kernels import adamw
-from dev.lab.kernel import ANY, Kernel, Version, bf16, in_parts
+from dev.lab.ladder import Ladder, Version
 
 
 def splitmix64(seed, i):
@@ -27,8 +28,7 @@ def rounded(x, parts, terms):
 
 
 def problem(draw, n, piece=0, seed=7, step=3, **sizes):
-    """That of adamw. A tensor is one piece, or has pieces of so many numbers, with others between them, which a rank
-    does not have."""
+    """As adamw's. A tensor is one piece, or several of `piece` numbers, with numbers of other ranks between them."""
     inputs, truth, terms = adamw.problem(draw, n, step=step, moment=bf16, **sizes)
     starts, tensors = inputs["starts"], inputs["tensors"]
     pieces = np.full(tensors, piece or n, np.uint64)
@@ -51,12 +51,12 @@ def problem(draw, n, piece=0, seed=7, step=3, **sizes):
     return inputs, truth, {name: terms[name] for name in ("master", "params")}
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "n=124475904", ("n=32,tensors=1,clip=0,step=1", "n=9600,tensors=14,clip=1,piece=13",
                              "n=300032,tensors=32,clip=4,seed=16777215"),
     trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0,piece=24", "n=9600,tensors=14,step=70000",
                     "n=1024,tensors=32,step=1,piece=1"),
     args="params low grads m v starts decayed tensors n settings verdict places noise",
-    fp32="grads settings verdict noise", exact="m v", sums="master params", made_of=adamw.KERNEL.made_of, versions=(
+    fp32="grads settings verdict noise", exact="m v", sums="master params", made_of=adamw.LADDER.made_of, versions=(
         Version("a hash of the number's place rounds it: the trainer's", "adamw_bf16", "n", trainer=True),
     ))

@@ -1,5 +1,6 @@
-"""verdict's loss = share times the sum of losses (N), or, with accumulate, that is added to it"""
-from dev.lab.kernel import Kernel, Version, f32
+"""verdict's loss = share * the sum of losses (N), or += that with accumulate"""
+from dev.lab.inputs import f32
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import Verdict
 
 LOSS = Verdict._fields.index("loss")
@@ -13,12 +14,9 @@ def problem(draw, N, accumulate=0):
     return dict(share=share, accumulate=accumulate, verdict=verdict, losses=losses), dict(verdict=truth)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "N=8192", ("N=1", "N=37,accumulate=1", "N=1024", "N=5000,accumulate=1"), fp32="verdict losses", versions=(
         Version("one block: the trainer's", "add_loss", "1", args="verdict losses share N accumulate", trainer=True,
-                held_back={
-                    "fp32": "one block adds up all losses in a fixed order: a launch and the wait for its "
-                            "loads, whatever the bytes are",
-                    "bf16": "one block adds up all losses in a fixed order: a launch and the wait for its "
-                            "loads, whatever the bytes are"}),
+                held_back="one block adds up all losses in a fixed order: a launch and the wait for its "
+                          "loads, whatever the bytes are"),
     ))

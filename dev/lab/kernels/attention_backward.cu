@@ -3,9 +3,9 @@
 //   dscore = scale * weight * (dout v' - delta),  dq = dscore k,  dk = dscore' q,  dv = weight' dout.
 // A query's gradient is a sum over keys, a key's and a value's are sums over queries.
 
-// A thread a query walks over its keys, computes each weight once, and has all three gradients' terms at hand: its own
-// goes to its own row, those of the key and the value to theirs, by 2 HS atomics for each pair, queries waiting for
-// each other.
+// One thread per query goes over its keys and computes each weight once, and with it the terms of all three gradients.
+// It adds its own term to its own row, and those of the key and the value to theirs by 2 HS atomics for each pair, at
+// which the queries wait for each other.
 BLOCK(64, threads)
 extern "C" __global__ void attention_backward1(float* dqkv, const real* __restrict__ dout,
                                                const real* __restrict__ out, const real* __restrict__ qkv,
@@ -74,9 +74,8 @@ __device__ __forceinline__ void fill(float (*tile)[HS], const real* head, size_t
 }  // namespace attention_backward_
 
 // No atomics: each gradient is summed by a thread that owns its row, in registers, over tiles of the other side in
-// shared memory. The price is that the weights are computed three times, once for dq, dk and dv each: all three
-// together, with what they read, would need 5 HS registers a thread. Items: T queries, or keys, along x, B*NH heads
-// along y.
+// shared memory. The price is that the weights are computed three times, for dq, dk and dv: all three together, with
+// their inputs, would need 5 HS registers per thread. Items: T queries, or keys, along x, B*NH heads along y.
 BLOCK(128, threads)
 extern "C" __global__ void attention_backward2_delta(float* __restrict__ delta, const real* __restrict__ dout,
                                                      const real* __restrict__ out, int B, int T, int NH) {
@@ -172,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(128) attention_backward2_v(
 
 namespace attention_backward_ {
 
-// Blocks on tensor cores own 128 rows of a head, 16 for each warp, or 64 if shared memory has no room for more. They
-// walk over the other side in tiles of 32 rows, and the next tile is on its way while one is worked on.
+// Blocks on tensor cores own 128 rows of a head, 16 for each warp, or 64 if shared memory has no room for more. They go
+// over the other side in tiles of 32 rows, and load the next tile while they work on one.
 constexpr int OWN = HS * sizeof(real) <= 256 ? 128 : 64, TILE = 32, LD = tiles::HEAD_LD;
 constexpr int LD_DSCORES = TILE + 8;  // neighbours in a column are in different banks
 constexpr int BLOCKS = HS * sizeof(real) <= 128 ? 2 : 1;  // so many of a multiprocessor's blocks must have registers
@@ -221,8 +220,8 @@ __device__ __forceinline__ void store_16(real* head, size_t stride, int t, int T
     }
 }
 
-// What block `number` owns: rows from `first` on of one head. As one would number them: a head after the other, and in
-// each from its first rows on. With longest_first: the parts of all heads that take the longest, then shorter ones.
+// The rows that block `number` owns: from `first` on, of one head. By default blocks are numbered head by head, from
+// the first rows on. With longest_first the parts of all heads that take longest come first.
 struct Part { int head, first; };
 template <bool rows_are_keys>
 __device__ __forceinline__ Part part_of(int number, int T, int longest_first) {
@@ -233,7 +232,7 @@ __device__ __forceinline__ Part part_of(int number, int T, int longest_first) {
 }
 
 // A block owns keys and values, and its warps 16 of each. It walks over the queries that see them, and sums dk and dv.
-// With dq, it has also a share of dq for each query, which it adds to what other blocks have. See version 5.
+// With dq, it also adds its share of dq for each query to those of other blocks: see version 5.
 template <bool with_dq>
 __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const real* __restrict__ dout,
                                                  const real* __restrict__ qkv, const float* __restrict__ lse,
@@ -260,7 +259,7 @@ __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const 
     float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
     for (int query = first, stage = 0; query < T; query += TILE, stage ^= 1) {
         copies_arrive<0>();
-        __syncthreads();  // everyone's copies are here, and nobody reads the other stage any more
+        __syncthreads();  // all copies are here, and no thread reads the other stage any more
         if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
         if (!with_dq && query + TILE <= first + of_warp) continue;  // these queries are before all of the warp's keys
         const real *queries = stages + stage * 2 * TILE * LD, *douts = queries + TILE * LD;
@@ -305,7 +304,7 @@ __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const 
                     tiles::right<LD>(two_b, keys, j, c);
                     mma_pair(d[0], d[1], a, two_b);
                 }
-                float* sum = dq + ((size_t)tile * squares + square) * 256 + threadIdx.x % 32;  // a line a register
+                float* sum = dq + ((size_t)tile * squares + square) * 256 + threadIdx.x % 32;  // a line per register
 #pragma unroll
                 for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -335,10 +334,10 @@ __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const 
 }  // namespace attention_backward_
 
 // Tensor cores, by mma.sync, in two kernels: one owns queries and sums dq, the other owns keys and sums dk and dv. A
-// warp has 16 rows, and the scores of these rows and a tile lie spread over its registers. So there is room for dk and
-// dv side by side, and the scores are computed twice, not three times: 3 products for dq and 4 for dk and dv, 7 in all.
-// delta is computed first, by 8 lanes for each row. With longest_first = 0 blocks are numbered as one would do it.
-// Items: the rows of all heads, for delta; OWN rows of a head, for the others.
+// warp has 16 rows, and their scores with a tile are spread over its registers. So dk and dv fit side by side, and the
+// scores are computed twice, not three times: 3 products for dq and 4 for dk and dv, 7 in all. delta is computed first,
+// by 8 lanes for each row. With longest_first = 0 blocks are numbered head by head. Items: the rows of all heads, for
+// delta; OWN rows of a head, for the others.
 BLOCK(256, threads / 8)
 extern "C" __global__ void attention_backward3_delta(float* __restrict__ delta, const real* __restrict__ dout,
                                                      const real* __restrict__ out, int B, int T, int NH) {
@@ -411,14 +410,14 @@ extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) a
 }
 
 // Version 4 is the same kernels with longest_first = 1. A block of the last queries has T / OWN times the work of a
-// block of the first ones. GPUs start blocks in the order of their numbers, as others end. In version 3 the last blocks
-// to start are the last queries of the last head, the longest of all, and most multiprocessors are idle while these
-// run. If the longest start first, the short ones fill the gaps, and all end at nearly the same time. The keys of many
-// heads are now in use at once, and they have to fit into L2. Pairs would be another answer: a block that takes part i
-// and then part n - 1 - i has as much work as any other.
+// block of the first ones. GPUs start blocks in the order of their numbers, when others end. In version 3 the last
+// blocks to start are the last queries of the last head, the longest of all, and most multiprocessors are idle while
+// they run. If the longest start first, the short ones fill the gaps, and all end at nearly the same time. The keys of
+// many heads are now in use at once, and they have to fit into L2. Pairs would be another solution: all blocks that
+// take part i and then part n - 1 - i have the same work.
 
 // Five products instead of seven. A block that owns keys has the dscores of all queries that see them, so it can also
-// do their share of dq: dscore k. One kernel computes scores and dweights once, and nothing but dq is new:
+// compute its share of dq, dscore k. One kernel computes scores and dweights once, and only dq is new:
 //   - A query's dq is a sum over the keys of up to T / OWN blocks. They add to it in device memory, in fp32. With
 //     atomics the order would be another one on each run. So they take turns: block j waits until block j - 1 of the
 //     same head has added its share, and the last, whose keys the diagonal runs through, stores the sum in dqkv.
@@ -427,11 +426,11 @@ extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) a
 //     queries in the same direction, they follow each other.
 //   - turns (B*NH*tiles + 1) counts who has added, and the last one counts the blocks. They are 0 before and after.
 // It costs 8 HS bytes for each query and each block that adds to it: at T = 1,024 some 200 MB go to L2 and back, where
-// the sums of all heads, 25 MB, have room. A buffer with a place for each block and a kernel that adds them up would
-// need no turns, but 113 MB of memory, written and read.
-// It does not pay: on an H200, in bf16, it takes 364 us where version 4 takes 244. For each tile of 32 queries it waits
-// for four trips to L2, one after the other: whose turn it is, the sum so far, the fence, the count. There are two more
-// barriers, and a multiprocessor has only one other block to fill all that. Items: OWN rows of a head.
+// the sums of all heads, 25 MB, fit. A buffer with a place for each block and a kernel that adds them up would need no
+// turns, but 113 MB of memory, written and read. It is slower: on an H200, in bf16, it takes 364 us where version 4
+// takes 244. For each tile of 32 queries it waits for four trips to L2, one after the other: whose turn it is, the sum
+// so far, the fence, the count. There are two more barriers, and a multiprocessor has only one other block to fill the
+// gaps. Items: OWN rows of a head.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward5(
     real* __restrict__ dqkv, float* dq, int* turns, const real* __restrict__ dout, const real* __restrict__ qkv,
@@ -450,5 +449,5 @@ extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) a
 
 // attention_backward_q and attention_backward_kv in kernels.cu: version 4 once more, for any head, for groups of heads
 // that share keys, and for ReLU attention, with delta computed by the first of the two. By mma.sync a warp has 32 rows
-// if it can, which halves what it reads from shared memory. On Hopper, in bf16, it is wgmma: both score products are
-// started before the first is used, and the tensor cores read shared memory by themselves.
+// if possible, which halves its reads from shared memory. On Hopper, in bf16, it is wgmma: both score products are
+// started before the first is used, and the tensor cores read shared memory themselves.

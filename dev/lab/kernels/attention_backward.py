@@ -4,13 +4,13 @@ from functools import partial
 import numpy as np
 
 from dev.lab import heads
-from dev.lab.heads import pairs_seen, plain_softmax
-from dev.lab.kernel import ALL, ATTENTION_LIMITS, Kernel, Version
+from dev.lab.heads import ATTENTION_LIMITS, pairs_seen, plain_softmax
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, NH, HS, relu=0):
     inputs, truth, *terms = heads.backward_problem(draw, B, T, NH, NH, HS, relu)
-    turns = np.zeros(B * NH * -(-T // 32) + 1, np.int32)  # counters, which have to be 0 again in the end
+    turns = np.zeros(B * NH * -(-T // 32) + 1, np.int32)  # counters, which must be 0 again at the end
     return inputs | dict(turns=turns), truth | dict(turns=turns), *terms
 
 
@@ -54,27 +54,22 @@ def delta_and_dq(a):
     return heads.delta_scratch(a) | dict(dq=(a.B, a.NH, -(-a.T // 32) * 32, a.HS))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", (*heads.LONG_HEADS, "B=1,T=300,NH=3,HS=64"), compiled_for="HS",
     fp32="lse delta dq", sums="dqkv",
     trainer_checks=(*heads.ODD_HEADS, *(f"{sizes},relu=1" for sizes in (*heads.LONG_HEADS, *heads.ODD_HEADS))),
     limits=ATTENTION_LIMITS | dict(tf32=1e-3),  # a product more than in the forward pass
     flops=lambda a: 10 * pairs_seen(a) * a.HS, versions=(
-        Version("a thread a query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
+        Version("one thread per query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
                 fits=plain_softmax),
-        Version("a thread a row of dq, dk or dv", without_atomics, threads=(64, 128), scratch=heads.delta_scratch,
+        Version("one thread per row of dq, dk or dv", without_atomics, threads=(64, 128), scratch=heads.delta_scratch,
                 fits=plain_softmax),
-        Version("tensor cores, by mma.sync", partial(on_tensor_cores, longest_first=0), threads=(), dtypes=ALL,
+        Version("tensor cores, by mma.sync", partial(on_tensor_cores, longest_first=0), threads=(), dtypes=DTYPES,
                 scratch=heads.delta_scratch, fits=plain_softmax),
-        Version("the longest blocks first", partial(on_tensor_cores, longest_first=1), threads=(), dtypes=ALL,
+        Version("the longest blocks first", partial(on_tensor_cores, longest_first=1), threads=(), dtypes=DTYPES,
                 scratch=heads.delta_scratch, fits=plain_softmax),
-        Version("five products in one kernel, blocks take turns at dq", in_turns, threads=(), dtypes=ALL,
+        Version("five products in one kernel, blocks take turns at dq", in_turns, threads=(), dtypes=DTYPES,
                 scratch=delta_and_dq, fits=plain_softmax),
-        Version("seven products, by mma.sync or wgmma: the trainer's", heads.trainers_backward, threads=(), dtypes=ALL,
-                scratch=heads.delta_scratch, trainer=True, held_back={
-                    "fp32": "it does seven products where five are counted",
-                    "tf32": "seven products for the five that are counted, by mma.sync, from operands that "
-                            "threads load and round, two blocks a multiprocessor",
-                    "bf16": "it does seven products where five are counted, exponentials lie between them, "
-                            "and registers allow only three or four blocks"}),
+        Version("seven products, by mma.sync or wgmma: the trainer's", heads.trainers_backward, threads=(),
+                dtypes=DTYPES, scratch=heads.delta_scratch, trainer=True, held_back=heads.BACKWARD_GAP),
     ), torch=heads.torch_backward)

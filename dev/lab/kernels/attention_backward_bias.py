@@ -1,6 +1,7 @@
-"""dqkvb (3,NH,HS) += the sum over rows of dqkv (B,T,3,NH,HS), which attention's backward pass leaves beside it"""
+"""dqkv (B,T,3,NH,HS), attention's gradient, and dqkvb (3,NH,HS) += its sum over rows"""
 from dev.lab import heads
-from dev.lab.kernel import ALL, ATTENTION_LIMITS, Kernel, Version
+from dev.lab.heads import ATTENTION_LIMITS
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, NH, HS, cold=0):
@@ -22,10 +23,11 @@ def with_sums(device, a):
     device.launch("add_partials", width, a.dqkvb, None, None, a.sums, rows, width)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, compiled_for="HS", fp32="lse delta sums dqkvb",
     sums="dqkv dqkvb", trainer_checks=(*heads.ODD_HEADS, "B=1,T=33,NH=2,HS=64,cold=1"),
     limits=ATTENTION_LIMITS | dict(tf32=2e-3), versions=(
-        Version("sums of a block's rows while shared memory has them: the trainer's", with_sums, threads=(), dtypes=ALL,
-                scratch=scratch, trainer=True),
+        Version("sums of a block's rows while shared memory has them: the trainer's", with_sums, threads=(),
+                dtypes=DTYPES, scratch=scratch, trainer=True,
+                held_back="it is all of attention's backward pass, whose products are not counted here"),
     ))

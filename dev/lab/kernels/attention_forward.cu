@@ -1,7 +1,8 @@
-// Of each head, with q, k, v (T,HS) in the rows of qkv (B,T,3,NH,HS):  out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, a
-// query seeing the keys that are not after it. The weights are T x T numbers for each head, far more than all else.
+// Of each head, with q, k, v (T,HS) in the rows of qkv (B,T,3,NH,HS):  out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v,
+// where a query sees the keys up to its own position. The weights are T x T numbers for each head, far more than
+// everything else.
 
-// A thread a query, as one would write it in C, with a row of the weights in device memory: scores, exponentials, and
+// One thread per query, as one would write it in C, with a row of weights in device memory: scores, exponentials, and
 // the weighted sum of the values, channel by channel. Each of the HS channels reads the row of weights again.
 BLOCK(64, threads)
 extern "C" __global__ void attention_forward1(real* __restrict__ out, float* __restrict__ att,
@@ -28,11 +29,11 @@ extern "C" __global__ void attention_forward1(real* __restrict__ out, float* __r
     }
 }
 
-// Three kernels, each shaped for what it does: scores by tiles of 32 x 32, of which those above the diagonal are left
-// out; softmax by a warp a row, which finds maximum and sum in one pass, correcting the sum whenever the maximum grows
-// (Milakov and Gimelshein 2018, algorithm 3); and the product with the values, by tiles again. What remains is the
-// weights' way through device memory: written, read, written and read. Items of the first and the last: all heads'
-// tiles of keys, or of channels, along x, and T queries along y.
+// Three kernels, each shaped for its work: scores by tiles of 32 x 32, without those above the diagonal; softmax by one
+// warp per row, which finds maximum and sum in one pass, correcting the sum whenever the maximum grows (Milakov and
+// Gimelshein 2018, algorithm 3); and the product with the values, by tiles again. What remains is that the weights go
+// through device memory four times: written, read, written and read. Items of the first and the last: all heads' tiles
+// of keys, or of channels, along x, and T queries along y.
 BLOCK(1024, 1, 32)
 extern "C" __global__ void attention_forward2_scores(float* __restrict__ att, const real* __restrict__ qkv,
                                                      float scale, int T, int NH) {
@@ -88,11 +89,11 @@ extern "C" __global__ void attention_forward2_values(real* __restrict__ out, con
     if (query + i < T && c + j < HS) from_float(out[((size_t)b * T + query + i) * C + h * HS + c + j], sum);
 }
 
-// Flash attention (Dao et al. 2022, algorithm 1) in fp32: a thread keeps a query and its output in registers, and walks
-// over the keys in tiles of 32 that the block shares; when the maximum of its scores grows, what it has summed so far
-// is scaled down. The weights exist only for a tile, in registers, so device memory sees nothing but q, k, v and out.
-// All lanes read the same key at a time, 16 bytes for four multiplications each. The last queries, which see the most
-// keys, come first. Items: T queries along x, B*NH heads along y.
+// Flash attention (Dao et al. 2022, algorithm 1) in fp32: a thread keeps a query and its output in registers, and goes
+// over the keys in tiles of 32 that the block shares; when the maximum of its scores grows, the sums so far are scaled
+// down. The weights exist only for one tile, in registers, so only q, k, v and out go through device memory. All lanes
+// read the same key at a time, 16 bytes for four multiplications each. The last queries, which see the most keys, come
+// first. Items: T queries along x, B*NH heads along y.
 BLOCK(256, threads)
 extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __restrict__ out,
                                                                      const real* __restrict__ qkv, float scale, int T,
@@ -146,10 +147,10 @@ extern "C" __global__ void __launch_bounds__(256) attention_forward3(real* __res
     for (int c = 0; c < HS; c++) from_float(out[((size_t)b * T + t) * C + h * HS + c], o[c] / sum);
 }
 
-// Flash attention on tensor cores, by mma.sync. It is the walk of version 3, but a warp takes 16 queries together, and
-// a block 64. A tile of 64 keys gives each warp scores (16,64), which lie in its registers: the D of one product is the
-// A of the next, so they need not go anywhere else. For each query the warp keeps the largest score so far and the sums
-// below it (Milakov and Gimelshein 2018, algorithm 3; Dao et al. 2022, algorithm 1). With a new tile of scores s:
+// Flash attention on tensor cores, by mma.sync. The loop is that of version 3, but a warp takes 16 queries together,
+// and a block 64. A tile of 64 keys gives each warp scores (16,64), which lie in its registers: the D of one product is
+// the A of the next, so they need not go anywhere else. For each query the warp keeps the largest score so far and the
+// sums below it (Milakov and Gimelshein 2018, algorithm 3; Dao et al. 2022, algorithm 1). With a new tile of scores s:
 //   now = max(maximum, max(s))            shrink = e^(maximum - now)
 //   total = total * shrink + sum(e^(s - now))
 //   output = output * shrink + sum(e^(s - now) * value)
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
     float scale2 = scale * LOG2_E;
     for (int key = 0, stage = 0; key <= first; key += TILE, stage ^= 1) {
         copies_arrive<0>();
-        __syncthreads();  // everyone's copies are here, and nobody reads the other stage any more
+        __syncthreads();  // all copies are here, and no thread reads the other stage any more
         if (key < first) load_stage(stage ^ 1, key + TILE);
         const real *keys = shared + stage * 2 * TILE * LD, *values = keys + TILE * LD;
 
@@ -256,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
     }
 }
 
-// attention_forward in kernels.cu: the same walk, for any head, for groups of heads that share keys, and for ReLU
-// attention. By mma.sync, warps fetch their operands from shared memory, and that is the bound. Two sets of 16 queries
-// a warp halve it, and Hopper's wgmma, for bf16, ends it: the tensor cores read a swizzled tile there by themselves,
+// attention_forward in kernels.cu: the same loop, for any head, for groups of heads that share keys, and for ReLU
+// attention. By mma.sync, warps fetch their operands from shared memory, which limits them. Two sets of 16 queries per
+// warp halve that traffic, and Hopper's wgmma, for bf16, removes it: the tensor cores read a swizzled tile themselves,
 // once for the 64 rows of four warps.

@@ -1,7 +1,7 @@
 """out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
 from dev.lab import heads
-from dev.lab.heads import pairs_seen, plain_softmax
-from dev.lab.kernel import ALL, ATTENTION_LIMITS, Kernel, Version
+from dev.lab.heads import ATTENTION_LIMITS, pairs_seen, plain_softmax
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, NH, HS, with_lse=0):
@@ -20,22 +20,18 @@ def in_three(device, a):
                   threads=1024)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, compiled_for="HS", fp32="att lse", sums="out lse",
     trainer_checks=(*heads.ODD_HEADS, *(f"{sizes},with_lse=1" for sizes in heads.LONG_HEADS)),
     limits=ATTENTION_LIMITS, limits_of=dict(lse=heads.LSE_LIMITS), flops=lambda a: 4 * pairs_seen(a) * a.HS, versions=(
-        Version("a thread a query, its weights in device memory", "attention_forward1", "B*NH*T", threads=(64, 256),
+        Version("one thread per query, its weights in device memory", "attention_forward1", "B*NH*T", threads=(64, 256),
                 args="out att qkv scale B T NH", scratch=weights, fits=plain_softmax),
         Version("three kernels: tiles, online softmax, tiles", in_three, threads=(128, 256), scratch=weights,
                 fits=plain_softmax),
         Version("flash in fp32", "attention_forward3", "T, B*NH", threads=(64, 128, 256), args="out qkv scale T NH",
                 fits=plain_softmax),
-        Version("flash on tensor cores, by mma.sync", "attention_forward4", "B*NH, T", threads=(), dtypes=ALL,
+        Version("flash on tensor cores, by mma.sync", "attention_forward4", "B*NH, T", threads=(), dtypes=DTYPES,
                 args="out qkv scale T NH", shared="2*2*64 * (HS + 8) * itemsize", fits=plain_softmax),
         Version("the same by mma.sync or wgmma: the trainer's", heads.trainers_forward, threads=(),
-                dtypes=ALL, scratch=heads.lse_scratch, trainer=True, held_back={
-                    "tf32": "mma.sync has 60% of wgmma's rate, and the threads load and round all that it "
-                            "multiplies",
-                    "bf16": "a tile's second product waits for its exponentials, which alone take some 13 "
-                            "us, and four blocks overlap only a part"}),
+                dtypes=DTYPES, scratch=heads.lse_scratch, trainer=True, held_back=heads.FORWARD_GAP),
     ), torch=heads.torch_forward)

@@ -1,8 +1,8 @@
 // losses (N) = the cross-entropy of logits (N,Vp)[row, 0..V-1], and the logits become their own gradient, dloss *
-// (softmax - 1 at the target), zeros in the padding. The probabilities are never stored: done one after the other,
-// softmax, cross-entropy and its gradient would write and read N Vp numbers twice more.
+// (softmax - 1 at the target), zeros in the padding. The probabilities are never stored; separate kernels for softmax,
+// cross-entropy and the gradient would write and read N Vp numbers twice more.
 
-// A thread a row, four passes.
+// One thread per row, four passes.
 BLOCK(32, threads)
 extern "C" __global__ void classifier_fused1(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int N, int V, int Vp) {
@@ -17,7 +17,7 @@ extern "C" __global__ void classifier_fused1(real* logits, float* __restrict__ l
         from_float(x[v], v < V ? dloss * (expf(to_float(x[v]) - top) / sum - (v == targets[row] ? 1.0f : 0.0f)) : 0.0f);
 }
 
-// A block a row: whole lines, and enough threads to have many on their way.
+// One block per row: whole lines, and enough threads to have many loads under way.
 BLOCK(256, 1)
 extern "C" __global__ void classifier_fused2(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
                                              float dloss, int N, int V, int Vp) {
@@ -34,7 +34,7 @@ extern "C" __global__ void classifier_fused2(real* logits, float* __restrict__ l
         from_float(x[v], v < V ? dloss * (expf(to_float(x[v]) - top) / sum - (v == target ? 1.0f : 0.0f)) : 0.0f);
 }
 
-// Two passes instead of three: maximum and sum at once, the sum corrected when the maximum grows. Still a number a
+// Two passes instead of three: maximum and sum at once, the sum corrected when the maximum grows. Still one number per
 // lane.
 BLOCK(256, 1)
 extern "C" __global__ void classifier_fused3(real* logits, float* __restrict__ losses, const int* __restrict__ targets,
@@ -56,10 +56,10 @@ extern "C" __global__ void classifier_fused3(real* logits, float* __restrict__ l
         from_float(x[v], v < V ? dloss * (expf(to_float(x[v]) - top) / sum - (v == target ? 1.0f : 0.0f)) : 0.0f);
 }
 
-// 16 bytes a lane, and the row waits in shared memory for the second pass, so a logit is read from device memory once.
-// A block goes through several rows: where it has used up 16 bytes of one, it asks for those of the next to be copied
-// there, so that memory is busy in both directions while gradients are stored. A thread reads only what it copied
-// itself.
+// 16 bytes per lane, and the row waits in shared memory for the second pass, so a logit is read from device memory
+// once. A block goes through several rows. As soon as a thread is done with 16 bytes of one row, it starts the copy of
+// 16 bytes of the next row to the same place, so that memory is busy in both directions while gradients are stored. A
+// thread reads only what it copied itself.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logits, float* __restrict__ losses,
                                                                      const int* __restrict__ targets, float dloss,
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logit
     }
 }
 
-// fused_classifier in kernels.cu: two places in shared memory, so that the next row is on its way as a whole, also
-// during this one's sums, and no piece of it waits for a store. Two rows of 50,304 logits fit in bf16. Where they do not,
-// it does as version 4; and if not even one row fits, such as one of 128,256 logits, it keeps the beginning, and reads
-// the rest again, which is short enough to be in L2 still.
+// fused_classifier in kernels.cu: room for two rows in shared memory, so that the whole next row is copied while this
+// one is summed, and no part of it waits for a store. Two rows of 50,304 logits fit in bf16. If two do not fit, it does
+// as version 4. If not even one fits, such as one of 128,256 logits, it keeps the beginning and reads the rest again,
+// which is short enough to be still in L2.

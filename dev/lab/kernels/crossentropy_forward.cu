@@ -1,6 +1,6 @@
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]).
 
-// A thread a row: the maximum, then the sum of exponentials, each a walk of its own through device memory.
+// One thread per row: the maximum, then the sum of exponentials, each with its own pass through device memory.
 BLOCK(32, threads)
 extern "C" __global__ void crossentropy_forward1(float* __restrict__ losses, const real* __restrict__ logits,
                                                  const int* __restrict__ targets, int N, int V, int Vp) {
@@ -13,7 +13,7 @@ extern "C" __global__ void crossentropy_forward1(float* __restrict__ losses, con
     losses[row] = logf(sum) + top - to_float(x[targets[row]]);
 }
 
-// A block a row: lanes read neighbours, and there are enough of them.
+// One block per row: lanes read neighbouring numbers, and there are enough threads.
 BLOCK(1024, 1)
 extern "C" __global__ void crossentropy_forward2(float* __restrict__ losses, const real* __restrict__ logits,
                                                  const int* __restrict__ targets, int N, int V, int Vp) {
@@ -26,5 +26,5 @@ extern "C" __global__ void crossentropy_forward2(float* __restrict__ losses, con
     if (threadIdx.x == 0) losses[blockIdx.x] = logf(sum) + top - to_float(x[targets[blockIdx.x]]);
 }
 
-// fused_classifier in kernels.cu, without its gradient: maximum and sum in one pass, 16 bytes a lane, four of them in
+// fused_classifier in kernels.cu, without its gradient: maximum and sum in one pass, 16 bytes per lane, four of them in
 // flight for each thread.

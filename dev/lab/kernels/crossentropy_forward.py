@@ -2,14 +2,15 @@
 import numpy as np
 
 from dev.lab.formulas import cross_entropy
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
 from dev.lab.kernels.softmax_forward import WORDS, logits_of
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import classifier_launch
 
 
 def classifier_problem(draw, N, V, Vp):
-    """(logits, targets, the size of the terms of a loss): as in logits_of, and the first target's logit is -200, so
-    that its probability is 0 in fp32 and its loss is not."""
+    """(logits, targets, the size of the terms of a loss): as in logits_of; the logit of the first target is -200, so
+    that its probability is 0 in fp32, but not its loss."""
     logits, targets = logits_of(draw, N, V, Vp), draw.words(V, N)
     targets[-1] = V - 1
     if N > 1:
@@ -25,7 +26,7 @@ def problem(draw, B, T, V, Vp):
 
 
 def fused_classifier(device, a, with_gradient):
-    """With the trainer's own grid, or with a block for two rows, and shared memory for so many rows, or what fits."""
+    """With the trainer's own grid, or with a block for two rows, and shared memory for `rows` rows if they fit."""
     blocks, room, shared = classifier_launch(device, a.N, a.Vp, with_gradient)
     if a.rows is not None:
         blocks, room = -(-a.N // 2), min(int(a.rows * a.Vp) // a.W * a.W, device.max_shared // 16 * a.W)
@@ -43,14 +44,14 @@ def trainers(device, a):
     fused_classifier(device, a, with_gradient=False)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,V=50257,Vp=50304", WORDS,
     trainer_checks=("B=1,T=3,V=257,Vp=257", "B=1,T=5,V=384,Vp=384", "B=1,T=7,V=4096,Vp=4224"),
     args="losses logits targets N V Vp", fp32="losses", sums="losses", versions=(
-        Version("a thread a row, two passes", "crossentropy_forward1", "N", threads=(32, 128)),
-        Version("a block a row", "crossentropy_forward2", "N", threads=(256, 512, 1024)),
-        Version("one pass, 16 bytes a lane: the trainer's", trainers, threads=(256, 512, 1024),
+        Version("one thread per row, two passes", "crossentropy_forward1", "N", threads=(32, 128)),
+        Version("one block per row", "crossentropy_forward2", "N", threads=(256, 512, 1024)),
+        Version("one pass, 16 bytes per lane: the trainer's", trainers, threads=(256, 512, 1024),
                 more=dict(rows=(None, 0, 2)), trainer=True, held_back={
-                    "bf16": "with 1,024 threads a multiprocessor has two rows, and idles where they end: "
+                    "bf16": "with 1,024 threads per multiprocessor has two rows, and idles where they end: "
                             "blocks of 256 take 203 us"}),
     ), torch=torch_cross_entropy)

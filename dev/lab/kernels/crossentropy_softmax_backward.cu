@@ -1,6 +1,6 @@
 // dlogits (N,Vp) = (probs (N,Vp) - 1 at the target) * dlosses (N), zeros in the padding.
 
-// A thread a number.
+// One thread per number.
 BLOCK(256, threads)
 extern "C" __global__ void crossentropy_softmax_backward1(real* __restrict__ dlogits,
                                                           const float* __restrict__ dlosses,
@@ -13,7 +13,7 @@ extern "C" __global__ void crossentropy_softmax_backward1(real* __restrict__ dlo
     from_float(dlogits[i], v < V ? (to_float(probs[i]) - indicator) * dlosses[row] : 0.0f);
 }
 
-// 16 bytes a lane, and the row from the grid: no division of 64 bits, and the target is looked for once in W numbers.
+// 16 bytes per lane, and the row from the grid: no 64-bit division, and one comparison with the target for W numbers.
 BLOCK(128, W * threads)
 extern "C" __global__ void crossentropy_softmax_backward2(real* __restrict__ dlogits,
                                                           const float* __restrict__ dlosses,

@@ -1,8 +1,9 @@
 """dlogits (N,Vp) = (probs - 1 at the target) * dlosses (N)"""
 import numpy as np
 
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
 from dev.lab.kernels.softmax_forward import WORDS, in_packs, padded
+from dev.lab.ladder import Ladder, Version
 from prepro_tinyshakespeare import UserError
 
 
@@ -21,9 +22,9 @@ def problem(draw, B, T, V, Vp):
             dict(dlogits=in_parts(gradient, probs, targets, dlosses)))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=1,T=3,V=257,Vp=257"),
     args="dlogits dlosses probs targets N V Vp", fp32="dlosses", versions=(
-        Version("a thread a number", "crossentropy_softmax_backward1", "N*Vp"),
-        Version("16 bytes a lane", "crossentropy_softmax_backward2", "Vp, N", fits=in_packs),
+        Version("one thread per number", "crossentropy_softmax_backward1", "N*Vp"),
+        Version("16 bytes per lane", "crossentropy_softmax_backward2", "Vp, N", fits=in_packs),
     ))

@@ -1,8 +1,8 @@
 // dwte (V,C)[tokens] and dwpe (maxT,C)[t] += dout (B,T,C). Many positions may have the same token.
 
-// A thread a channel of a position; atomics let those of one token add to its row at the same time. All is parallel,
-// but a common word's row is a queue, each addition waits for its turn in L2, and the order is another one on each run:
-// the same seed does not give the same bits.
+// A thread for each channel of a position. With atomics all threads of a word add to its row at the same time. But in
+// the row of a common word each addition waits for its turn in L2, and the order differs each time, so the same seed
+// does not give the same bits.
 BLOCK(256, threads)
 extern "C" __global__ void encoder_backward1(float* dwte, float* dwpe, const real* __restrict__ dout,
                                              const int* __restrict__ tokens, int N, int T, int C) {
@@ -14,8 +14,9 @@ extern "C" __global__ void encoder_backward1(float* dwte, float* dwpe, const rea
     atomicAdd(dwpe + (size_t)(row % T) * C + c, d);
 }
 
-// A thread a channel, which goes through all positions in order: no two threads meet at an address, so no atomics, and
-// the same bits each time. But there are only C threads for the whole GPU, each with one addition at a time.
+// A thread for each channel, which goes through all positions in order. No two threads add to the same address, so no
+// atomics are needed, and the bits are the same each time. But there are only C threads for the whole GPU, each with
+// one addition at a time.
 BLOCK(128, threads)
 extern "C" __global__ void encoder_backward2(float* dwte, float* dwpe, const real* __restrict__ dout,
                                              const int* __restrict__ tokens, int N, int T, int C) {
@@ -28,5 +29,5 @@ extern "C" __global__ void encoder_backward2(float* dwte, float* dwpe, const rea
     }
 }
 
-// encoder_backward_wte and encoder_backward_wpe in kernels.cu: parallel and in one order. The host sorts the positions
-// by token, and a block owns a word's channels, so its 8 warps may add up the run; dwpe is a sum over the B rows of t.
+// encoder_backward_wte and encoder_backward_wpe in kernels.cu: parallel, and always in the same order. The host sorts
+// the positions by token, and the 8 warps of a block add up all positions of one word. dwpe sums over the B rows of t.

@@ -1,12 +1,13 @@
 """dwte (V,C)[tokens (B,T)] and dwpe (maxT,C)[t] += dout (B,T,C)"""
 import numpy as np
 
-from dev.lab.kernel import ROWS, Kernel, Version
+from dev.lab.inputs import ODD_SHAPES
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import batch_table, carve, pack_batch
 
 
 def problem(draw, B, T, C, V, share=10):
-    """One word is a share, in percent, of the batch. Some words are in no text, and some positions beyond T."""
+    """One word makes up `share` percent of the batch. Some words do not occur, and dwpe has rows beyond T."""
     N, often = B * T, draw.rng.random((B, T)) < share / 100
     tokens = np.where(often, V - 1, draw.words(V, B, T)).astype(np.int32)
     batch, dout = carve(pack_batch(tokens)[0], batch_table(B, T)), draw(B, T, C)
@@ -26,16 +27,14 @@ def trainers(device, a):
     device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C, threads=a.threads)
 
 
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768,V=50257", tuple(f"{rows},V=17,share=60" for rows in ROWS),
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768,V=50257", tuple(f"{rows},V=17,share=60" for rows in ODD_SHAPES),
     trainer_checks=("B=1,T=1,C=32,V=257", "B=3,T=30,C=160,V=257,share=0", "B=3,T=300,C=96,V=257,share=60"),
     args="dwte dwpe dout tokens N T C", fp32="dwte dwpe", sums="dwte dwpe",
     traffic=lambda a: a.N * a.C * a.itemsize + 8 * (a.words + a.T) * a.C, versions=(
-        Version("a thread a channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
-        Version("a thread a channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
-        Version("runs of equal tokens: the trainer's", trainers, threads=(64, 128, 256, 512), trainer=True, held_back={
-                    "fp32": "of 49,152 blocks most have one row: one warp of eight has work, and all meet "
-                            "at a barrier",
-                    "bf16": "of 24,576 blocks most have one row: one warp of eight has work, and all meet "
-                            "at a barrier"}),
+        Version("one thread per channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
+        Version("one thread per channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
+        Version("a block for each word: the trainer's", trainers, threads=(64, 128, 256, 512), trainer=True,
+                held_back="most words occur once, so most blocks have work for one of their eight warps, and all meet "
+                          "at a barrier"),
     ))

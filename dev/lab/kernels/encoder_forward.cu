@@ -1,6 +1,6 @@
 // out (B,T,C), the fp32 residual stream, = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1].
 
-// A thread a token, which copies its C channels one by one. Each lane walks along a row of its own.
+// One thread per token, which copies its C channels one by one. Each lane goes along a different row.
 BLOCK(64, threads)
 extern "C" __global__ void encoder_forward1(float* __restrict__ out, const int* __restrict__ tokens,
                                             const real* __restrict__ wte, const real* __restrict__ wpe, int N, int T,
@@ -12,7 +12,7 @@ extern "C" __global__ void encoder_forward1(float* __restrict__ out, const int* 
             to_float(wte[(size_t)tokens[row] * C + c]) + to_float(wpe[(size_t)(row % T) * C + c]);
 }
 
-// A thread a channel of a token: C times as many threads, and neighbouring lanes touch neighbouring addresses.
+// One thread per channel of a token: C times as many threads, and neighbouring lanes touch neighbouring addresses.
 BLOCK(256, threads)
 extern "C" __global__ void encoder_forward2(float* __restrict__ out, const int* __restrict__ tokens,
                                             const real* __restrict__ wte, const real* __restrict__ wpe, int N, int T,
@@ -23,5 +23,5 @@ extern "C" __global__ void encoder_forward2(float* __restrict__ out, const int* 
     out[i] = to_float(wte[(size_t)tokens[row] * C + c]) + to_float(wpe[(size_t)(row % T) * C + c]);
 }
 
-// encoder_forward in kernels.cu: 4 channels a lane, 16 bytes of out, so that the token is looked up, and i divided,
-// once for them, by divisions of 32 bits.
+// encoder_forward in kernels.cu: 4 channels per lane, 16 bytes of out, so that the token is looked up, and i divided,
+// once for all four, in 32 bits.

@@ -1,5 +1,6 @@
 """out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]"""
-from dev.lab.kernel import ROWS, Kernel, Version
+from dev.lab.inputs import ODD_SHAPES
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, C, V, positions=1):
@@ -9,14 +10,14 @@ def problem(draw, B, T, C, V, positions=1):
     return dict(N=B * T, tokens=tokens, wte=wte, wpe=wpe), dict(out=out)
 
 
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768,V=50257", tuple(f"{rows},V=257" for rows in ROWS),
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768,V=50257", tuple(f"{rows},V=257" for rows in ODD_SHAPES),
     trainer_checks=("B=1,T=1,C=32,V=1", "B=2,T=27,C=96,V=257,positions=0"),
     args="out tokens wte wpe N T C", fp32="out", exact="out",
     traffic=lambda a: (a.N + a.T) * a.C * a.itemsize + 4 * a.N * (a.C + 1), versions=(
-        Version("a thread a token", "encoder_forward1", "N", threads=(32, 64, 128, 256)),
-        Version("a thread a channel", "encoder_forward2", "N*C"),
-        Version("4 channels a lane: the trainer's", "encoder_forward", "N*C", trainer=True, held_back={
+        Version("one thread per token", "encoder_forward1", "N", threads=(32, 64, 128, 256)),
+        Version("one thread per channel", "encoder_forward2", "N*C"),
+        Version("4 channels per lane: the trainer's", "encoder_forward", "N*C", trainer=True, held_back={
                     "bf16": "a thread has 4 channels in either dtype, so it waits as often as in fp32, for "
                             "half the bytes"}),
     ))

@@ -1,7 +1,7 @@
-// residual (N,C), the fp32 stream, += branch (N,C), what a layer adds to it; copy (N,C) = the sum as a real; and out
-// = its layernorm, with mean and rstd. This stands between any two branches of a transformer.
+// residual (N,C), the fp32 stream, += branch (N,C), the output of a layer; copy (N,C) = the sum as a real; and out =
+// its layernorm, with mean and rstd. A transformer has this between any two branches.
 
-// Two kernels: this addition, 16 bytes a lane, then residual_layernorm_forward of kernels.cu with branch = null. The
+// Two kernels: this addition, 16 bytes per lane, then residual_layernorm_forward of kernels.cu with branch = null. The
 // sum is written to device memory and read again.
 BLOCK(128, 4 * threads)
 extern "C" __global__ void fused_residual_forward1_add(float* __restrict__ residual,
@@ -10,9 +10,9 @@ extern "C" __global__ void fused_residual_forward1_add(float* __restrict__ resid
     if (i < (size_t)N * C) store(residual + i, load<4>(residual + i) + load<4>(branch + i));
 }
 
-// One kernel: a warp a row adds, keeps the sum in shared memory, C numbers for each warp, and normalises from there. A
-// lane reads what it wrote itself, so no barrier is needed. 4 bytes less to move for each number, of 14 in bf16 and
-// 20 in fp32, and one launch less.
+// One kernel: one warp per row adds, keeps the sum in shared memory, C numbers for each warp, and normalises from
+// there. A lane reads only what it wrote itself, so no barrier is needed. It moves 4 bytes less for each number, of 14
+// in bf16 and 20 in fp32, with one launch less.
 BLOCK(128, threads / 32)
 extern "C" __global__ void fused_residual_forward2(real* __restrict__ out, float* __restrict__ mean,
                                                    float* __restrict__ rstd, real* __restrict__ copy, float* residual,
@@ -46,6 +46,6 @@ extern "C" __global__ void fused_residual_forward2(real* __restrict__ out, float
     if (lane == 0) mean[row] = m, rstd[row] = s;
 }
 
-// residual_layernorm_forward in kernels.cu, with a branch: the sum stays in registers, since a row's length is known
-// when it is compiled. Nothing limits the warps of a multiprocessor but these, and all loads of a row are on their way
-// at once.
+// residual_layernorm_forward in kernels.cu, with a branch: the sum stays in registers, since the length of a row is
+// known to the compiler. Only registers limit the warps of a multiprocessor, and all loads of a row are under way at
+// once.

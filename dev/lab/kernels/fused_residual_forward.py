@@ -2,12 +2,13 @@
 import numpy as np
 
 from dev.lab.formulas import layernorm, moments
-from dev.lab.kernel import ROWS, Kernel, Version, f32
+from dev.lab.inputs import ODD_SHAPES, f32
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, C, apart=0):
-    """Rows such as Draw.rows has, and a branch of their deviations. apart: what the branch is added to is not residual,
-    but `before`, and stays."""
+    """Rows as in Draw.rows, and a branch with their deviations. apart: the branch is added to `before`, which does not
+    change, and not to residual."""
     N = B * T
     given, branch = draw.rows(N, C), draw.real(np.logspace(1, -3, N)[:, None] * draw.normal(N, C))
     weight, bias, residual = draw(C), draw(C), f32(given + branch)
@@ -35,8 +36,8 @@ def trainers(device, a):
                   a.weight, a.bias, a.N, threads=a.threads)
 
 
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS, compiled_for="C",
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, compiled_for="C",
     trainer_checks=("B=1,T=1,C=32", "B=8,T=5,C=768", "B=3,T=9,C=96,apart=1", "B=1,T=5,C=768,apart=1"),
     args="out mean rstd copy residual branch weight bias N C", fp32="residual before mean rstd", exact="residual copy",
     sums="out mean",

@@ -8,14 +8,14 @@ __device__ __forceinline__ float derivative(float x) {
 }
 }  // namespace gelu_backward_
 
-// A thread a number, with the derivative of x/2 (1 + tanh u) as it stands.
+// One thread per number, with the derivative of x/2 (1 + tanh u) as it stands.
 BLOCK(256, threads)
 extern "C" __global__ void gelu_backward1(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < (size_t)N * OC) from_float(dinp[i], to_float(dinp[i]) * gelu_backward_::derivative(to_float(inp[i])));
 }
 
-// 16 bytes a lane, two such loads in flight for each thread.
+// 16 bytes per lane, two such loads in flight for each thread.
 BLOCK(1024, W * threads)
 extern "C" __global__ void gelu_backward2(real* __restrict__ dinp, const real* __restrict__ inp, int N, int OC) {
     size_t i = first_number();

@@ -1,7 +1,8 @@
 """dinp (N,4C), the gradient of gelu(inp), becomes that of inp"""
 from dev.lab.formulas import dgelu
+from dev.lab.inputs import ODD_SHAPES, in_parts
 from dev.lab.kernels.gelu_forward import gelu_inputs
-from dev.lab.kernel import ROWS, Kernel, Version, in_parts
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, C):
@@ -10,12 +11,12 @@ def problem(draw, B, T, C):
     return dict(N=N, OC=OC, inp=inp, dinp=dout), dict(dinp=in_parts(dgelu, dout, inp)), dict(dinp=abs(dout))
 
 
-# Where gelu' is near 0 its terms cancel, so that dout's size counts. But then a limit of 1e-5 would say little about
-# inputs of -4 or less.
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS, trainer_checks=("B=1,T=1,C=32",), args="dinp inp N OC", sums="dinp",
+# Near gelu' = 0 its terms cancel, so the size of dout counts. But then a limit of 1e-5 would test little for inputs of
+# -4 or less.
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32",), args="dinp inp N OC", sums="dinp",
     limits=dict(fp32=5e-7, bf16=1e-6), versions=(
-        Version("a thread a number, by tanh", "gelu_backward1", "N*OC"),
-        Version("16 bytes a lane", "gelu_backward2", "N*OC"),
+        Version("one thread per number, by tanh", "gelu_backward1", "N*OC"),
+        Version("16 bytes per lane", "gelu_backward2", "N*OC"),
         Version("one exponential: the trainer's", "gelu_backward", "N*OC", trainer=True),
     ), torch=lambda torch, x: lambda: torch.ops.aten.gelu_backward(x.dinp, x.inp, approximate="tanh"))

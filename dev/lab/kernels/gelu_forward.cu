@@ -7,15 +7,14 @@ __device__ __forceinline__ float gelu(float x) {
 }
 }  // namespace gelu_forward_
 
-// A thread a number, by the formula as it stands. tanhf is some twenty instructions.
+// One thread per number, by the formula as it stands. tanhf is some twenty instructions.
 BLOCK(256, threads)
 extern "C" __global__ void gelu_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int OC) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < (size_t)N * OC) from_float(out[i], gelu_forward_::gelu(to_float(inp[i])));
 }
 
-// 16 bytes a lane: a quarter or an eighth of the loads, stores and indices. What is left to do for each number is
-// tanhf.
+// 16 bytes per lane: a quarter or an eighth of the loads, stores and indices. Each number still needs tanhf.
 BLOCK(128, W * threads)
 extern "C" __global__ void gelu_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int OC) {
     size_t i = first_number();

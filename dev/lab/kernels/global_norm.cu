@@ -1,7 +1,7 @@
 // norm[0] = the square root of the sum of the squares of grads (n), by which they may be clipped.
 
-// A thread a number, and each block adds its sum to the result: an atomic for every 256 numbers, all to one address,
-// which takes them one at a time. The sum's order is another one on each run. A second kernel takes the root.
+// One thread per number, and each block adds its sum to the result: an atomic for every 256 numbers, all to one
+// address, which takes them one at a time. The order of the sum varies. A second kernel takes the root.
 BLOCK(1024, threads)
 extern "C" __global__ void global_norm1(float* norm, const float* __restrict__ grads, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -12,8 +12,8 @@ extern "C" __global__ void global_norm1(float* norm, const float* __restrict__ g
 BLOCK(1, 1)
 extern "C" __global__ void global_norm1_root(float* norm) { norm[0] = sqrtf(norm[0]); }
 
-// As many blocks as the GPU can run at once, each of which walks through the whole array in strides: an atomic for each
-// of these is nothing. A thread has one load in flight at a time.
+// As many blocks as the GPU runs at once, each of which goes through the whole array in strides. One atomic for each
+// costs nothing. But a thread has only one load in flight at a time.
 BLOCK(512, 1)
 extern "C" __global__ void global_norm2(float* norm, const float* __restrict__ grads, size_t n) {
     float sum = 0.0f;
@@ -23,6 +23,6 @@ extern "C" __global__ void global_norm2(float* norm, const float* __restrict__ g
     if (threadIdx.x == 0) atomicAdd(norm, sum);
 }
 
-// global_norm in kernels.cu: 16 bytes a lane, four of them in flight for each thread; and no float atomics: a block
-// stores its sum, and counts itself. The last one adds all of them up, in the same order each time, and takes the
-// root: one launch, and nothing to set to zero before.
+// global_norm in kernels.cu: 16 bytes per lane, four of them in flight for each thread; and no float atomics: a block
+// stores its sum and counts itself, and the last block adds up all sums, always in the same order, and takes the root.
+// So there is one launch, and nothing to set to zero before it.

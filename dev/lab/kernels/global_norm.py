@@ -1,19 +1,20 @@
 """norm[0] = the square root of the sum of the squares of grads (n)"""
 import numpy as np
 
-from dev.lab.kernel import ANY, Kernel, Version, f32
+from dev.lab.inputs import ANY, f32
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import NORM_BLOCKS
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
 
 
 def problem(draw, n, last=0, again=0):
-    """grads over nine decades. last: 1 and 2 make the last of them infinite and NaN. again=1: it is done twice, and the
-    second time needs what the first has left in norm[1]: a counter at 0."""
+    """grads over nine decades. last: with 1 the last one is infinite, with 2 NaN. again=1: it is done twice, and the
+    second time needs the counter that the first left in norm[1], at 0."""
     pool = draw.pool(n)
     grads = np.resize(f32(pool * 10 ** draw.rng.uniform(-6, 3, pool.size)), n)
     grads[-1] = (1, np.inf, np.nan)[last]
-    room = 2 + max(*BLOCKS, NORM_BLOCKS)  # what follows the counter is each block's own
+    room = 2 + max(*BLOCKS, NORM_BLOCKS)  # after the counter, one for each block
     return (dict(grads=grads, norm=np.zeros(room), again=again),
             dict(norm=np.r_[np.sqrt(np.square(grads).sum()), 0, np.full(room - 2, ANY)]))
 
@@ -28,7 +29,7 @@ def norm_with_atomics(name, items):
 
 
 def trainers(device, a):
-    """With the trainer's own grid, or with another of so many blocks."""
+    """With the trainer's own grid, or with the blocks that were chosen."""
     blocks = a.blocks or min(NORM_BLOCKS, 8 * device.multiprocessors)
     device.launch("global_norm", blocks, a.norm, a.grads, a.n, threads=a.threads)
     if a.again:
@@ -36,17 +37,17 @@ def trainers(device, a):
         device.launch("global_norm", blocks, a.norm, a.grads, a.n, threads=a.threads)
 
 
-LONG_SUMS = dict(fp32=2e-4)  # of up to two million numbers one by one; the trainer's, by three blocks, of 160,000
+LONG_SUMS = dict(fp32=2e-4)  # of up to two million numbers one by one; the trainer's three blocks sum 160,000 each
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "n=124475904", ("n=32", "n=9600,last=1", "n=9600,last=2", "n=300032"),
     trainer_checks=("n=4,again=1", "n=49380,again=1"), fp32="grads norm", traffic=lambda a: 4 * a.n,
     versions=(
-        Version("a thread a number, an atomic a block", norm_with_atomics("global_norm1", lambda a: a.n),
+        Version("one thread per number, an atomic per block", norm_with_atomics("global_norm1", lambda a: a.n),
                 dtypes=("fp32",), atomics=True, limits=LONG_SUMS),
         Version("as many blocks as run at once", norm_with_atomics("global_norm2", lambda a: a.blocks),
                 dtypes=("fp32",), threads=(256, 512), more=dict(blocks=(3, *BLOCKS)), atomics=True,
                 limits=LONG_SUMS),
-        Version("16 bytes a lane, no float atomics: the trainer's", trainers, dtypes=("fp32",), threads=(256, 512),
+        Version("16 bytes per lane, no float atomics: the trainer's", trainers, dtypes=("fp32",), threads=(256, 512),
                 more=dict(blocks=(None, 3, *BLOCKS)), limits=dict(fp32=5e-5), trainer=True),
     ), torch=lambda torch, x: lambda: torch.linalg.vector_norm(x.grads))

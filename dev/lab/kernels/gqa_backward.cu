@@ -1,8 +1,8 @@
 // The gradient dinp (B,T,NH+2NKV,HS) of grouped-query attention, from dout and out (B,T,NH,HS) and lse (B,NH,T); see
-// attention_backward.cu for the formulas. A key's and a value's gradients are sums over the queries of NH/NKV heads.
+// attention_backward.cu for the formulas. The gradients of a key and a value are sums over the queries of NH/NKV heads.
 
-// A thread a query, which has all three gradients' terms at hand, and adds those of the key and the value by atomics.
-// The queries of all heads of a group wait for each other there, and the order of a sum is another one on each run.
+// One thread per query, which computes the terms of all three gradients and adds those of the key and the value by
+// atomics. There the queries of all heads of a group wait for each other, and the order of a sum varies.
 BLOCK(64, threads)
 extern "C" __global__ void gqa_backward1(float* dinp, const real* __restrict__ dout, const real* __restrict__ out,
                                          const real* __restrict__ inp, const float* __restrict__ lse, float scale,
@@ -31,9 +31,9 @@ extern "C" __global__ void gqa_backward1(float* dinp, const real* __restrict__ d
     }
 }
 
-// No atomics: a thread of the second kernel owns a key and its value, and walks over the queries of one head after
-// another, so each gradient is summed in one order, and written once. The price is that the weights are computed twice.
-// There are only NKV T threads a sequence, and what each of them reads is read from the caches, a number at a time.
+// No atomics: a thread of the second kernel owns a key and its value, and goes over the queries of one head after
+// another, so each gradient is summed in one order and written once. The price is that the weights are computed twice.
+// There are only NKV T threads per sequence, and each reads from the caches one number at a time.
 BLOCK(64, threads)
 extern "C" __global__ void gqa_backward2_q(real* __restrict__ dinp, const real* __restrict__ dout,
                                            const real* __restrict__ out, const real* __restrict__ inp,

@@ -1,7 +1,7 @@
 """dqkv (B,T,NH+2NKV,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
 from dev.lab import heads
-from dev.lab.heads import backward_problem, pairs_seen, plain_softmax
-from dev.lab.kernel import ALL, ATTENTION_LIMITS, Kernel, Version
+from dev.lab.heads import ATTENTION_LIMITS, backward_problem, pairs_seen, plain_softmax
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def with_atomics(device, a):
@@ -16,21 +16,16 @@ def by_rows(device, a):
     device.launch("gqa_backward2_kv", a.B * a.NKV * a.T, a.dqkv, *inputs, *sizes, threads=a.threads)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     backward_problem, "B=8,T=1024,NH=12,NKV=4,HS=64", heads.LONG_GROUPS, compiled_for="HS", fp32="lse delta",
     sums="dqkv",
     trainer_checks=(*heads.ODD_GROUPS, *(f"{sizes},relu=1" for sizes in (*heads.LONG_GROUPS, *heads.ODD_GROUPS))),
     limits=ATTENTION_LIMITS | dict(tf32=1e-3),  # a product more than in the forward pass
     flops=lambda a: 10 * pairs_seen(a) * a.HS, versions=(
-        Version("a thread a query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
+        Version("one thread per query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
                 fits=plain_softmax),
-        Version("a thread a query, or a key and a value", by_rows, threads=(64, 128), scratch=heads.delta_scratch,
+        Version("one thread per query, or a key and a value", by_rows, threads=(64, 128), scratch=heads.delta_scratch,
                 fits=plain_softmax),
         Version("a block's keys meet the queries of all heads of a group: the trainer's", heads.trainers_backward,
-                threads=(), dtypes=ALL, scratch=heads.delta_scratch, trainer=True, held_back={
-                    "fp32": "it does seven products where five are counted",
-                    "tf32": "seven products for the five that are counted, by mma.sync, from operands that "
-                            "threads load and round, two blocks a multiprocessor",
-                    "bf16": "it does seven products where five are counted, exponentials lie between them, "
-                            "and registers allow only three or four blocks"}),
+                threads=(), dtypes=DTYPES, scratch=heads.delta_scratch, trainer=True, held_back=heads.BACKWARD_GAP),
     ), torch=heads.torch_backward)

@@ -1,8 +1,8 @@
 // Grouped-query attention (Ainslie et al. 2023, section 2.2): inp (B,T,NH+2NKV,HS) has the queries of NH heads, and
 // keys and values of NKV heads, each of which serves NH/NKV neighbouring query heads. out (B,T,NH,HS).
 
-// A thread a query walks over its keys, and keeps its output in registers; the sum and the output are scaled down when
-// a larger score comes. Every number of a key or value is read for one multiplication.
+// One thread per query goes over its keys and keeps its output in registers; when a larger score comes, the sum and the
+// output are scaled down. Every number of a key or value is read for a single multiplication.
 BLOCK(64, threads)
 extern "C" __global__ void gqa_forward1(real* __restrict__ out, const real* __restrict__ inp, float scale, int B, int T,
                                         int NH, int NKV) {
@@ -26,8 +26,8 @@ extern "C" __global__ void gqa_forward1(real* __restrict__ out, const real* __re
 }
 
 // Version 2 is repeat_kv_forward2, and then the trainer's attention_forward for NH heads, on tensor cores: fast, but it
-// writes and reads NH/NKV copies of each key and value, in device memory that a grouped cache was to save.
+// writes and reads NH/NKV copies of each key and value, in device memory that grouped attention is meant to save.
 
 // attention_forward in kernels.cu: a block has queries of one head, and reads the keys and values of its group's head
-// where they are, so nothing is copied. The heads of a group are neighbours in the grid. So all but the first of them
-// find these in L2.
+// where they are, so nothing is copied. The heads of a group are neighbours in the grid, so all but the first find them
+// in L2.

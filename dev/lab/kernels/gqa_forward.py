@@ -2,8 +2,8 @@
 from types import SimpleNamespace
 
 from dev.lab import heads
-from dev.lab.heads import forward_problem, pairs_seen, plain_softmax
-from dev.lab.kernel import ALL, ATTENTION_LIMITS, Kernel, Version
+from dev.lab.heads import ATTENTION_LIMITS, forward_problem, pairs_seen, plain_softmax
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def repeat_and_attend(device, a):
@@ -15,20 +15,16 @@ def repeated_and_lse(a):
     return dict(repeated=(a.B, a.T, 3, a.NH, a.HS), **heads.lse_scratch(a))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     forward_problem, "B=8,T=1024,NH=12,NKV=4,HS=64", heads.LONG_GROUPS, compiled_for="HS", fp32="lse", sums="out lse",
     trainer_checks=(*heads.ODD_GROUPS, *(f"{sizes},with_lse=1" for sizes in heads.LONG_GROUPS),
                     *(f"{sizes},relu=1" for sizes in (*heads.LONG_GROUPS, *heads.ODD_GROUPS))),
     limits=ATTENTION_LIMITS, limits_of=dict(lse=heads.LSE_LIMITS), flops=lambda a: 4 * pairs_seen(a) * a.HS,
     beside=("repeat_kv_forward",), versions=(
-        Version("a thread a query", "gqa_forward1", "B*NH*T", threads=(64, 256), args="out qkv scale B T NH NKV",
+        Version("one thread per query", "gqa_forward1", "B*NH*T", threads=(64, 256), args="out qkv scale B T NH NKV",
                 fits=plain_softmax),
-        Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(), dtypes=ALL,
+        Version("repeat_kv, then the trainer's attention", repeat_and_attend, threads=(), dtypes=DTYPES,
                 scratch=repeated_and_lse),
-        Version("each block finds its group's keys: the trainer's", heads.trainers_forward, threads=(), dtypes=ALL,
-                scratch=heads.lse_scratch, trainer=True, held_back={
-                    "tf32": "mma.sync has 60% of wgmma's rate, and the threads load and round all that it "
-                            "multiplies",
-                    "bf16": "a tile's second product waits for its exponentials, which alone take some 13 "
-                            "us, and four blocks overlap only a part"}),
+        Version("each block finds its group's keys: the trainer's", heads.trainers_forward, threads=(), dtypes=DTYPES,
+                scratch=heads.lse_scratch, trainer=True, held_back=heads.FORWARD_GAP),
     ), torch=heads.torch_forward)

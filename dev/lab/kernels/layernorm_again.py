@@ -1,5 +1,6 @@
 """out (N,C) = (inp - mean) * rstd * weight + bias, once more"""
-from dev.lab.kernel import ROWS, Kernel, Version
+from dev.lab.inputs import ODD_SHAPES
+from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
 
 def problem(draw, B, T, C):
@@ -11,12 +12,8 @@ def problem(draw, B, T, C):
             dict(out=(abs(inp) + abs(mean[:, None])) * abs(scale) + abs(bias)))
 
 
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS, trainer_checks=("B=1,T=1,C=32",), fp32="mean rstd", sums="out", versions=(
-        Version("16 bytes a lane: the trainer's", "layernorm_again", "N*C", args="out inp mean rstd weight bias N C",
-                trainer=True, held_back={
-                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds",
-                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds"}),
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32",), fp32="mean rstd", sums="out", versions=(
+        Version("16 bytes per lane: the trainer's", "layernorm_again", "N*C", args="out inp mean rstd weight bias N C",
+                trainer=True, held_back=LAUNCH_GAP),
     ))

@@ -2,9 +2,9 @@
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 //   dweight (C) += the sum over rows of dout * norm,  dbias (C) += the sum over rows of dout
 //   before (C) += the sum over rows of the new dresidual, the bias gradient of the linear layer before
-// The first is a sum over rows' channels, the others over the rows of a channel: no layout suits both.
+// The first needs sums over the channels of a row, the others sums over the rows of a channel: no layout suits both.
 
-// A thread a row. Its part of the sums goes there by atomics, 3 C of them a row, all rows to the same 3 C places.
+// One thread per row. It adds its part of the sums by 3 C atomics, all rows to the same 3 C places.
 BLOCK(32, threads)
 extern "C" __global__ void layernorm_backward1(real* __restrict__ dresidual, float* dweight, float* dbias,
                                                float* before, const real* __restrict__ dout,
@@ -31,9 +31,8 @@ extern "C" __global__ void layernorm_backward1(real* __restrict__ dresidual, flo
     }
 }
 
-// A warp a row, and as many rows as there are blocks for; the column sums of a block's rows are added up in its shared
-// memory, still by atomics, but these stay on the multiprocessor. Only the block's totals go to device memory: 3 C
-// atomics a block, not a row.
+// One warp per row. A block adds up the columns of its rows in shared memory, still by atomics, but these stay on the
+// multiprocessor. Only its totals go to device memory: 3 C atomics per block, not per row.
 BLOCK(512, 1)
 extern "C" __global__ void layernorm_backward2(real* __restrict__ dresidual, float* dweight, float* dbias,
                                                float* before, const real* __restrict__ dout,
@@ -75,8 +74,8 @@ namespace layernorm_backward_ {
 
 constexpr int TOGETHER = 12;  // blocks whose sums are added up by the last of them
 
-// The first of `count` rows of each of partials (3, rows, C) becomes the sum of them, or, with out, is added to those.
-// The rows are `step` apart. Items of a loop: 4 of the 3 C columns.
+// Adds up `count` rows, `step` apart, of each of partials (3, rows, C). The first row becomes the sum, or, with out,
+// the sum is added to that.
 __device__ __forceinline__ void add_rows(float* partials, int rows, int first, int count, int step,
                                          float* const* out) {
     constexpr int C = CHANNELS;
@@ -94,15 +93,14 @@ __device__ __forceinline__ void add_rows(float* partials, int rows, int first, i
 }  // namespace layernorm_backward_
 
 // No float atomics, and still one launch. A lane has the same columns of each of its rows, 16 bytes at a time, so it
-// keeps their three sums in registers, and a row too. In the end a block adds up its warps in shared memory, and stores
-// its sums in partials (3, gridDim.x, C). The last block to finish adds up those of all blocks. But it would be alone
-// with that: 132 blocks have stored 1.2 MB, and one multiprocessor reads some 100 GB/s, so it would take more than ten
-// microseconds. So there are two levels: the last block of every 12 adds up these, and the last of all adds up the
-// groups. Who is in a group is fixed, and each sum goes from the first to the last, so the bits are the same on each
-// run. What it saves is a second launch. What it costs is two fences, two atomics, and two short sums by few blocks.
-// That is about even. What makes it slower than the trainer's is that a thread's 240 registers leave 8 warps to a
-// multiprocessor, and that no load is under way while a warp adds up.
-// counters (1 + groups) are 0 before and after. Items: blocks.
+// keeps their three sums in registers, and the row too. At the end a block adds up its warps in shared memory, and
+// stores its sums in partials (3, gridDim.x, C). If the last block to finish added up the sums of all 132 blocks, 1.2
+// MB, that would take more than ten microseconds, since one multiprocessor reads some 100 GB/s. So there are two
+// levels. Blocks form groups of 12; the last block of a group to finish adds up that group, and the last block of all
+// adds up the groups. The groups are fixed, and each sum goes from the first to the last, so the bits are always the
+// same. This saves a second launch, and costs two fences, two atomics, and two short sums by a few blocks, which is
+// about even. It is slower than the trainer's because 240 registers per thread leave 8 warps to a multiprocessor, and
+// no load is under way while a warp adds up. counters (1 + groups) are 0 before and after. Items: blocks.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256) layernorm_backward3(
     real* __restrict__ dresidual, float* dweight, float* dbias, float* before, float* partials, int* counters,
@@ -162,6 +160,6 @@ extern "C" __global__ void __launch_bounds__(256) layernorm_backward3(
     add_rows(partials, gridDim.x, 0, groups, TOGETHER, out);
 }
 
-// layernorm_backward in kernels.cu: the same sums in registers. But registers that hold sums can not hold rows that are
-// still to come: asynchronous copies bring the next row to shared memory while one is at work. One block of 12 warps
-// fills a multiprocessor, and leaves few partials. add_partials, which matmul_backward_bias needs too, adds these up.
+// layernorm_backward in kernels.cu: the same sums in registers. There is no room in registers for the next row as well,
+// so asynchronous copies bring it to shared memory. One block of 12 warps fills a multiprocessor, and leaves few
+// partials. add_partials, which matmul_backward_bias needs too, adds these up.

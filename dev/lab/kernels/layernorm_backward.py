@@ -2,14 +2,15 @@
 import numpy as np
 
 from dev.lab.formulas import dlayernorm, moments
-from dev.lab.kernel import ROWS, Kernel, Version
+from dev.lab.inputs import ODD_SHAPES
+from dev.lab.ladder import Ladder, Version
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
 
 
 def problem(draw, B, T, C, linear=1):
-    """Rows of inp such as Draw.rows has. Without a linear layer before, `before` is None."""
+    """inp has rows as in Draw.rows. Without a linear layer before, `before` is None."""
     N = B * T
     inp, dout, dresidual, weight = draw.real(draw.rows(N, C)), draw(N, C), draw(N, C), draw(C)
     dweight, dbias, before = draw.fp32(C), draw.fp32(C), draw.fp32(C)
@@ -18,13 +19,13 @@ def problem(draw, B, T, C, linear=1):
     new = dresidual + dx
     inputs = dict(N=N, inp=inp, dout=dout, dresidual=dresidual, weight=weight, dweight=dweight, dbias=dbias,
                   before=before if linear else None, mean=mean[:, 0], rstd=rstd[:, 0],
-                  counters=np.zeros(64, np.int32))  # which have to be 0 again in the end
+                  counters=np.zeros(64, np.int32))  # which must be 0 again at the end
     truth = dict(dresidual=new, dweight=dweight + sum_dweight, dbias=dbias + sum_dbias, counters=inputs["counters"])
     return inputs, truth | (dict(before=before + new.sum(0)) if linear else {})
 
 
 def trainers(device, a):
-    """With the trainer's own grid, or with another of so many blocks, each of so many rows if they fit."""
+    """With the trainer's own grid, or with the blocks and rows that were chosen, if they fit."""
     blocks, threads, shared = layernorm_backward_launch(device, a.N)
     if a.grid:
         sizes = device.layernorm_sizes
@@ -36,13 +37,14 @@ def trainers(device, a):
 
 
 # A mean of 50 deviations leaves (inp - mean) * rstd with an error of some 1e-6.
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS,
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES,
     trainer_checks=("B=1,T=1,C=32", "B=3,T=100,C=96", "B=1,T=70,C=1600", "B=2,T=20,C=768,linear=0"),
     args="dresidual dweight dbias before dout inp weight mean rstd N C", compiled_for="C",
     fp32="mean rstd dweight dbias before partials", sums="dresidual dweight dbias before", versions=(
-        Version("a thread a row, with atomics", "layernorm_backward1", "N", threads=(32, 64, 128, 256), atomics=True),
-        Version("a warp a row, atomics in shared memory", "layernorm_backward2", "blocks", threads=(128, 256, 512),
+        Version("one thread per row, with atomics", "layernorm_backward1", "N", threads=(32, 64, 128, 256),
+                atomics=True),
+        Version("one warp per row, atomics in shared memory", "layernorm_backward2", "blocks", threads=(128, 256, 512),
                 shared="4 * 3*C", more=dict(blocks=(2, *BLOCKS)), atomics=True),
         Version("sums in registers, and the last block adds up", "layernorm_backward3", "blocks", threads=(128, 256),
                 args="dresidual dweight dbias before partials counters dout inp weight mean rstd N",

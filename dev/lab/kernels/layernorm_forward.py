@@ -1,6 +1,7 @@
 """out (N,C) = the layernorm of residual, with its mean and rstd, and copy = residual as a real"""
 from dev.lab.formulas import layernorm, moments
-from dev.lab.kernel import ROWS, Kernel, Version
+from dev.lab.inputs import ODD_SHAPES
+from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
 TRAINERS_ARGS = "out mean rstd copy residual before branch weight bias N"
 
@@ -21,22 +22,18 @@ def in_three(device, a):
                   a.bias, a.N, a.C, threads=a.threads)
 
 
-KERNEL = Kernel(
-    problem, "B=8,T=1024,C=768", ROWS, trainer_checks=("B=1,T=1,C=32", "B=8,T=5,C=768"), compiled_for="C",
+LADDER = Ladder(
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32", "B=8,T=5,C=768"), compiled_for="C",
     args="out mean rstd copy residual weight bias N C", fp32="residual mean rstd", exact="copy", sums="out mean",
     versions=(
-        Version("a thread a row", "layernorm_forward1", "N", threads=(32, 64, 128, 256),
+        Version("one thread per row", "layernorm_forward1", "N", threads=(32, 64, 128, 256),
                 limits=dict(fp32=1e-4)),  # a mean of 50 deviations, added up one by one
-        Version("three kernels: means, deviations, and a thread a number", in_three, threads=(128, 256, 512)),
-        Version("one kernel, a warp a row", "layernorm_forward3", "N"),
-        Version("16 bytes a lane", "layernorm_forward4", "N"),
+        Version("three kernels: means, deviations, and one thread per number", in_three, threads=(128, 256, 512)),
+        Version("one kernel, one warp per row", "layernorm_forward3", "N"),
+        Version("16 bytes per lane", "layernorm_forward4", "N"),
         Version("both sums in one pass, as E[x^2] - E[x]^2", "layernorm_forward5", "N",
                 limits=dict(fp32=1e-3, bf16=1e-3)),  # which cancels where a mean is 50 deviations: see its comment
         Version("the row in registers: the trainer's", "residual_layernorm_forward", "N", threads=(64, 128, 256, 512),
-                args=TRAINERS_ARGS, trainer=True, held_back={
-                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds",
-                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds"}),
+                args=TRAINERS_ARGS, trainer=True, held_back=LAUNCH_GAP),
     ), torch=lambda torch, x: lambda: torch.nn.functional.layer_norm(
         x.residual.to(x.weight.dtype), x.weight.shape, x.weight, x.bias))

@@ -1,8 +1,9 @@
 // The two products behind a linear layer out (N,OC) = inp (N,C) weight' (OC,C):
 //   dinp (N,C) = dout (N,OC) weight  and  dweight (OC,C) += dout' inp.
-// Either has one matrix whose summed index is the slow one, or both: what is easy to read in rows is needed in columns.
+// In both, at least one matrix has the summed index as the slow one: it is fast to read along rows, but needed along
+// columns.
 
-// A thread an element. In dinp a warp shares a row of dout and reads weight in whole lines; in dweight it shares a
+// One thread per element. In dinp a warp shares a row of dout and reads weight in whole lines; in dweight it shares a
 // column of dout, one number from each row, and reads inp in whole lines.
 BLOCK(1024, threads)
 extern "C" __global__ void matmul_backward1_inp(real* __restrict__ dinp, const real* __restrict__ dout,
@@ -28,9 +29,9 @@ extern "C" __global__ void matmul_backward1_weight(float* __restrict__ dweight, 
 
 namespace matmul_backward {
 
-// A block's tile of left right, with left(row, k) and right(k, column); `put` takes each element of it. The block has
-// `rows` x `rows` of them, a thread M x M. A tile of each matrix waits in shared memory, k as the slow index; it is
-// loaded along the index that is fast in device memory, k for left if left_k, else the row.
+// The tile of a block in the product of left(row, k) and right(k, column). The block has `rows` x `rows` elements, a
+// thread M x M, and `put` stores one. A tile of each matrix is in shared memory with k as the slow index; it is loaded
+// along the index that is fast in device memory: for left that is k if left_k, else the row.
 template <int rows, int M, int K, bool left_k, class Left, class Right, class Put>
 __device__ __forceinline__ void multiply(int first_row, int first_column, int size, Left left, Right right, Put put) {
     constexpr int threads = rows / M * (rows / M);
@@ -80,15 +81,15 @@ __device__ __forceinline__ void multiply_weight(float* __restrict__ dweight, con
 
 }  // namespace matmul_backward
 
-// Tiles of 32 x 32 in shared memory, of which each number serves 32 elements. In shared memory it does not matter which
-// index was the fast one: a tile is loaded along it, and read along the other.
-// In fp32 it is slower than version 1. What it saves are loads from L2, and those are not what version 1 waits for. In
-// both each multiplication takes two loads, one of a number that the lanes share and one of 32 neighbours, without
-// bank conflicts. A load from shared memory is no faster than one that hits L1, which is the same memory. But now there
-// are two barriers for every 32 of the summed index, and between them the whole block waits for device memory. Another
-// block would fill the gap. But ptxas gives each thread 40 registers, and a multiprocessor has 65,536, which is one
-// block of 1,024 threads. Version 1 has 32 registers, and so two blocks, and no barrier. matmul_forward2, which is the
-// same idea with 32 registers, does half as many operations in less than a third of the time.
+// Tiles of 32 x 32 in shared memory; each number serves 32 elements. In shared memory either index may be the fast one:
+// a tile is loaded along one and read along the other. In fp32 it is slower than version 1. It saves loads from L2, but
+// those are not what version 1 waits for. In both, each multiplication takes two loads, one of a number that the lanes
+// share and one of 32 neighbours, without bank conflicts. A load from shared memory is no faster than one that hits L1,
+// which is the same memory. But now there are two barriers for every 32 of the summed index, and between them the whole
+// block waits for device memory. Another block would fill the gap. But ptxas gives each thread 40 registers, and a
+// multiprocessor has 65,536, which is one block of 1,024 threads. Version 1 has 32 registers, and so two blocks, and no
+// barrier. matmul_forward2, the same idea with 32 registers, does half of the operations in less than a third of the
+// time.
 BLOCK(1024, 32, 32)
 extern "C" __global__ void matmul_backward2_inp(real* __restrict__ dinp, const real* __restrict__ dout,
                                                 const real* __restrict__ weight, int N, int C, int OC) {
@@ -179,10 +180,10 @@ __device__ __forceinline__ void multiply_ahead(const real* __restrict__ left, co
 }  // namespace matmul_backward
 
 // As matmul_forward4: loads of 16 bytes, and the next tile on its way while this one is multiplied. Version 3 waits for
-// each tile of 8 summed numbers, with nothing else to do: dweight has 144 blocks of 128 x 128, hardly more than an H200
-// has multiprocessors, so that most have a single block, which walks over 8,192 rows. Here a matrix whose summed index
-// is the slow one is even the easier one: 16 bytes of a row go to shared memory as they are, and only dout, for dinp,
-// has to be transposed on the way. The packs want rows that start on 16 bytes, so OC is a multiple of 8.
+// each tile of 8 summed numbers with nothing else to do: dweight has 144 blocks of 128 x 128, hardly more than an H200
+// has multiprocessors, so most of these have a single block, which goes over 8,192 rows. Here a matrix whose summed
+// index is the slow one is even easier: 16 bytes of a row go to shared memory as they are, and only dout, for dinp,
+// must be transposed on the way. The packs want rows that start on 16 bytes, so OC is a multiple of 8.
 BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_backward4_inp(
     real* __restrict__ dinp, const real* __restrict__ dout, const real* __restrict__ weight, int N, int C, int OC) {
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(256) matmul_backward4_weight(
 
 namespace matmul_backward {
 
-// The same by tensor cores, as matmul_forward5 does it. Tiles lie in shared memory as they do in device memory.
+// The same by tensor cores, as in matmul_forward5. Tiles have the same layout in shared memory as in device memory.
 template <bool left_k, class Put>
 __device__ __forceinline__ void multiply_on_tensor_cores(const real* __restrict__ left, const real* __restrict__ right,
                                                          int left_stride, int right_stride, int rows, int columns,
@@ -223,7 +224,7 @@ __device__ __forceinline__ void multiply_on_tensor_cores(const real* __restrict_
     for (int k = 0, stage = 0; k < size; k += STEP, stage ^= 1) {
         copies_end();
         copies_arrive<0>();
-        __syncthreads();  // this stage is filled, and nobody reads the other any more
+        __syncthreads();  // this stage is filled, and no thread reads the other any more
         if (k + STEP < size) load_stage(stage ^ 1, k + STEP);
         tiles::multiply<!left_k>(d, x(stage), r, w(stage), s);
     }
@@ -238,7 +239,7 @@ __device__ __forceinline__ void multiply_on_tensor_cores(const real* __restrict_
 
 }  // namespace matmul_backward
 
-// Tensor cores by mma.sync, as in matmul_forward5. They want two neighbours along the summed index in one register. In
+// Tensor cores by mma.sync, as in matmul_forward5. They need two neighbours along the summed index in one register. In
 // bf16 ldmatrix transposes 8 x 8 numbers on their way from shared memory, so neither product costs more than the
 // forward one. In fp32 and TF32 a register holds one number, and a lane takes the two from two rows.
 BLOCK(256, 128, 128)

@@ -1,6 +1,6 @@
 // dbias (OC) += the sum over rows of dout (N,OC).
 
-// A thread a column: lanes read neighbours, but OC threads are few, and each has one addition at a time to do.
+// One thread per column: lanes read neighbouring numbers, but OC threads are few, and each does one addition at a time.
 BLOCK(128, threads)
 extern "C" __global__ void matmul_backward_bias1(float* __restrict__ dbias, const real* __restrict__ dout, int N,
                                                  int OC) {
@@ -11,8 +11,8 @@ extern "C" __global__ void matmul_backward_bias1(float* __restrict__ dbias, cons
     dbias[o] += sum;
 }
 
-// The rows are shared out along the grid's y, and each share adds its sum by an atomic: enough threads, of which
-// 64 wait for each other at an address, in an order that changes from run to run.
+// The rows are divided along the grid's y, and each share adds its sum by an atomic. There are enough threads, but 64
+// wait for each other at each address, in an order that varies.
 BLOCK(128, threads)
 extern "C" __global__ void matmul_backward_bias2(float* dbias, const real* __restrict__ dout, int N, int OC) {
     int o = blockIdx.x * blockDim.x + threadIdx.x;
@@ -22,14 +22,14 @@ extern "C" __global__ void matmul_backward_bias2(float* dbias, const real* __res
     atomicAdd(dbias + o, sum);
 }
 
-// No float atomics, and one launch: 16 bytes a lane, and each share stores its sum. Then its block counts itself, and
-// the last block of a column adds up the shares, always from the first to the last. So the bits do not depend on which
-// block that was. What it saves is a second kernel, which costs a launch, and the time in which the first one ends and
-// the second one begins: two or three microseconds. What it costs is a fence, which waits for a block's stores, an
-// atomic for each block, and a sum by a few blocks at the end, while the others have nothing to do. It also needs a
-// counter for every 8 W columns, which has to be 0 before the first launch. Both come to the same: on an H200 it takes
-// 30.9 us in fp32, where two launches take 29.1, and 17.3 in bf16, where they take 17.4 to 18.2. Items: OC columns along
-// x, at least two shares along y.
+// No float atomics, and one launch: 16 bytes per lane, and each share stores its sum. Then its block counts itself, and
+// the last block of a column adds up the shares, always from the first to the last, so the bits do not depend on which
+// block that was. This saves a second kernel, with a launch and the time in which the first ends and the second begins:
+// two or three microseconds. It costs a fence, which waits for the stores of a block, an atomic for each block, and a
+// sum by a few blocks at the end, while the others have nothing to do. It also needs a counter for every 8 W columns,
+// which must be 0 before the first launch. Both take about the same time: on an H200 it takes 30.9 us in fp32, where
+// two launches take 29.1, and 17.3 in bf16, where they take 17.4 to 18.2. Items: OC columns along x, at least two
+// shares along y.
 BLOCK(256, 8 * W)
 extern "C" __global__ void matmul_backward_bias3(float* dbias, float* partials, int* counters,
                                                  const real* __restrict__ dout, int N, int OC) {
@@ -44,4 +44,4 @@ extern "C" __global__ void matmul_backward_bias3(float* dbias, float* partials, 
 }
 
 // matmul_backward_bias in kernels.cu: the same sums of shares, but add_partials adds them up, which layernorm_backward
-// needs too. So there is no counter, and a second launch.
+// needs too. So there is no counter, but a second launch.

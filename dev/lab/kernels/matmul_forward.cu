@@ -1,9 +1,9 @@
 // out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC): a linear layer. Both matrices have the summed index c as their
-// fastest. A product of 2 N C OC operations on N C + OC C numbers: what matters is how often a number that was read is
-// used before it is read again.
+// fastest. The product has 2 N C OC operations on N C + OC C numbers, so what matters is how often a number is used
+// each time it is read.
 
-// A thread an element: two loads for each multiplication and addition. Neighbouring lanes share the row of inp, and
-// each walks down a row of weight of its own. The caches save it from device memory, not from its 2 C loads.
+// One thread per element: two loads for each multiplication and addition. Neighbouring lanes share the row of inp, and
+// each goes along a different row of weight. The caches save it from device memory, but not from its 2 C loads.
 BLOCK(256, threads)
 extern "C" __global__ void matmul_forward1(real* __restrict__ out, const real* __restrict__ inp,
                                            const real* __restrict__ weight, const real* __restrict__ bias, int N, int C,
@@ -18,7 +18,7 @@ extern "C" __global__ void matmul_forward1(real* __restrict__ out, const real* _
 
 // A block of 32 x 32 threads brings tiles of 32 x 32 of both matrices to shared memory, and uses each number 32 times.
 // The lanes of a warp now load neighbours. A column of 33 numbers, not 32, puts the 32 rows that the lanes of a warp
-// read at the same c in 32 different banks. Each multiplication still takes two loads, if from shared memory.
+// read at the same c in 32 different banks. Each multiplication still takes two loads, now from shared memory.
 BLOCK(1024, 32, 32)
 extern "C" __global__ void matmul_forward2(real* __restrict__ out, const real* __restrict__ inp,
                                            const real* __restrict__ weight, const real* __restrict__ bias, int N, int C,
@@ -37,8 +37,8 @@ extern "C" __global__ void matmul_forward2(real* __restrict__ out, const real* _
 }
 
 // A block has 128 x 128 elements, and each of its 256 threads 8 x 8 of them in registers. From 8 numbers of each tile
-// it makes 64 products: one load from shared memory for four multiplications, where it was two for one. The tiles lie
-// with c as the slowest index, so that a thread's 8 numbers are neighbours.
+// it makes 64 products: one load from shared memory for four multiplications, instead of two for one. In the tiles c is
+// the slowest index, so that a thread's 8 numbers are neighbours.
 BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_forward3(
     real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
@@ -69,10 +69,10 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward3(
 }
 
 // The same with loads of 16 bytes everywhere. From device memory: they are written to shared memory transposed, in rows
-// of 132 numbers, so that what the lanes of a warp scatter falls into different banks. From shared memory: the 8 rows
-// of a thread are two groups of 4, 64 apart, so that the 16 lanes side by side read 256 bytes without a gap. And the
-// next tile is loaded into registers while this one is multiplied, then stored to the other of two tiles in shared
-// memory: the loads' latency is hidden behind arithmetic, and one barrier a tile will do.
+// of 132 numbers, so that the lanes of a warp write to different banks. From shared memory: the 8 rows of a thread are
+// two groups of 4, 64 apart, so that the 16 lanes side by side read 256 bytes without a gap. And the next tile is
+// loaded into registers while this one is multiplied, then stored to the other of two tiles in shared memory: the
+// latency of the loads is hidden behind arithmetic, and one barrier per tile is enough.
 BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_forward4(
     real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
@@ -148,7 +148,7 @@ __device__ __forceinline__ void multiply_tile(real* __restrict__ out, const real
     for (int c = 0, stage = 0; c < C; c += tiles::STEP, stage ^= 1) {
         copies_end();
         copies_arrive<0>();
-        __syncthreads();  // this stage is filled, and nobody reads the other any more
+        __syncthreads();  // this stage is filled, and no thread reads the other any more
         if (c + tiles::STEP < C) load_stage(stage ^ 1, c + tiles::STEP);
         tiles::multiply_transposed(d, tile(stage, 0), r, tile(stage, 1), s);
     }
@@ -167,9 +167,9 @@ __device__ __forceinline__ void multiply_tile(real* __restrict__ out, const real
 }  // namespace matmul_forward
 
 // Tensor cores. A warp multiplies 16 x 16 by 16 x 8 in one instruction, in bf16 2,048 multiplications where the other
-// kernels do 32. Eight warps have 64 x 32 elements each of a block's 128 x 128. Tiles of 128 bytes of each row come
-// by asynchronous copies that need no registers; one of two stages is filled while the other is multiplied. With fp32
-// a product is three of TF32 halves.
+// kernels do 32. Eight warps have 64 x 32 elements each of a block's 128 x 128. Tiles of 128 bytes of each row are
+// loaded by asynchronous copies, which need no registers; one of two stages is filled while the other is multiplied.
+// With fp32 a product is three of TF32 halves.
 BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
     real* __restrict__ out, const real* __restrict__ inp, const real* __restrict__ weight,
@@ -183,18 +183,17 @@ namespace matmul_forward {
 
 // Hopper's tensor cores, by wgmma, in bf16 and TF32; other GPUs do as version 5. There a warp brings its part of both
 // tiles from shared memory to registers: 6 loads of 512 bytes for 16 products of 2,048 multiplications. For 32 bytes of
-// each row the eight warps read 24 KiB, which at 128 bytes a clock takes 192 clocks, and the tensor cores could be done
-// in 128. wgmma is told where both tiles are, and the tensor cores read them by themselves. The four warps of a group
-// start a product of 64 x 128 elements together, and what is read of w serves all four: 12 KiB for the two groups. A
-// thread needs registers for its results alone, waits for no load, and starts the copies of tiles to come while the
-// tensor cores work. These are made for wgmma: mma.sync gets about 60% of Hopper's rate out of them, whatever one does.
-// The tiles have no padding. That 8 rows of 128 bytes are in different banks is due to the 128-byte swizzle instead,
-// which permutes the 8 pieces of 16 bytes of a row. The copies write it, and wgmma's description of a tile names it.
-// TF32 is rounded by nobody here: the tensor cores drop the lower bits of the mantissa.
-// What bounds it now is L2. For 128 bytes of each row the tensor cores take 512 clocks, and the multiprocessor has to
-// fetch 32 KiB: 64 bytes a clock, and L2 gives it little more than half of that when all ask. The evidence is that in
-// bf16, which fetches 604 MB in 77 us, and in TF32, which fetches twice as much in 147, it is the same 8 TB/s. A tile of
-// 128 x 256 asks for 48.
+// each row the eight warps read 24 KiB, which at 128 bytes per clock takes 192 clocks, and the tensor cores could be
+// done in 128. wgmma is told where both tiles are, and the tensor cores read them by themselves. The four warps of a
+// group start a product of 64 x 128 elements together, and what is read of w serves all four: 12 KiB for the two
+// groups. A thread needs registers for its results alone, waits for no load, and starts the copies of tiles to come
+// while the tensor cores work. These are made for wgmma: mma.sync gets about 60% of Hopper's rate out of them, whatever
+// one does. The tiles have no padding. That 8 rows of 128 bytes are in different banks is due to the 128-byte swizzle
+// instead, which permutes the 8 pieces of 16 bytes of a row. The copies write it, and wgmma's description of a tile
+// names it. TF32 is not rounded here: the tensor cores drop the lower bits of the mantissa. What bounds it now is L2.
+// For 128 bytes of each row the tensor cores take 512 clocks, and the multiprocessor has to fetch 32 KiB: 64 bytes per
+// clock, and L2 gives it little more than half of that when all ask. The evidence is that in bf16, which fetches 604 MB
+// in 77 us, and in TF32, which fetches twice as much in 147, it is the same 8 TB/s. A tile of 128 x 256 asks for 48.
 // But its results take 128 registers of each thread, and its stages nearly all of shared memory. So a multiprocessor
 // has one block, and no other that multiplies while this one begins or ends: it was slower. cuBLAS goes further: blocks
 // side by side share what either has fetched, and a block stores a tile while it multiplies the next.
@@ -222,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6(
     for (int step = 0; step < steps; step++) {
         copies_arrive<1>();
         tiles::fence();
-        __syncthreads();  // this step's tiles are filled, and nobody reads those of the step before any more
+        __syncthreads();  // this step's tiles are filled, and no thread reads those of the step before any more
         tiles::start_product(d, x(step) + group * 64 * STEP, w(step));
         fill(step + 2);
         tiles::products_arrive(d);

@@ -1,7 +1,8 @@
-"""whether a step is an outlier among those before, by the z-scores of its loss and norm"""
+"""whether a step is an outlier among the steps before it, by the z-scores of its loss and norm"""
 import numpy as np
 
-from dev.lab.kernel import Kernel, Version, f32
+from dev.lab.inputs import f32
+from dev.lab.ladder import Ladder, Version
 from dev.variants.outliers import WINDOW
 from train_gpt2 import Verdict
 
@@ -10,8 +11,8 @@ KINDS = ("normal", "outlier", "constant")
 
 def problem(draw, seen, loss=0, norm=0, loss_limit=0, norm_limit=0, update=1, step=1):
     """One step after `seen` others. loss and norm are numbers of KINDS; an outlier is 9 deviations above the others,
-    and one that is constant is as they are. update: 0 if judge is against one. The z-scores, by the formula of llm.c's
-    detector, are NaN without a whole window of steps before."""
+    and a constant one is equal to them. update: 0 if judge has decided against one. The z-scores, by llm.c's formula,
+    are NaN without a whole window of steps before."""
     windows, given = np.zeros((2, WINDOW)), np.zeros(2)
     for row, kind in enumerate((loss, norm)):
         history = f32(3 + draw.normal(seen) ** 2)
@@ -38,7 +39,7 @@ def problem(draw, seen, loss=0, norm=0, loss_limit=0, norm_limit=0, update=1, st
                         seen=np.array([seen + update], np.float64), z_scores=z_scores)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "seen=300", (
         "seen=0", "seen=1", "seen=127", "seen=128", "seen=129", "seen=300,loss=1,norm=1,step=307",
         "seen=290,loss=1,loss_limit=3", "seen=290,norm=1,norm_limit=3,step=127", "seen=290,loss=1,norm_limit=3",
@@ -48,6 +49,6 @@ KERNEL = Kernel(
     args="verdict windows seen z_scores loss_limit norm_limit step", fp32="verdict z_scores step",
     exact="windows seen", versions=(
         Version("one warp: the trainer's", "skip_outliers", "32", threads=(None,), trainer=True,
-                held_back=dict.fromkeys(("fp32", "bf16"), "one warp: a launch, then loads, sums in double precision "
-                                        "and shuffles, each of which waits for the one before")),
+                held_back="one warp: a launch, then loads, sums in double precision and shuffles, each of which waits "
+                          "for the one before"),
     ))

@@ -1,8 +1,8 @@
-// inp (B,T,3,NH,HS), as a linear layer leaves queries, keys and values, to q, k, v (3,B,NH,T,HS), each head's rows
-// together, as batched matrix products want them.
+// inp (B,T,3,NH,HS), the queries, keys and values of a linear layer, to q, k, v (3,B,NH,T,HS), where the rows of a head
+// are together, as batched matrix products need them.
 
-// A thread a number, with four divisions to find out where it goes. Both sides are whole lines: a head's channels stay
-// neighbours.
+// One thread per number, with four divisions to find its place. Reads and writes are whole lines, since a head's
+// channels stay neighbours.
 BLOCK(128, threads)
 extern "C" __global__ void permute1(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                     int head) {
@@ -13,8 +13,8 @@ extern "C" __global__ void permute1(real* __restrict__ out, const real* __restri
     out[i] = inp[(((b * T + t) * 3 + which) * NH + h) * head + c];
 }
 
-// 16 bytes a lane: the same divisions for 4 or 8 numbers, and of 32 bits, which take a third of the instructions of
-// those of 64. A block's x and y are parts of the index that need none: y is b and which.
+// 16 bytes per lane: the same divisions for 4 or 8 numbers, and of 32 bits, which take a third of the instructions of
+// those of 64. The block's y, which is b and `which`, needs no division.
 BLOCK(128, W * threads)
 extern "C" __global__ void permute2(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                     int head) {

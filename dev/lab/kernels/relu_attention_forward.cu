@@ -1,8 +1,8 @@
-// Attention with max(0, q k' / sqrt(HS)) in place of softmax, a query seeing the keys that are not after it: no
-// maximum, no sum to divide by, so a query may add up its values in one walk over the keys.
+// Attention with max(0, q k' / sqrt(HS)) in place of softmax, where a query sees the keys up to its own position. There
+// is no maximum and no sum to divide by, so one pass over the keys adds up a query's values.
 
-// A thread a query, with its output in registers. Its keys and values come from device memory or the caches, one number
-// for one multiplication.
+// One thread per query, with its output in registers. Its keys and values come from device memory or the caches, one
+// load for each multiplication.
 BLOCK(64, threads)
 extern "C" __global__ void relu_attention_forward1(real* __restrict__ out, const real* __restrict__ qkv, float scale,
                                                    int B, int T, int NH) {

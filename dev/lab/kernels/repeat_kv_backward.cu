@@ -1,8 +1,8 @@
-// The gradient dinp (B,T,NH+2NKV,HS) of repeat_kv_forward from dout (B,T,3,NH,HS): that of a key or value head is the
-// sum over its NH/NKV copies.
+// The gradient dinp (B,T,NH+2NKV,HS) of repeat_kv_forward from dout (B,T,3,NH,HS): for a key or value head, the sum
+// over its NH/NKV copies.
 
-// A thread a number of dout, added to where it came from by an atomic, to zeros: parallel, but dinp has to be fp32, is
-// written more than once, and the order of a sum is another one on each run.
+// One thread per number of dout, added by an atomic to the place that it was copied from. But dinp must be fp32 and
+// zero at first, is written more than once, and the order of a sum varies.
 BLOCK(128, threads)
 extern "C" __global__ void repeat_kv_backward1(float* dinp, const real* __restrict__ dout, int N, int NH, int NKV,
                                                int head) {
@@ -14,7 +14,8 @@ extern "C" __global__ void repeat_kv_backward1(float* dinp, const real* __restri
     atomicAdd(dinp + (row * (NH + 2 * NKV) + to) * head + c, to_float(dout[i]));
 }
 
-// A thread a number of dinp, which reads all its copies: each place is written once, by one thread, in one order.
+// One thread per number of dinp, which reads all copies: each place is written once, by one thread, and the order is
+// fixed.
 BLOCK(128, threads)
 extern "C" __global__ void repeat_kv_backward2(real* __restrict__ dinp, const real* __restrict__ dout, int N, int NH,
                                                int NKV, int head) {
@@ -28,7 +29,7 @@ extern "C" __global__ void repeat_kv_backward2(real* __restrict__ dinp, const re
     from_float(dinp[i], sum);
 }
 
-// 16 bytes a lane, and the row from the grid.
+// 16 bytes per lane, and the row from the grid.
 BLOCK(128, W * threads)
 extern "C" __global__ void repeat_kv_backward3(real* __restrict__ dinp, const real* __restrict__ dout, int N, int NH,
                                                int NKV, int head) {

@@ -2,7 +2,8 @@
 import numpy as np
 
 from dev.lab.heads import GROUPS
-from dev.lab.kernel import COPIED, Kernel, Version
+from dev.lab.inputs import COPIED
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, NH, NKV, HS):
@@ -21,11 +22,11 @@ def with_atomics(device, a):
                   threads=a.threads)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="dinp dout N NH NKV HS", sums="dinp", versions=(
-        Version("a thread a number of dout, with atomics", with_atomics, dtypes=("fp32",), atomics=True),
-        Version("a thread a number of dinp", "repeat_kv_backward2", "N*(NH + 2*NKV)*HS"),
-        Version("16 bytes a lane", "repeat_kv_backward3", "(NH + 2*NKV)*HS, N", held_back={
+        Version("one thread per number of dout, with atomics", with_atomics, dtypes=("fp32",), atomics=True),
+        Version("one thread per number of dinp", "repeat_kv_backward2", "N*(NH + 2*NKV)*HS"),
+        Version("16 bytes per lane", "repeat_kv_backward3", "(NH + 2*NKV)*HS, N", held_back={
                     "bf16": "a row is 160 packs of 16 bytes: 24,576 blocks of 64 threads, each with little "
                             "on its way"}),
     ))

@@ -1,7 +1,7 @@
-// inp (B,T,NH+2NKV,HS), the queries of NH heads and the keys and values of NKV, to out (B,T,3,NH,HS), in which each key
-// and value head stands NH/NKV times: attention for as many key heads as query heads then does for fewer.
+// inp (B,T,NH+2NKV,HS), the queries of NH heads and the keys and values of NKV, to out (B,T,3,NH,HS), with NH/NKV
+// copies of each key and value head, so that plain attention can be used.
 
-// A thread a number of out, which finds out by divisions where it comes from.
+// One thread per number of out, which finds its source by divisions.
 BLOCK(128, threads)
 extern "C" __global__ void repeat_kv_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int NH,
                                               int NKV, int head) {
@@ -13,7 +13,8 @@ extern "C" __global__ void repeat_kv_forward1(real* __restrict__ out, const real
     out[i] = inp[(row * (NH + 2 * NKV) + from) * head + c];
 }
 
-// 16 bytes a lane, and the row from the grid. The copies are read from L2 or L1: device memory gives each head once.
+// 16 bytes per lane, and the row from the grid. The copies are read from L2 or L1, so each head is read from device
+// memory once.
 BLOCK(128, W * threads)
 extern "C" __global__ void repeat_kv_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int NH,
                                               int NKV, int head) {

@@ -2,7 +2,7 @@
 import numpy as np
 
 from dev.lab.heads import GROUPS
-from dev.lab.kernel import Kernel, Version
+from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
 
 def problem(draw, B, T, NH, NKV, HS):
@@ -11,12 +11,8 @@ def problem(draw, B, T, NH, NKV, HS):
     return dict(N=B * T, inp=inp), dict(out=np.concatenate([inp[:, :, None, :NH], kv], 2))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="out inp N NH NKV HS", exact="out", versions=(
-        Version("a thread a number", "repeat_kv_forward1", "N*3*NH*HS"),
-        Version("16 bytes a lane", "repeat_kv_forward2", "3*NH*HS, N", held_back={
-                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds",
-                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds"}),
+        Version("one thread per number", "repeat_kv_forward1", "N*3*NH*HS"),
+        Version("16 bytes per lane", "repeat_kv_forward2", "3*NH*HS, N", held_back=LAUNCH_GAP),
     ))

@@ -1,6 +1,6 @@
 // out (N,C) = inp1 + inp2. Two reads and a write for an addition: nothing to compute, only bytes to keep in flight.
 
-// A thread a number. A warp's load is 128 bytes in fp32, 64 in bf16.
+// One thread per number. A warp's load is 128 bytes in fp32, 64 in bf16.
 BLOCK(256, threads)
 extern "C" __global__ void residual_forward1(real* __restrict__ out, const real* __restrict__ inp1,
                                              const real* __restrict__ inp2, int N, int C) {
@@ -8,9 +8,8 @@ extern "C" __global__ void residual_forward1(real* __restrict__ out, const real*
     if (i < (size_t)N * C) from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));
 }
 
-// 16 bytes a lane, 512 a warp, so that as many warps have four or eight times as many bytes on their way. The
-// trainer has no such kernel: there the addition is a part of residual_layernorm_forward. See
-// fused_residual_forward.
+// 16 bytes per lane, 512 per warp, so that the same number of warps has four or eight times as many bytes under way.
+// The trainer has no such kernel; there the addition is part of residual_layernorm_forward. See fused_residual_forward.
 BLOCK(1024, W * threads)
 extern "C" __global__ void residual_forward2(real* __restrict__ out, const real* __restrict__ inp1,
                                              const real* __restrict__ inp2, int N, int C) {
@@ -36,12 +35,11 @@ __device__ __forceinline__ void store_away(real* p, Pack<W> x) {
 
 }  // namespace residual_forward_
 
-// The same with streaming loads and stores. They tell the caches that these bytes will not be wanted again soon, so
-// theirs are the first lines to make room for others. Alone in the lab nothing else wants the room, and it is slower
-// than version 2 by 3 to 5%. It pays where two kinds of data meet: a few that come back, such as a weight or a table,
-// and many that pass once, such as gradients on their way to AdamW. And it costs where the next kernel reads what this
-// one writes. In training that is so for a residual stream: its 25 MB would be found in L2, and now they may come from
-// device memory.
+// The same with streaming loads and stores. They tell the caches that these bytes will not be needed again soon, so
+// that their lines are evicted first. In the lab nothing else needs the cache, and it is slower than version 2 by 3 to
+// 5%. It pays where data that are used again, such as a weight or a table, share the cache with data that pass once,
+// such as gradients on their way to AdamW. It costs time where the next kernel reads what this one writes: in training
+// the 25 MB of a residual stream would be in L2, and now they may come from device memory.
 BLOCK(1024, W * threads)
 extern "C" __global__ void residual_forward3(real* __restrict__ out, const real* __restrict__ inp1,
                                              const real* __restrict__ inp2, int N, int C) {

@@ -1,7 +1,7 @@
 // With norm = inp * rstd and dnorm = dout * weight, of each row:
 //   dinp (N,C) += rstd * (dnorm - norm * average(dnorm * norm)),  dweight (C) += the sum over rows of dout * norm
 
-// A thread a row, and an atomic for each of its numbers: all rows add to the same C places.
+// One thread per row, and an atomic for each of its numbers: all rows add to the same C places.
 BLOCK(32, threads)
 extern "C" __global__ void rmsnorm_backward1(real* __restrict__ dinp, float* dweight, const real* __restrict__ dout,
                                              const real* __restrict__ inp, const real* __restrict__ weight,
@@ -19,8 +19,8 @@ extern "C" __global__ void rmsnorm_backward1(real* __restrict__ dinp, float* dwe
     }
 }
 
-// A warp a row, several rows a block, whose sums for dweight are added up in shared memory by atomics that stay on the
-// multiprocessor; only the totals of a block go to device memory.
+// One warp per row, several rows per block. Their sums for dweight are added up in shared memory, by atomics that stay
+// on the multiprocessor; only the totals of a block go to device memory.
 BLOCK(512, 1)
 extern "C" __global__ void rmsnorm_backward2(real* __restrict__ dinp, float* dweight, const real* __restrict__ dout,
                                              const real* __restrict__ inp, const real* __restrict__ weight,
@@ -45,11 +45,11 @@ extern "C" __global__ void rmsnorm_backward2(real* __restrict__ dinp, float* dwe
     for (int c = threadIdx.x; c < C; c += blockDim.x) atomicAdd(dweight + c, sums[c]);
 }
 
-// 16 bytes a lane, and registers for all: a lane always has the same columns, at most 32 of them, so their sums stay
-// with it from row to row; and the row that was read for the average is still there for the rest. Neither L1 nor shared
-// memory is touched until the end, and every load of a row is on its way before the first is needed. Then a block's
-// warps are added up in shared memory, as partials (gridDim.x, C), and add_partials of kernels.cu adds up those: no
-// atomics, one order. C is at most 1,024.
+// 16 bytes per lane, and registers for all: a lane always has the same columns, at most 32 of them, so it keeps their
+// sums from row to row, and the row that was read for the average is still there for the rest. Neither L1 nor shared
+// memory is used until the end, and all loads of a row are under way before the first number is needed. Then the block
+// adds up its warps in shared memory, as partials (gridDim.x, C), and add_partials of kernels.cu adds up those: no
+// atomics, and a fixed order. C is at most 1,024.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256) rmsnorm_backward3(
     real* __restrict__ dinp, float* __restrict__ partials, const real* __restrict__ dout,
@@ -102,6 +102,6 @@ extern "C" __global__ void __launch_bounds__(256) rmsnorm_backward3(
     }
 }
 
-// rmsnorm_backward in llama3.cu: a row of more than 1,024 channels is that of 2, 4 or 8 warps, so a lane never has more
-// than 32 columns whose sums it keeps. Registers that hold sums do not hold rows: asynchronous copies bring the next row
-// to shared memory while one is at work, so memory is busy during the sums too.
+// rmsnorm_backward in llama3.cu: 2, 4 or 8 warps share a row of more than 1,024 channels, so a lane never keeps the
+// sums of more than 32 columns. Asynchronous copies bring the next row to shared memory meanwhile, so memory is busy
+// during the sums too.

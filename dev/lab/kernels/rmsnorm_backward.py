@@ -1,7 +1,8 @@
-"""dinp (N,C) and dweight (C) += the gradients behind dout, of rmsnorm"""
+"""dinp (N,C) and dweight (C) += the gradients of rmsnorm, from dout (N,C)"""
 from dev.lab.formulas import drmsnorm, root
-from dev.lab.kernel import Kernel, Version, f32
+from dev.lab.inputs import f32
 from dev.lab.kernels.rmsnorm_forward import LONG_ROWS, ODD_ROWS
+from dev.lab.ladder import Ladder, Version
 from dev.llama3.train_llama3 import rmsnorm_backward_launch
 from train_gpt2 import PARTIAL_ROWS
 
@@ -35,16 +36,16 @@ def partials(a):
     return dict(partials=(a.blocks or PARTIAL_ROWS, a.C))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,C=2048", LONG_ROWS, compiled_for="C", fp32="rstd dweight partials", sums="dinp dweight",
     trainer_checks=(*ODD_ROWS, "B=3,T=100,C=96", "B=1,T=70,C=1600", "B=1,T=37,C=4096", "B=1,T=23,C=8192"),
     args="dinp dweight dout inp weight rstd N C", versions=(
-        Version("a thread a row, with atomics", "rmsnorm_backward1", "N", threads=(32, 64, 128, 256), atomics=True),
-        Version("a warp a row, atomics in shared memory", "rmsnorm_backward2", "blocks", threads=(128, 256, 512),
+        Version("one thread per row, with atomics", "rmsnorm_backward1", "N", threads=(32, 64, 128, 256), atomics=True),
+        Version("one warp per row, atomics in shared memory", "rmsnorm_backward2", "blocks", threads=(128, 256, 512),
                 shared="4*C", more=dict(blocks=(2, *BLOCKS)), atomics=True),
-        Version("16 bytes a lane, sums in registers, C up to 1,024", in_registers, threads=(128, 256),
+        Version("16 bytes per lane, sums in registers, C up to 1,024", in_registers, threads=(128, 256),
                 more=dict(blocks=(2, *BLOCKS)), scratch=partials, fits=lambda a: a.C <= 1024),
-        Version("several warps a row, rows by asynchronous copies: the trainer's", trainers, threads=(),
+        Version("several warps per row, rows by asynchronous copies: the trainer's", trainers, threads=(),
                 more=dict(blocks=(132, 256)), scratch=partials, trainer=True, held_back={
                     "fp32": "an fp32 row is loaded only when the one before is done, and a second launch "
                             "adds up partials",

@@ -1,8 +1,8 @@
-// residual (N,C), the fp32 stream, += branch (N,C), what a layer adds to it; copy (N,C) = the sum as a real; and out
+// residual (N,C), the fp32 stream, += branch (N,C), the output of a layer; copy (N,C) = the sum as a real; and out
 // (N,C) = residual * rstd * weight, with rstd (N) = 1/sqrt(average square + eps) of a row (Zhang and Sennrich 2019,
-// section 4): a layernorm that neither takes the mean away nor adds a bias.
+// section 4): a layernorm without the mean and the bias.
 
-// A thread a row: N threads, whose lanes read 32 rows at a time, a number from each.
+// One thread per row: N threads, and the lanes of a warp read 32 rows at a time, one number from each.
 BLOCK(64, threads)
 extern "C" __global__ void rmsnorm_forward1(real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy,
                                             float* residual, const real* __restrict__ branch,
@@ -22,7 +22,7 @@ extern "C" __global__ void rmsnorm_forward1(real* __restrict__ out, float* __res
     rstd[row] = s;
 }
 
-// A warp a row: lanes read neighbours, the sum is five shuffles, and the second time the row comes from L1.
+// One warp per row: lanes read neighbouring numbers, the sum is five shuffles, and the second reading comes from L1.
 BLOCK(1024, threads / 32)
 extern "C" __global__ void rmsnorm_forward2(real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy,
                                             float* residual, const real* __restrict__ branch,
@@ -42,7 +42,7 @@ extern "C" __global__ void rmsnorm_forward2(real* __restrict__ out, float* __res
     if (lane == 0) rstd[row] = s;
 }
 
-// 16 bytes of the stream a lane, and several of a lane's loads on their way before the first is needed.
+// 16 bytes of the stream per lane, and several loads of a lane under way before the first number is needed.
 BLOCK(128, threads / 32)
 extern "C" __global__ void rmsnorm_forward3(real* __restrict__ out, float* __restrict__ rstd, real* __restrict__ copy,
                                             float* residual, const real* __restrict__ branch,
@@ -68,6 +68,6 @@ extern "C" __global__ void rmsnorm_forward3(real* __restrict__ out, float* __res
     if (lane == 0) rstd[row] = s;
 }
 
-// residual_rmsnorm_forward in llama3.cu: the row stays in registers, since its length is known when it is compiled, and
-// all of its loads are on their way at once. A lane has room for 32 numbers, so a row of more than 1,024 is that of 2, 4
-// or 8 warps, which exchange their sums in shared memory.
+// residual_rmsnorm_forward in llama3.cu: the row stays in registers, since its length is known to the compiler, and all
+// of its loads are under way at once. A lane has room for 32 numbers, so 2, 4 or 8 warps share a row of more than
+// 1,024, and exchange their sums in shared memory.

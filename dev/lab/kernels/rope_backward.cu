@@ -1,7 +1,7 @@
-// The gradient of rotary position embedding, in place: the first `heads` heads of each row of dqkv (N,row) are turned back
-// by the same angles, since the transpose of a rotation is its inverse. Pairs are as in rope_forward.
+// The gradient of rotary position embedding, in place: the first `heads` heads of each row of dqkv (N,row) are turned
+// back by the same angles, since the transpose of a rotation is its inverse. Pairs are as in rope_forward.
 
-// A thread a pair, with the table (T,HS) of cosines and sines.
+// One thread per pair, with the table (T,HS) of cosines and sines.
 BLOCK(128, threads)
 extern "C" __global__ void rope_backward1(real* dqkv, const float* __restrict__ table, int N, int T, int heads, int row,
                                           int half) {
@@ -16,4 +16,4 @@ extern "C" __global__ void rope_backward1(real* dqkv, const float* __restrict__ 
     from_float(*y, right * cosine - left * sine);
 }
 
-// rope_backward in llama3.cu: 16 bytes a thread, as in the forward pass.
+// rope_backward in llama3.cu: 16 bytes per thread, as in the forward pass.

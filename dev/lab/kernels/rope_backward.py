@@ -1,6 +1,6 @@
 """dqkv (B,T,NH+2NKV,HS), in place, with queries and keys turned back"""
-from dev.lab.kernel import Kernel, Version
 from dev.lab.kernels.rope_forward import ODD_TURNS, TURNS, turned
+from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
 
 def problem(draw, B, T, NH, NKV, HS, theta=500000, half=0):
@@ -8,14 +8,10 @@ def problem(draw, B, T, NH, NKV, HS, theta=500000, half=0):
     return dict(inputs, dqkv=dqkv), dict(dqkv=expected), dict(dqkv=size)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=32,NKV=8,HS=64", TURNS, trainer_checks=ODD_TURNS, compiled_for="HS", fp32="table",
     sums="dqkv", args="dqkv table N T heads row half", traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize,
     versions=(
-        Version("a thread a pair", "rope_backward1", "N*heads*HS // 2"),
-        Version("16 bytes a lane: the trainer's", "rope_backward", "N*heads*HS", trainer=True, held_back={
-                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds",
-                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds"}),
+        Version("one thread per pair", "rope_backward1", "N*heads*HS // 2"),
+        Version("16 bytes per lane: the trainer's", "rope_backward", "N*heads*HS", trainer=True, held_back=LAUNCH_GAP),
     ))

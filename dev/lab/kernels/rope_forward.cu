@@ -3,8 +3,8 @@
 // position t turns by the angle t / theta^(2i/HS). A pair is two neighbours (2i, 2i+1), as Meta stores them, or with
 // `half` (i, i + HS/2), as Hugging Face does.
 
-// A thread a pair, which computes its own angle: a power in double precision, a sine and a cosine of large arguments,
-// some hundreds of instructions for four numbers.
+// One thread per pair, which computes its own angle: a power in double precision, a sine and a cosine of large
+// arguments, some hundreds of instructions for four numbers.
 BLOCK(128, threads)
 extern "C" __global__ void rope_forward1(real* qkv, float theta, int N, int T, int heads, int row, int half) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -19,7 +19,7 @@ extern "C" __global__ void rope_forward1(real* qkv, float theta, int N, int T, i
 }
 
 // With a table (T,HS) of cosines and sines, side by side. It is a few hundred KB for all heads and sequences, so it
-// stays in L2. But a thread still moves 2 bytes at a time, and divides 64 bits three times to find them.
+// stays in L2. But a thread still moves 2 bytes at a time, and needs three 64-bit divisions to find them.
 BLOCK(128, threads)
 extern "C" __global__ void rope_forward2(real* qkv, const float* __restrict__ table, int N, int T, int heads, int row,
                                          int half) {
@@ -34,5 +34,5 @@ extern "C" __global__ void rope_forward2(real* qkv, const float* __restrict__ ta
     from_float(*y, left * sine + right * cosine);
 }
 
-// rope_forward in llama3.cu: 16 bytes a thread. They are W neighbours, or twice W/2 of the two halves, and their cosines
-// and sines are W neighbours of the table either way. Divisions are of 32 bits.
+// rope_forward in llama3.cu: 16 bytes per thread. They are W neighbours, or twice W/2 of the two halves, and their
+// cosines and sines are W neighbours of the table either way. Divisions have 32 bits.

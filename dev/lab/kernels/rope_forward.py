@@ -2,8 +2,9 @@
 import numpy as np
 
 from dev.lab.formulas import rotate
-from dev.lab.kernel import COPIED, Kernel, Version, f32
+from dev.lab.inputs import COPIED, f32
 from dev.lab.kernels.rope_table import angles, cosines_and_sines
+from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
 # With such a theta, all pairs of a head turn by large angles. Their two channels are neighbours, or half a head apart.
 TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in (
@@ -14,7 +15,7 @@ ODD_TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in
 
 
 def turned(draw, sign, B, T, NH, NKV, HS, theta, half):
-    """The inputs but qkv; that; and what it becomes, the size of its terms."""
+    """(the inputs without qkv, qkv, the rotated qkv, the size of its terms)."""
     heads, angle = NH + NKV, angles(T, HS, theta)
     qkv = draw(B, T, NH + 2 * NKV, HS)
     expected, size = qkv.copy(), np.full(qkv.shape, COPIED)
@@ -32,15 +33,11 @@ def problem(draw, B, T, NH, NKV, HS, theta=500000, half=0):
     return dict(inputs, qkv=qkv), dict(qkv=expected), dict(qkv=size)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=32,NKV=8,HS=64", TURNS, trainer_checks=ODD_TURNS, compiled_for="HS", fp32="table",
     sums="qkv", args="qkv table N T heads row half", traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize, versions=(
-        Version("a thread a pair, which computes its angle", "rope_forward1", "N*heads*HS // 2",
+        Version("one thread per pair, which computes its angle", "rope_forward1", "N*heads*HS // 2",
                 args="qkv theta N T heads row half"),
         Version("a table of cosines and sines", "rope_forward2", "N*heads*HS // 2"),
-        Version("16 bytes a lane: the trainer's", "rope_forward", "N*heads*HS", trainer=True, held_back={
-                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds",
-                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds"}),
+        Version("16 bytes per lane: the trainer's", "rope_forward", "N*heads*HS", trainer=True, held_back=LAUNCH_GAP),
     ))

@@ -2,7 +2,7 @@
 import numpy as np
 
 from dev.lab.formulas import frequencies
-from dev.lab.kernel import Kernel, Version
+from dev.lab.ladder import Ladder, Version
 
 
 def angles(T, HS, theta, factor=1):
@@ -11,7 +11,7 @@ def angles(T, HS, theta, factor=1):
 
 
 def cosines_and_sines(angle):
-    """(T,HS), of a pair side by side, of angles (T,HS/2)."""
+    """(T,HS), cosine and sine side by side, of angles (T,HS/2)."""
     return np.stack([np.cos(angle), np.sin(angle)], -1).reshape(len(angle), -1)
 
 
@@ -25,13 +25,12 @@ SCALED = tuple(f"T={T},HS={HS},theta={theta},factor={factor}"
                for theta, factor in ((500000, 1), (500000, 8), (500000, 32), (10000, 1))
                for T, HS in ((1, 2), (7, 2), (33, 6), (9000, 32), (8192, 64), (4097, 80), (9001, 128)))
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "T=8192,HS=64", ("T=1,HS=64", "T=33,HS=32,theta=10000", "T=5000,HS=128"), trainer_checks=SCALED,
     compiled_for="HS", fp32="table", sums="table", limits=dict(fp32=1e-6, bf16=1e-6),
     traffic=lambda a: 4 * a.T * a.HS, versions=(
-        Version("a thread a pair", "rope_table1", "T*HS // 2", args="table theta T", fits=lambda a: a.factor == 1),
+        Version("one thread per pair", "rope_table1", "T*HS // 2", args="table theta T", fits=lambda a: a.factor == 1),
         Version("a block computes the powers once: the trainer's", "rope_table", "T*HS // 2",
-                args="table theta factor T", trainer=True, held_back={
-                    "fp32": "they are so few that the launch and a block's powers take longer",
-                    "bf16": "they are so few that the launch and a block's powers take longer"}),
+                args="table theta factor T", trainer=True,
+                held_back="there are so few that the launch and the powers of a block take longer"),
     ))

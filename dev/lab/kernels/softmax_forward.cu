@@ -1,7 +1,7 @@
 // out (N,Vp) = softmax(inp[row, 0..V-1]), zeros in the padding. A row is 50,304 numbers: 200 KB in fp32.
 
-// A thread a row, three passes: the maximum, the sum of exponentials, the quotients. N threads, each in a place of its
-// own, and each pass reads device memory again.
+// One thread per row, three passes: the maximum, the sum of exponentials, the quotients. There are only N threads, the
+// lanes of a warp read 32 different rows, and each pass reads device memory again.
 BLOCK(32, threads)
 extern "C" __global__ void softmax_forward1(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
@@ -14,8 +14,8 @@ extern "C" __global__ void softmax_forward1(real* __restrict__ out, const real* 
     for (int v = 0; v < Vp; v++) from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
 }
 
-// A block a row: whole lines, and enough threads. Still three passes; the second and third find the row in L2, if the
-// rows of all blocks at work fit there.
+// One block per row: whole lines, and enough threads. Still three passes; the second and third find the row in L2, if
+// the rows of all running blocks fit there.
 BLOCK(256, 1)
 extern "C" __global__ void softmax_forward2(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
@@ -31,7 +31,7 @@ extern "C" __global__ void softmax_forward2(real* __restrict__ out, const real* 
 
 namespace softmax_forward_ {
 
-// W numbers of a row from v on, those beyond V as small as can be.
+// W numbers of a row from v on; beyond V they are LOWEST.
 __device__ __forceinline__ Pack<W> load_logits(const real* x, int v, int V) {
     Pack<W> l = load<W>(x + v);
     if (v + W > V)
@@ -40,7 +40,7 @@ __device__ __forceinline__ Pack<W> load_logits(const real* x, int v, int V) {
     return l;
 }
 
-// The maximum and the sum of what a thread has seen, with W numbers more.
+// Adds W numbers to the maximum and the sum of a thread.
 __device__ __forceinline__ void add(float& top, float& sum, Pack<W> l) {
     float before = top;
     for (int i = 0; i < W; i++) top = fmaxf(top, l[i]);
@@ -50,11 +50,11 @@ __device__ __forceinline__ void add(float& top, float& sum, Pack<W> l) {
 
 }  // namespace softmax_forward_
 
-// Online softmax (Milakov and Gimelshein 2018, algorithm 3), by a warp a row: each lane sums exponentials below the
-// maximum that it has seen so far, and scales the sum when the maximum grows, which it seldom does. So maximum and sum
-// take one pass, and with the quotients there are two. Lanes read 16 bytes at a time, and meet only at the end of the
-// first pass, by shuffles, without a barrier. But a row is 50,304 numbers, and a warp has long to do with one. To keep
-// the memory busy nearly all rows are at work at the same time, and L2 cannot hold them until their second pass.
+// Online softmax (Milakov and Gimelshein 2018, algorithm 3), by one warp per row: each lane sums exponentials relative
+// to the largest number so far, and scales the sum when that grows, which is rare. So the maximum and the sum take one
+// pass, and with the quotients there are two. Lanes read 16 bytes at a time, and meet only at the end of the first
+// pass, by shuffles, without a barrier. But a row has 50,304 numbers, which take a warp long. To keep the memory busy,
+// nearly all rows are read at the same time, and L2 cannot hold them until their second pass.
 BLOCK(256, threads / 32)
 extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
@@ -76,8 +76,8 @@ extern "C" __global__ void softmax_forward3(real* __restrict__ out, const real* 
     }
 }
 
-// The same by a block a row: fewer rows are at work at the same time. In bf16 these are 27 MB, and the second pass finds
-// some of them in L2. In fp32 they are 53 MB, L2 keeps nothing of that, and the time is that of version 3.
+// The same by one block per row: fewer rows are read at the same time. In bf16 these are 27 MB, and the second pass
+// finds some of them in L2. In fp32 they are 53 MB, of which L2 keeps nothing, and the time is that of version 3.
 BLOCK(1024, 1)
 extern "C" __global__ void softmax_forward4(real* __restrict__ out, const real* __restrict__ inp, int N, int V,
                                             int Vp) {
@@ -97,10 +97,11 @@ extern "C" __global__ void softmax_forward4(real* __restrict__ out, const real* 
     }
 }
 
-// The row waits in shared memory for the second pass, so it is read from device memory once, whatever is in the caches.
-// As many blocks as there is room for go through all rows; where a block has used up 16 bytes of its row, it asks for
-// those of its next row to be copied there. So the memory is busy in both directions while results are stored, and only
-// the sums, all in shared memory, are without it. A thread reads only what it copied itself: no barriers but the sums'.
+// The row stays in shared memory for the second pass, so it is read from device memory once, whatever the caches do. As
+// many blocks as fit go through all rows. When a thread has used 16 bytes of its row, it starts the copy of the next
+// row's 16 bytes to the same place. So the memory is busy in both directions while results are stored, and idle only
+// during the sums, which need shared memory alone. A thread reads only what it copied itself, so there are no barriers
+// except those of the sums.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) softmax_forward5(real* __restrict__ out,
                                                                     const real* __restrict__ inp, int N, int V,

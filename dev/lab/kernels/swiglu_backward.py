@@ -2,8 +2,9 @@
 import numpy as np
 
 from dev.lab.formulas import dswiglu, sigmoid
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
 from dev.lab.kernels.swiglu_forward import ODD_ROWS_H, ROWS_H, swiglu_inputs
+from dev.lab.ladder import Ladder, Version
 
 
 def problem(draw, B, T, H, in_place=0):
@@ -26,9 +27,9 @@ def trainers(device, a):
     device.launch("swiglu_backward", a.N * a.H, a.dinp, a.dout, inp, a.N, a.H, threads=a.threads)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,H=8192", ROWS_H, sums="dinp", args="dinp dout inp N H",
     trainer_checks=(*ODD_ROWS_H, *(f"{sizes},in_place=1" for sizes in (*ROWS_H, *ODD_ROWS_H))), versions=(
-        Version("a thread a number", "swiglu_backward1", "N*H", fits=lambda a: not a.in_place),
-        Version("16 bytes a lane: the trainer's", trainers, trainer=True),
+        Version("one thread per number", "swiglu_backward1", "N*H", fits=lambda a: not a.in_place),
+        Version("16 bytes per lane: the trainer's", trainers, trainer=True),
     ))

@@ -2,15 +2,16 @@
 import numpy as np
 
 from dev.lab.formulas import swiglu
-from dev.lab.kernel import Kernel, Version, in_parts
+from dev.lab.inputs import in_parts
+from dev.lab.ladder import Ladder, Version
 
 ROWS_H = ("B=1,T=1,H=264", "B=3,T=9,H=96", "B=1,T=5,H=2048")
 ODD_ROWS_H = ("B=1,T=1,H=2056", "B=1,T=9,H=264")  # the trainer's alone
 
 
 def swiglu_inputs(draw, N, H):
-    """(N,2H): gates of four kinds, small, left, right, and in every 64th row so far out that exponentials overflow or
-    vanish; and a NaN for an up and for a gate."""
+    """(N,2H): gates of four kinds, small, negative, positive, and in every 64th row so large that exponentials overflow
+    or vanish; and one NaN among up and one among gate."""
     kinds = draw.rng.integers(4, size=39989)
     low, high = np.array([(-4, 4), (-20, -1), (1, 20), (-100, 100)]).T
     gate = draw.rng.uniform(low[kinds], high[kinds])
@@ -27,8 +28,8 @@ def problem(draw, B, T, H):
     return dict(N=B * T, inp=inp), dict(out=in_parts(swiglu, inp))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,H=8192", ROWS_H, trainer_checks=ODD_ROWS_H, args="out inp N H", versions=(
-        Version("a thread a number", "swiglu_forward1", "N*H"),
-        Version("16 bytes a lane: the trainer's", "swiglu_forward", "N*H", trainer=True),
+        Version("one thread per number", "swiglu_forward1", "N*H"),
+        Version("16 bytes per lane: the trainer's", "swiglu_forward", "N*H", trainer=True),
     ), torch=lambda torch, x: lambda: torch.nn.functional.silu(x.inp[:, x.H :]) * x.inp[:, : x.H])

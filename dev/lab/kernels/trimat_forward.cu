@@ -1,7 +1,7 @@
 // att (B,NH,T,T)[t,s] = scale * q k' for s <= t, from qkv (B,T,3,NH,HS): attention's scores, of which only the lower
-// triangle is wanted. What is above it is left as it was.
+// triangle is needed. Numbers above it are not written.
 
-// A thread an element: HS multiplications, and twice as many loads. Half of the threads have nothing to do.
+// One thread per element: HS multiplications, and twice as many loads. Half of the threads have nothing to do.
 BLOCK(1024, threads)
 extern "C" __global__ void trimat_forward1(real* __restrict__ att, const real* __restrict__ qkv, float scale, int B,
                                            int T, int NH) {
@@ -16,8 +16,8 @@ extern "C" __global__ void trimat_forward1(real* __restrict__ att, const real* _
     from_float(att[i], scale * sum);
 }
 
-// Tiles of 32 x 32 in shared memory. A block above the diagonal returns at once, before it has read anything. Items,
-// here and below: all heads' tiles of keys along x, T queries along y.
+// Tiles of 32 x 32 in shared memory. A block above the diagonal returns at once. Items, here and below: all heads'
+// tiles of keys along x, T queries along y.
 BLOCK(1024, 1, 32)
 extern "C" __global__ void trimat_forward2(real* __restrict__ att, const real* __restrict__ qkv, float scale, int T,
                                            int NH) {
@@ -40,7 +40,7 @@ extern "C" __global__ void trimat_forward2(real* __restrict__ att, const real* _
 }
 
 // 128 x 128 elements a block, 8 x 8 a thread in registers: four multiplications for a load from shared memory instead
-// of a half. A thread's columns are 16 apart, so that what a warp stores are whole lines.
+// of a half. A thread's columns are 16 apart, so that a warp stores whole lines.
 BLOCK(256, 1, 128)
 extern "C" __global__ void __launch_bounds__(256) trimat_forward3(real* __restrict__ att,
                                                                   const real* __restrict__ qkv, float scale, int T,
@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(256) trimat_forward3(real* __restri
         }
 }
 
-// Tensor cores: the arithmetic is no longer what takes the time, but the T x T numbers that are written. All channels
-// of the 128 queries and keys are brought to shared memory at once.
+// Tensor cores: now the time is that of writing T x T numbers, no longer that of the arithmetic. All channels of the
+// 128 queries and keys are brought to shared memory at once.
 BLOCK(256, 1, 128)
 extern "C" __global__ void __launch_bounds__(256) trimat_forward4(real* __restrict__ att,
                                                                   const real* __restrict__ qkv, float scale, int T,

@@ -3,7 +3,8 @@ import numpy as np
 
 from dev.lab.formulas import transposed
 from dev.lab.heads import draw_heads, pairs_seen, split
-from dev.lab.kernel import ALL, ANY, Kernel, Version, in_parts, stored
+from dev.lab.inputs import ANY, in_parts, stored
+from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, NH, HS):
@@ -13,13 +14,13 @@ def problem(draw, B, T, NH, HS):
     scale, (qkv, _) = HS**-0.5, draw_heads(draw, B, T, NH, NH, HS)
     q, k = (x.reshape(B * NH, T, HS) for x in split(qkv, NH, NH)[:2])
     att = in_parts(scores, q, k, step=1).reshape(B, NH, T, T)
-    # A score is a sum of HS terms, of which each is as large as its query's number.
+    # A score is a sum of HS terms, each about as large as the query's number.
     return dict(scale=scale, qkv=qkv), dict(att=att), dict(
         att=scale * np.linalg.norm(q, axis=-1).reshape(B, NH, T, 1))
 
 
 def by_library(device, a):
-    """The whole square of each head: a call a sequence, in which the heads are a batch."""
+    """The whole square of each head: one call per sequence, in which the heads are a batch."""
     C = a.NH * a.HS
     if device.name == "cpu":
         for b, h in np.ndindex(a.B, a.NH):
@@ -29,26 +30,26 @@ def by_library(device, a):
             a.att[b, h] = stored(np.float32(a.scale) * scores, a.att.dtype)
         return
     lib, kind, scale = device.cublas, device.TYPES[a.att.dtype.str[1:]], np.array([a.scale], np.float32)
-    for b in range(a.B):  # cuBLAS sees matrices transposed: it is asked for the square's transpose, k q'
+    for b in range(a.B):  # cuBLAS sees matrices transposed: so this asks for the transpose of the square, k q'
         q, out = a.qkv[b].data.ptr, a.att[b].data.ptr
         lib.gemmStridedBatchedEx(device.gpu.cublas_handle, 1, 0, a.T, a.T, a.HS, scale.ctypes.data,
                                  q + C * a.itemsize, kind, 3 * C, a.HS, q, kind, 3 * C, a.HS, device.NOUGHT.ctypes.data,
                                  out, kind, a.T, a.T * a.T, a.NH, device.compute, lib.CUBLAS_GEMM_DEFAULT)
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", ("B=1,T=5,NH=3,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64"),
     args="att qkv scale T NH", compiled_for="HS", sums="att",
-    limits=dict(fp32=1e-4, tf32=2e-3, bf16=1e-4),  # tensor cores truncate where they add
+    limits=dict(fp32=1e-4, tf32=2e-3, bf16=1e-4),  # tensor cores truncate their sums
     flops=lambda a: 2 * pairs_seen(a) * a.HS,
     traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
-        Version("a thread an element", "trimat_forward1", "B*NH*T*T", threads=(256, 1024),
+        Version("one thread per element", "trimat_forward1", "B*NH*T*T", threads=(256, 1024),
                 args="att qkv scale B T NH"),
         Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=(1024,)),
         Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=(256,)),
-        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=ALL,
+        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=DTYPES,
                 shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
-        Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=ALL, library="cuBLAS",
+        Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=DTYPES, library="cuBLAS",
                 recorded=False, held_back={
                     "fp32": "it multiplies the whole square, twice what counts, and sums of 64 terms are "
                             "too short to hide the stores",

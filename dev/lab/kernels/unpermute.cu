@@ -1,6 +1,6 @@
-// inp (B,NH,T,HS), what batched products leave, to out (B,T,NH,HS), as the next linear layer wants it.
+// inp (B,NH,T,HS), the result of batched products, to out (B,T,NH,HS), as the next linear layer needs it.
 
-// A thread a number, with three divisions to find out where it comes from.
+// One thread per number, with three divisions to find its source.
 BLOCK(128, threads)
 extern "C" __global__ void unpermute1(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                       int head) {
@@ -10,7 +10,7 @@ extern "C" __global__ void unpermute1(real* __restrict__ out, const real* __rest
     out[i] = inp[((b * NH + h) * T + t) * head + c];
 }
 
-// 16 bytes a lane, and b from the grid, so that what is divided has 32 bits.
+// 16 bytes per lane, and b from the grid, so that divisions have 32 bits.
 BLOCK(128, W * threads)
 extern "C" __global__ void unpermute2(real* __restrict__ out, const real* __restrict__ inp, int B, int T, int NH,
                                       int head) {

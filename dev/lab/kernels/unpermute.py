@@ -1,6 +1,6 @@
 """inp (B,NH,T,HS) to out (B,T,NH,HS)"""
 from dev.lab.heads import HEADS
-from dev.lab.kernel import Kernel, Version
+from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
 
 def problem(draw, B, T, NH, HS):
@@ -8,12 +8,8 @@ def problem(draw, B, T, NH, HS):
     return dict(inp=inp), dict(out=inp.swapaxes(1, 2))
 
 
-KERNEL = Kernel(
+LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", HEADS, args="out inp B T NH HS", exact="out", versions=(
-        Version("a thread a number", "unpermute1", "B*NH*T*HS"),
-        Version("16 bytes a lane, 32-bit divisions", "unpermute2", "NH*T*HS, B", held_back={
-                    "fp32": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds",
-                    "bf16": "the memory is idle while a launch begins and ends, which takes two or three "
-                            "microseconds"}),
+        Version("one thread per number", "unpermute1", "B*NH*T*HS"),
+        Version("16 bytes per lane, 32-bit divisions", "unpermute2", "NH*T*HS, B", held_back=LAUNCH_GAP),
     ), torch=lambda torch, x: lambda: x.inp.transpose(1, 2).contiguous())

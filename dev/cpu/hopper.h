@@ -1,0 +1,280 @@
+// What kernels.cu writes in PTX for Hopper, in C++, with the same names: products of a warp group, wgmma, and boxes that
+// the copy engine brings to an mbarrier. -DHOPPER makes kernels.cu use it. For cuda.h.
+#pragma once
+
+namespace cuda_on_cpu {
+
+// Four warps and the products that they have under way. Between wgmma_fence and wgmma_commit their threads ask for
+// some: that is a group of products. A description is wgmma's, as kernels.cu explains it, and places are counted from
+// the start of the dynamic shared memory, in units of 16 bytes.
+struct WarpGroup {
+    struct Product {
+        float (*d)[4];  // of the thread that asks: what it holds of D (64,64), 8 parts
+        bool right;     // may it be asked for now?
+        bool add, a_in_registers;
+        unsigned long long a, b;  // descriptions
+        unsigned registers[4];    // what the thread holds of A, if it is in registers
+    };
+    struct Result {
+        float (*d)[4];
+        float value[8][4];  // of d, when it arrives
+        size_t group;       // the last that adds to it
+    };
+    struct Reading {
+        unsigned place;
+        size_t group;
+        char value[16];
+    };
+    Barrier barrier;
+    float (*first[128])[4] = {}, (*end[128])[4] = {};  // of each thread: of which D wgmma_fence was told
+    std::vector<Product> asked[128];
+    std::vector<Result> results[128];  // not yet in the thread's d
+    std::vector<Reading> readings;     // of groups that some warp has not waited for
+    size_t groups = 0, arrived[4] = {};  // how many have begun, and how many each warp has waited for
+
+    // Where 16 bytes of a described matrix are: 64 bf16 of each of 8 rows are together, in the 128-byte swizzle.
+    static unsigned place_of(unsigned long long description, unsigned row, unsigned piece) {
+        const unsigned start = description & 0x3fff, stride = description >> 32 & 0x3fff;
+        const unsigned place = start + row / 8 * stride + row % 8 * 8 + piece;
+        return place ^ (place / 8 & 7);
+    }
+    // Columns 8 piece..8 piece+7 of a row.
+    void read(float* to, const char* shared, unsigned long long description, unsigned row, unsigned piece) {
+        Reading reading = {place_of(description, row, piece), groups, {}};
+        memcpy(reading.value, shared + 16 * reading.place, 16);
+        unsigned short bits[8];
+        memcpy(bits, reading.value, 16);
+        const bool swizzled = description >> 46 == 1 << 16;  // by 128 bytes, from a multiple of 1,024, and nothing else
+        for (int i = 0; i < 8; i++) to[i] = swizzled ? __uint_as_float(unsigned(bits[i]) << 16) : NAN;
+        readings.push_back(reading);
+    }
+
+    // Computes a group of products, for all threads, and poisons their D until it arrives.
+    void multiply(const char* shared) {
+        groups++;
+        for (size_t i = 0; i < asked[0].size(); i++) {
+            const Product& product = asked[0][i];
+            bool right = true;
+            for (auto& of_thread : asked)
+                right &= i < of_thread.size() && of_thread[i].right && of_thread[i].a == product.a &&
+                         of_thread[i].b == product.b && of_thread[i].add == product.add;
+            float A[64][16], B[64][64], D[64][64] = {};  // B has a row for each column of D, or for each of A
+            for (int row = 0; row < 64; row++)
+                for (int piece = 0; piece < 2 && !product.a_in_registers; piece++) {
+                    read(A[row] + 8 * piece, shared, product.a, row, piece);
+                    read(B[row] + 8 * piece, shared, product.b, row, piece);
+                }
+            for (int row = 0; row < 16 && product.a_in_registers; row++)
+                for (int piece = 0; piece < 8; piece++) read(B[row] + 8 * piece, shared, product.b, row, piece);
+            for (int t = 0; t < 128 && product.a_in_registers; t++)
+                for (int r = 0; r < 4; r++)
+                    for (int j = 0; j < 2; j++)
+                        A[t / 32 * 16 + t % 32 / 4 + r % 2 * 8][t % 4 * 2 + r / 2 * 8 + j] =
+                            __uint_as_float(asked[t][i].registers[r] >> 16 * j << 16);
+            for (int m = 0; m < 64; m++)
+                for (int k = 0; k < 16; k++)
+                    for (int n = 0; n < 64; n++) D[m][n] += A[m][k] * (product.a_in_registers ? B[k][n] : B[n][k]);
+            for (int t = 0; t < 128 && right; t++) {
+                Result& result = result_of(t, asked[t][i]);
+                for (int e = 0; e < 32; e++)
+                    result.value[e / 4][e % 4] +=
+                        D[t / 32 * 16 + t % 32 / 4 + e % 4 / 2 * 8][e / 4 * 8 + t % 4 * 2 + e % 2];
+            }
+        }
+        for (int t = 0; t < 128; t++) {
+            for (Product& product : asked[t]) memset(product.d, 0xff, sizeof Result::value);
+            asked[t].clear();
+            first[t] = end[t] = nullptr;
+        }
+    }
+    // The result that a thread's product adds to or, without add, begins.
+    Result& result_of(int t, const Product& product) {
+        auto& all = results[t];
+        auto result = std::find_if(all.begin(), all.end(), [&](Result& r) { return r.d == product.d; });
+        if (result == all.end()) {
+            result = all.insert(all.end(), Result{product.d, {}, 0});
+            memcpy(result->value, product.d, sizeof result->value);
+        }
+        if (!product.add) memset(result->value, 0, sizeof result->value);
+        result->group = groups;
+        return *result;
+    }
+
+    // Gives the lanes of one of the four warps the results in d[lane], which has so many parts, but those of the newest
+    // `pending` groups. The others may be there too, but a compiler may not know that yet.
+    void arrive(int warp, unsigned pending, const char* shared, float (**d)[4], int parts) {
+        if (groups < pending) return;
+        const size_t all = groups - pending;
+        bool right = true;
+        for (Reading& r : readings)
+            right &= r.group > all || r.group <= arrived[warp] || !memcmp(r.value, shared + 16 * r.place, 16);
+        for (int t = 32 * warp; t < 32 * warp + 32; t++)
+            for (auto result = results[t].begin(); result != results[t].end();) {
+                float poison[8][4];
+                memset(poison, 0xff, sizeof poison);
+                if (result->group <= all && (!right || memcmp(result->d, poison, sizeof poison)))  // written meanwhile
+                    memcpy(result->value, poison, sizeof poison);
+                if (result->group > all || result->d < d[t % 32] || result->d >= d[t % 32] + parts) {
+                    ++result;
+                    continue;
+                }
+                memcpy(result->d, result->value, sizeof poison);
+                result = results[t].erase(result);
+            }
+        arrived[warp] = max(arrived[warp], all);
+        const size_t by_all = *std::min_element(arrived, arrived + 4);
+        readings.erase(readings.begin(), std::find_if(readings.begin(), readings.end(),
+                                                      [&](Reading& r) { return r.group > by_all; }));
+    }
+};
+
+// Counts the one arrival and the bytes that its phase still waits for. It takes the place of a kernel's mbarrier.
+struct Mbarrier {
+    int bytes;
+    unsigned short arrivals, phase;  // phase: its parity
+};
+static_assert(sizeof(Mbarrier) == sizeof(unsigned long long));
+
+// A copy of 64 rows of 64 bf16 that has begun. Its target is poison until a thread waits for it.
+struct Box {
+    char* to;
+    const char* from;  // the matrix
+    int columns, rows; // of the matrix, beyond which there are zeros
+    size_t stride;     // bytes from row to row
+    int column, row;   // where the box begins
+    Mbarrier* mbarrier;
+
+    void deliver() const {
+        char* shared = static_cast<char*>(dynamic_shared);
+        for (int i = 0; i < 64 * 64; i++) {
+            const int r = row + i / 64, c = column + i % 64;
+            const size_t place = to - shared + 2 * i;
+            char* at = shared + (place ^ (place / 128 & 7) * 16);  // in the 128-byte swizzle
+            if (r < rows && c < columns) memcpy(at, from + r * stride + 2 * c, 2);
+            else memset(at, 0, 2);
+        }
+    }
+};
+
+// What the threads of a block have under way.
+struct Hopper {
+    size_t block = 0;  // its number
+    WarpGroup groups[8];
+    std::vector<Box> boxes;
+    std::vector<std::pair<Mbarrier*, unsigned>> waiting;  // threads, and at which mbarrier
+
+    // Lets all threads that wait at an mbarrier look again.
+    void wake(Mbarrier& mbarrier) {
+        for (auto& [at, t] : waiting)
+            if (at == &mbarrier) cuda_on_cpu::block->warps[t / 32].waiting &= ~(1u << t % 32);
+        waiting.erase(std::remove_if(waiting.begin(), waiting.end(), [&](auto& w) { return w.first == &mbarrier; }),
+                      waiting.end());
+    }
+    void complete(Mbarrier& mbarrier) {
+        if (mbarrier.arrivals || mbarrier.bytes) return;
+        mbarrier.arrivals = 1, mbarrier.phase ^= 1;
+        wake(mbarrier);
+    }
+    // Delivers the boxes that have begun.
+    void deliver(Mbarrier& mbarrier) {
+        const auto arrived = std::stable_partition(boxes.begin(), boxes.end(),
+                                                   [&](Box& box) { return box.mbarrier != &mbarrier; });
+        if (arrived == boxes.end()) return;
+        for (auto box = arrived; box != boxes.end(); ++box) box->deliver(), mbarrier.bytes -= 8192;
+        boxes.erase(arrived, boxes.end());
+        complete(mbarrier);
+    }
+};
+
+inline Hopper& state() {
+    static thread_local std::unique_ptr<Hopper> state;
+    if (!state || state->block != block->number) {
+        state.reset(new Hopper);
+        state->block = block->number;
+    }
+    return *state;
+}
+
+}  // namespace cuda_on_cpu
+
+namespace hopper {
+
+using namespace cuda_on_cpu;
+
+// In units of 16 bytes, from the start of the dynamic shared memory.
+inline unsigned address16(const void* tile) {
+    return unsigned(static_cast<const char*>(tile) - static_cast<char*>(dynamic_shared)) / 16;
+}
+inline void compute_now(unsigned (&)[4]) {}
+
+template <int parts> void wgmma_fence(float (&d)[1][parts][4]) {
+    const unsigned t = thread_number();
+    WarpGroup& group = state().groups[t / 128];
+    group.first[t % 128] = d[0], group.end[t % 128] = d[0] + parts;
+}
+
+// A thread asks for a product. What is asked before wgmma_fence, or of another D, is wrong.
+inline void ask(WarpGroup::Product product) {
+    const unsigned t = thread_number();
+    WarpGroup& group = state().groups[t / 128];
+    product.right = group.first[t % 128] <= product.d && product.d < group.end[t % 128];
+    group.asked[t % 128].push_back(product);
+}
+inline void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    ask({d, true, add, false, a, b, {}});
+}
+inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
+    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}});
+}
+
+__device__ void wgmma_commit(int line = __builtin_LINE()) {
+    Block& b = *block;
+    const unsigned t = thread_number();
+    WarpGroup& group = state().groups[t / 128];
+    b.next = max(b.next, b.place[t] + 1);
+    const bool all = group.barrier.complete("wgmma_commit", line, 128);
+    if (all) {
+        group.multiply(static_cast<char*>(dynamic_shared));
+        for (int i = 0; i < 4; i++) b.warps[t / 128 * 4 + i].waiting = 0;
+    }
+    if (!all || b.order != FORWARD) b.wait(t, "wgmma_commit", line, all);
+    waited = true;
+}
+
+template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int line = __builtin_LINE()) {
+    using D = float (*)[4];
+    Exchange<D>(~0u, d[0], "wgmma_wait", line, [](D* of_lane) {
+        const unsigned t = thread_number();
+        state().groups[t / 128].arrive(t / 32 % 4, pending, static_cast<char*>(dynamic_shared), of_lane, parts);
+    });
+}
+
+inline Mbarrier& as_mbarrier(unsigned long long& mbarrier) { return reinterpret_cast<Mbarrier&>(mbarrier); }
+inline void mbarrier_start(unsigned long long& mbarrier) { as_mbarrier(mbarrier) = {0, 1, 0}; }
+inline void mbarrier_arrive(unsigned long long& mbarrier) {
+    as_mbarrier(mbarrier).arrivals--;
+    state().complete(as_mbarrier(mbarrier));
+}
+__device__ void mbarrier_wait(unsigned long long& mbarrier, int parity, int line = __builtin_LINE()) {
+    Block& b = *block;
+    const unsigned t = thread_number();
+    b.next = max(b.next, b.place[t] + 1);
+    for (;;) {
+        if (as_mbarrier(mbarrier).phase == unsigned(parity)) state().deliver(as_mbarrier(mbarrier));
+        if (as_mbarrier(mbarrier).phase != unsigned(parity)) break;
+        state().waiting.push_back({&as_mbarrier(mbarrier), t});
+        b.wait(t, "a wait for a barrier", line);
+    }
+    waited = true;
+}
+inline void copy_box(void* box, const void* map, int channel, int t, int b, unsigned long long& mbarrier) {
+    auto* m = static_cast<const unsigned long long*>(map);  // as Cpu.tensor_map in device.py makes it
+    const size_t stride = 2 * m[1];
+    memset(box, 0xff, 8192);
+    as_mbarrier(mbarrier).bytes += 8192;
+    state().boxes.push_back({static_cast<char*>(box), reinterpret_cast<const char*>(m[0]) + b * m[2] * stride,
+                             int(m[1]), int(m[2]), stride, channel, t, &as_mbarrier(mbarrier)});
+    state().wake(as_mbarrier(mbarrier));
+}
+
+}  // namespace hopper

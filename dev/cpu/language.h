@@ -1,0 +1,62 @@
+// CUDA's language for a C++ compiler: keywords, what a thread knows of itself, loads and stores, atomics. For cuda.h.
+#pragma once
+
+#define __device__ inline __attribute__((always_inline))  // NVRTC does so, too
+#define __constant__ __attribute__((visibility("default")))
+#define __forceinline__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#ifdef __SANITIZE_ADDRESS__
+#define __global__
+#define __shared__ static  // there are no redzones around thread_locals or in inline functions: one OS thread it is
+#else
+#define __global__ inline __attribute__((always_inline))  // into the loop over threads
+#define __shared__ static thread_local
+#endif
+#define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(cuda_on_cpu::dynamic_shared)
+
+struct dim3 { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+
+// Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
+// and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
+// are, and that includes the __shared__ arrays.
+static thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+
+using std::max;
+using std::min;
+template <class T> T __ldcg(const T* p) { return *p; }
+// Streaming loads and stores. What they move may be stored as another type.
+template <class T> T __ldcs(const T* p) {
+    T x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+template <class T> void __stcs(T* p, T x) { memcpy(p, &x, sizeof x); }
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+inline int atomicMax(int* p, int value) {
+    int before = __atomic_load_n(p, __ATOMIC_RELAXED);
+    while (before < value)
+        if (__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
+    return before;
+}
+inline float atomicAdd(float* p, float value) {
+    float before, after;
+    __atomic_load(p, &before, __ATOMIC_RELAXED);
+    do after = before + value;
+    while (!__atomic_compare_exchange(p, &before, &after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return before;
+}

@@ -1,0 +1,241 @@
+"""Running a student's kernel, on the CPU in processes of its own, since it may crash or never end, and on a GPU.
+
+One process looks for accesses out of bounds, with the compiler's sanitizers. At the same time another compares the
+results with NumPy, with the threads in several orders.
+
+    python -m dev.lab.grade JOB          # such a process: JSON in, a line of JSON for each event out
+    python -m dev.lab.grade --time FILE  # times a file on a GPU
+"""
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np  # after prepro_tinyshakespeare, which says how its threads wait
+
+from dev.common.devices import make_device
+from dev.cpu.device import Cpu
+from dev.lab import timing
+from dev.lab.bench import GUARD, Bench
+from dev.lab.causes import describe_wrong, facts_of, wrong_number
+from dev.lab.exercises import EXERCISES, checks_of
+from dev.lab.explain import complaint_lines
+from dev.lab.ladder import LAB, model_of, parse_sizes
+from dev.lab.submission import code_of, exercise_of, read_submission
+from dev.lab.workers import sources_of
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import Config
+
+TOP = LAB.parents[1]
+MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it: HS is 64
+LIMIT = 60  # seconds for the checks of one size
+
+# ---- In a process of its own
+
+
+def build(paths, dtype, only):
+    """The CPU with these students' kernels. Raises UserError."""
+    with contextlib.redirect_stdout(None):
+        return Cpu(dtype, MODEL, [LAB / "tiles.cu", *paths], only)
+
+
+def unreadable(bench):
+    """A context in which AddressSanitizer treats the guards around outputs as out of bounds."""
+    @contextlib.contextmanager
+    def poisoned():
+        ours = ctypes.CDLL(None)
+        parts = [(memory.ctypes.data + at, GUARD) for memory in bench.guarded.values()
+                 for at in (0, memory.nbytes - GUARD)]
+        for address, size in parts:
+            ours.__asan_poison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        try:
+            yield
+        finally:
+            for address, size in parts:
+                ours.__asan_unpoison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    return poisoned()
+
+
+def send(**what):
+    print(json.dumps(what), flush=True)
+
+
+def child(job):
+    """Do a job: {"compile": paths of files to compile together, "run": those to run, "sanitize", "dtypes", "limit":
+    seconds}. Prints a line of JSON for each event."""
+    paths = [Path(path) for path in job["compile"]]
+    only = {exercise_of(path)[1] for path in paths}
+    wrong = set()
+    for dtype in job["dtypes"]:
+        if wrong.issuperset(job["run"]):
+            return
+        try:
+            device = build(paths, dtype, only)
+        except UserError as e:
+            send(event="compiler" if "could not compile" in str(e) else "refusal", text=str(e), dtype=dtype)
+            return
+        for path in job["run"]:
+            ladder, version = read_submission(Path(path))
+            if dtype not in version.dtypes or path in wrong:
+                continue
+            for sizes in checks_of(EXERCISES[ladder.name], ladder):
+                signal.alarm(0)
+                bench = Bench(ladder._replace(compiled_for=""), device, sizes)
+                if not bench.fits(version):
+                    continue
+                where = ",".join(f"{key}={value}" for key, value in sizes.items())
+                send(event="begins", file=path, sizes=where, dtype=dtype, limit=job["limit"], arrays={
+                    name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
+                    for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
+                signal.alarm(job["limit"])
+                complaint = sanitized(bench, version) if job["sanitize"] else checked(bench, version, Path(path))
+                signal.alarm(0)
+                if complaint:
+                    send(event="complaint", file=path, **complaint)
+                    wrong.add(path)
+                    break
+            else:
+                send(event="right", file=path, dtype=dtype)
+
+
+def sanitized(bench, version):
+    """Launch once under the sanitizers, which end this process if they find something."""
+    choice = dict(threads=version.threads[0])
+    work = next(bench.launches(version, choice))
+    with unreadable(bench):
+        try:
+            work()
+        except UserError as e:
+            return dict(kind="stuck", text=str(e))
+    return None
+
+
+def checked(bench, version, path):
+    """What is wrong with a version, as a dict, or None."""
+    choice = dict(threads=version.threads[0])
+    try:
+        comparison = bench.check(version, choice)
+    except UserError as e:
+        return dict(kind="stuck", text=str(e))
+    except AssertionError as e:
+        text = str(e)
+        name = re.sub(r"wrote outside of ", "", text)
+        return dict(kind="outside", **outside(bench, name)) if name in bench.guarded else dict(kind="race", text=text)
+    if comparison.place is None:
+        return None
+    facts = facts_of(bench, comparison, code_of(path))
+    return dict(kind="wrong", text=wrong_number(comparison, facts.never_there), lines=describe_wrong(facts))
+
+
+def outside(bench, name):
+    """The number outside of an array that was written: {"name", "number", "shape"}."""
+    memory = bench.guarded[name]
+    array = getattr(bench.sets[0], name, None)
+    array = getattr(bench.scratch, name) if array is None else array
+    changed = np.flatnonzero(memory != 255)
+    before, after = changed[changed < GUARD], changed[changed >= memory.nbytes - GUARD]
+    at = after[0] - GUARD if after.size else before[-1] - GUARD
+    return dict(name=name, number=int(at // array.itemsize), shape=array.shape)
+
+
+# ---- In front of that process
+
+
+def sanitizer_variables():
+    """The environment variables for a run under the sanitizers, or None if the compiler has none."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "g++"
+    found = []
+    for library in ("libasan.so", "libubsan.so"):
+        with contextlib.suppress(OSError):
+            done = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True)
+            path = done.stdout.strip()
+            if os.path.isabs(path) and os.path.exists(path):
+                found.append(path)
+    if len(found) < 2:
+        return None
+    return {"CXXFLAGS": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all", "LD_PRELOAD": " ".join(found),
+            "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+
+
+def run_child(job, variables=None):
+    """(events, exit status, stderr) of a job in a process of its own."""
+    environment = {**os.environ, "LC_ALL": "C.UTF-8", **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
+    done = subprocess.run([sys.executable, "-m", "dev.lab.grade", json.dumps(job)],
+                          capture_output=True, cwd=TOP, env=environment)
+    events = [json.loads(line) for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
+    return events, done.returncode, done.stderr.decode(errors="replace")
+
+
+def grade_file(path):
+    """(the lines that say what is wrong or [], whether accesses were checked) of a student's file. Raises UserError."""
+    path = path.resolve()
+    read_submission(path)
+    job = dict(compile=[str(path)], run=[str(path)], sanitize=False, limit=LIMIT)
+    variables = sanitizer_variables()
+    with ThreadPoolExecutor(2) as pool:
+        bounds = variables and pool.submit(run_child, dict(job, sanitize=True, dtypes=["fp32"]), variables)
+        result = run_child(dict(job, dtypes=["fp32", "bf16"]))
+        lines = complaint_lines(path, *result, False)
+        checked = complaint_lines(path, *bounds.result(), True) if bounds else None
+    if checked and not (checked[0].startswith(("it is stuck", "it did not end")) and lines is not None):
+        return checked, True
+    if lines is None:
+        raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
+    return lines, checked is not None
+
+
+# ---- On a GPU
+
+
+def time_file(path):
+    """Check a student's kernel on the GPU, and time it beside the lab's versions, in fp32. Returns (lines, exit
+    status)."""
+    ladder, mine = read_submission(path)
+    sizes = parse_sizes(ladder.shape)
+    C, NH = model_of(ladder, sizes)
+    device = make_device("cuda", "fp32", Config(C=C, NH=NH), beside=[*sources_of([ladder.name]), path])
+    with device.cupy.cuda.Stream(non_blocking=True):
+        bench = Bench(ladder, device, sizes, timing.cold(device))
+
+        def seconds(version, choice):
+            return timing.time_rounds(device, list(bench.launches(version, choice)))
+
+        choice = dict(threads=mine.threads[0])
+        comparison = bench.check(mine, choice)
+        if comparison.place is not None:
+            return [f"wrong on the GPU: {wrong_number(comparison, False)}"], 1
+        own = seconds(mine, choice)
+        rungs = [(min(seconds(version, choice) for choice in version.choices(device)), number, version.what)
+                 for number, version in enumerate(ladder.versions, 1) if bench.fits(version)]
+    return standing(own, rungs), 0
+
+
+def standing(own, rungs):
+    """The lines that compare a time with (seconds, number, what) of the versions."""
+    slower = max((rung for rung in rungs if rung[0] >= own), default=None, key=lambda rung: -rung[0])
+    faster = max((rung for rung in rungs if rung[0] < own), default=None)
+    between = [f"version {number} ({1e6 * time:.1f} us)" for time, number, _ in filter(None, (slower, faster))]
+    line = f"your {1e6 * own:.1f} us "
+    if not faster:
+        return [line + f"are faster than all versions; the best is {between[0]}"]
+    line += f"are between {between[0]} and {between[1]}" if slower else f"are slower than {between[0]}"
+    return [line, f"what version {faster[1]} does better: {faster[2]}; the comment above it in the .cu says why"]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--time":
+        try:
+            said, code = time_file(Path(sys.argv[2]))
+        except Exception as e:
+            said, code = [f"on the GPU: {type(e).__name__}: {' '.join(str(e).split())}"], 1
+        print(textwrap.indent("\n".join(said), "    "))
+        sys.exit(code)
+    child(json.loads(sys.argv[1]))
