@@ -1,7 +1,7 @@
 """Run the tests.
 
     python -m dev.tests.run                    # all programs of tests, two at a time, as CI does
-    python -m dev.tests.run plot scaling       # those of them with one of these words in their names
+    python -m dev.tests.run plot recipes       # those of them with one of these words in their names
     python -m dev.tests.run --fast             # what can be said within a minute, on two cores, after a change
     python -m dev.tests.run --fast schedules   # of that, the tests with this word in their names, with all they say
 
@@ -142,9 +142,8 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_data", "tables local_shards refusals", (FOLDER,)),
     Fast("dev.tests.test_hellaswag", "good_files bad_files rules", (FOLDER,)),
     Fast("dev.tests.test_sample", "formula windows characters"),
-    Fast("dev.tests.test_training", "logs rows_of_sweep sections tables recipes recipes_of_nodes", (FOLDER,)),
+    Fast("dev.tests.test_recipes", "sizes nodes", (FOLDER,)),
     Fast("dev.tests.test_plot", "logs tokens_and_speed numbers reference_lines sparklines panels", (FOLDER,)),
-    Fast("dev.tests.test_scaling", "rings queues measured"),
     Fast("dev.tests.test_meeting", "what_launchers_say"),
     Fast("dev.tests.test_meeting", "strangers impostors", (FOLDER,)),
     Fast("dev.tests.test_lab", "judging inputs"),

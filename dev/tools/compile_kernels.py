@@ -28,8 +28,8 @@ SPILLED = 68  # bytes that a kernel may spill: a few numbers, where it has taken
 REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
-    "llama3/llama3", "precision/moments", "precision/fp8", "losses/label_smoothing", "update/average",
-    "update/outliers"))
+    "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
+    "variants/average", "variants/outliers"))
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]

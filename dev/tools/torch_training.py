@@ -1,18 +1,23 @@
-"""Train GPT-2 as train_gpt2.py does, but with PyTorch: the same weights, data, schedule, clip and update.
+"""Train GPT-2 with PyTorch on the trainer's command line: same weights, data, schedule, clip, update.
 
     python train_gpt2.py -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_ours
     python -m dev.tools.torch_training -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_torch
-    python -m dev.tools.compare_training log_ours log_torch
+    python -m dev.tools.plot log_ours log_torch
 
-One command line serves both. -o gets a main.log, and no checkpoint. What is not followed:
+To compare the mean loss of the last 50 steps:
 
-    flags that change no step, such as -s, -g and --graph, are ignored, and so is --plain
+    for run in log_ours log_torch; do grep -o 'trl:[0-9.]*' $run/main.log | tail -50 |
+        awk -F: -v run=$run '{sum += $2} END {print run, sum / NR}'; done
+
+-o gets a main.log and no checkpoint. The differences:
+
+    flags that change no step, such as -s and --graph, are ignored
     flags that change steps in a way that is not written here, such as --attention relu, are refused
     bf16 is autocast: parameters and the residual stream in fp32, products and attention in bfloat16
 
-The model is written out below from its formulas (Radford et al. 2019), for PyTorch's own attention. No kernel, no
-gradient and no update is shared with the trainer. Shared are what both are given: initial weights, batches, flags and
-the learning rate of a step, each of which has tests of its own.
+The model below is written from its formulas (Radford et al. 2019) and uses PyTorch's own attention.
+It shares no kernel, gradient or update with the trainer, only what both are given: the initial
+weights, batches, flags and learning rates, each of which has tests of its own.
 """
 import math
 import os
