@@ -222,7 +222,7 @@ def steps_by_turns(folder):
     with mock.patch.object(subprocess, "run", lambda *args, **more: mock.Mock(stdout=lines, stderr="", returncode=0)):
         check("a run's time", turns.time_run(turns.TOP, []) == (4.5, "6.5"))
         lines = "tables"
-        check_refusal("turns.py", "expected steps, and found status 0:\ntables", turns.time_run, turns.TOP, [])
+        check_refusal("turns.py", "expected steps, found status 0:\ntables", turns.time_run, turns.TOP, [])
     with mock.patch.dict(os.environ, PATH=str(folder)):
         check_refusal("turns.py", "HEAD: a commit needs git", turns.unpack, "HEAD", folder)
     for wish, *arguments in (("nothing: expected a commit, a folder with train_gpt2.py, or . for", "nothing"),
