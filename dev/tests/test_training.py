@@ -6,7 +6,6 @@ PyTorch is installed; validations of several ranks beside one; the share of peak
 import contextlib
 import importlib.util
 import io
-import itertools
 import os
 import re
 import subprocess
@@ -67,16 +66,17 @@ def twins(folder):
         write_tokens(folder / f"t_train_{part}.bin", tokens)
     write_tokens(folder / "t_val.bin", np.random.default_rng(9).integers(257, size=300))
     one, three = folder / "t_train_1.bin", folder / "t_train_*.bin"
-    for flags, data in itertools.chain(((flags, one) for flags in TWINS), [("-d 64", three), ("--shuffle 0", three)]):
+    cases = [*((flags, one) for flags in TWINS), ("-d 64", three), ("--shuffle 0", three)]
+    for i, (flags, data) in enumerate(cases):
         arguments = f"{COMMON} -i {data} -j {folder / 't_val.bin'} {flags} -s 0 -o".split()
         name = f"{flags or 'defaults'}{' of three files' * (data == three)}"
-        ours, val = step_losses(output_of(train_gpt2.main, [*arguments, str(folder / "ours")]))
-        other, other_val = step_losses(output_of(torch_training.main, [*arguments, str(folder / "torch")]))
+        ours, val = step_losses(output_of(train_gpt2.main, [*arguments, str(folder / f"ours{i}")]))
+        other, other_val = step_losses(output_of(torch_training.main, [*arguments, str(folder / f"torch{i}")]))
         yield f"{name}: losses", other[:, 0], ours[:, 0], LOSS_LIMIT
         yield f"{name}: norms", other[:, 1], ours[:, 1], NORM_LIMIT
         yield f"{name}: validation", other_val, val, LOSS_LIMIT
         steps = [{kind: values.keys() for kind, values in plot.read_log(folder / output / "main.log")[0].items()}
-                 for output in ("ours", "torch")]
+                 for output in (f"ours{i}", f"torch{i}")]
         check(f"{name}: steps of both logs", steps[0] == steps[1])
     arguments = f"{COMMON} -i {one} -j {folder / 't_val.bin'}".split()
     for wish, *more in (("--attention relu: PyTorch's twin does not", "--attention", "relu"),
