@@ -135,8 +135,10 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
          "random_numbers token_order limits steps_of_a_graph "
          "late_reports top_level_files tensor_maps_of_a_gpu", ("cpu", FOLDER)),
     Fast("dev.tests.test_llama3", "sizes bad_files", ("cpu", FOLDER)),
-    Fast("dev.tests.test_convert", "round_trips other_types one_file configs refusals replaced_files tokenizers",
-         (FOLDER,)),
+    Fast("dev.tests.test_convert", "round_trips other_types one_file configs refusals replaced_files", (FOLDER,)),
+    Fast("dev.tests.test_hf_tokenizer", "tokenizers", (FOLDER,)),
+    Fast("dev.tests.test_benchmark", "tables"),
+    Fast("dev.tests.test_benchmark", "jobs llmc", (FOLDER,)),
     Fast("dev.tests.test_convert_llama3", "round_trips other_types configs refusals", (FOLDER,)),
     Fast("dev.tests.test_tokens", "test_tokens"),
     Fast("dev.tests.test_data", "tables local_shards refusals", (FOLDER,)),

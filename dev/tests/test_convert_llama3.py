@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import safetensors
 
-from dev.tools import convert
+from dev.tools import convert, hf_config
 from dev.common.bf16 import to_bf16
 from dev.llama3.train_llama3 import Config3
 from dev.tests.test_files import check_refusal, header_refusal
@@ -151,12 +151,12 @@ def same_bytes(folder):
                          ("expected", {"minor": 2**31}), ("expected", {"scaled": 32}), ("expected", {"scaled": True}),
                          ("expected", {"more": 1})):
         path.write_text(json.dumps(whole | {"llm_c": whole["llm_c"] | change}))
-        check_refusal("kept", f"config.json: llm_c is .*{wish}.*, or no llm_c", convert.read_config, path.parent)
+        check_refusal("kept", f"config.json: llm_c is .*{wish}.*, or no llm_c", hf_config.read_config, path.parent)
     for kept in ([1], "x", {}):
         path.write_text(json.dumps(whole | {"llm_c": kept}))
-        check_refusal("kept", "config.json: llm_c is .*expected .*or no llm_c", convert.read_config, path.parent)
+        check_refusal("kept", "config.json: llm_c is .*expected .*or no llm_c", hf_config.read_config, path.parent)
     path.write_text(json.dumps(whole | {"llm_c": None}))
-    check("without it, numbers that make the same sizes", convert.read_config(path.parent).H == c.H)
+    check("without it, numbers that make the same sizes", hf_config.read_config(path.parent).H == c.H)
 
 
 def other_types(folder):
@@ -189,12 +189,12 @@ def configs(folder):
                                 ({"head_dim": HS}, "NH", NH), ({"tie_word_embeddings": True}, "tied", True),
                                 ({"tie_word_embeddings": True}, "minor", 2), ({}, "minor", 1), ({}, "maxT", 40)):
         (folder / "config.json").write_text(json.dumps(CONFIG | change))
-        found = getattr(convert.read_config(folder), field)
+        found = getattr(hf_config.read_config(folder), field)
         check(f"config.json with {change}: {field}", found == wish, f"{found}, expected {wish}")
     for channels, hidden, wish in ((4096, 14336, (1024, 1.3)), (3072, 8192, (1024, 1)), (2048, 8192, (1024, 1.4)),
                                    (8192, 28672, (1024, 1.3)), (4096, 11008, (256, 1)), (96, 175, (1, None)),
                                    (3808, 15745, (1, None)), (3 * 2**22, 2**26 + 1, None)):
-        found = convert.mlp_numbers(channels, hidden)
+        found = hf_config.mlp_numbers(channels, hidden)
         ok = found == wish if not wish else found[0] == wish[0] and (not wish[1] or wish[1] == found[1])
         check(f"MLP of {hidden} channels, C={channels}", ok, found)
         if found:
