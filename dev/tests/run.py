@@ -137,6 +137,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_llama3", "sizes bad_files", ("cpu", FOLDER)),
     Fast("dev.tests.test_convert", "round_trips other_types one_file configs refusals replaced_files", (FOLDER,)),
     Fast("dev.tests.test_hf_tokenizer", "tokenizers", (FOLDER,)),
+    Fast("dev.tests.test_prepro", "files refusals", (FOLDER,)),
     Fast("dev.tests.test_benchmark", "tables"),
     Fast("dev.tests.test_benchmark", "jobs llmc", (FOLDER,)),
     Fast("dev.tests.test_convert_llama3", "round_trips other_types configs refusals", (FOLDER,)),
