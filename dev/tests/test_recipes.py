@@ -49,7 +49,7 @@ def make_data(folder, version):
 def rate_of(label):
     """Tokens/s in the row of dev/RESULTS.md with this label."""
     text = (TOP / "dev/RESULTS.md").read_text(encoding="utf-8")
-    return float(re.search(rf"^\| (?:d\d+ )?{label} \| [\d.]+ \| ([\d,]+) \|", text, re.MULTILINE)[1].replace(",", ""))
+    return float(re.search(rf"^\| {label} \| [\d.]+ \| ([\d,]+) \|", text, re.MULTILINE)[1].replace(",", ""))
 
 
 def sizes(folder):

@@ -112,7 +112,10 @@ def report(title, rows, ours, torch, llmc, faster, profiled, kernels, ceilings, 
     steps: (ours, of the kernels); before: graphs before these."""
     parts = [title]
     if rows:
-        modes = "; ".join(f"{row} {' '.join(row.mode)}" for row in rows if row in torch)
+        modes = {}
+        for row in torch:
+            modes.setdefault(" ".join(row.mode), []).append(str(row))
+        modes = "; ".join(f"{mode} for {', '.join(names)}" for mode, names in modes.items())
         rates = ", ".join(f"{dtype} {rate / 1e12:,.0f}"
                           for dtype, rate in ceilings["rates"].items())
         parts += [paragraph(STEPS_TEXT, steps=steps[0], modes=modes or "not run", rates=rates,
@@ -131,5 +134,6 @@ def report(title, rows, ours, torch, llmc, faster, profiled, kernels, ceilings, 
         whole = (f" As one graph the step takes {whole['ms']:.2f} ms."
                  if isinstance(whole, dict) else "")
         parts += [paragraph(KERNELS_TEXT, before=before, steps=steps[1], whole=whole),
-                  kernel_table(profiled.dtype, kernels, ceilings)]
+                  kernel_table(profiled.dtype, kernels, ceilings),
+                  "![A step, kernel by kernel](images/step.svg)"]
     return "\n\n".join(filter(None, parts))
