@@ -17,9 +17,8 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tools.plot import (apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run,
-                            short,
-                      smoothed, sparkline, thinned)
+from dev.tools.plot import (apart, columns_of, draw, figures, panel, parse, read_log, read_printed,
+                            read_run, short, smoothed, sparkline, thinned)
 from dev.tests.test_files import check_refusal
 from test_gpt2 import EXACT, check, run, summary
 

@@ -58,7 +58,7 @@ def step_losses(text):
 
 
 def twins(folder):
-    """Both trainers print the same losses and norms, with each flag that changes a step, and write the same log."""
+    """Both trainers print the same losses and norms, with each flag that changes a step, and log the same steps."""
     from dev.tools import torch_training
 
     for part in range(3):
@@ -82,7 +82,7 @@ def twins(folder):
     for wish, *more in (("--attention relu: PyTorch's twin does not", "--attention", "relu"),
                         ("-d 33: expected a multiple of .*B.T = 32", "-d", "33"),
                         ("-t 41: expected at most .* 40", "-t", "41"),
-                        ("--dtype tf32: PyTorch has it on a GPU alone", "--dtype", "tf32"),
+                        ("--dtype tf32: PyTorch has it only on a GPU", "--dtype", "tf32"),
                         ("-sl 2.0: PyTorch's twin does not", "-sl", "2"),
                         ("-y 1: PyTorch's twin does not", "-y", "1"),
                         (f"-o {one}: .* could not be written", "-o", str(one)),
