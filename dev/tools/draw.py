@@ -196,7 +196,8 @@ def main(arguments=None):
     figure = {"memory": memory, "step": step, "loss": loss}[flags.picture](flags)
     figure.savefig(out, format=path.suffix[1:], transparent=True, dpi=200,
                    metadata={"Date": None} if path.suffix == ".svg" else None)
-    replace_file(path, [out.getvalue()])
+    picture = out.getvalue()
+    replace_file(path, [b" ".join(picture.split()) + b"\n" if path.suffix == ".svg" else picture])
     print(f"wrote {path}")
 
 
