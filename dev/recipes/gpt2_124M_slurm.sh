@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# GPT-2 124M with the flags of gpt2_124M.sh, on two nodes of eight GPUs, which Slurm finds:
+# gpt2.sh 124M on two nodes of eight GPUs, under Slurm. Submit it in the top folder, which both
+# nodes must see:
 #
 #     sbatch dev/recipes/gpt2_124M_slurm.sh
 #
-# batch    16 ranks with B=32 and T=1024 have the 524,288 tokens of -d at once. With B=64 they would have twice as many
-# ranks    srun starts 16. They meet by a file in log_gpt2_124M/ that only this user can read. The top folder, in which
-#          sbatch is called, has to be one that both nodes see
-# time     python -m dev.tools.scaling predicts a step
-# its end  120 seconds before the time limit Slurm sends SIGTERM to the ranks. They write a checkpoint and leave with
-#          status 143, and the job goes back into the queue. There it also goes if a node fails. Started again, -y 1
-#          goes on from the last checkpoint
+# batch    16 ranks with B=32 and T=1024 make up the 524,288 tokens of a step (-d)
+# ranks    srun starts 16, and they meet through a file in log_gpt2_124M/
+# restart  120 seconds before the time limit Slurm sends SIGTERM. The ranks write a checkpoint and
+#          exit with status 143, and the job is queued again, as it is when a node fails. It then
+#          resumes from its last checkpoint (-y 1).
 #SBATCH --job-name=gpt2_124M
 #SBATCH --output=gpt2_124M_%j.txt
 #SBATCH --open-mode=append
@@ -23,13 +22,13 @@
 set -euo pipefail
 
 if [ -z "${SLURM_JOB_ID:-}" ]; then
-    echo "error: this is no job of Slurm's; expected sbatch $0" >&2
+    echo "error: this is not a Slurm job; expected sbatch $0" >&2
     exit 1
 fi
 cd "$SLURM_SUBMIT_DIR"
 export LAUNCH="srun --cpus-per-task=$SLURM_CPUS_PER_TASK --kill-on-bad-exit=0 python"
 status=0
-dev/recipes/gpt2_124M.sh -b 32 -m 320 -z 1 "$@" || status=$?
+dev/recipes/gpt2.sh 124M -b 32 -m 320 -z 1 "$@" || status=$?
 if [ "$status" = 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

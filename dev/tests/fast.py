@@ -3,7 +3,7 @@
 Kernels are compiled once, for the fixture's model in fp32. dev/tests/run.py --fast runs this.
 """
 import contextlib
-import importlib
+import importlib.util
 import io
 import os
 import re
@@ -45,15 +45,17 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_gpu", "steps_of_a_graph late_reports tensor_maps_of_a_gpu"),
     Fast("dev.tests.test_command_line", "top_level_files"),
     Fast("dev.tests.test_llama3", "sizes bad_files"),
-    Fast("dev.tests.test_convert", "round_trips other_types one_file configs refusals replaced_files tokenizers"),
+    Fast("dev.tests.test_convert", "round_trips other_types one_file configs refusals replaced_files"),
     Fast("dev.tests.test_convert_llama3", "round_trips other_types configs refusals"),
+    Fast("dev.tests.test_hf_tokenizer", "tokenizers"),
+    Fast("dev.tests.test_prepro", "files refusals"),
+    Fast("dev.tests.test_benchmark", "tables jobs llmc"),
     Fast("dev.tests.test_tokens", "words_and_ids files refusals"),
     Fast("dev.tests.test_data", "tables local_shards refusals"),
     Fast("dev.tests.test_hellaswag", "good_files bad_files rules"),
     Fast("dev.tests.test_sample", "formula windows characters"),
-    Fast("dev.tests.test_training", "logs rows_of_sweep sections tables recipes recipes_of_nodes"),
+    Fast("dev.tests.test_recipes", "sizes nodes"),
     Fast("dev.tests.test_plot", "logs tokens_and_speed numbers reference_lines sparklines panels"),
-    Fast("dev.tests.test_scaling", "rings queues measured"),
     Fast("dev.tests.test_meeting", "what_launchers_say strangers impostors"),
     Fast("dev.tests.test_lab", "judging inputs written"),
     Fast("dev.tests.test_exercise", "on_gpu standings"),
@@ -82,7 +84,7 @@ def counting():
         check(f"{text!r} and status {status}", counts_in(text, status) == wish, counts_in(text, status))
     found = all_programs()
     check("each program is there, once", len({*found}) == len(found) and all(
-        (TOP / f"{program.replace('.', '/')}.py").exists() for program in found if program[:4] != "lab "), found)
+        importlib.util.find_spec(program.split()[0]) for program in found), found)
 
 
 def lint():

@@ -1,17 +1,16 @@
-"""Run the tests.
+"""Run the tests, on the CPU.
 
-    python -m dev.tests.run                    # all programs of tests, two at a time, as CI does
-    python -m dev.tests.run plot scaling       # those of them with one of these words in their names
-    python -m dev.tests.run --fast             # what can be said within a minute, on two cores, after a change
-    python -m dev.tests.run --fast schedules   # of that, the tests with this word in their names, with all they say
+    python -m dev.tests.run                    # all of them, as CI does: ten minutes on two cores
+    python -m dev.tests.run plot runs          # the programs with one of these words in their names
+    python -m dev.tests.run --fast             # the most important, in a minute: after a change
+    python -m dev.tests.run --fast schedules   # of those, the ones with this word, with everything they print
+    python -m dev.tests.run --all              # and every mutant, all architectures, 200 kills: hours
 
-Both run on the CPU, and end with a line `N passed, N failed`. The exit status is 1 if any failed.
+It ends with a line `N passed, N failed`; the exit status is 1 if any failed.
 
---full, the default, runs PROGRAMS, each a process, with one thread each, since two of them share the cores. It prints
-the last line of each that passes, and all that a program printed if it fails.
-
---fast runs functions of the same files, by name, in two processes: see its tables, WITHOUT_KERNELS and WITH_KERNELS.
-Kernels are compiled once, for the fixture's model in fp32. It prints what fails, and the ten that took longest.
+Each program is a process with one thread, and two run at a time, the longest first. A program that passes is one line,
+and one that fails shows everything it printed. At the end come the 20 slowest tests. --fast runs functions of the same
+files in two processes: see fast.py.
 """
 import argparse
 import os
@@ -24,18 +23,20 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[2]
 
-# Before the imports of what reads these: kernels are compiled in half of the time, and processes share two cores.
+# Before the imports of what reads these: kernels compile in half of the time, and processes share two cores.
 os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-# ---- All programs, the longest first. Test files that are not here run too, behind these.
-
-PROGRAMS = (
-    "lab fp32, sanitized", "test_gpt2", "dev.tests.test_ranks", "dev.tests.test_llama3", "dev.tests.test_runs",
-    "dev.tests.test_run_folder", "lab tf32", "lab bf16", "dev.tests.test_exercise", "dev.tests.test_lab",
-    "dev.tests.test_training", "dev.tests.test_meeting", "dev.tests.test_convert", "dev.tests.test_convert_llama3",
-    "dev.tests.test_tokens", "dev.tests.test_plot", "dev.tests.test_fp8",
+PROGRAMS = (  # and behind these, the test files that are not among them
+    "dev.tests.test_ranks", "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device cpu --dtype bf16",
+    "dev.tests.test_llama3", "dev.tests.test_runs", "test_gpt2 --device cpu --dtype fp32",
+    "dev.tests.test_exercise", "test_gpt2 --device cpu --dtype tf32", "dev.lab --check --dtype bf16",
+    "dev.lab --check --dtype tf32", "dev.tests.test_lab",
 )
-LEFT_OUT = {"dev.tests.test_files"}  # test_gpt2 runs it
+IN_TEST_GPT2 = {f"dev.tests.test_{name}" for name in ("files", "cpu", "gpu", "command_line")}
+LONGEST = (
+    "dev.tests.mutants", "dev.tools.compile_kernels", "dev.tests.test_runs --only killed_runs --kills 200",
+    "dev.tests.test_ranks --only killed_ranks --kills 50",
+)
 
 
 def library_of(name):
@@ -45,21 +46,19 @@ def library_of(name):
 
 
 def command_of(program):
-    """(arguments of Python, variables of the environment) of a program. The lab checks all versions of all kernels, the
-    trainer's too, at small odd shapes: in fp32 under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    if not program.startswith("lab "):
-        return ["-m", program], {}
-    dtype, _, sanitized = program.removeprefix("lab ").partition(", ")
+    """(arguments of Python, variables of the environment) of a program. Sanitized: under AddressSanitizer and
+    UndefinedBehaviorSanitizer."""
+    command, _, sanitized = program.partition(", ")
     more = {"CXXFLAGS": "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
             "ASAN_OPTIONS": "detect_leaks=0",
             "LD_PRELOAD": f"{library_of('libasan.so')} {library_of('libubsan.so')}"} if sanitized else {}
-    return ["-m", "dev.lab", "--check", "--dtype", dtype], more
+    return ["-m", *command.split()], more
 
 
 def all_programs():
     """PROGRAMS, and behind them the test files that are not among them."""
     found = sorted(f"dev.tests.{path.stem}" for path in (TOP / "dev/tests").glob("test_*.py"))
-    return [*PROGRAMS, *(path for path in found if path not in {*PROGRAMS, *LEFT_OUT})]
+    return [*PROGRAMS, *(path for path in found if path not in {*PROGRAMS, *IN_TEST_GPT2})]
 
 
 COUNTS = re.compile(r"^(\d+) (?:passed, (\d+) failed|checks, (\d+) wrong)$", re.M)
@@ -77,27 +76,33 @@ def counts_in(text, status):
 
 
 def run_program(program):
-    """Run a program, and print what it came to. Returns (checks that passed, checks that failed)."""
+    """Run a program, and print its last line, or everything if it failed. Returns (checks that passed, checks that
+    failed, [(seconds, name)] of its tests that took long)."""
     arguments, more = command_of(program)
     begun = time.monotonic()
     done = subprocess.run([sys.executable, *arguments], cwd=TOP, env=os.environ | more, text=True, errors="replace",
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    lines = done.stdout.rstrip().splitlines() or [""]
-    said = [f"== {program}: {time.monotonic() - begun:.0f} s", *(lines if done.returncode else lines[-1:])]
+    seconds, lines = time.monotonic() - begun, done.stdout.rstrip().splitlines() or [""]
+    said = [f"== {program}: {seconds:.0f} s", *(lines if done.returncode else lines[-1:])]
     if done.returncode:
         said.append(f"== {program} FAILED, exit status {done.returncode}")
     print("\n".join(said), flush=True)
-    return counts_in(done.stdout, done.returncode)
+    took = [(float(s), f"{program}: {name}") for s, name in re.findall(r"^took (\S+) s: (.*)$", done.stdout, re.M)]
+    return *counts_in(done.stdout, done.returncode), took or [(seconds, program)]
 
 
-def full(programs):
+def run_programs(programs):
     """Run programs, two at a time. Returns the exit status."""
+    begun = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(programs, pool.map(run_program, programs)))
-    for program, (_, failed) in found.items():
+    slowest = sorted((row for *_, took in found.values() for row in took), reverse=True)[:20]
+    print(f"\n{len(programs)} programs in {time.monotonic() - begun:.0f} s; the slowest tests:")
+    print("\n".join(f"{seconds:7.1f} s  {name}" for seconds, name in slowest))
+    for program, (_, failed, _) in found.items():
         if failed:
             print(f"FAIL {program}")
-    return summary(*(sum(numbers) for numbers in zip(*found.values())))
+    return summary(*(sum(row[i] for row in found.values()) for i in (0, 1)))
 
 
 def summary(passed, failed):
@@ -114,16 +119,18 @@ def main():
     parser = argparse.ArgumentParser(description="Run the tests.")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--full", action="store_true", help="all programs of tests, two at a time (the default)")
-    kinds.add_argument("--fast", action="store_true", help="what can be said within a minute")
+    kinds.add_argument("--fast", action="store_true", help="the most important, in a minute")
+    kinds.add_argument("--all", action="store_true", help="all programs, every mutant, all architectures, 200 kills")
     parser.add_argument("words", nargs="*", help="only what has one of these in its name")
     flags = parser.parse_args()
     if flags.fast:
-        from dev.tests.fast import fast  # which imports NumPy, when the environment is set
+        from dev.tests.fast import fast  # which imports NumPy, now that the environment is set
         return fast(flags.words, with_word, summary)
-    programs = [program for program in all_programs() if with_word(program, flags.words)]
-    if not programs:
-        sys.exit(f"error: {' '.join(flags.words)}: expected words in these: {', '.join(all_programs())}")
-    return full(programs)
+    programs = [*all_programs(), *LONGEST * flags.all]
+    chosen = [program for program in programs if with_word(program, flags.words)]
+    if not chosen:
+        sys.exit(f"error: {' '.join(flags.words)}: expected words in these: {', '.join(programs)}")
+    return run_programs(chosen)
 
 
 if __name__ == "__main__":

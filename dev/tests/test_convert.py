@@ -4,37 +4,29 @@ write them, and a hub made here.
     python -m dev.tests.test_convert
     python -m dev.tests.test_convert --transformers    # transformers, too, loads what is written
 
-dev/tests/test_convert_llama3.py tests it on Llama 3. This needs the packages safetensors and huggingface_hub. Where
-TIKTOKEN_CACHE_DIR is set, to a folder with GPT-2's vocabulary, that is tested too.
+dev/tests/test_convert_llama3.py tests it on Llama 3, dev/tests/test_hf_tokenizer.py the tokenizer of
+a folder. This needs the packages safetensors and huggingface_hub.
 """
-import argparse
 import contextlib
-import hashlib
 import http.server
 import io
-import itertools
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import check, check_refusal, header_refusal, run, summary
+from dev.tests.checks import check, check_refusal, header_refusal, run_program
+from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
-from dev.tests.test_convert_llama3 import LIBRARY, read_folder, write_folder
-from dev.tests.test_tokens import BYTES, letters
-from dev.tools import convert
-from prepro_tinyshakespeare import UserError, gpt2_encoding
+from dev.tools import convert, hf_config
 from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9
@@ -214,7 +206,7 @@ def configs(folder):
                                 ({"tie_word_embeddings": True, "scale_attn_weights": True}, "C", C),
                                 ({"architectures": ["GPT2Model"]}, "V", V), ({"architectures": None}, "V", V)):
         (folder / "config.json").write_text(json.dumps(CONFIG | change))
-        found = getattr(convert.read_config(folder), field)
+        found = getattr(hf_config.read_config(folder), field)
         check(f"config.json with {change}: {field}", found == wish, f"{found}, expected {wish}")
 
 
@@ -323,10 +315,10 @@ def refusals(folder):
                   folder / "good.bin", folder / "a file")
     for wish, *flags in (("expected one of them to be a checkpoint, which ends in .bin", "gpt2", "gpt2_124M"),
                          ("expected one of them to be a checkpoint", "a.bin", "b.bin"),
-                         ("expected a folder, since", str(folder / "good.bin"), "gpt2.safetensors"),
-                         ("source, target; --help", ), ("target; --help", "gpt2"),
+                         ("expected a folder, for", str(folder / "good.bin"), "gpt2.safetensors"),
+                         ("SOURCE, TARGET; --help", ), ("TARGET; --help", "gpt2"),
                          ("unrecognized arguments: b; --help", "gpt2", "a.bin", "b"),
-                         ("argument --dtype: .*fp64.*; --help", "gpt2", "a.bin", "--dtype", "fp64")):
+                         ("--dtype: .*fp64.*; --help", "gpt2", "a.bin", "--dtype", "fp64")):
         check_refusal("convert.py", wish, convert.main, list(flags))
 
 
@@ -344,109 +336,6 @@ def replaced_files(folder):
     left = sorted(file.name for file in target.iterdir())
     check("a folder's older files are replaced", left == ["config.json", "model.safetensors"] and json.loads(
         (target / "config.json").read_text())["n_head"] == 2, left)
-
-
-# ---- The tokenizer
-
-WORDS = [*BYTES, b"th", b"e ", b"he", b" t", b" th", b" the", b"ab", b"abc", b"cab", b"abcab", "é".encode(), b"\n\n",
-         b"  ", b"    ", "\u2019".encode()[:2], "\u2019".encode(), b"xx", b"xxx"]
-# By hand. In " the", th has the lowest rank, and then " th" the only one. In xxx the first of the two pairs is joined.
-MERGES = ["t h", "e Ġ", "h e", "Ġ t", "Ġ th", "Ġth e", "a b", "ab c", "c ab", "abc ab", "Ã ©", "Ċ Ċ", "Ġ Ġ", "ĠĠ ĠĠ",
-          "â Ģ", "âĢ Ļ", "x x", "xx x"]
-HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve", "it's IT'S I\u2019ll we'd",
-        "\u2003x \u00a0y\u200bz", "1234567 ½ ٣ Ⅷ", "日本語 한국어 العربية עברית हिन्दी",
-        "\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308 \U0001f9d1\U0001f3fd",
-        "\x00\x01\x7f\x80\xad\ufeff",
-        "a<|endoftext|>b<|endoftext|>", "<|endoftext |>", "tabs\t\tand\r\nlines\r", "x" * 300, " " * 99 + "y",
-        "...!!!???", "def f(x):\n    return x**2  # 4 spaces\n", "SolidGoldMagikarp rawdownloadcloneembedreportprint",
-        "_a__b___"]
-VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # its SHA-256, as tiktoken knows it
-PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, of a text
-
-
-def small_encoding(words=WORDS):
-    """tiktoken's Encoding of these words, with the end of a text behind them."""
-    import tiktoken
-    return tiktoken.Encoding("small", pat_str=PIECES, mergeable_ranks={word: i for i, word in enumerate(words)},
-                             special_tokens={"<|endoftext|>": len(words)})
-
-
-def tokenizer_of(folder):
-    """The function text -> ids of a folder's vocab.json and merges.txt, as Sennrich et al. 2016 describe it: of all
-    pairs of neighbours the one that stands first in merges.txt is joined, everywhere, until none stands there."""
-    import regex
-
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    assert lines[0].startswith("#version") and lines[-1] == "", lines[:1]
-    rank = {tuple(line.split(" ")): i for i, line in enumerate(lines[1:-1])}
-    letter, special = letters(), "<|endoftext|>"
-
-    def join(piece):
-        parts = [letter[b] for b in piece.encode()]
-        while known := [pair for pair in itertools.pairwise(parts) if pair in rank]:
-            pair, joined, i = min(known, key=rank.get), [], 0
-            while i < len(parts):
-                step = 2 if tuple(parts[i : i + 2]) == pair else 1
-                joined.append("".join(parts[i : i + step]))
-                i += step
-            parts = joined
-        return [vocabulary[part] for part in parts]
-
-    def encode(text):
-        found = []
-        for i, document in enumerate(text.split(special)):
-            found += [vocabulary[special]] * (i > 0)
-            for piece in regex.findall(PIECES, document):
-                found += join(piece)
-        return found
-
-    return encode
-
-
-def tokenizers(folder):
-    """The files of a small vocabulary by hand. They, and GPT-2's if tiktoken has it here, make of texts the ids that
-    tiktoken makes. A folder gets them if it should."""
-    (folder / "small").mkdir()
-    convert.write_tokenizer(folder / "small", small_encoding(), 77)
-    wish = "\n".join(["#version: 0.2", *MERGES]) + "\n"
-    found = (folder / "small/merges.txt").read_text(encoding="utf-8")
-    check("merges.txt", found == wish, found if found != wish else "")
-    spelled = {"".join(map(letters().get, word)): i for i, word in enumerate(WORDS)} | {"<|endoftext|>": len(WORDS)}
-    check("vocab.json", json.loads((folder / "small/vocab.json").read_text()) == spelled)
-    said = json.loads((folder / "small/tokenizer_config.json").read_text())
-    check("tokenizer_config.json", (said["model_max_length"], said["eos_token"], said["tokenizer_class"]) == (
-        77, "<|endoftext|>", "GPT2Tokenizer"), said)
-    encodings = {"small": small_encoding()}
-    if os.environ.get("TIKTOKEN_CACHE_DIR"):  # which has GPT-2's; without it the network would be asked
-        encodings["gpt2"] = gpt2_encoding()
-        (folder / "gpt2").mkdir()
-        convert.write_tokenizer(folder / "gpt2", encodings["gpt2"], 1024)
-        found = hashlib.sha256((folder / "gpt2/merges.txt").read_bytes()).hexdigest()
-        check("gpt2: merges.txt is OpenAI's vocab.bpe", found == VOCAB_BPE, found)
-    check_refusal("a word without joins", "tiktoken's vocabulary has b'bcd', which no joins", convert.write_tokenizer,
-                  folder / "small", small_encoding([*WORDS, b"bcd"]), 77)
-    for name, encoding in encodings.items():
-        encode = tokenizer_of(folder / name)
-        differ = [text for text in HARD if encode(text) != encoding.encode(text, allowed_special="all")]
-        check(f"{name}: the ids of {len(HARD)} hard texts", not differ, differ or "")
-    checkpoint = np.zeros(256 + 32 * (50304 + 4) + 13 * 32 + 12 * 32 * 32 + 2 * 32, "<f4")
-    checkpoint.view("<i4")[:8] = 20240326, 3, 4, 50257, 1, 1, 32, 50304
-    checkpoint.tofile(folder / "words.bin")
-    with mock.patch.object(convert, "gpt2_encoding", small_encoding):
-        quietly(convert.checkpoint_to_folder, folder / "words.bin", folder / "with")
-    made = sorted(file.name for file in (folder / "with").iterdir())
-    check("GPT-2's words: a tokenizer", made == ["config.json", "merges.txt", "model.safetensors",
-                                                  "tokenizer_config.json", "vocab.json"], made)
-    said = json.loads((folder / "with/config.json").read_text())
-    check("GPT-2's words: the ends of a text", (said["bos_token_id"], said["eos_token_id"]) == (50256, 50256))
-    said = json.loads((folder / "with/tokenizer_config.json").read_text())
-    check("GPT-2's words: the longest text", said["model_max_length"] == 4)
-    with mock.patch.object(convert, "gpt2_encoding", side_effect=UserError("tiktoken could not get it")):
-        _, said = quietly(convert.checkpoint_to_folder, folder / "words.bin", folder / "without")
-    made = sorted(file.name for file in (folder / "without").iterdir())
-    check("no vocabulary: one line, and the rest", said == "no tokenizer is written: tiktoken could not get it\n"
-          and made == ["config.json", "model.safetensors"], said.strip())
 
 
 # ---- A hub, on this machine
@@ -576,10 +465,9 @@ def hub(folder):
 
 
 def transformers_loads(folder):
-    """transformers loads a converted checkpoint, and computes its own logits again and those of a dump. The tokenizer
-    that it makes of a folder gives tiktoken's ids."""
+    """transformers loads a converted checkpoint, and computes its own logits again and those of a dump."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     def logits(where, tokens):
         model = AutoModelForCausalLM.from_pretrained(where, local_files_only=True)
@@ -604,33 +492,8 @@ def transformers_loads(folder):
     model.save_pretrained(folder / "saved", max_shard_size="200KB")
     convert.folder_to_checkpoint(str(folder / "saved"), folder / "again.bin")
     check("saved by transformers", (folder / "again.bin").read_bytes() == path.read_bytes())
-    shutil.copytree(FIXTURE, folder / "words")
-    convert.write_tokenizer(folder / "words", gpt2_encoding(), 40)
-    tokenizer, encoding = AutoTokenizer.from_pretrained(folder / "words", local_files_only=True), gpt2_encoding()
-    texts = [*HARD, "".join(chr(i) for i in range(0x3000) if not 0xD800 <= i < 0xE000)]
-    for text in texts:
-        found, wish = tokenizer(text)["input_ids"], encoding.encode(text, allowed_special="all")
-        check(f"ids of {text[:30]!r}", found == wish, f"{len(wish)} ids")
-        back = tokenizer.decode(wish, clean_up_tokenization_spaces=False)
-        check(f"text of {text[:30]!r}", back == text, "" if back == text else repr(back))
-    check("the tokenizer's sizes", (len(tokenizer), tokenizer.model_max_length, tokenizer.eos_token_id) == (
-        50257, 40, 50256), (len(tokenizer), tokenizer.model_max_length, tokenizer.eos_token_id))
-
-
-# ---- The program
-
-TESTS = [fixture, round_trips, other_types, one_file, configs, refusals, replaced_files, tokenizers, hub]
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Test dev/tools/convert.py on GPT-2.")
-    parser.add_argument("--transformers", action="store_true", help="also with transformers, which must be installed")
-    flags = parser.parse_args()
-    for test in [*TESTS, transformers_loads] if flags.transformers else TESTS:
-        with tempfile.TemporaryDirectory() as folder:
-            run(f"convert, {test.__name__.replace('_', ' ')}:", test, Path(folder))
-    return summary()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((fixture, round_trips, other_types, one_file, configs, refusals, replaced_files, hub,
+                 transformers_loads))

@@ -3,21 +3,18 @@
     python -m dev.tests.test_convert_llama3
     python -m dev.tests.test_convert_llama3 --transformers    # transformers computes the fixtures' logits
 """
-import argparse
 import json
 import sys
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import safetensors
 
 from dev.common.bf16 import to_bf16
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run, summary
+from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
+from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES
-from dev.tools import convert
+from dev.tools import convert, hf_config
 from train_gpt2 import BF16, HEADER_BYTES, Config, to_float
 
 C, H, V, L, NH, NKV, HS = 96, 112, 37, 2, 6, 2, 16
@@ -31,7 +28,6 @@ SHAPES = {"model.embed_tokens": (V, C), "model.norm": (C,), "lm_head": (V, C)} |
         ("input_layernorm", (C,)), ("self_attn.q_proj", (C, C)), ("self_attn.k_proj", (NKV * HS, C)),
         ("self_attn.v_proj", (NKV * HS, C)), ("self_attn.o_proj", (C, C)), ("post_attention_layernorm", (C,)),
         ("mlp.gate_proj", (H, C)), ("mlp.up_proj", (H, C)), ("mlp.down_proj", (C, H)))}
-LIBRARY = {BF16: "bfloat16", np.float32: "float32", np.float16: "float16"}  # the names of types in safetensors
 
 
 def random_tensors(dtype, tied=False):
@@ -40,26 +36,6 @@ def random_tensors(dtype, tied=False):
     found = {f"{name}.weight": rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()
              if not (tied and name == "lm_head")}
     return {name: to_bf16(array) if dtype == BF16 else array.astype(dtype) for name, array in found.items()}
-
-
-def write_folder(folder, tensors, config, files=1):
-    """A folder as transformers saves it, by the safetensors library. The tensors are dealt out to the files."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    names = ["model.safetensors"] if files == 1 else [f"model-{i + 1}-of-{files}.safetensors" for i in range(files)]
-    place = {name: names[i % files] for i, name in enumerate(tensors)}
-    for file in names:
-        safetensors.serialize_file({name: safetensors.TensorSpec(
-            dtype=LIBRARY[array.dtype.type], shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
-            for name, array in tensors.items() if place[name] == file}, folder / file, {"format": "pt"})
-    if files > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
-
-
-def read_folder(folder):
-    """{name: (type, shape, bytes)} of a folder, by the safetensors library."""
-    return {name: (of["dtype"], tuple(of["shape"]), bytes(of["data"])) for path in folder.glob("*.safetensors")
-            for name, of in safetensors.deserialize(path.read_bytes())}
 
 
 def expected_checkpoint(tensors, dtype, scaled=1, tied=False, multiple_of=16, multiplier=0.4):
@@ -151,12 +127,12 @@ def same_bytes(folder):
                          ("expected", {"minor": 2**31}), ("expected", {"scaled": 32}), ("expected", {"scaled": True}),
                          ("expected", {"more": 1})):
         path.write_text(json.dumps(whole | {"llm_c": whole["llm_c"] | change}))
-        check_refusal("kept", f"config.json: llm_c is .*{wish}.*, or no llm_c", convert.read_config, path.parent)
+        check_refusal("kept", f"config.json: llm_c is .*{wish}.*, or no llm_c", hf_config.read_config, path.parent)
     for kept in ([1], "x", {}):
         path.write_text(json.dumps(whole | {"llm_c": kept}))
-        check_refusal("kept", "config.json: llm_c is .*expected .*or no llm_c", convert.read_config, path.parent)
+        check_refusal("kept", "config.json: llm_c is .*expected .*or no llm_c", hf_config.read_config, path.parent)
     path.write_text(json.dumps(whole | {"llm_c": None}))
-    check("without it, numbers that make the same sizes", convert.read_config(path.parent).H == c.H)
+    check("without it, numbers that make the same sizes", hf_config.read_config(path.parent).H == c.H)
 
 
 def other_types(folder):
@@ -189,12 +165,12 @@ def configs(folder):
                                 ({"head_dim": HS}, "NH", NH), ({"tie_word_embeddings": True}, "tied", True),
                                 ({"tie_word_embeddings": True}, "minor", 2), ({}, "minor", 1), ({}, "maxT", 40)):
         (folder / "config.json").write_text(json.dumps(CONFIG | change))
-        found = getattr(convert.read_config(folder), field)
+        found = getattr(hf_config.read_config(folder), field)
         check(f"config.json with {change}: {field}", found == wish, f"{found}, expected {wish}")
     for channels, hidden, wish in ((4096, 14336, (1024, 1.3)), (3072, 8192, (1024, 1)), (2048, 8192, (1024, 1.4)),
                                    (8192, 28672, (1024, 1.3)), (4096, 11008, (256, 1)), (96, 175, (1, None)),
                                    (3808, 15745, (1, None)), (3 * 2**22, 2**26 + 1, None)):
-        found = convert.mlp_numbers(channels, hidden)
+        found = hf_config.mlp_numbers(channels, hidden)
         ok = found == wish if not wish else found[0] == wish[0] and (not wish[1] or wish[1] == found[1])
         check(f"MLP of {hidden} channels, C={channels}", ok, found)
         if found:
@@ -301,23 +277,5 @@ def transformers_logits(folder):
         check(f"{fixture}, saved by transformers", (folder / "again.bin").read_bytes() == path.read_bytes())
 
 
-TESTS = [round_trips, same_bytes, other_types, configs, refusals]
-
-
-def test_convert(tests=TESTS):
-    """All of these, each in a folder of its own."""
-    for test in tests:
-        with tempfile.TemporaryDirectory() as folder:
-            run(f"convert, {test.__name__.replace('_', ' ')}:", test, Path(folder))
-
-
-def main():
-    parser = argparse.ArgumentParser(description="Test dev/tools/convert.py.")
-    parser.add_argument("--transformers", action="store_true", help="also with transformers, which must be installed")
-    flags = parser.parse_args()
-    test_convert([*TESTS, transformers_logits] if flags.transformers else TESTS)
-    return summary()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((round_trips, other_types, configs, refusals, transformers_logits))

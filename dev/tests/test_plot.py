@@ -5,23 +5,19 @@
 An SVG is read again: the points of each line lie where the data say, and the ticks' numbers too.
 """
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
-from dev.tests.checks import EXACT, check, check_refusal, run, summary
-from dev.tools.plot import (TITLES, apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run,
-                            short, smoothed, sparkline, thinned)
+from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tools.plot import (apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run, short,
+                            smoothed, sparkline, thinned)
 
 PLOT = "-m", "dev.tools.plot"
 LOG = """s:0 tel:11.0092
@@ -133,14 +129,6 @@ def tokens_and_speed(folder):
         run = read_run(one)
         check(f"total_batch {content[:40]} is ignored", "run_00000400.json: ignored, total_batch is " in run.skipped
               and run.tokens == 256, run.skipped)
-    damaged = [f"step  {step}/4 | \udcff | {speed} tok/s | {total} tokens\n" for step, speed, total in (
-        (0, 1, 5), (5, ",", 1), (5, 0, 7), (5, "9" * 400, 1), ("9" * 400, 1, 1), ("9" * 5000, 1, 1), (5, 1, "9" * 400))]
-    whole = PRINTED[: PRINTED.rindex("\n") + 1]
-    (one / "log").write_text(whole + "".join(damaged), encoding="utf-8", errors="surrogateescape")
-    speeds, tokens = read_printed(one / "log")
-    check("damaged lines of what was printed", list(speeds.items()) == [
-        (0, 1241), (1, 1234567), (3, 228000), (4, 1)] and tokens == 256, (tokens, len(speeds)))
-
 
 # ---- Numbers
 
@@ -384,90 +372,6 @@ def charts(folder):
                       draw, runs, "steps")
 
 
-def words_of(svg):
-    """[(text, left, top, right, bottom)] of all that is written, with letters as wide as they are on average."""
-    found = []
-    for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
-        style, x, y = text.get("style"), float(text.get("x")), float(text.get("y"))
-        size = float(re.search(r"font-size: ([\d.]+)px", style)[1])
-        width = 0.58 * size * len(text.text)
-        left = x - width * {"start": 0, "middle": 0.5, "end": 1}[re.search(r"text-anchor: (\w+)", style)[1]]
-        found.append((text.text, left, y - 0.8 * size, left + width, y + 0.1 * size))
-    return found
-
-
-def collisions(svg):
-    """Pairs of texts that overlap, and texts that leave the picture."""
-    words, (*_, width, height) = words_of(svg), map(float, ET.fromstring(svg).get("viewBox").split())
-    return [(a[0], b[0]) for i, a in enumerate(words) for b in words[:i]
-            if a[1] < b[3] and b[1] < a[3] and a[2] < b[4] and b[2] < a[4]] + [
-        word for word in words if word[1] < -5 or word[2] < 0 or word[3] > width + 10 or word[4] > height]
-
-
-def pictures(folder):
-    """What a person has to be able to see: numbers on each x axis, words apart, each of two runs that are the same."""
-    steps = "".join(f"s:{s} trl:{3 + 8 / (s / 9 + 1):.4f} lr:0.000{s % 7} norm:{1 + 40 * (s < 5):.2f}\n" + (
-        f"s:{s} tel:{3.2 + 8 / (s / 9 + 1):.4f}\ns:{s} eval:{0.25 + s / 50000:.4f}\n" if s % 50 == 0 else "")
-        for s in range(601))
-    flags = '{"flags": {"total_batch": 524288, "train_data": "fineweb"}}'
-    letters = "a run with many settings in its name " * 7
-    few = [read_run(write(folder / "run", steps, run_00000000_json=flags))]
-    (folder / "run" / "log").write_text(PRINTED)
-    with_speed = [read_run(folder / "run")]
-    short_runs = [read_run(write(folder / "short", "".join(steps.splitlines(True)[:n]))) for n in (3, 6)]
-    two = [run._replace(name=f"{i} {letters[:200]}") for i, run in enumerate(few * 2)]
-    many = [run._replace(name=f"run {i}") for i, run in enumerate(few * 12)]
-    for name, runs in (("one run", few), ("one with speeds", with_speed), ("one step", short_runs[:1]),
-                       ("three steps", short_runs[1:]), ("long names", two), ("twelve", many)):
-        for x in ("steps", "tokens") if runs is few else ("steps",):
-            with warnings.catch_warnings(record=True) as warned:
-                warnings.simplefilter("always")
-                svg = draw(runs, x)
-            check(f"{name}, {x}: no word on another", not collisions(svg) and not warned, (collisions(svg), warned))
-            words = words_of(svg)
-            titles = [word for word in words if word[0] in TITLES.values()]
-            for title, *_, y in titles:  # numbers between this panel's title and the next panel's, one below the other
-                below = min([other[4] for other in titles if other[4] > y + 1], default=1e9)
-                numbers = [word for word in words if re.fullmatch(r"[\d.]+[kMB]?", word[0]) and y < word[4] < below]
-                lowest = max((word[4] for word in numbers), default=0)
-                row = [word[0] for word in numbers if abs(word[4] - lowest) < 0.1]
-                check(f"{name}, {x}: {title}: numbers on the x axis", len(row) >= (1 if "step" in name else 4), row)
-    ticks = [float(text) for text, *_ in words_of(draw(short_runs[1:], "steps")) if re.fullmatch(r"[\d.]+", text)]
-    check("steps are whole numbers", not {0.5, 1.5} & set(ticks), ticks)
-    notes = [" ".join(word[0] for word in words_of(draw(runs, "steps"))) for runs in (few, short_runs)]
-    check("what is smoothed says over how many steps", notes[0].count("mean of 13 steps") == 2, notes[0])
-    check("what is not does not say it", not re.search("smoothed|mean of", notes[1]), notes[1])
-    check("nor are dots named where there are none", "dots" not in " ".join(word[0] for word in words_of(draw(
-        [read_run(write(folder / "trained", "s:0 trl:3 lr:0 norm:1\ns:1 trl:2 lr:0 norm:1\n"))], "steps"))))
-
-    def dashes(runs, name):
-        root = ET.fromstring(draw(runs, "steps"))
-        styles = [root.find(f".//{{*}}g[@id='run{i}-{name}']/{{*}}path").get("style") for i in range(len(runs))]
-        pattern = re.compile(r"stroke-dasharray: ([\d.]+),([\d.]+); stroke-dashoffset: ([\d.]+)")
-        found = [pattern.search(style) for style in styles]
-        return [match and tuple(map(float, match.groups())) for match in found]
-
-    for name in ("loss-smoothed", "norm-smoothed", "lr", "HellaSwag"):
-        first, *others = dashes([run._replace(name=str(i)) for i, run in enumerate(few * 3)], name)
-        seen = [next(k for k in range(3) if abs((k * on + offset) % (on + off)) < 1e-3 or abs(
-            (k * on + offset) % (on + off) - on - off) < 1e-3) for on, off, offset in others]
-        check(f"three identical runs: each {name} has a third", first is None and sorted(seen) == [1, 2] and all(
-            abs(off - 2 * on) < 1e-3 for on, off, _ in others), (first, others))
-    cut = read_run(write(folder / "cut", steps[: len(steps) // 2]))
-    check("one that was resumed from another is dashed", dashes([few[0], cut], "lr")[1] is not None)
-    other = read_run(write(folder / "other", re.sub(r"trl:(\d)", lambda match: f"trl:{int(match[1]) + 1}", steps)))
-    check("one that is elsewhere is not", dashes([few[0], other], "loss-smoothed") == [None, None])
-    svg = draw(two, "steps")
-    sizes = [np.ptp(np.float64(re.findall(r"-?[\d.]+", path.get("d")))) for i in (0, 1) for path in
-             [ET.fromstring(svg).find(f".//{{*}}g[@id='run{i}-val-loss']//{{*}}defs/{{*}}path")]]
-    check("dots of a run lie in rings of the same run", sizes[0] > sizes[1] + 2, sizes)
-    check("and it says so", any("(same losses as 0 a run with" in word[0] for word in words_of(svg)))
-    colours = re.findall(r"<g id=\"run\d+-lr\">\s*<path[^>]*stroke: (#\w+)", draw(many, "steps").decode())
-    check("twelve runs have twelve colours", len(set(colours)) == len(colours) == 12, colours)
-    check("a name that begins with _ is in the legend", any(
-        "  _x" in word[0] for word in words_of(draw([few[0]._replace(name="_x")], "steps"))))
-
-
 # ---- The program
 
 
@@ -500,15 +404,16 @@ def command_line(folder):
             ("absent: could not be read", "absent"), ("absent: could not be read", "absent", "--once"),
             ("-o a.pdf: expected a name that ends in .svg or .png", "one", "-o", "a.pdf"),
             ("--x tokens: nothing says how many tokens a step of one has; give --tokens-per-step", "one", "--x",
-             "tokens"), ("--nonsense is no flag", "one", "--nonsense"), ("no RUN is given", "--once"),
-            ("--x: invalid choice", "one", "--x", "hours"), ("--model: invalid choice", "one", "--model", "3B"),
+             "tokens"), ("--nonsense", "one", "--nonsense"), ("no RUN is given", "--once"),
+            ("--x: invalid choice", "one", "--x", "hours"), ("--model 3B: expected some of", "one", "--model", "3B"),
             ("--tokens-per-step: 0: expected at least 1", "one", "--tokens-per-step", "0"),
             ("absent/a.svg: could not be written|a.svg", "one", "-o", "a.svg/a.svg")):
         done = call(*arguments)
         ok = done.returncode == 1 and not done.stdout and re.fullmatch(f"error: .*({wish}).*\n", done.stderr)
         check(f"plot.py: {wish}", ok, "" if ok else repr(done))
-    flags = parse(["one", "--model", "124M", "two", "--model", "350M"])
-    check("flags between runs", (flags.runs, flags.model) == (["one", "two"], ["124M", "350M"]), flags)
+    flags = parse(["one", "--model", "124M,350M", "two", "--watch", "-o", "a.svg", "three"])
+    found = flags.runs, flags.model, flags.watch
+    check("flags between runs", found == (["one", "two", "three"], ["124M", "350M"], 1), flags)
 
     # --watch waits for a run, follows it, and leaves by Ctrl-C, which a shell's job in the background would ignore.
     shown = folder / "shown"
@@ -532,29 +437,7 @@ def command_line(folder):
             check("--watch leaves by Ctrl-C", process.wait(20) == 0 and "Traceback" not in shown.read_text())
         finally:
             process.kill()
-    # On a terminal a panel is written over the one before it: home first, and what is left of old lines is cleared.
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, *PLOT, "one", "--watch", "--every", "0.1"], cwd=folder, env=environment,
-                               stdout=theirs)
-    os.close(theirs)  # so that reading ends when the program does
-    try:
-        shown = b""
-        while shown.count(b"\x1b[H") < 4 and len(shown) < 20000:
-            shown += os.read(ours, 1000)
-        first, second, _ = shown.decode("utf-8", "replace").split("\x1b[H")[1:4]
-        lines = panel([one], None, 60, 7).split("\n")  # which the terminal ends with a carriage return too
-        check("--watch on a terminal", first == second == "\x1b[K\r\n".join(lines) + "\x1b[K\x1b[J\r\n", repr(first))
-    finally:
-        process.kill()
-        process.wait()
-
-
-def main():
-    for test in (logs, tokens_and_speed, numbers, reference_lines, sparklines, panels, charts, pictures, command_line):
-        with tempfile.TemporaryDirectory() as folder:
-            run(f"{test.__name__.replace('_', ' ')}:", test, Path(folder))
-    return summary()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((logs, tokens_and_speed, numbers, reference_lines, sparklines, panels, charts, command_line))

@@ -17,11 +17,11 @@ from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3
 from dev.runs.tokenizer import decode, words_of
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
+from dev.tests.folders import BYTES, letters
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens
 from train_gpt2 import TOKENS, Config, DataLoader
 from train_gpt2 import read_tokens as read_tokens_of
 
-BYTES = [bytes([b]) for b in range(255, -1, -1)]  # ids are not the bytes themselves, nor GPT-2's
 WORDS = [*BYTES, b"th", b"he", b" t", b" th", b" the", b"ab", b"abc", b"12", b"123", b"45", "é".encode(), b"  "]
 TEXTS = [  # a text, and its words as Llama 3 cuts and joins them
     ("the", [b"th", b"e"]),  # th comes before he, and there is no word the
@@ -37,17 +37,6 @@ SPECIAL = {"<|begin_of_text|>": len(WORDS), "<|end_of_text|>": len(WORDS) + 1}
 def read_tokens(path, V, kind=Config3):
     """Of a Llama 3 with so many words."""
     return read_tokens_of(path, kind(V=V))
-
-
-def letters():
-    """{byte: the letter that tokenizer.json has for it}: itself where it prints, else one from U+0100 on."""
-    found, following = {}, 0x100
-    for b in range(256):
-        if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b:
-            found[b] = chr(b)
-        else:
-            found[b], following = chr(following), following + 1
-    return found
 
 
 SPLIT = {"type": "Split", "pattern": {"Regex": tokens.PATTERN}, "behavior": "Isolated", "invert": False}

@@ -3,13 +3,15 @@
     python -m dev.tools.compile_kernels            # sm_80 sm_90a sm_100 sm_120
     python -m dev.tools.compile_kernels sm_90a
 
-There is a table for each dtype, with a row for each kernel: registers of a thread and bytes of static shared memory, on
-each GPU, for heads of 64 channels. Four things are errors, and make the exit status 1: a warning of the compiler, a
-kernel that spills more than a few registers to memory, one that needs so many registers that no block of it can be
-launched, and wgmma that the compiler lets run one at a time. Heads of 128 channels with Llama 3's kernels, and those of
-a model of 4,096 channels, are compiled by the same rules for sm_90a, where attention has code of its own for such
-heads, and for the last GPU named. GPT-2's layernorms, which Llama does not use, may spill there, and so may the naive
-versions in the kernel lab's files, which are compiled for the last GPU alone, and those with wgmma for sm_90a too.
+For each dtype there is a table with a row for each kernel: the registers of a thread and the bytes
+of static shared memory on each GPU, for heads of 64 channels. These are errors, and the exit status
+is then 1: a warning of the compiler; a kernel that spills more than a few registers; one that needs
+so many that no block fits on a multiprocessor; wgmma that the compiler serializes.
+
+Heads of 128 channels with Llama 3's kernels, and a model of 4,096 channels, are compiled under the
+same rules for sm_90a, where attention has code of its own for such heads, and for the last GPU
+named. GPT-2's layernorms, which Llama does not use, may spill there. So may the naive versions in
+the kernel lab, which is compiled for the last GPU only, except for what uses wgmma.
 """
 import re
 import sys
@@ -19,17 +21,19 @@ from pathlib import Path
 import cupy  # noqa: F401  (finds and loads NVRTC)
 from cupy_backends.cuda.libs import nvrtc
 
-from train_gpt2 import Config, Cuda, read_kernels
+from dev.common.flags import split_names
+from prepro_tinyshakespeare import UserError, run
+from train_gpt2 import Config, Cuda, parse_flags, read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
-SPILLED = 68  # bytes that a kernel may spill: a few numbers, where it has taken all registers
-REGISTERS = 65536  # of a multiprocessor, and so the most that one block can have
+SPILLED = 68  # bytes that a kernel may spill when it has used all registers
+REGISTERS = 65536  # of a multiprocessor: the most that a block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
-    "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing", "variants/ema",
-    "variants/outliers"))
+    "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
+    "variants/ema", "variants/outliers"))
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
@@ -37,8 +41,8 @@ LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", pat
 
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
-    """{kernel: (registers, bytes of shared memory)} of kernels.cu, and of files beside it, on a GPU such as sm_90a, and
-    a list of faults. Kernels of the files beside it may spill `spilled` bytes."""
+    """({kernel: (registers, bytes of shared memory)}, faults) of kernels.cu and the files beside it on a GPU such as
+    sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused` in their names any number."""
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     hopper = ["-DHOPPER"] * (gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in (64, 128))  # as FastCuda
@@ -56,14 +60,18 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
         report[name] = int(registers), int(shared or 0)
         if int(stores) + int(loads) > (SPILLED if name in own else spilled) and not (unused and unused in name):
             faults.append(f"{where}: {name} spills {int(stores) + int(loads)} bytes")
-        # A kernel that is launched with more threads than its BLOCK says has __launch_bounds__, which ptxas keeps to.
+        # Kernels launched with more threads than their BLOCK says have __launch_bounds__, which ptxas obeys.
         if int(registers) * kernels[name].threads > REGISTERS:
             faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
     return report, faults
 
 
 def main():
-    gpus = sys.argv[1:] or ["sm_80", "sm_90a", "sm_100", "sm_120"]
+    gpus, flags = split_names(sys.argv[1:], [])
+    parse_flags(__doc__, [], flags)  # there is --help alone
+    gpus = gpus or ["sm_80", "sm_90a", "sm_100", "sm_120"]
+    if wrong := [gpu for gpu in gpus if not re.fullmatch(r"sm_\d+[a-z]?", gpu)]:
+        raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
         (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS]),
@@ -95,4 +103,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

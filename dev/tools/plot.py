@@ -1,21 +1,21 @@
 """Draw training runs: loss, validation loss, HellaSwag, gradient norm, learning rate and throughput.
 
     python -m dev.tools.plot runs/a runs/b -o training.svg    # or training.png
-    python -m dev.tools.plot runs/a --watch                   # in the terminal, while it runs; Ctrl-C leaves
+    python -m dev.tools.plot runs/a --watch                   # in the terminal; Ctrl-C leaves
 
-A RUN is a folder of train_gpt2.py's -o, or a main.log, also one of llm.c's. Its lines have the step, from 0:
+A run is a folder of train_gpt2.py's -o, or a main.log, llm.c's too. Its lines begin with the step:
 
     s:250 tel:3.2815                            validation loss
     s:250 eval:0.2945                           HellaSwag
     s:250 trl:3.2901 lr:0.000600 norm:0.31      training loss, learning rate, norm of the gradient
 
-Of several lines for one step the last counts, as after a resume. Beside main.log may lie `log`, what the program has
-printed, for instance by `python train_gpt2.py -o runs/a | tee runs/a/log`: tokens a second stand only there. The x axis
-counts tokens if it is known how many a step has, from --tokens-per-step, a run_*.json in the folder, or `log`.
+If a step has several lines, as after a resume, the last one counts. Tokens per second are drawn if
+the folder also has `log`, what the program printed (train_gpt2.py -o runs/a | tee runs/a/log). The
+x axis counts tokens if it is known how many a step has: from --tokens-per-step, a run_*.json in the
+folder, or `log`.
 
 The chart needs matplotlib (pip install -r dev/requirements.txt), --watch does not.
 """
-import argparse
 import io
 import json
 import math
@@ -26,10 +26,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import UserError, replace_file, run as run_main
-from train_gpt2 import number
+import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+from dev.common.flags import split_names
+from prepro_tinyshakespeare import UserError, replace_file
+from prepro_tinyshakespeare import run as run_main
+from train_gpt2 import number, parse_flags
 
 # ---- Runs, as their files tell
 
@@ -40,7 +42,7 @@ LINES = [  # a line of main.log, and what its numbers behind the step are
 ]
 PRINTED = re.compile(r"step +(\d+)/\d+ \|.*\| +([\d,]+) tok/s(?:.*\| ([\d,]+) tokens$)?")
 SERIES = "loss", "val loss", "HellaSwag", "norm", "lr", "tok/s"
-LAST = 10**12  # no run has more steps, nor more tokens in a step: a larger number is a damaged one
+LAST = 10**12  # no run has more steps, or more tokens in a step: the line is damaged
 
 
 class Run(NamedTuple):
@@ -52,12 +54,12 @@ class Run(NamedTuple):
 
     @property
     def last(self):
-        """The last step that anything is known of."""
+        """The last step in any series."""
         return int(max(steps[-1] for steps, _ in self.series.values()))
 
 
 def printable(text):
-    """Text for a chart or a terminal: a folder's name may hold bytes that are no UTF-8, or control characters."""
+    """Text for a chart or a terminal: the name of a folder may have control characters, or not be UTF-8."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -69,8 +71,8 @@ def read_text(path, what):
 
 
 def read_log(path):
-    """({series: {step: value}}, which lines were skipped) of a main.log. A last line without an end is still being
-    written and is left for later. Raises UserError if there is no line at all, or none is as it should be."""
+    """({series: {step: value}}, which lines were skipped) of a main.log. A last line without its end is still being
+    written, and waits. Raises UserError if no line is as expected."""
     *lines, _ = read_text(path, "a folder with a main.log, or a main.log").split("\n")
     found, wrong = {}, []
     for i, line in enumerate(lines, 1):
@@ -92,7 +94,7 @@ def read_log(path):
 
 
 def read_printed(path):
-    """({step: tokens a second}, tokens in a step or None) of what the program has printed."""
+    """({step: tokens per second}, tokens in a step or None) from what the program printed."""
     speeds, tokens = {}, None
     for match in map(PRINTED.match, read_text(path, "what the program printed").split("\n")[:-1]):
         try:
@@ -120,7 +122,7 @@ def read_flags(folder):
 
 
 def read_run(argument, tokens=None):
-    """The Run of a folder or a main.log, with so many tokens in a step if that is given. Raises UserError."""
+    """The Run of a folder or a main.log. tokens: in a step, if given. Raises UserError."""
     path = Path(argument)
     log = path / "main.log" if path.is_dir() else path
     found, skipped = read_log(log)
@@ -154,9 +156,8 @@ REACH = {"val loss": 1.0, "HellaSwag": 0.1}  # how far away the next figure is w
 
 
 def figures(series, runs, data, sizes):
-    """[(value, label)] of the figures to draw into a panel: those of these sizes; without sizes, those that the best
-    run has passed, and the next one, if it is near. data: "fineweb", "edu", "none", or None for what the runs were
-    trained on."""
+    """[(value, label)] of the figures to draw in a panel: those of these sizes; without sizes, those that the best run
+    has passed, and the next if it is near. data: "fineweb", "edu", "none", or None for the runs' own."""
     data = data or next((run.data for run in runs if run.data), "")
     rows = [(value, size, f"{who} {size}, {value:.4f}") for name, place, size, value, who in FIGURES
             if name == series and data != "none" and place in ("", data)]
@@ -171,8 +172,8 @@ def figures(series, runs, data, sizes):
 
 
 def smoothed(values, width):
-    """The mean of the `width` values around each, an odd number. Near the first value, where a loss falls fast, the
-    mean is of as many values after as before; near the last, of the values that are there. Only finite values count."""
+    """The mean of the `width` (odd) finite values around each. Near the first value, where a loss falls fast, the
+    window shrinks on both sides; near the last, on one."""
     there, at = np.isfinite(values), np.arange(len(values))
     first, end = at - np.minimum(at, width // 2), np.minimum(at + np.minimum(at, width // 2) + 1, len(values))
     sums, counts = (np.concatenate([[0], np.cumsum(x)]) for x in (np.where(there, values, 0), there))
@@ -204,8 +205,8 @@ def figure_of(name, value):
 
 
 def apart(places, least):
-    """Places in ascending order, moved as little as can be (by the sum of squares) so that neighbours are at least so
-    far apart: those that are too close are spread evenly around their mean."""
+    """Ascending places, moved as little as possible (by the sum of squares) so that neighbours are at least this far
+    apart: those that are too close are spread evenly around their mean."""
     groups = []  # [mean of place - i * least, how many]: these means have to ascend
     for i, place in enumerate(places):
         groups.append([place - i * least, 1])
@@ -216,7 +217,7 @@ def apart(places, least):
 
 
 def thinned(x, y, buckets=1000):
-    """The points of a line; of a long one, the lowest and the highest of each bucket of points, which look the same."""
+    """The points of a line; of a long one the lowest and the highest of each bucket, which looks the same."""
     if len(x) <= 2 * buckets:
         return x, y
     kept = set()
@@ -320,8 +321,8 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
 
 
 def label_of(run, others):
-    """A run's line of the legend: its last validation loss, or what else there is, or the loss that is not finite; its
-    name; and which of the other runs has the same losses."""
+    """A run's line in the legend: its last validation loss (or another value; or a loss that is not finite), its name,
+    and another run with the same losses."""
     last = {name: values[-1] for name, (_, values) in run.series.items()}
     broken = [name for name in ("loss", "val loss") if not math.isfinite(last.get(name, 0))]
     key = next(name for name in (*broken, "val loss", *SERIES) if name in last)
@@ -334,7 +335,7 @@ def label_of(run, others):
 
 
 def note_of(names, widths):
-    """What the lines of a panel are: beside its title, and only as far as it does not say so."""
+    """The note beside a panel's title: what its lines are."""
     mean = "mean of " + " to ".join(map(str, sorted({min(widths), max(widths)}))) + " steps" if widths else ""
     if "loss" not in names:
         return "validation" * ("val loss" in names) or mean
@@ -342,7 +343,7 @@ def note_of(names, widths):
 
 
 def tell_apart(lines):
-    """Make lines visible that lie on one another: each gets dashes in gaps of the others, and dots in rings."""
+    """Make overlapping lines visible: each gets dashes in the gaps of the others, and rings around dots."""
     groups = []  # of lines with their points on the screen, which are those of the first to a pixel or so
     for line in lines:
         points = line.axes.transData.transform(line.get_xydata())
@@ -369,8 +370,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def columns_of(steps, values, last, width):
-    """The mean of the values of each of `width` columns, which share the steps 0..last; one without takes that of the
-    column before it. NaN before the first."""
+    """The mean value in each of `width` columns, which divide the steps 0..last. An empty column repeats the one before
+    it; those before the first value are NaN."""
     column = np.minimum((steps * width / (last + 1)).astype(int), width - 1)
     there, means = np.isfinite(values), np.full(width, np.nan)
     for i in range(width):
@@ -380,8 +381,8 @@ def columns_of(steps, values, last, width):
 
 
 def sparkline(means, height):
-    """`height` lines of text, a column of blocks for each mean, from the lowest of all means to the highest after the
-    first tenth: there a loss falls so far that all else would be flat beside it."""
+    """`height` lines of text, a column of blocks for each mean. The scale ends at the highest mean after the first
+    tenth, in which a loss falls so far that the rest would look flat."""
     there, late = (part[np.isfinite(part)] for part in (means, means[len(means) // 10 :]))
     if not there.size:
         return [" " * len(means)] * height
@@ -392,7 +393,7 @@ def sparkline(means, height):
 
 
 def panel(arguments, tokens, width, height):
-    """The text of all runs, at most so wide and high: a line that cannot be drawn yet says why."""
+    """The text of all runs, of at most this size. A run that cannot be drawn yet is a line that says why."""
     runs, width = [], max(width, 42)  # a narrower terminal folds the lines
     for argument in arguments:
         try:
@@ -439,31 +440,29 @@ def watch(arguments, tokens, seconds):
 # ---- The program
 
 
+FLAGS = [
+    ("-o", "--output", "name", "training.svg", "an .svg or a .png"),
+    (None, "--x", ("steps", "tokens"), None, "what to count (default: tokens, if they are known of all runs)"),
+    (None, "--tokens-per-step", "count", None, "of all runs"),
+    (None, "--reference", ("fineweb", "edu", "none"), None, "OpenAI's losses on FineWeb or FineWeb-Edu, as lines "
+     "(default: on what a run was trained on; FineWeb, if it has HellaSwag)"),
+    (None, "--model", "name", None, f"lines of these sizes, of {','.join(SIZES)} (default: those that a run has "
+     "passed, and the next)"),
+    (None, "--watch", "switch", 0, "1: draw in the terminal, again and again"),
+    (None, "--once", "switch", 0, "1: draw in the terminal, once"),
+    (None, "--every", number(float, 0.1), 2.0, "seconds between the drawings of --watch"),
+]
+
+
 def parse(arguments=None):
-    """The flags of the command line. Raises UserError."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("runs", metavar="RUN", nargs="*", help="a folder with a main.log, or a main.log")
-    parser.add_argument("-o", "--output", metavar="FILE", default="training.svg", help="an .svg or a .png (default: "
-                        "training.svg)")
-    parser.add_argument("--x", choices=("steps", "tokens"), help="(default: tokens if they are known of all runs)")
-    parser.add_argument("--tokens-per-step", metavar="N", type=number(int, 1), help="of all runs")
-    parser.add_argument("--reference", choices=("fineweb", "edu", "none"), help="OpenAI's losses on FineWeb, or on "
-                        "FineWeb-Edu, as lines (default: on what a run was trained on; one with HellaSwag: FineWeb)")
-    parser.add_argument("--model", choices=SIZES, action="append", help="lines of this size; can be given several "
-                        "times (default: those that a run has passed, and the next)")
-    parser.add_argument("--watch", action="store_true", help="draw in the terminal, again and again")
-    parser.add_argument("--once", action="store_true", help="draw in the terminal once")
-    parser.add_argument("--every", metavar="SECONDS", type=number(float, 0.1), default=2.0, help="of --watch "
-                        "(default: 2)")
-    try:
-        flags, unknown = parser.parse_known_intermixed_args(arguments)
-    except argparse.ArgumentError as e:
-        raise UserError(f"{str(e).removeprefix('argument ')}; --help lists the flags") from None
-    if unknown:
-        raise UserError(f"{unknown[0]} is no flag; --help lists them")
-    if not flags.runs:
+    """The flags of the command line, with runs. Raises UserError."""
+    runs, others = split_names(sys.argv[1:] if arguments is None else arguments, FLAGS)
+    flags = parse_flags(__doc__, FLAGS, others)
+    flags.runs, flags.model = runs, flags.model.split(",") if flags.model else []
+    if not runs:
         raise UserError("no RUN is given: expected the folder of a run, or a main.log")
+    if not {*flags.model} <= {*SIZES}:
+        raise UserError(f"--model {','.join(flags.model)}: expected some of {','.join(SIZES)}")
     if Path(flags.output).suffix not in (".svg", ".png"):
         raise UserError(f"-o {flags.output}: expected a name that ends in .svg or .png")
     return flags

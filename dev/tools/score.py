@@ -5,35 +5,35 @@
 import sys
 
 from dev.common.devices import make_device
-from dev.features import has_gpu
 from dev.common.file_kinds import read_header
+from dev.features import has_gpu
 from dev.llama3.train_llama3 import Llama3
-from dev.runs.hellaswag_score import PADDING, count_right, read_examples
 from dev.memory.fit import Fitting
+from dev.runs.hellaswag_score import PADDING, count_right, read_examples
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import GPT2, parse_flags, read_parameters
 
 FLAGS = [
-    ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of a GPT-2, or of a Llama 3 on GPT-2's "
+    ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of GPT-2, or of a Llama 3 with GPT-2's "
      "words"),
     (None, "--data", str, "data/hellaswag/hellaswag_val.bin", "the examples"),
     ("-b", "--batch-size", "count", 16, "B, rows in a batch; an example has four"),
     ("-t", "--seq-len", "count", None, "T, tokens in a row (default: enough for the longest)"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU fp32)"),
-    (None, "--plain", "switch", 0, "1: on a GPU, without the last section of train_gpt2.py"),
+    (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster of train_gpt2.py"),
 ]
 
 
 def progress_line(done, total):
-    """A progress for a terminal: a line on stderr, which goes when all is done."""
+    """Progress for a terminal: a line on stderr, cleared at the end."""
     line = f"HellaSwag: {done:,} of {total:,} completions" if done < total else ""
     print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def main(arguments=None):
     """Everything from the flags to the score. Raises UserError."""
-    flags = parse_flags("Score a checkpoint on HellaSwag.", FLAGS, arguments)
+    flags = parse_flags(__doc__, FLAGS, arguments)
     architectures = {architecture.Config.FILE: architecture for architecture in (GPT2, Llama3)}
     magic = read_header(flags.model, *architectures)[0]
     [architecture] = [architecture for kind, architecture in architectures.items()

@@ -1,18 +1,23 @@
-"""Train GPT-2 as train_gpt2.py does, but with PyTorch: the same weights, data, schedule, clip and update.
+"""Train GPT-2 with PyTorch on the trainer's command line: same weights, data, schedule, clip, update.
 
     python train_gpt2.py -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_ours
     python -m dev.tools.torch_training -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_torch
-    python -m dev.tools.compare_training log_ours log_torch
+    python -m dev.tools.plot log_ours log_torch
 
-One command line serves both. -o gets a main.log, and no checkpoint. What is not followed:
+To compare the mean loss of the last 50 steps:
 
-    flags that change no step, such as -s, -g and --graph, are ignored, and so is --plain
+    for run in log_ours log_torch; do grep -o 'trl:[0-9.]*' $run/main.log | tail -50 |
+        awk -F: -v run=$run '{sum += $2} END {print run, sum / NR}'; done
+
+-o gets a main.log and no checkpoint. The differences:
+
+    flags that change no step, such as -s and --graph, are ignored
     flags that change steps in a way that is not written here, such as --attention relu, are refused
     bf16 is autocast: parameters and the residual stream in fp32, products and attention in bfloat16
 
-The model is written out below from its formulas (Radford et al. 2019), for PyTorch's own attention. No kernel, no
-gradient and no update is shared with the trainer. Shared are what both are given: initial weights, batches, flags and
-the learning rate of a step, each of which has tests of its own.
+The model below is written from its formulas (Radford et al. 2019) and uses PyTorch's own attention.
+It shares no kernel, gradient or update with the trainer, only what both are given: the initial
+weights, batches, flags and learning rates, each of which has tests of its own.
 """
 import math
 import os
@@ -23,28 +28,27 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from dev.data.shuffled_loader import FilesLoader, paths_of
 from dev.common.devices import OnCpu
+from dev.data.shuffled_loader import FilesLoader, paths_of
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import (FLAGS, Config, Training, count_tokens, draw_parameters, parse_flags, read_parameters,
-                        to_float)
+from train_gpt2 import FLAGS, Config, Training, count_tokens, draw_parameters, parse_flags, read_parameters, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
 FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len", "learning_rate",
             "schedule", "warmup", "final_fraction", "steps", "val_every", "val_batches", "weight_decay", "beta1",
             "beta2", "eps", "clip", "overfit", "shuffle", "seed", "device", "dtype", "compile"}
 IGNORED = {"sample_every", "sample_tokens", "checkpoint_every", "checkpoints_kept", "checkpoints_major", "hellaswag",
-           "plain", "graph", "nvtx", "recompute"}  # they change what is printed, written or kept in memory, and no step
+           "plain", "graph", "nvtx", "recompute"}  # they change no step
 
 
 # ---- The model
 
 
 def parameters_of(c, tensors, place):
-    """{name: its parameters, one for each layer, or a list of one}, fp32, of (name, array) as read_parameters and
-    draw_parameters give them. The padding of wte is left out."""
+    """{name: [a parameter for each layer, or one]}, in fp32, from the (name, array) of read_parameters or
+    draw_parameters. wte's padding is left out."""
     weights = {}
     for row, (name, values) in zip(c.parameter_table(), tensors):
         values = to_float(np.asarray(values))
@@ -73,16 +77,15 @@ def loss_of(weights, NH, x, y):
 
 
 def make_adamw(c, weights, flags):
-    """torch.optim.AdamW, with weight decay for the tensors that the table of parameters marks."""
+    """torch.optim.AdamW, with weight decay for the tensors that the trainer's table marks."""
     groups = [dict(params=[p for row in c.parameter_table() if row.decay == decays for p in weights[row.name]],
                    weight_decay=flags.weight_decay * decays) for decays in (True, False)]
     return torch.optim.AdamW(groups, betas=(flags.beta1, flags.beta2), eps=flags.eps)
 
 
 def clip_gradients(parameters, clip):
-    """Scale the gradients down to a norm of clip, if theirs is larger and clip is not 0. Returns the norm, a float,
-    that they had before."""
-    # In float64, since PyTorch's sum of so many squares in fp32 is off by some 5e-4 on a CPU.
+    """Scale the gradients down to a norm of clip, unless clip is 0. Returns their norm before that."""
+    # In float64: PyTorch's fp32 sum of so many squares is off by some 5e-4 on a CPU.
     norm = torch.stack([p.grad.double().square().sum() for p in parameters]).sum().sqrt().item()
     if 0 < clip < norm:
         for p in parameters:
@@ -91,7 +94,7 @@ def clip_gradients(parameters, clip):
 
 
 def train(c, weights, train_data, val_data, steps, place, flags, log):
-    """The loop; lines for main.log go to log. Raises UserError when the loss is no longer a number."""
+    """The loop; lines for main.log go to log. Raises UserError if the loss is not finite."""
     parameters = [p for of_name in weights.values() for p in of_name]
     optimizer, micros = make_adamw(c, weights, flags), flags.total_batch // (train_data.B * train_data.T)
     loss_function = torch.compile(loss_of) if flags.compile else loss_of
@@ -140,24 +143,23 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
 
 
 def check_followed(flags, table):
-    """Raise UserError if a flag was given, with a value other than its default, that is neither followed nor may be
-    ignored."""
+    """Raise UserError if a flag has another value than its default, and is neither followed nor ignored."""
     for letter, name, _, default, _ in table:
         key = name.removeprefix("--").replace("-", "_")
         if key not in FOLLOWED | IGNORED and getattr(flags, key) not in (None, default):
-            raise UserError(f"{letter or name} {getattr(flags, key)}: PyTorch's twin does not do that; leave it out of "
-                            "both runs")
+            raise UserError(f"{letter or name} {getattr(flags, key)}: PyTorch's twin does not do that; leave it out "
+                            "of both runs")
 
 
 def open_log(folder):
-    """folder/main.log, a new one, or, without a folder, a file that forgets its lines. Raises UserError."""
+    """A new folder/main.log, or, without a folder, the null device. Raises UserError."""
     path = Path(folder) / "main.log" if folder else Path(os.devnull)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, "x" if folder else "w", buffering=1)
     except OSError as e:
         raise UserError(f"-o {folder}: {path} could not be written ({e.strerror}); "
-                        "give -o a folder that can be, and that holds no run") from None
+                        "give -o a new folder") from None
 
 
 def rate_of(step, steps, flags):
@@ -178,7 +180,7 @@ def main(arguments=None):
         raise UserError("--device cuda: PyTorch finds no GPU; check nvidia-smi, or train with --device cpu")
     set_defaults(flags, table, Config)
     if flags.dtype == "tf32" and place == "cpu":
-        raise UserError("--dtype tf32: PyTorch has it on a GPU alone; take fp32 or bf16, or --device cuda")
+        raise UserError("--dtype tf32: PyTorch has it only on a GPU; take fp32 or bf16, or --device cuda")
     torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
 
     name = flags.model

@@ -1,0 +1,43 @@
+"""Hugging Face's folders and tokenizers, written and read without convert.py."""
+import json
+
+import numpy as np
+import safetensors
+
+from train_gpt2 import BF16
+
+LIBRARY = {BF16: "bfloat16", np.float32: "float32", np.float16: "float16"}  # the names of types in safetensors
+
+
+def write_folder(folder, tensors, config, files=1):
+    """A folder as transformers saves it, by the safetensors library. The tensors are dealt out to the files."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = ["model.safetensors"] if files == 1 else [f"model-{i + 1}-of-{files}.safetensors" for i in range(files)]
+    place = {name: names[i % files] for i, name in enumerate(tensors)}
+    for file in names:
+        safetensors.serialize_file({name: safetensors.TensorSpec(
+            dtype=LIBRARY[array.dtype.type], shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+            for name, array in tensors.items() if place[name] == file}, folder / file, {"format": "pt"})
+    if files > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+
+
+def read_folder(folder):
+    """{name: (type, shape, bytes)} of a folder, by the safetensors library."""
+    return {name: (of["dtype"], tuple(of["shape"]), bytes(of["data"])) for path in folder.glob("*.safetensors")
+            for name, of in safetensors.deserialize(path.read_bytes())}
+
+
+BYTES = [bytes([b]) for b in range(255, -1, -1)]  # ids are not the bytes themselves, nor GPT-2's
+
+
+def letters():
+    """{byte: the letter that tokenizer.json has for it}: itself where it prints, else one from U+0100 on."""
+    found, following = {}, 0x100
+    for b in range(256):
+        if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b:
+            found[b] = chr(b)
+        else:
+            found[b], following = chr(following), following + 1
+    return found

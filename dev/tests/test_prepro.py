@@ -1,0 +1,91 @@
+"""Test prepro_tinyshakespeare.py's own job: a text becomes two token files, counted again here byte by
+byte. No network is asked.
+
+    python -m dev.tests.test_prepro
+"""
+import contextlib
+import io
+import os
+import struct
+import sys
+import urllib.error
+from unittest import mock
+
+import prepro_tinyshakespeare as prepro
+from dev.tests.checks import EXACT, check, check_refusal, run_program
+
+END = 50256  # <|endoftext|>
+ORDER = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]  # bytes, by GPT-2's id
+SPEECH = "First Citizen:\nBefore we proceed é any further, <|endoftext|> hear me speak.\n\n"
+
+
+def program(folder, *arguments, text=None):
+    """Run prepro in a folder, where a download gives this text, or fails. Returns what it prints."""
+    answer = mock.Mock(side_effect=urllib.error.URLError("no network"))
+    if text is not None:
+        answer = mock.Mock(return_value=io.BytesIO(text.encode()))
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        with (mock.patch("urllib.request.urlopen", answer), mock.patch.object(sys, "argv", ["prepro", *arguments]),
+              mock.patch.object(prepro, "gpt2_encoding", prepro.byte_encoding),
+              contextlib.redirect_stdout(io.StringIO()) as said):
+            prepro.main()
+    finally:
+        os.chdir(here)
+    return said.getvalue()
+
+
+def tokens_in(path):
+    """The tokens of a file, if its header is that of llm.c's."""
+    content = path.read_bytes()
+    header = struct.unpack("<256i", content[:1024])
+    tokens = struct.unpack(f"<{len(content) // 2 - 512}H", content[1024:])
+    check(f"{path.name}: its header", header == (20240520, 1, len(tokens), *[0] * 253), header[:4])
+    return list(tokens)
+
+
+def counted(text):
+    """The tokens of a text: a document begins at the start and after each blank line. An end of text that is written
+    out is the special token too, as in llm.c's files."""
+    tokens = []
+    for document in text.replace("\n\n", "\n\n<|endoftext|>").split("<|endoftext|>"):
+        tokens += [END, *(ORDER.index(byte) for byte in document.encode())]
+    return tokens
+
+
+def files(folder):
+    """Both files of a long text, and of a short one, whose first tenth is for validation."""
+    for name, times, val in (("long", 5000, 32768), ("short", 3, None)):
+        text, wish = times * SPEECH, counted(times * SPEECH)
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+        program(folder, "--input", f"{name}.txt")
+        found = [tokens_in(folder / f"data/{name}/{name}_{part}.bin") for part in ("val", "train")]
+        yield f"{name}: tokens to validate on", len(found[0]), val or len(wish) // 10, EXACT
+        check(f"{name}: all tokens, in order", found[0] + found[1] == wish, len(wish))
+        check(f"{name}: documents", wish.count(END) == 1 + 2 * times and wish[0] == END, wish.count(END))
+    program(folder, "--input", "short.txt", "--name", "my-own_1.5")
+    check("--name", (folder / "data/my-own_1.5/my-own_1.5_train.bin").exists())
+    program(folder, text=9 * SPEECH)
+    parts = [tokens_in(folder / f"data/tinyshakespeare/tiny_shakespeare_{part}.bin") for part in ("val", "train")]
+    check("tinyshakespeare is downloaded", parts[0] + parts[1] == counted(9 * SPEECH))
+
+
+def refusals(folder):
+    """Each in one line, and no file is written."""
+    for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
+        (folder / name).write_bytes(content)
+    for wish, *arguments in (("19 tokens, and needs at least 20", "--input", "tiny.txt"),
+                             ("latin.txt: byte 3 is not UTF-8", "--input", "latin.txt"),
+                             ("absent.txt: could not be read", "--input", "absent.txt"),
+                             ("--name a/b: expected letters", "--input", "text.txt", "--name", "a/b"),
+                             (r"\(no network\): connect to the network, or .* --input FILE",)):
+        check_refusal("prepro", wish, program, folder, *arguments)
+    check("nothing is written", not (folder / "data").exists())
+    with mock.patch("os.replace", side_effect=OSError(28, "No space left on device")):
+        check_refusal("a full disk", "No space left on device", program, folder, "--input", "text.txt")
+    check("nor a part", not list(folder.glob("data/**/*.*")), list(folder.glob("data/**/*.*")))
+
+
+if __name__ == "__main__":
+    run_program((files, refusals))

@@ -1,0 +1,141 @@
+"""Test dev/recipes/: the flags that they give to train_gpt2.py, and the figures in their comments.
+
+    python -m dev.tests.test_recipes
+
+Each program that a recipe starts is replaced by one that prints its own name and arguments.
+"""
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import train_gpt2
+from dev.features import table_of_flags
+from dev.gpu.peak import flops_per_token
+from dev.ranks.environment import launched
+from dev.tests.checks import EXACT, check, run_program
+from train_gpt2 import Config, parse_flags
+
+TOP = Path(__file__).resolve().parents[2]
+FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # all of the trainer's
+SIZES = {"124M": "d12", "350M": "d24", "774M": "d36", "1558M": "d48"}
+MEASURED = {"124M": "124M bf16 B=64", "350M": "355M bf16 B=8", "1558M": "1558M bf16 B=8"}  # rows of RESULTS.md
+EPOCH = 10_255_324_043  # tokens in the 103 files of FineWeb's 10B
+REFERENCE = 3.2722  # the final validation loss of llm.c's 124M
+
+
+def run_recipe(folder, name, *further, status=0, **environment):
+    """Run a copy of a recipe. The programs that it starts end with this status."""
+    for program in (folder / "bin" / name for name in ("python", "srun", "torchrun", "scontrol")):
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nprintf "%s\\n" {program.name} "$@"\nexit {status}\n')
+        program.chmod(0o755)
+    copies = folder / "dev" / "recipes"
+    shutil.copytree(TOP / "dev/recipes", copies, dirs_exist_ok=True)
+    return subprocess.run([copies / name, *further], capture_output=True, text=True, cwd="/",
+                          env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} | environment)
+
+
+def make_data(folder, version):
+    for name in (f"fineweb{version}/fineweb_train_000001.bin", f"fineweb{version}/fineweb_val_000000.bin",
+                 "hellaswag/hellaswag_val.bin"):
+        (folder / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "data" / name).touch()
+
+
+def rate_of(label):
+    """Tokens/s in the row of dev/RESULTS.md with this label."""
+    text = (TOP / "dev/RESULTS.md").read_text(encoding="utf-8")
+    return float(re.search(rf"^\| {label} \| [\d.]+ \| ([\d,]+) \|", text, re.MULTILINE)[1].replace(",", ""))
+
+
+def sizes(folder):
+    """The flags of each size. Its hours and its loss follow from the figures that the comment names."""
+    text = (TOP / "dev/recipes/gpt2.sh").read_text(encoding="utf-8")
+    table = {size: row.split() for size, row in re.findall(r"^# {5}(\d+M) +(\d.*)$", text, re.MULTILINE)}
+    check("a row for each size", [*table] == [*SIZES], table)
+    models, law = {size: Config.from_descriptor(d) for size, d in SIZES.items()}, {}
+    for size, model in SIZES.items():
+        version = "100B" if size == "1558M" else "10B"
+        for missing in (f"fineweb{version}/fineweb_train_000001.bin", f"fineweb{version}/fineweb_val_000000.bin",
+                        "hellaswag/hellaswag_val.bin"):
+            make_data(folder, version)
+            (folder / "data" / missing).unlink()
+            done = run_recipe(folder, "gpt2.sh", size)
+            wish = f"error: data/{missing.split('/fineweb_')[0]}.*; python -m dev.data.{missing[:7]}"
+            check(f"{size}: without {missing}", done.returncode == 1 and not done.stdout
+                  and re.match(wish, done.stderr), done.stderr)
+        make_data(folder, version)
+        words = run_recipe(folder, "gpt2.sh", size).stdout.splitlines()
+        check(f"{size}: the pattern is not expanded by the shell", words[:4] == [
+            "python", "train_gpt2.py", "-i", f"data/fineweb{version}/fineweb_train_*.bin"], words[:4])
+        flags = parse_flags("", FLAGS, words[2:])
+        check(f"{size}: model and folder", (flags.model, flags.output) == (model, f"log_gpt2_{size}"), flags)
+        check(f"{size}: -d is a multiple of B*T", flags.total_batch % (flags.batch_size * flags.seq_len) == 0)
+        check(f"{size}: llm.c's sequences of a validation", flags.val_batches * flags.batch_size == 160 * 64)
+        if version == "10B":
+            yield f"{size}: steps of an epoch", flags.steps, EPOCH // flags.total_batch, EXACT
+        words = run_recipe(folder, "gpt2.sh", size, "-x", "7").stdout.splitlines()
+        check(f"{size}: flags that are given win", parse_flags("", FLAGS, words[2:]).steps == 7)
+
+        tokens, hours, loss, *_ = map(float, (word.rstrip("B") for word in table[size]))
+        trained = flags.steps * flags.total_batch
+        yield f"{size}: tokens", tokens, trained / 1e9, 5e-3
+        rate = rate_of(MEASURED.get(size, MEASURED["350M"]))
+        if size not in MEASURED:  # at the same FLOP/s
+            rate *= flops_per_token(models["350M"], 1024) / flops_per_token(models[size], 1024)
+        yield f"{size}: hours, as far as GPUs are alike", hours, trained / rate / 3600, 0.1
+        N = sum(row.size for row in models[size].parameter_table())
+        law[size] = 406.4 / N**0.34 + 410.7 / trained**0.28
+        yield f"{size}: loss", loss, REFERENCE - law["124M"] + law[size], 3e-3
+    below = re.search(r"puts the others ([\d.]+), ([\d.]+) and\n#\s+([\d.]+) below", text).groups()
+    for size, figure in zip([*SIZES][1:], below):
+        yield f"{size}: below 124M", float(figure), law["124M"] - law[size], 2e-3
+    for wrong in ([], ["125M"]):
+        done = run_recipe(folder, "gpt2.sh", *wrong)
+        check(f"{wrong} is refused", done.returncode == 1 and "expected 124M" in done.stderr, done.stderr)
+
+
+def nodes(folder):
+    """Those of two nodes start a launcher's ranks with the flags of 124M."""
+    slurm, torchrun = "gpt2_124M_slurm.sh", "gpt2_124M_torchrun.sh"
+    make_data(folder, "10B")
+    alone = parse_flags("", FLAGS, run_recipe(folder, "gpt2.sh", "124M").stdout.splitlines()[2:])
+    job = dict(SLURM_JOB_ID="7", SLURM_SUBMIT_DIR=str(folder), SLURM_CPUS_PER_TASK="8")
+    node = dict(NODE_RANK="1", MASTER_ADDR="node0", TRAIN_GPT2_TOKEN="secret")
+    for name, environment, launcher in (
+            (slurm, job, "srun --cpus-per-task=8 --kill-on-bad-exit=0 python"),
+            (torchrun, node, "torchrun --nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=node0 "
+                             "--master-port=29500")):
+        launcher = [*launcher.split(), "train_gpt2.py"]
+        words = run_recipe(folder, name, "-x", "7", **environment).stdout.splitlines()
+        check(f"{name}: its launcher", words[: len(launcher)] == launcher, words[:8])
+        flags = parse_flags("", FLAGS, words[len(launcher) :])
+        changed = {flag for flag, value in vars(alone).items() if value != getattr(flags, flag)}
+        check(f"{name}: what it changes", changed == {"batch_size", "val_batches", "zero", "steps"}, changed)
+        tokens = 16 * flags.batch_size * flags.seq_len
+        check(f"{name}: 16 ranks have the tokens of a step", tokens == flags.total_batch, tokens)
+        sequences = flags.val_batches * flags.batch_size  # of all ranks
+        check(f"{name}: llm.c's sequences of a validation", sequences == 160 * 64, sequences)
+        for key in environment.keys() & {*node, "SLURM_JOB_ID"}:
+            done = run_recipe(folder, name, **environment | {key: ""})
+            check(f"{name}: without {key}", done.returncode == 1 and not done.stdout
+                  and re.fullmatch(r"error: .*; expected .*\n", done.stderr), done.stderr)
+
+    for status, wish in ((143, ["scontrol", "requeue", "7"]), (1, [])):  # after SIGTERM, and after an error
+        done = run_recipe(folder, slurm, status=status, **job)
+        found = done.stdout.splitlines()
+        found = found[found.index("scontrol") :] if "scontrol" in found else []
+        check(f"{slurm}: when ranks end with {status}", (done.returncode, found) == (status, wish), found)
+    text = (TOP / "dev/recipes" / slurm).read_text(encoding="utf-8")
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    wish = dict(nodes="2", signal="TERM@120", requeue="") | {"ntasks-per-node": "8", "gpus-per-node": "8"}
+    check(f"{slurm}: what it asks for", wish.items() <= options.items(), options)
+    told = dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="9", SLURM_LOCALID="1", PMI_RANK="9", PMI_SIZE="16")
+    check("a rank of srun, whose PMI says no rank on the machine", launched(told) == ("srun", 9, 16, 1, 1),
+          launched(told))
+
+
+if __name__ == "__main__":
+    run_program((sizes, nodes))

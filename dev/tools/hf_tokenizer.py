@@ -1,0 +1,44 @@
+"""GPT-2's tokenizer in the files that transformers reads, made from tiktoken's vocabulary, for
+dev/tools/convert.py."""
+import itertools
+import math
+
+from dev.runs.tokenizer import words_of
+from dev.tools.hf_config import write_objects
+from prepro_tinyshakespeare import END_OF_TEXT, PRINTING, UserError, replace_file
+
+
+def letters():
+    """{byte: its letter} in Hugging Face's vocabularies: itself if it prints, else one from U+0100 on."""
+    others = [b for b in range(256) if b not in PRINTING]
+    return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+
+
+def merges_of(ranks):
+    """The pairs that byte-pair encoding joins, in their order, from {word: rank}. The last join that makes a word is
+    found by making it: of all neighbours, those whose word has the lowest rank are joined first, until two parts are
+    left. Raises UserError if none can be joined before."""
+    for word in sorted(ranks, key=ranks.get):
+        parts = [word[i : i + 1] for i in range(len(word))]
+        while len(parts) > 2:
+            joined = [ranks.get(first + second, math.inf) for first, second in itertools.pairwise(parts)]
+            i = joined.index(min(joined))
+            if joined[i] == math.inf:
+                raise UserError(f"tiktoken's vocabulary has {word}, which no joins of its other words make")
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            yield tuple(parts)
+
+
+def write_tokenizer(folder, encoding, maxT):
+    """Write the files of transformers' GPT2Tokenizer, from tiktoken's encoding. Raises UserError."""
+    words, letter = words_of(encoding), letters()
+    spelled = lambda word: "".join(letter[b] for b in word)
+    merges = merges_of({word: i for i, word in words.items() if word != END_OF_TEXT.encode()})
+    lines = ["#version: 0.2", *(f"{spelled(first)} {spelled(second)}" for first, second in merges)]
+    replace_file(folder / "merges.txt", ["\n".join(lines).encode() + b"\n"])
+    write_objects(folder, {
+        "vocab.json": {spelled(word): i for i, word in sorted(words.items())},
+        "tokenizer_config.json": {
+            "tokenizer_class": "GPT2Tokenizer", "model_max_length": maxT, "add_prefix_space": False,
+            "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}})

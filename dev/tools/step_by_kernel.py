@@ -1,0 +1,186 @@
+"""What a training step launches, kernel by kernel: its time, and the bytes and FLOPs that it needs.
+dev/tools/benchmark.py writes the table, dev/tools/draw.py the chart."""
+import contextlib
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+
+from dev.common.cuda_source import parameters_of
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import HERE, Config, FastCuda, read_kernels
+
+SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu"]
+
+# A kernel's bytes are those of its arrays, each once: read if the parameter is const, else written.
+# The exceptions are below. These are both read and written:
+READ_TOO = {
+    "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "layernorm_backward.dresidual",
+    "add_partials.out1", "add_partials.out2", "add_partials.out3", "gelu_backward.dinp",
+    "fused_classifier.logits", "adamw.params", "adamw.low", "adamw.m", "adamw.v",
+    "adamw_bf16.params", "adamw_bf16.low", "adamw_bf16.m", "adamw_bf16.v",
+}
+# Of these a kernel touches only some bytes. a: its arguments by name, its items (along x, along y),
+# and words, the number of distinct tokens in a batch.
+TOUCHED = {
+    "encoder_forward.wte": lambda a: a.words * a.C * a.wte.itemsize,
+    "encoder_backward_wte.dwte": lambda a: a.words * a.C * a.dwte.itemsize,
+    "layernorm_backward.partials": lambda a: a.items[0] * a.partials[:, 0].nbytes,
+    "matmul_backward_bias.dbias": lambda a: a.items[1] * a.OC * a.dbias.itemsize,
+    "add_partials.partials": lambda a: a.items[1] * a.N * a.OC * a.partials.itemsize,
+}
+# FP8 passes the output of these kernels by value, in a struct. This argument has the same size.
+OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout",
+               "gelu_forward": "inp", "gelu_backward": "inp"}
+# Attention is counted in FLOPs: its products of a (T,T) and a (T,HS) matrix, half of it masked.
+PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4}
+
+
+class Recording:
+    """A mixin, in front of a device: it notes the launches of each step and, if timed, the events
+    before and after each of them.
+
+    A step is what goes through repeat. A timed step is not a graph: its launches wait behind a few
+    graphs of the same step. So the GPU's clock is that of a step, and the host, which is well
+    ahead, has no part in the times.
+    """
+    timed = False
+    notes = None  # the launches of the current step: what, event before, event after
+    steps = []  # those of all steps; what is (name, items, arguments)
+    HEAD_START = 4  # graphs
+
+    def event(self):
+        if self.timed:
+            return self.cupy.cuda.get_current_stream().record(self.cupy.cuda.Event())
+
+    @contextlib.contextmanager
+    def noted(self, name, items, arguments):
+        notes, self.notes = self.notes, None  # what it launches belongs to it, as GELU of a product
+        before = None if notes is None else self.event()
+        yield
+        if notes is not None:
+            notes.append(((name, items, arguments), before, self.event()))
+        self.notes = notes
+
+    def launch(self, name, items, *arguments, **named):
+        with self.noted(name, items if isinstance(items, tuple) else (items, 1), arguments):
+            super().launch(name, items, *arguments, **named)
+
+    def matmul(self, out, a, b, *arguments, **named):
+        with self.noted("matmul", None, (out, a, b)):
+            super().matmul(out, a, b, *arguments, **named)
+
+    def product(self, epilogue, out, a, b, *arguments):
+        with self.noted("matmul", None, (out, a, b)):
+            super().product(epilogue, out, a, b, *arguments)
+
+    def zero(self, array):
+        with self.noted("memset", None, (array,)):
+            super().zero(array)
+
+    def repeat(self, graphs, key, work):
+        for _ in range(self.HEAD_START if self.timed else 0):
+            super().repeat(graphs, key, work)
+        self.notes = []
+        self.steps.append(self.notes)
+        if self.timed:
+            work()
+        else:
+            super().repeat(graphs, key, work)
+        self.notes = None
+
+
+class Recorder(Recording, FastCuda):
+    """The trainer's device, which records."""
+
+
+def recorded_steps():
+    """The launches of each step in which anything was launched: a graph launches nothing itself."""
+    steps = [step for step in Recording.steps if step]
+    if not steps:
+        raise UserError("train_gpt2.py launched nothing within repeat, where Recording listens")
+    return steps
+
+
+def check_tables():
+    """Warn on stderr about rows of the tables above that name what no kernel has."""
+    kernels = read_kernels(SOURCES)
+    known = {f"{kernel}.{name}" for kernel in kernels
+             for name, *_ in parameters_of(kernels[kernel])} | set(kernels)
+    needed = {f"{key.split('.')[0]}.{name}" for key, formula in TOUCHED.items()
+              for name in formula.__code__.co_names
+              if name not in ("words", "items", "itemsize", "nbytes")}
+    needed |= {f"{kernel}.{name}" for kernel, name in OUTPUT_LIKE.items()}
+    for stale in sorted((READ_TOO | set(TOUCHED) | needed | set(PRODUCTS)) - known):
+        print(f"WARNING: dev/tools/step_by_kernel.py has a row for {stale}, which no kernel has",
+              file=sys.stderr)
+
+
+def work_of(what, c, B, T, words, kernels):
+    """(label, unit, amount): "FLOP" for matrix products and attention, else "B", bytes."""
+    name, items, arguments = what
+    if name == "matmul":
+        out, a = arguments[:2]
+        M, N, K = *out.shape[-2:], a.shape[-1]
+        return f"matmul {M} x {N} x {K}", "FLOP", 2 * out.size * K
+    if name == "memset":
+        return name, "B", arguments[0].nbytes
+    if name in PRODUCTS:
+        return name, "FLOP", PRODUCTS[name] * B * T * T * c.C
+    total, parameters = 0, parameters_of(kernels[name])
+    a = SimpleNamespace(items=items, words=words,
+                        **{p[0]: v for p, v in zip(parameters, arguments)})
+    for (parameter, _, array, const), value in zip(parameters, arguments):
+        if array and value is not None:
+            key, twin = f"{name}.{parameter}", 0
+            if value.dtype.kind == "V":  # see Fp8.with_twin
+                like, twin = getattr(a, OUTPUT_LIKE[name]), int(value.view(np.uint64)[1] != 0)
+                twin, value = twin * like.size, like
+            touched = value.nbytes
+            with contextlib.suppress(AttributeError):  # a row that check_tables warns about
+                touched = TOUCHED[key](a) if key in TOUCHED else touched
+            total += touched * (2 if key in READ_TOO and not const else 1) + twin
+    return name, "B", total
+
+
+def work_of_step(step, c, B, T, words):
+    """work_of for each launch of a recorded step."""
+    kernels = read_kernels(SOURCES)
+    return [work_of(what, c, B, T, words, kernels) for what, *_ in step]
+
+
+def by_label(work, times):
+    """The launches of a step, grouped, those that take longest first: [{label, unit, launches, us
+    of the median launch, ms and work of all}]. times: ms of each."""
+    launches = {}
+    for (label, unit, amount), ms in zip(work, times):
+        launches.setdefault((label, unit), []).append((float(ms), int(amount)))
+    table = []
+    for (label, unit), pairs in launches.items():
+        of_each, amounts = zip(*pairs)
+        table.append(dict(label=label, unit=unit, launches=len(pairs), ms=sum(of_each),
+                          us=1e3 * float(np.median(of_each)), work=sum(amounts)))
+    return sorted(table, key=lambda kernel: -kernel["ms"])
+
+
+def timed_step():
+    """(launches of a step, ms of each): the median over the timed steps but the first two."""
+    import cupy
+    steps = recorded_steps()[2:]
+    if len({tuple(what[0] for what, *_ in step) for step in steps}) > 1:
+        raise UserError("the steps of train_gpt2.py launch different kernels, which cannot be "
+                        "averaged")
+    ms = [[cupy.cuda.get_elapsed_time(*events) for _, *events in step] for step in steps]
+    return steps[0], np.median(ms, axis=0)
+
+
+def read_table(text):
+    """(title, [(label, ms, share of the ceiling)]) of the table of kernels in dev/RESULTS.md."""
+    found = re.search(r"^### ([^\n]*), kernel by kernel$(.*?)^\| all ", text, re.M | re.S)
+    rows = re.findall(r"^\| (\w.*?) \| \d+ \| [\d.]+ \| ([\d.]+) \| .*\| ([\d.]+)% \|$",
+                      found[2] if found else "", re.M)
+    if not rows:
+        raise UserError("dev/RESULTS.md: has no table of kernels; expected one that "
+                        "dev/tools/benchmark.py wrote")
+    return found[1], [(label, float(ms), float(share) / 100) for label, ms, share in rows]
