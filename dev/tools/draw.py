@@ -22,7 +22,7 @@ from train_gpt2 import BF16, GPT2, HERE, Config, parse_flags
 FLAGS = [
     (None, "picture", ("memory", "step", "loss"), None, "which one to draw"),
     ("-o", "--output", "name", None, "an .svg or a .png (default: dev/images/PICTURE.svg)"),
-    (None, "--run", "name", HERE / "dev/images/run_124M", "the run whose loss is drawn"),
+    (None, "--run", "name", HERE / "dev/images", "the run whose loss is drawn"),
     (None, "--resumed", "count", None, "the step after which it was resumed"),
 ]
 TEXT, FAINT = "#6e7681", "#8b949e"  # greys that have contrast on white and on GitHub's dark page
@@ -178,8 +178,9 @@ def loss(flags):
                   markersize=10, markeredgecolor="white", zorder=5, label="resumed")
     low, high = np.nanmin(np.r_[smooth, found]), values[int(0.03 * len(values))]
     axes.set(xlim=(0, 1.09 * steps[-1]), ylim=(1.06 * low - 0.06 * high, high), xlabel="step")
-    axes.annotate(f"{found[-1]:.2f}", (at[-1], found[-1]), (9, 0), textcoords="offset points",
-                  va="center", size=13, weight="bold", color=AMBER)
+    best = np.nanargmin(found)
+    axes.annotate(f"{found[best]:.2f}", (at[best], found[best]), (0, 11), ha="center",
+                  textcoords="offset points", size=13, weight="bold", color=AMBER)
     axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.8)
     axes.tick_params(length=0, pad=6)
     axes.legend(frameon=False, fontsize=11.5, labelcolor=TEXT, loc="upper right")
