@@ -1,15 +1,15 @@
-"""Compare kernels.cu and train_gpt2.py with independent truths: formulas in NumPy, and tensors dumped from PyTorch.
+"""Test the trainer: every kernel against its formula in NumPy, the model against PyTorch's numbers.
 
-    python test_gpt2.py                                  # everything, on the CPU, and on a GPU if there is one
-    python test_gpt2.py --checkpoint FILE --state FILE   # only this dump, of dev/tools/torch_reference.py or of llm.c
-    python test_gpt2.py --kernels                        # only the kernels, for a sanitizer
-    python test_gpt2.py --only gelu_forward              # only one of them, for a debugger
+    python test_gpt2.py                            # everything, on the CPU, and on a GPU if any
+    python test_gpt2.py --kernels                  # only the kernels, for a sanitizer
+    python test_gpt2.py --only gelu_forward        # only one of them, for a debugger
+    python test_gpt2.py --checkpoint A --state B   # only this dump, of llm.c or torch_reference.py
 
-It prints a line a tensor, or a line a launch of a kernel, and then `N passed, N failed`. The exit status is 1 if any
-failed. The kernels' problems are those of the kernel lab, dev/lab/: `python -m dev.lab --check` gives them to all
-versions, and this gives them, and some more sizes, to the trainer's. Everything includes the tests of dev/tests/ for
-files, the CPU, a GPU's parts, and the command line. On a GPU, the plain and the fast device are both compared with the
-truths. Their kernels are the same, so each kernel is tested once.
+It prints a line for each check, and then `N passed, N failed`; the exit status is 1 if any failed.
+What a kernel is given, and what is expected of it, stands in dev/lab/kernels/; `python -m dev.lab
+--check` checks the slower versions too. The tests of a step (dev/tests/steps.py), of files, of the
+CPU, of what only a GPU has and of the command line (dev/tests/) run as well. On a GPU, both the
+plain and the fast device are compared; their kernels are the same, and tested once.
 """
 import functools
 import importlib
@@ -25,21 +25,13 @@ from dev.common.bf16 import joined, to_bf16
 from dev.cpu.device import Cpu
 from dev.gpt2_numpy import forward, mean_loss
 from dev.lab.bench import Bench
-from dev.lab.formulas import attention, cross_entropy, dattention, dcross_entropy, dgelu, dlayernorm, gelu, layernorm
+from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu,
+                              dlayernorm, gelu, layernorm)
 from dev.lab.inputs import bf16, f32, stored
 from dev.lab.kernels.adamw import halves
 from dev.lab.ladder import find_ladder, model_of, parse_sizes
-from dev.tests.checks import (
-    EXACT,
-    TOP,  # noqa: F401  (its programs find train_gpt2)
-    check,
-    finite_difference,
-    normal,
-    run,
-    run_tests,
-    summary,
-    words,
-)
+from dev.tests.checks import (EXACT, TINY, check, finite_difference, normal, run, run_tests,
+                              summary, words)
 from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, check_kernels,
                               check_launched, device_of, each_device, each_kind, places_of, poison,
                               read_debug_state, read_flags)
@@ -50,7 +42,7 @@ from train_gpt2 import BF16, GPT2, HERE, LOW, Config, kept_as, read_parameters, 
 MOMENTS = HERE / "dev/precision/moments.cu"
 
 
-# ---- The formulas, each gradient against finite differences of its function; and what numbers are rounded to
+# ---- The formulas: each gradient against finite differences of its function; and rounding
 
 
 def finite_differences():
@@ -58,54 +50,64 @@ def finite_differences():
     for name, f, df, inputs in (
             ("gelu", gelu, lambda *x: [dgelu(*x)], [3 * normal(200)]),
             ("layernorm", layernorm, dlayernorm, [normal(5, 32), normal(32), normal(32)]),
-            ("softmax attention", *(functools.partial(f, "softmax") for f in (attention, dattention)), qkv),
-            ("relu attention", *(functools.partial(f, "relu") for f in (attention, dattention)), qkv),
+            *((f"{kind} attention", *(functools.partial(f, kind) for f in (attention, dattention)),
+               qkv) for kind in ("softmax", "relu")),
             ("cross entropy", functools.partial(cross_entropy, targets),
              lambda *x: [dcross_entropy(targets, *x)], [normal(5, 11)])):
         yield finite_difference(name, f, df, *inputs)
 
 
 def rounding():
-    """What the devices store is the nearest bfloat16, and a number half way between two goes to the even one."""
+    """Devices store the nearest bfloat16; a number half way between two goes to the even one."""
     half_way = np.float32(1 + np.arange(512) / 256)
-    x = f32(np.r_[10 ** np.linspace(-30, 30, 10**5) * normal(10**5), half_way, np.nextafter(half_way, 0), -half_way, 0])
+    x = f32(np.r_[10 ** np.linspace(-30, 30, 10**5) * normal(10**5), half_way,
+                  np.nextafter(half_way, 0), -half_way, 0])
     yield "of an fp32", to_float(to_bf16(x)), bf16(x), EXACT
 
 
 def two_halves():
-    """The halves of an fp32 are all that it is: every upper half, with lower ones at which rounding changes."""
+    """The two halves of an fp32 make it again: every upper half, and lower ones where rounding
+    changes."""
     bits = (np.arange(2**16, dtype=np.uint32)[:, None] << 16 | LOWER).reshape(-1)
     x = bits.view(np.float32)
     nan, finite = np.isnan(x), np.isfinite(x)
     upper, low = (kept_as(x, kind) for kind in (BF16, LOW))
     together = joined(upper, low)
     yield "together", together.view(np.uint32)[~nan], bits[~nan], EXACT
-    check("halves: of a NaN", np.isnan(to_float(upper)[nan]).all() and np.isnan(together[nan]).all())
-    for name, found, wish in zip(("upper", "lower"), (upper, low), halves(x[finite].astype(np.float64))):
+    kept = np.isnan(to_float(upper)[nan]).all() and np.isnan(together[nan]).all()
+    check("halves: of a NaN", kept)
+    wishes = halves(x[finite].astype(np.float64))
+    for name, found, wish in zip(("upper", "lower"), (upper, low), wishes):
         yield name, found[finite], wish, EXACT
 
 
-# ---- Each kernel against its formula: the problems are in dev/lab/, and here the trainer's versions are checked
+# ---- Each kernel against its formula, at all sizes of its .py in dev/lab/kernels/
 
-KERNELS = ("encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward", "layernorm_again",
-           "layernorm_backward", "matmul_backward_bias", "attention_forward", "relu_attention_forward",
-           "attention_backward", "attention_backward_bias", "gqa_forward", "gqa_backward", "gelu_forward",
-           "gelu_backward", "crossentropy_forward", "classifier_fused", "global_norm", "add_loss", "judge", "adamw",
-           "adamw_bf16")
+KERNELS = (
+    "encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward",
+    "layernorm_again", "layernorm_backward", "matmul_backward_bias", "attention_forward",
+    "relu_attention_forward", "attention_backward", "attention_backward_bias", "gqa_forward",
+    "gqa_backward", "gelu_forward", "gelu_backward", "crossentropy_forward", "classifier_fused",
+    "global_norm", "add_loss", "judge", "adamw", "adamw_bf16")
 # C and NH; the first is the fixture's and SMALL_MODEL's, and has all kernels
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 
 
-AS_HOPPER = (  # heads of both sizes that Hopper's tensor cores have, whole tiles and parts of one
-    ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"), ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
-    ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"), ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
-    ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"), ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
-    ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"), ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"),
-    ("attention_backward_bias", "B=1,T=130,NH=2,HS=64"), ("attention_backward_bias", "B=1,T=150,NH=2,HS=128"))
+AS_HOPPER = (  # heads of 64 and of 128 channels, whole tiles and parts of one
+    ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"),
+    ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
+    ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
+    ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
+    ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"),
+    ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
+    ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
+    ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"),
+    ("attention_backward_bias", "B=1,T=130,NH=2,HS=64"),
+    ("attention_backward_bias", "B=1,T=150,NH=2,HS=128"))
 
 
 def test_as_hopper(only=None):
-    """Attention as a Hopper GPU does it, on the CPU, which has wgmma in C++. A missing wait or fence makes NaN."""
+    """Attention as on a Hopper GPU, on the CPU, which has wgmma in C++: no wait makes NaN."""
     devices = {}
     for name, text in AS_HOPPER:
         kernel, sizes = find_ladder(name), parse_sizes(text)
@@ -114,7 +116,8 @@ def test_as_hopper(only=None):
         C, NH = model_of(kernel, sizes)
         try:
             if C not in devices:
-                with mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} -DHOPPER"):
+                flags = f"{os.environ.get('CXXFLAGS', '')} -DHOPPER"
+                with mock.patch.dict(os.environ, CXXFLAGS=flags):
                     devices[C] = Cpu("bf16", Config(C=C, NH=NH), only=(*ATTENTION, "add_partials"))
             version = next(version for version in kernel.versions if version.trainer)
             verdict = Bench(kernel, devices[C], sizes).check(version, {})
@@ -127,18 +130,22 @@ def test_as_hopper(only=None):
 
 
 def matmul(device, M, K, N):
-    """The products of a linear layer x (M,K) @ w (N,K).T + bias (N), and of its gradients, beside a GELU or not."""
+    """The products of a linear layer x (M,K) @ w (N,K).T + bias (N), forward and backward, with
+    and without GELU."""
     real, fp32 = device.real, np.float32
     # In bf16, cuBLAS may round the product before it adds the bias, and then again.
     limit = [] if device.dtype == "fp32" else [3e-3]
-    x, w, bias, dout, dw, h = (normal(*shape) for shape in ((M, K), (N, K), (N,), (M, N), (N, K), (M, K)))
-    x, w, bias, dout, h = (bf16(values) if real == BF16 else values for values in (x, w, bias, dout, h))
+    x, w, bias = (normal(*shape) for shape in ((M, K), (N, K), (N,)))
+    dout, dw, h = (normal(*shape) for shape in ((M, N), (N, K), (M, K)))
+    if real == BF16:
+        x, w, bias, dout, h = map(bf16, (x, w, bias, dout, h))
 
     def nan(*shape):
         return np.full(shape, np.nan)
 
     def array(values, dtype=real):
-        on_device = device.empty(values.size * np.dtype(dtype).itemsize).view(dtype).reshape(values.shape)
+        memory = device.empty(values.size * np.dtype(dtype).itemsize)
+        on_device = memory.view(dtype).reshape(values.shape)
         device.put(on_device, stored(values, dtype))
         return on_device
 
@@ -181,11 +188,10 @@ def in_numpy(c, tensors, tokens, targets):
 
 
 def numpy_beside_pytorch():
-    """dev/gpt2_numpy.py by itself: the logits and the loss of the fixture, as PyTorch wrote them."""
-    checkpoint = FIXTURES / "gpt2_tiny.bin"
-    c = Config.from_file(checkpoint)
+    """dev/gpt2_numpy.py alone: the logits and the loss of the fixture, as PyTorch wrote them."""
+    c = Config.from_file(TINY)
     truth = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c)
-    logits, loss = in_numpy(c, read_parameters(checkpoint, c), truth.x, truth.y)
+    logits, loss = in_numpy(c, read_parameters(TINY, c), truth.x, truth.y)
     yield "logits", logits, truth.logits, 1e-7
     yield "loss", loss, truth.loss, 1e-7
 
@@ -200,7 +206,7 @@ def forward_pass(device, C, NH):
     for row in c.parameter_table():
         mean, std = HARD.get(row.name, (0, 0.2))
         model.set_parameters([(row.name, np.float32(mean + std * normal(*row.whole_shape)))])
-    tensors = [(name, device.get(values)) for name, values in vars(model.params).items()]  # as rounded
+    tensors = [(name, device.get(array)) for name, array in vars(model.params).items()]  # rounded
     tokens, targets = words(c.V, 2, B, T)
     logits, loss = in_numpy(c, tensors, tokens, targets)
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
@@ -213,14 +219,15 @@ def forward_pass(device, C, NH):
 
 # ---- The program
 
-# Of all tests in a dtype; on a CPU of two cores, if no kernel is compiled yet. Files, once, take another minute.
+# Of all tests in a dtype, on two cores, if no kernel is compiled yet. The rest takes a minute more.
 MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIMITS, 2)}
 
 
 def say_how_long(flags):
     """Print about how long all tests take."""
     minutes = 1 + sum(MINUTES[name][dtype] for name, dtype in places_of(flags))
-    print(f"about {minutes:.0f} minutes; in one, python -m dev.tests.run --fast says the most important", flush=True)
+    print(f"about {minutes:.0f} minutes; in one, python -m dev.tests.run --fast tests the most "
+          "important", flush=True)
 
 
 def test_device(device_name, dtype, plain):
@@ -232,9 +239,9 @@ def test_device(device_name, dtype, plain):
         device = device_of(device_name, dtype, C, NH, plain, only=None if C == 64 else FORWARD)
         run(f"{dtype} forward, C={C}, NH={NH},", forward_pass, device, C, NH)
     for state in ("gpt2_tiny", "gpt2_tiny_relu"):
-        # To decay one tensor wrongly moves a loss by 1.5e-5 or more, to leave out the bias correction by 0.4, and
-        # rounding by 1e-6.
-        check_dump(where, FIXTURES / "gpt2_tiny.bin", FIXTURES / f"{state}_debug_state.bin", fp32_bound=1e-5)
+        # A loss moves by 1.5e-5 or more if one tensor is decayed wrongly, by 0.4 without the bias
+        # correction, and by 1e-6 through rounding.
+        check_dump(where, TINY, FIXTURES / f"{state}_debug_state.bin", fp32_bound=1e-5)
     if Path("gpt2_124M.bin").exists() and Path("gpt2_124M_debug_state.bin").exists():
         check_dump(where, "gpt2_124M.bin", "gpt2_124M_debug_state.bin")
 
@@ -242,8 +249,8 @@ def test_device(device_name, dtype, plain):
 def main():
     flags = read_flags("Compare train_gpt2.py with independent truths.", KERNELS)
     kernels = flags.kernels or flags.only
-    without_dtype = not (kernels or flags.state) and flags.dtype in (None, "fp32")  # what is tested once
-    if without_dtype:
+    once = not (kernels or flags.state) and flags.dtype in (None, "fp32")  # what has no dtype
+    if once:
         say_how_long(flags)
         run("gradient of", finite_differences)
         run("rounding", rounding)
@@ -258,13 +265,14 @@ def main():
             continue
         for plain in each_kind(flags, name, dtype):
             if flags.state:
-                check_dump((name, dtype, plain, GPT2), flags.checkpoint, flags.state, flags.attention)
+                where = name, dtype, plain, GPT2
+                check_dump(where, flags.checkpoint, flags.state, flags.attention)
             else:
                 test_device(name, dtype, plain)
                 check_steps(name, dtype, plain)
-    if without_dtype:
+    if once:
         check_launched([*Config.SOURCES, MOMENTS])
-    for module in ("files", "cpu", "gpu", "command_line") if without_dtype else ():
+    for module in ("files", "cpu", "gpu", "command_line") if once else ():
         run_tests(importlib.import_module(f"dev.tests.test_{module}").TESTS, name)
     return summary()
 
