@@ -3,7 +3,7 @@
     python -m dev.tests.test_meeting
 
 Meetings are held in threads of this process, or, where one may kill another, in small processes. A stranger knows the
-protocol from dev/ranks/meeting.py's first lines alone. Jobs of the trainer itself are in dev/tests/test_ranks.py.
+protocol from dev/ranks/meeting.py's first lines alone. Jobs of the trainer itself are in dev/tests/test_rank_jobs.py.
 """
 import contextlib
 import hmac
