@@ -71,7 +71,7 @@ WITH_KERNELS = (
     Fast("dev.tests.test_sample", "as_the_trainer"),
     # The program: three steps, a resume, and a refusal of each kind
     Fast("dev.tests.fast", "three_steps_and_a_resume refusals"),
-    Fast("dev.tests.test_runs", "overfitted_batch", None, "token_files"),
+    Fast("dev.tests.test_resume", "overfitted_batch", None, "token_files"),
 )
 
 

