@@ -67,8 +67,8 @@ def quietly(function, *args):
 
 
 def fixture(folder):
-    """The folder that transformers wrote: its tensors as the safetensors library reads them, its logits as transformers
-    computed them, and the same folder again."""
+    """A folder that transformers wrote: its tensors, the logits that transformers computed, and the same folder again.
+    """
     path, target = folder / "gpt2.bin", folder / "back"
     convert.folder_to_checkpoint(str(FIXTURE), path)
     theirs = read_folder(FIXTURE)
@@ -97,8 +97,8 @@ def fixture(folder):
 
 
 def round_trips(folder):
-    """A folder becomes the checkpoint that it should, and that becomes the same folder: in one file or in several, with
-    and without the prefix of names, with a head and with old buffers, which are left out."""
+    """A folder becomes a checkpoint, and that the same folder: of one file or several, with and without the prefix of
+    names, with a head, and with old buffers, which are left out."""
     buffers = {f"h.{l}.attn.{name}": array for l in range(L) for name, array in (
         ("bias", np.ones((1, 1, 4, 4), np.float32)), ("masked_bias", np.float32([-1e4])))}
     for dtype, prefix, files, more in ((np.float32, "", 1, ()), (BF16, "transformer.", 3, ()),
@@ -133,7 +133,7 @@ def round_trips(folder):
 
 
 def other_types(folder):
-    """Numbers are rounded to bf16 where it is asked for, and become fp32 as they are."""
+    """Numbers are rounded to bf16 if asked for; fp32 keeps them as they are."""
     for i, (stored, asked, made) in enumerate(((np.float32, "bf16", BF16), (BF16, "fp32", np.float32),
                                                (np.float16, None, np.float32))):
         tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
@@ -156,8 +156,7 @@ def other_types(folder):
 
 
 def one_file(folder):
-    """A file without its folder: sizes by its tensors, NH by heads of 64 channels. A config.json beside it goes first.
-    """
+    """A single file: its sizes come from its tensors, NH from heads of 64 channels, unless a config.json is there."""
     wish, path = expected_checkpoint(random_tensors(np.float32), np.float32), folder / "one.bin"
     for prefix in ("", "transformer."):
         source = folder / f"{prefix}alone"
@@ -211,11 +210,9 @@ def refusals(folder):
         ("activation_function is relu; expected gelu_new or", {"activation_function": "relu"}),
         ("activation_function is gelu;", {"activation_function": "gelu"}),  # by erf
         ("layer_norm_epsilon is 1e-06; expected 1e-05", {"layer_norm_epsilon": 1e-6}),
-        ("scale_attn_by_inverse_layer_idx is True; expected False", {"scale_attn_by_inverse_layer_idx": True}),
-        ("scale_attn_weights is False; expected True", {"scale_attn_weights": False}),
-        ("reorder_and_upcast_attn is True; expected False", {"reorder_and_upcast_attn": True}),
-        ("add_cross_attention is True; expected False", {"add_cross_attention": True}),
-        ("tie_word_embeddings is False; expected True", {"tie_word_embeddings": False}),
+        *((f"{name} is {not wish}; expected {wish}", {name: not wish}) for name, wish in (
+            ("scale_attn_by_inverse_layer_idx", False), ("scale_attn_weights", True), ("add_cross_attention", False),
+            ("reorder_and_upcast_attn", False), ("tie_word_embeddings", True))),
         ("n_inner is 256; expected 512", {"n_inner": 256}),
         ("architectures is .'GPT2ForSequenceClassification'.; expected", {
             "architectures": ["GPT2ForSequenceClassification"]}),
@@ -249,13 +246,12 @@ def refusals(folder):
     write_folder(source, tensors, CONFIG, 2)
     weights, index = sorted(source.glob("model-*"))[1], source / "model.safetensors.index.json"
     content = weights.read_bytes()
-    for wish, bad in (("truncated", content[: len(content) // 2]), ("truncated", content[:-1]),
-                      ("no safetensors file", content[:7]), ("no safetensors file", b""),
-                      ("no safetensors file", b"\xff" * 100), ("of type F64; expected BF16, F32, F16",
-                                                               content.replace(b'"F32"', b'"F64"')),
-                      ("no safetensors file", np.uint64(4).tobytes() + b"[]  "),
-                      ("no safetensors file", np.uint64(4).tobytes() + b'"ab"'),
-                      ("no safetensors file", np.uint64(99999).tobytes() + b"[" * 99999), ("could not be read", None)):
+    eight = lambda count: np.uint64(count).tobytes()
+    for wish, bad in (("truncated", content[:-1]), ("of type F64; expected BF16, F32, F16",
+                                                    content.replace(b'"F32"', b'"F64"')),
+                      *(("no safetensors file", bad) for bad in (
+                          content[:7], b"", b"\xff" * 100, eight(4) + b"[]  ", eight(99999) + b"[" * 99999)),
+                      ("could not be read", None)):
         weights.write_bytes(bad or b"")
         if bad is None:
             weights.unlink()
