@@ -267,10 +267,10 @@ def smaller_batches(folder):
     yield "two ranks, in order: a step's tokens", both[1], both[0], EXACT
 
     output = folder / "less"
-    train("cpu", folder, output, "-x", 3)
+    train("cpu", folder, output, "-i", pattern, "-x", 3)
     whole = shutil.copytree(output, folder / "as before")
-    train("cpu", folder, whole, "-y", 1, "-x", 6)
-    text = train("cpu", folder, output, "-y", 1, "-x", 6, "-b", 1)
+    train("cpu", folder, whole, "-i", pattern, "-y", 1, "-x", 6)
+    text = train("cpu", folder, output, "-i", pattern, "-y", 1, "-x", 6, "-b", 1)
     check("-b 1: it is said", "WARNING: --batch-size was 2 until step 3, and is 1 from now on" in text, text[-500:])
     logs = [[float(x) for x in re.findall(r"trl:(\S+)", (each / "main.log").read_text())] for each in (whole, output)]
     yield "-b 1: losses", logs[1], logs[0], 2e-4
