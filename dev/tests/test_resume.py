@@ -235,18 +235,18 @@ def smaller_batches(folder):
         return said.getvalue()
 
     for shuffle in (0, 1):
-        for done in (2, 5, 11):  # batches of 32 tokens; 10 in the file of 333, then 9 in that of 300
+        for done, B in ((2, 2), (5, 1), (11, 2)):  # batches of 32 tokens; 10 in the file of 333, then 9 in that of 300
             whole = loader(4, shuffle)
             tokens_of(whole, done * 32)
-            state, less = state_of(whole), loader(2, shuffle)
+            state, less = state_of(whole), loader(B, shuffle)
             said = go_on(less, state, 4)
             left, name = (len(whole.order) - whole.next) * 32, f"shuffle {shuffle}, after {done}:"
             yield f"{name} the same tokens", tokens_of(less, left), tokens_of(whole, left), EXACT
             batches = less.batches_of[less.files[less.place]]
             yield f"{name} each once", sorted(less.order), [*range(batches)], EXACT
-            yield f"{name} it is said", "shuffled in batches of -b 2" in said, shuffle > 0, EXACT
-            again = loader(2, shuffle)
-            go_on(again, state_of(less), 2)  # a second time
+            yield f"{name} it is said", f"shuffled in batches of -b {B}" in said, shuffle > 0, EXACT
+            again = loader(B, shuffle)
+            go_on(again, state_of(less), B)  # a second time
             yield f"{name} and on", tokens_of(again, 160), tokens_of(less, 160), EXACT
     for B, shuffle, done, count in ((3, 0, 1, 1), (3, 1, 3, 1), (8, 1, 2, 1), (2, 1, 2, 2)):
         whole = loader(4, shuffle, count=count)
