@@ -51,7 +51,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_prepro", "files refusals"),
     Fast("dev.tests.test_benchmark", "tables jobs llmc"),
     Fast("dev.tests.test_tokens", "words_and_ids files refusals"),
-    Fast("dev.tests.test_data", "tables local_shards refusals"),
+    Fast("dev.tests.test_fineweb", "tables local_shards refusals"),
     Fast("dev.tests.test_hellaswag", "good_files bad_files rules"),
     Fast("dev.tests.test_sample", "formula windows characters"),
     Fast("dev.tests.test_recipes", "sizes nodes"),
@@ -71,7 +71,7 @@ WITH_KERNELS = (
     Fast("dev.tests.test_sample", "as_the_trainer"),
     # The program: three steps, a resume, and a refusal of each kind
     Fast("dev.tests.fast", "three_steps_and_a_resume refusals"),
-    Fast("dev.tests.test_runs", "overfitted_batch", None, "token_files"),
+    Fast("dev.tests.test_resume", "overfitted_batch", None, "token_files"),
 )
 
 

@@ -1,29 +1,21 @@
-"""Test dev/tools/convert.py on GPT-2: a folder that transformers wrote, folders as others
-write them, and a hub made here.
+"""Test dev/tools/convert.py on GPT-2: folders that transformers and others wrote, and a hub on this machine.
 
-    python -m dev.tests.test_convert
-    python -m dev.tests.test_convert --transformers    # transformers, too, loads what is written
+    python -m dev.tests.test_convert    # where transformers is installed, it loads what is written
 
 dev/tests/test_convert_llama3.py tests it on Llama 3, dev/tests/test_hf_tokenizer.py the tokenizer of
-a folder. This needs the packages safetensors and huggingface_hub.
+a folder. This needs safetensors and huggingface_hub.
 """
 import contextlib
-import http.server
 import io
 import json
-import os
-import socket
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import check, check_refusal, header_refusal, run_program
+from dev.tests.checks import TINY, check, check_refusal, header_refusal, run_program
+from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve
 from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
 from dev.tools import convert, hf_config
@@ -75,8 +67,8 @@ def quietly(function, *args):
 
 
 def fixture(folder):
-    """The folder that transformers wrote: its tensors as the safetensors library reads them, its logits as transformers
-    computed them, and the same folder again."""
+    """A folder that transformers wrote: its tensors, the logits that transformers computed, and the same folder again.
+    """
     path, target = folder / "gpt2.bin", folder / "back"
     convert.folder_to_checkpoint(str(FIXTURE), path)
     theirs = read_folder(FIXTURE)
@@ -105,8 +97,8 @@ def fixture(folder):
 
 
 def round_trips(folder):
-    """A folder becomes the checkpoint that it should, and that becomes the same folder: in one file or in several, with
-    and without the prefix of names, with a head and with old buffers, which are left out."""
+    """A folder becomes a checkpoint, and that the same folder: of one file or several, with and without the prefix of
+    names, with a head, and with old buffers, which are left out."""
     buffers = {f"h.{l}.attn.{name}": array for l in range(L) for name, array in (
         ("bias", np.ones((1, 1, 4, 4), np.float32)), ("masked_bias", np.float32([-1e4])))}
     for dtype, prefix, files, more in ((np.float32, "", 1, ()), (BF16, "transformer.", 3, ()),
@@ -135,14 +127,13 @@ def round_trips(folder):
             check(f"{name}: its config.json", not differ, differ)
             convert.folder_to_checkpoint(str(target), path)
         check(f"{name}: the same checkpoint again", path.read_bytes() == wish)
-    for path in (FIXTURES / "gpt2_tiny.bin",):
-        quietly(convert.checkpoint_to_folder, path, folder / path.stem)
-        convert.folder_to_checkpoint(str(folder / path.stem), folder / "again.bin")
-        check(f"{path.stem}: the same again", (folder / "again.bin").read_bytes() == path.read_bytes())
+    quietly(convert.checkpoint_to_folder, TINY, folder / "tiny")
+    convert.folder_to_checkpoint(str(folder / "tiny"), folder / "again.bin")
+    check("gpt2_tiny: the same again", (folder / "again.bin").read_bytes() == TINY.read_bytes())
 
 
 def other_types(folder):
-    """Numbers are rounded to bf16 where it is asked for, and become fp32 as they are."""
+    """Numbers are rounded to bf16 if asked for; fp32 keeps them as they are."""
     for i, (stored, asked, made) in enumerate(((np.float32, "bf16", BF16), (BF16, "fp32", np.float32),
                                                (np.float16, None, np.float32))):
         tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
@@ -165,8 +156,7 @@ def other_types(folder):
 
 
 def one_file(folder):
-    """A file without its folder: sizes by its tensors, NH by heads of 64 channels. A config.json beside it goes first.
-    """
+    """A single file: its sizes come from its tensors, NH from heads of 64 channels, unless a config.json is there."""
     wish, path = expected_checkpoint(random_tensors(np.float32), np.float32), folder / "one.bin"
     for prefix in ("", "transformer."):
         source = folder / f"{prefix}alone"
@@ -179,20 +169,16 @@ def one_file(folder):
     (source / "config.json").write_text(json.dumps(CONFIG | {"n_head": 4}))
     convert.folder_to_checkpoint(str(source / "gpt2.safetensors"), path)
     check("one file: a config.json beside it", Config.from_file(path).NH == 4)
-    write_folder(folder / "llama", {"model.embed_tokens.weight": np.zeros((3, 64), np.float32)}, {})
-    (folder / "llama" / "config.json").unlink()
-    write_folder(folder / "narrow", {"wte.weight": np.zeros((3, 96), np.float32),
-                                     "wpe.weight": np.zeros((3, 96), np.float32)}, {})
-    (folder / "narrow" / "config.json").unlink()
-    write_folder(folder / "flat", {"wte.weight": np.zeros(64, np.float32), "wpe.weight": np.zeros((3, 64), np.float32)},
-                 {})
-    (folder / "flat" / "config.json").unlink()
-    write_folder(folder / "hollow", {"wte.weight": np.zeros((3, 64), np.float32),
-                                     "wpe.weight": np.zeros((3, 64), np.float32)}, {})
-    (folder / "hollow" / "config.json").unlink()
-    for name, wish in (("llama", "no wte.weight and wpe.weight of GPT-2, .* with their config.json"),
-                       ("narrow", "C = 96 is no multiple"), ("flat", "no wte.weight and wpe.weight"),
-                       ("hollow", "sizes from 1"), ("absent", "could not be read")):
+    for name, wish, shapes in (
+            ("llama", "no wte.weight and wpe.weight of GPT-2, .* with their config.json",
+             {"model.embed_tokens.weight": (3, 64)}),
+            ("narrow", "C = 96 is no multiple", {"wte.weight": (3, 96), "wpe.weight": (3, 96)}),
+            ("flat", "no wte.weight and wpe.weight", {"wte.weight": 64, "wpe.weight": (3, 64)}),
+            ("hollow", "sizes from 1", {"wte.weight": (3, 64), "wpe.weight": (3, 64)}),
+            ("absent", "could not be read", None)):
+        if shapes:
+            write_folder(folder / name, {key: np.zeros(shape, np.float32) for key, shape in shapes.items()}, {})
+            (folder / name / "config.json").unlink()
         check_refusal("one file", wish, convert.folder_to_checkpoint, str(folder / name / "model.safetensors"), path)
 
 
@@ -224,11 +210,9 @@ def refusals(folder):
         ("activation_function is relu; expected gelu_new or", {"activation_function": "relu"}),
         ("activation_function is gelu;", {"activation_function": "gelu"}),  # by erf
         ("layer_norm_epsilon is 1e-06; expected 1e-05", {"layer_norm_epsilon": 1e-6}),
-        ("scale_attn_by_inverse_layer_idx is True; expected False", {"scale_attn_by_inverse_layer_idx": True}),
-        ("scale_attn_weights is False; expected True", {"scale_attn_weights": False}),
-        ("reorder_and_upcast_attn is True; expected False", {"reorder_and_upcast_attn": True}),
-        ("add_cross_attention is True; expected False", {"add_cross_attention": True}),
-        ("tie_word_embeddings is False; expected True", {"tie_word_embeddings": False}),
+        *((f"{name} is {not wish}; expected {wish}", {name: not wish}) for name, wish in (
+            ("scale_attn_by_inverse_layer_idx", False), ("scale_attn_weights", True), ("add_cross_attention", False),
+            ("reorder_and_upcast_attn", False), ("tie_word_embeddings", True))),
         ("n_inner is 256; expected 512", {"n_inner": 256}),
         ("architectures is .'GPT2ForSequenceClassification'.; expected", {
             "architectures": ["GPT2ForSequenceClassification"]}),
@@ -262,13 +246,12 @@ def refusals(folder):
     write_folder(source, tensors, CONFIG, 2)
     weights, index = sorted(source.glob("model-*"))[1], source / "model.safetensors.index.json"
     content = weights.read_bytes()
-    for wish, bad in (("truncated", content[: len(content) // 2]), ("truncated", content[:-1]),
-                      ("no safetensors file", content[:7]), ("no safetensors file", b""),
-                      ("no safetensors file", b"\xff" * 100), ("of type F64; expected BF16, F32, F16",
-                                                               content.replace(b'"F32"', b'"F64"')),
-                      ("no safetensors file", np.uint64(4).tobytes() + b"[]  "),
-                      ("no safetensors file", np.uint64(4).tobytes() + b'"ab"'),
-                      ("no safetensors file", np.uint64(99999).tobytes() + b"[" * 99999), ("could not be read", None)):
+    eight = lambda count: np.uint64(count).tobytes()
+    for wish, bad in (("truncated", content[:-1]), ("of type F64; expected BF16, F32, F16",
+                                                    content.replace(b'"F32"', b'"F64"')),
+                      *(("no safetensors file", bad) for bad in (
+                          content[:7], b"", b"\xff" * 100, eight(4) + b"[]  ", eight(99999) + b"[" * 99999)),
+                      ("could not be read", None)):
         weights.write_bytes(bad or b"")
         if bad is None:
             weights.unlink()
@@ -324,140 +307,57 @@ def refusals(folder):
 
 def replaced_files(folder):
     """Files of a folder are replaced whole: where the disk is full, an older one stays."""
-    tiny, target = FIXTURES / "gpt2_tiny.bin", folder / "target"
+    target = folder / "target"
     target.mkdir()
     (target / "config.json").write_text("older")
     with mock.patch("os.replace", side_effect=OSError(28, "No space left on device")):
-        check_refusal("full disk", "No space left on device", convert.checkpoint_to_folder, tiny, target)
+        check_refusal("full disk", "No space left on device", convert.checkpoint_to_folder, TINY, target)
     left = sorted(file.name for file in target.iterdir())
     check("full disk: what was there before", left == ["config.json"] and (
         target / "config.json").read_text() == "older", left)
-    quietly(convert.checkpoint_to_folder, tiny, target)
+    quietly(convert.checkpoint_to_folder, TINY, target)
     left = sorted(file.name for file in target.iterdir())
     check("a folder's older files are replaced", left == ["config.json", "model.safetensors"] and json.loads(
         (target / "config.json").read_text())["n_head"] == 2, left)
 
 
-# ---- A hub, on this machine
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the Hugging Face hub that is asked for a model's files. The name of a model says how it fails."""
-    FILES, SHARDS = {}, {}  # {name: bytes} of the models' files; of the model "shards"
-    COMMIT = "0123456789abcdef0123456789abcdef01234567"
-    asked = []  # the files that were downloaded
-
-    def log_message(self, *_):
-        pass
-
-    def answer(self, status, body=b"", headers=(), length=None):
-        self.send_response(status)
-        for name, value in {"Content-Length": len(body) if length is None else length, **dict(headers)}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.split("?")[0].removeprefix("/api/models").strip("/")
-        if path.split("/")[0] == "gpt2":  # as the hub does with names that have no owner
-            return self.answer(307, headers={"Location": self.path.replace("gpt2", "openai-community/gpt2", 1)})
-        owner, model, action, _, *file = path.split("/")
-        refused = {"absent": (404, {"X-Error-Code": "RepoNotFound"}), "lost": (404, {}), "private": (401, {}),
-                   "token": (401, {"X-Error-Message": "Invalid credentials in Authorization header"}),
-                   "forbidden": (403, {}), "gated": (403, {"X-Error-Code": "GatedRepo"})}.get(model)
-        if refused and (model != "gated" or action == "resolve"):
-            return self.answer(refused[0], headers=refused[1])
-        files = dict(self.SHARDS if model == "shards" else self.FILES)
-        if model == "short":  # it was uploaded like this
-            files["model.safetensors"] = files["model.safetensors"][:99999]
-        if model == "old":
-            del files["model.safetensors"]
-        if action == "revision":
-            siblings = [{"rfilename": name} for name in files]
-            return self.answer(200, json.dumps({"id": f"{owner}/{model}", "sha": self.COMMIT, "siblings": siblings,
-                                                "private": False, "downloads": 0, "tags": []}).encode())
-        if action == "tree":
-            return self.answer(200, json.dumps([{"type": "file", "path": name, "size": len(body), "oid": name}
-                                                for name, body in files.items()]).encode())
-        [name] = file
-        body, headers = files[name], {"ETag": f'"{name}"', "X-Repo-Commit": self.COMMIT}
-        if self.command == "GET":
-            self.asked.append((model, name))
-        if self.command == "GET" and name == "model.safetensors" and model == "half":
-            body = body[: len(body) // 2]
-        if self.command == "GET" and name == "model.safetensors" and model == "broken":
-            if "Range" in self.headers:  # it has asked for the rest
-                return self.connection.close()
-            return self.answer(200, body[:99999], headers, len(body))
-        self.answer(200, body, headers)
+# ---- The hub
 
 
 def hub(folder):
-    """By name, from a hub that has the model and from hubs that fail, from the cache, and without a network."""
-    write_folder(folder / "model", random_tensors(np.float32), CONFIG)
-    write_folder(folder / "shards", random_tensors(np.float32), CONFIG, 3)
-    Hub.SHARDS = {path.name: path.read_bytes() for path in (folder / "shards").iterdir()}
-    Hub.FILES = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
-    Hub.FILES |= {"pytorch_model.bin": b"too large", "README.md": b"words", "model.fp16.safetensors": b"another"}
-    wish = expected_checkpoint(random_tensors(np.float32), np.float32)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    deaf = socket.socket()  # a port of its own on which nobody listens
-    deaf.bind(("127.0.0.1", 0))
-    here, nowhere = (f"http://127.0.0.1:{port}" for port in (server.server_port, deaf.getsockname()[1]))
-
-    def ask(case):
-        """Run convert.py: what it says, a model's name, the folder of the cache, and the hub or what else is set."""
-        says, name, cache, settings = case
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")
-                and not key.lower().endswith("_proxy")}
-        out = folder / f"{name.replace('/', ' ')} {cache} {len(settings)}.bin"
-        done = subprocess.run([sys.executable, "-m", "dev.tools.convert", name, out], capture_output=True, text=True,
-                              env=kept | {"HF_HOME": str(folder / cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                                          "HF_HUB_DISABLE_TELEMETRY": "1"} | settings, cwd=folder)
-        *before, last = done.stderr.splitlines() or [""]
-        if says is None:
-            ok = done.returncode == 0 and out.read_bytes() == wish
-        else:
-            ok = (done.returncode == 1 and last.startswith("error: ") and not out.exists()
-                  and "Traceback" not in done.stderr and not any(line.startswith("error") for line in before)
-                  and all(part in last for part in says))
-        return f"the hub: {name} {cache}{' offline' * ('HF_HUB_OFFLINE' in settings)}", ok, last
-
-    online, offline = {"HF_ENDPOINT": here}, {"HF_ENDPOINT": here, "HF_HUB_OFFLINE": "1"}
-    absent = "there is no such folder, and"
-    first = [
-        (None, "gpt2", "filled", online), (None, "owner/model", "other", online),
-        (None, "owner/shards", "other", online),
-        ((absent, "no such thing (404)"), "owner/absent", "empty", online),
-        ((absent, "no such thing (404)"), "owner/lost", "empty", online),
-        ((absent, "(401)", "`hf auth login`"), "owner/private", "empty", online),
-        ((absent, "(401)", "`hf auth login`"), "owner/token", "empty", online),
-        ((absent, "(403)", "`hf auth login`"), "owner/forbidden", "empty", online),
-        ((absent, "(403)", "ask for access on its page"), "owner/gated", "empty", online),
-        ((absent, "a part of it and then stopped", "again"), "owner/half", "empty", online),
-        ((absent, "the hub", "again"), "owner/broken", "empty", online),
-        (("model.safetensors", "truncated; is the download complete?"), "owner/short", "empty", online),
-        (("has no model.safetensors, nor",), "owner/old", "empty", online),
-        ((absent, "could not be reached", "connect to the network"), "gpt2", "empty", {"HF_ENDPOINT": nowhere}),
-        ((absent, "HF_HUB_OFFLINE forbids"), "gpt2", "empty", offline)]
-    then = [
-        (None, "gpt2", "filled", offline), (None, "gpt2", "filled", {"HF_ENDPOINT": nowhere}),
-        ((absent, "HF_HUB_OFFLINE forbids"), "owner/model", "filled", offline)]
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            for cases in (first, then):
-                for name, ok, said in pool.map(ask, cases):
-                    check(name, ok, said)
-    finally:
-        server.shutdown()
-        server.server_close()
-        deaf.close()
-    got = {file for model, file in Hub.asked if model == "model"}
+    """A model by its name: from the hub, from the cache, and what is said if the hub fails. dev/tests/test_hub.py has
+    what else can go wrong there."""
+    for count in (1, 3):
+        write_folder(folder / str(count), random_tensors(np.float32), CONFIG, count)
+    model, shards = ({path.name: path.read_bytes() for path in (folder / count).iterdir()} for count in "13")
+    more = {"pytorch_model.bin": b"too large", "README.md": b"words", "model.fp16.safetensors": b"another"}
+    wish, out = expected_checkpoint(random_tensors(np.float32), np.float32), folder / "model.bin"
+    troubles = {"o/absent": "404", "o/private": "401", "o/gated": "403 for a file", "o/half": "half",
+                "o/stops": "stops"}
+    with a_hub() as cache:
+        serve({name: {"a" * 40: files} for name, files in {
+            "openai-community/gpt2": model | more, "o/model": model, "o/shards": shards, "o/old": {
+                "config.json": model["config.json"], "pytorch_model.bin": b"too large"},
+            **dict.fromkeys(troubles, model)}.items()}, troubles)
+        closed, offline, empty = {"ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": True}, f"{cache}/empty"
+        for name, settings, says in (
+                ("gpt2", {}, None), ("o/model", {"HF_HUB_CACHE": empty}, None), ("o/shards", {}, None),
+                ("gpt2", offline, None), ("gpt2", closed, None), ("o/model", offline, "HF_HUB_OFFLINE forbids"),
+                ("gpt2", closed | {"HF_HUB_CACHE": f"{cache}/none"}, "could not be reached .*connect to the network"),
+                ("o/absent", {}, r"no such thing \(404\)"), ("o/private", {}, r"\(401\).*`hf auth login`"),
+                ("o/gated", {}, r"\(403\).*ask for access on its page"),
+                ("o/half", {}, "a part of it and then stopped"), ("o/stops", {}, "the hub .* again")):
+            title, arguments = f"the hub: {name} {' '.join(settings)}", (convert.folder_to_checkpoint, name, out)
+            with hub_set(**{"HF_HUB_CACHE": f"{cache}/hub"} | settings):
+                if says:
+                    check_refusal(title, f"{name}: there is no such folder, and .*{says}", *arguments)
+                    check(f"{title}: nothing is written", not out.exists())
+                else:
+                    quietly(*arguments)
+                    check(title, out.read_bytes() == wish)
+                    out.unlink()
+        check_refusal("the hub", "has no model.safetensors, nor", convert.folder_to_checkpoint, "o/old", out)
+    got = {path.split("/")[-1] for path in downloaded() if "gpt2" in path}
     check("the hub: only the files that are needed", got == {"config.json", "model.safetensors"}, sorted(got))
 
 
@@ -483,15 +383,15 @@ def transformers_loads(folder):
     found, model = logits(folder / "fixture in bf16", truth["tokens"])
     check("bf16: the type of the weights", model.dtype == torch.bfloat16, model.dtype)
     yield "bf16: the fixture's logits", found, truth["logits"], LIMITS["bf16"]
-    path, state = FIXTURES / "gpt2_tiny.bin", np.fromfile(FIXTURES / "gpt2_tiny_debug_state.bin", "<i4")
+    state = np.fromfile(FIXTURES / "gpt2_tiny_debug_state.bin", "<i4")
     with mock.patch.object(convert, "SHARD_BYTES", 100000):
-        quietly(convert.checkpoint_to_folder, path, folder / "tiny")
+        quietly(convert.checkpoint_to_folder, TINY, folder / "tiny")
     B, T = state[2:4]
     found, model = logits(folder / "tiny", state[256:][: B * T].reshape(B, T))
     yield "the dump's logits", found, state.view("<f4")[256 + 2 * B * T :][: found.size].reshape(found.shape), 2e-6
     model.save_pretrained(folder / "saved", max_shard_size="200KB")
     convert.folder_to_checkpoint(str(folder / "saved"), folder / "again.bin")
-    check("saved by transformers", (folder / "again.bin").read_bytes() == path.read_bytes())
+    check("saved by transformers", (folder / "again.bin").read_bytes() == TINY.read_bytes())
 
 
 if __name__ == "__main__":

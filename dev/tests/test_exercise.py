@@ -1,32 +1,24 @@
 """Test the lab's exercises: the lab's own versions solve them, and each planted mistake is explained.
 
-    python -m dev.tests.test_exercise           # without a GPU
-    python -m dev.tests.test_exercise race      # only the mistakes with this word in their names
+    python -m dev.tests.test_exercise
 """
 import contextlib
-import io
 import os
 import re
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from unittest import mock
 
-from dev.lab import grade, lab
+from dev.lab import grade
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
 from dev.lab.template import template
-from dev.tests.checks import check, summary
-from prepro_tinyshakespeare import UserError
+from dev.tests.checks import TOP, check, run_program
+from dev.tests.trainings import call
 
-TOP = Path(__file__).resolve().parents[2]
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Solutions
+# ---- Solutions
 
 
-# One block adds everything up, where the lab's version has many blocks, atomics and a second kernel for the root.
+# One block adds everything up; the lab's version has many blocks, atomics, and a second kernel for the root.
 OWN = {"global_norm": """
     float sum = 0.0f;
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) sum += grads[i] * grads[i];
@@ -36,7 +28,7 @@ OWN = {"global_norm": """
 
 
 def filled(name, body, suffix="", before="", block=""):
-    """The file of an exercise with this body and the kernel my_<name><suffix>. `before` goes above the kernel."""
+    """The file of an exercise with this body, for a kernel my_<name><suffix>. before: goes above the kernel."""
     text = template(name).replace(f"my_{name}(", f"my_{name}{suffix}(")
     head, tail = text[: text.index("\nBLOCK(")], text[text.index("\nBLOCK("):]
     if block:
@@ -47,24 +39,22 @@ def filled(name, body, suffix="", before="", block=""):
 
 
 def solution(name):
-    """The file of an exercise, solved with the lab's version of the same signature."""
+    """An exercise solved with the lab's version of the same signature."""
     text = (TOP / f"dev/lab/kernels/{name}.cu").read_text()
     start = re.search(rf"{EXERCISES[name].like}\([^)]*\) \{{", text).end()
     body = text[start : text.index("\n}", start) + 1]
-    helpers = re.findall(r"^namespace (\w+) \{\n.*?^\}  // namespace \1\n", text, re.M | re.S)
-    used = [re.search(rf"^namespace {helper} \{{\n.*?^\}}  // namespace {helper}\n", text, re.M | re.S)[0]
-            for helper in helpers if helper in body]
+    helpers = re.finditer(r"^namespace (\w+) \{\n.*?^\}  // namespace \1\n", text, re.M | re.S)
+    used = [helper[0] for helper in helpers if helper[1] in body]
     return filled(name, OWN.get(name, body), before="".join(used))
 
 
 def grade_together(folder, texts, dtypes=("fp32",)):
     """{name: complaint lines} of files that are compiled together and run in one process."""
-    paths = {name: folder / f"{name}.cu" for name in texts}
     for name, text in texts.items():
-        paths[name].write_text(text)
-    every = [str(path) for path in paths.values()]
+        (folder / f"{name}.cu").write_text(text)
+    every = [str(folder / f"{name}.cu") for name in texts]
     result = grade.run_child(dict(compile=every, run=every, sanitize=False, dtypes=list(dtypes), limit=60))
-    return {name: complaint_lines(path, *result, False) for name, path in paths.items()}
+    return {name: complaint_lines(folder / f"{name}.cu", *result, False) for name in texts}
 
 
 def solutions(folder):
@@ -76,8 +66,7 @@ def solutions(folder):
     check("every exercise's kernel is in the lab", not missing, missing or "")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mistakes
+# ---- Mistakes
 
 
 NUMBER = """
@@ -166,14 +155,14 @@ BLOCK_ROW = """
 
 class Mistake:
     def __init__(self, name, kernel, body, wish, *change, block="", dtypes=("fp32",)):
-        """change: what is replaced by what in a body that is right. wish: what the complaint says, an expression."""
+        """change: what is replaced by what in a right body. wish: what the complaint says, a regular expression."""
         assert not change or body.count(change[0]) == 1, f"{name}: {body.count(change[0])}"
         self.name, self.kernel, self.wish, self.block, self.dtypes = name, kernel, wish, block, dtypes
         self.body = body.replace(*change) if change else body
 
 
 ROW, WARP = "BLOCK(64, 1)", "BLOCK(256, threads / 32)"
-RUNS = (  # those that only the comparison with NumPy needs to run
+RUNS = (  # that the comparison with NumPy finds
     Mistake("empty body", "residual_forward", "\n", "out.0,0. was never written, expected "
             "-?[0-9.]+ where:.*nothing was written to out"),
     Mistake("grid too small", "residual_forward", RESIDUAL, "end of out was never written. .*BLOCK",
@@ -188,11 +177,7 @@ RUNS = (  # those that only the comparison with NumPy needs to run
     Mistake("relative error", "residual_forward", RESIDUAL, "expected [-0-9.]+ where:", "+ to", "+ 2 * to"),
     Mistake("minus", "residual_forward", RESIDUAL, "out.0,0. is .* expected .*every number is wrong",
             ") + to", ") - to"),
-    Mistake("scale", "gelu_forward", NUMBER + """
-    if (i >= (size_t)N * OC) return;
-    float x = to_float(inp[i]);
-    from_float(out[i], x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))));
-""", "all wrong numbers are 2 times"),
+    Mistake("scale", "gelu_forward", GELU, "all wrong numbers are 2 times", "0.5f * x", "x"),
     Mistake("overflow", "gelu_forward", NUMBER + """
     if (i >= (size_t)N * OC) return;
     float x = to_float(inp[i]), u = 0.7978845608f * (x + 0.044715f * x * x * x);
@@ -262,7 +247,7 @@ RUNS = (  # those that only the comparison with NumPy needs to run
     Mistake("input changed", "residual_forward", RESIDUAL, "changed inp1", "if (i <",
             "if (i == 7) const_cast<real*>(inp1)[i] = real(); if (i <"),
 )
-BOUNDS = (  # those that the sanitizers find
+BOUNDS = (  # that the sanitizers find
     Mistake("write past the end", "residual_forward", RESIDUAL, "(writes|reads) (out|inp1|inp2).2592., .*"
             "2591. .27 rows of 96 .* line \\d+: if .i <= ", "if (i <", "if (i <="),
     Mistake("no bound", "residual_forward", RESIDUAL, "(writes|reads) .*.2592., .*line \\d+: from",
@@ -278,7 +263,7 @@ BOUNDS = (  # those that the sanitizers find
     Mistake("null pointer", "residual_forward", RESIDUAL, "(null|does not exist).*line \\d+", "to_float(inp2[i])",
             "to_float(((const real*)nullptr)[i])"),
 )
-ALONE = (  # those that need a compilation of their own
+ALONE = (  # that are compiled alone
     Mistake("no semicolon", "residual_forward", RESIDUAL, "not compile: expected .*;.*line before.* line \\d+: ",
             "threadIdx.x;", "threadIdx.x"),
     Mistake("unknown name", "residual_forward", RESIDUAL, "not compile: .inp3. ((?!or at).)*line \\d+: if", "inp2",
@@ -303,11 +288,8 @@ def said(lines):
     return " ".join(lines or ())
 
 
-def mistakes(folder, word):
+def mistakes(folder):
     """Each mistake gets its own explanation."""
-    def chosen(table):
-        return [(f"{m.kernel}_{i}", m) for i, m in enumerate(table) if word in m.name]
-
     def text(key, m):
         return filled(m.kernel, m.body, key.removeprefix(m.kernel), block=m.block)
 
@@ -315,14 +297,14 @@ def mistakes(folder, word):
         ok = lines == [] if m.wish is None else lines and re.search(m.wish, said(lines))
         check(f"mistake: {m.name}", ok, "" if ok else lines)
 
-    runs = chosen(RUNS)
-    found = grade_together(folder, {f"my_{key}": text(key, m) for key, m in runs}, ("fp32", "bf16")) if runs else {}
+    runs, bounds, alone = ([(f"{m.kernel}_{i}", m) for i, m in enumerate(table)] for table in (RUNS, BOUNDS, ALONE))
+    found = grade_together(folder, {f"my_{key}": text(key, m) for key, m in runs}, ("fp32", "bf16"))
     for key, m in runs:
         check_lines(m, found[f"my_{key}"])
 
-    variables, bounds = grade.sanitizer_variables(), chosen(BOUNDS)
+    variables = grade.sanitizer_variables()
     if variables is None:
-        print("this compiler has no AddressSanitizer, so what it finds is not tested")
+        print("skipped: this compiler has no AddressSanitizer")
         bounds = []
     paths = [folder / f"bounds_{key}.cu" for key, _ in bounds]
     for path, (key, m) in zip(paths, bounds):
@@ -332,119 +314,106 @@ def mistakes(folder, word):
         job = dict(compile=[str(each) for each in paths], run=[str(path)], sanitize=True, dtypes=["fp32"], limit=60)
         return complaint_lines(path, *grade.run_child(job, variables), True)
 
-    for i, (path, (_, m)) in enumerate(zip(paths, bounds)):
-        if i == 0:
-            check_lines(m, bound(path))  # which compiles
+    found = [bound(path) for path in paths[:1]]  # which compiles
     with ThreadPoolExecutor(2) as pool:
-        for (_, m), lines in zip(bounds[1:], pool.map(bound, paths[1:])):
-            check_lines(m, lines)
-    for key, m in chosen(ALONE):
+        found += pool.map(bound, paths[1:])
+    for (_, m), lines in zip(bounds, found):
+        check_lines(m, lines)
+    for key, m in alone:
         path = folder / f"alone_{key}.cu"
         path.write_text(text(key, m))
         job = dict(compile=[str(path)], run=[str(path)], sanitize=False, dtypes=m.dtypes, limit=2)
         check_lines(m, complaint_lines(path, *grade.run_child(job), False))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Files and the command line
+# ---- Files and the command line
 
 
-def command(folder, *arguments):
-    """(exit status, output) of `python -m dev.lab`, or (1, the line of its error)."""
-    printed, before = io.StringIO(), os.getcwd()
+def exercise(folder, *arguments):
+    """(exit status, what is printed, the line of an error) of `python -m dev.lab --exercise` in a folder."""
     os.chdir(folder)
-    try:
-        with contextlib.redirect_stdout(printed):
-            return lab.main([*arguments, "--device", "cpu"]), printed.getvalue()
-    except UserError as e:
-        return 1, str(e)
-    finally:
-        os.chdir(before)
+    return call("--exercise", *arguments, "--device", "cpu", program="dev.lab.lab")
 
 
 def refused(folder, name, wish, *arguments):
-    status, text = command(folder, "--exercise", *arguments)
-    check(f"refusal: {name}", status == 1 and "\n" not in text and re.search(wish, text), text)
+    status, _, error = exercise(folder, *arguments)
+    check(f"refusal: {name}", status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error), error)
 
 
 def files(folder):
     """The files that the command writes, and what it refuses."""
-    status, text = command(folder, "--exercise")
+    status, text, _ = exercise(folder)
     names = re.findall(r"^ *\d+  (\w+)", text, re.M)
     check("the list, from easy to hard", status == 0 and names[0] == "residual_forward" and names.index(
         "attention_backward") > names.index("attention_forward") > names.index("softmax_forward"), names[:3])
-    status, text = command(folder, "--exercise", "softmax_forward")
+    status, text, _ = exercise(folder, "softmax_forward")
     path = folder / "my_softmax_forward.cu"
     check("a file is written", status == 0 and path.exists(), text.strip())
-    written = path.read_text()
-    for wish in (r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1: ",
-                 "Hint 2: ", "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern",
-                 r"my_softmax_forward\(\n? *real\* out"):
-        check(f"  it says {wish}", re.search(wish, written))
-    path.write_text(written + "// mine\n")
-    refused(folder, "never over a file", "my_softmax_forward.cu exists", "softmax_forward")
-    check("  which is left", path.read_text().endswith("// mine\n"))
-    refused(folder, "unknown exercise", "sofmax_forward; did you mean softmax_forward", "sofmax_forward")
-    refused(folder, "file that is not there", "my_nothing.cu: .*read", "my_nothing.cu")
-    with mock.patch("builtins.open", side_effect=PermissionError(13, "Permission denied")):
-        refused(folder, "folder that cannot be written", "written .Permission denied.", "gelu_forward")
-    (folder / "other.cu").write_text("int main() {}\n")
-    refused(folder, "file without a kernel", "no kernel of an exercise", "other.cu")
-    block, rest = written[written.index("\nBLOCK("):].split("\n", 2)[1:]
-    (folder / "other.cu").write_text(rest)
-    refused(folder, "kernel without BLOCK", "my_softmax_forward .*BLOCK", "other.cu")
-    (folder / "other.cu").write_text(f"{block}\n{rest.replace('int V, ', '')}")
-    refused(folder, "missing parameter", r"wrong parameters, .*\); expected .real\* out", "other.cu")
-    (folder / "other.cu").write_text(f"BLOCK(2048, threads)\n{rest}")
-    refused(folder, "too many threads", "at most 1024", "other.cu")
-    (folder / "other.cu").write_text(f"BLOCK(32, 1, 1)\n{rest}")
-    refused(folder, "BLOCK with a third argument", "BLOCK.threads, items", "other.cu")
-    for wrong, wish in (("BLOCK(256)", r"BLOCK\(256\): expected BLOCK\(threads, items\), .*number"),
-                        ("BLOCK(256 threads)", r"BLOCK\(256 threads\): expected BLOCK"),
-                        ("BLOCK(B, threads)  // B", r"BLOCK\(B, threads\): expected BLOCK.* number"),
-                        ("BLOCK(64, (threads / 32))", r".*\): expected BLOCK.* without parentheses")):
-        (folder / "other.cu").write_text(f"// one\n/* two\n*/\n{wrong}\n{rest}")
-        refused(folder, wrong, f"^other.cu, line 4: {wish}", "other.cu")
-    for wrong, wish in (("thread", "'thread'"), ("0 * threads", "nothing")):
-        (folder / "other.cu").write_text(f"BLOCK(32, {wrong})\n{rest}")
-        refused(folder, wrong, f"^other.cu: BLOCK over my_softmax_forward: .*{wish}", "other.cu")
-    (folder / "other.cu").write_text(f"{block}\n{rest}".replace("int V", "double V"))
-    refused(folder, "parameter", r"other.cu: my_softmax_forward .* double V.*; expected .*int V, int Vp", "other.cu")
-    (folder / "other.cu").write_text(f"{block}\n{rest}".replace("my_softmax_forward", "my_softmaxforward"))
-    refused(folder, "another name", "expected one such as my_softmax_forward;", "other.cu")
-    (folder / "my_rmsnorm_forwrd.cu").write_text("int main() {}\n")
-    refused(folder, "a name like the file's", "such as my_rmsnorm_forward;", "my_rmsnorm_forwrd.cu")
-    refused(folder, "a file's name without its end", "the file my_softmax_forward.cu", "my_softmax_forward")
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=os.devnull):
-        status, text = command(folder, "--exercise", "my_softmax_forward.cu")
-        check("refusal: a cache that cannot be written", status == 1 and re.search(
-            "^[^\n]*null/train_gpt2[^\n]*XDG_CACHE_HOME[^\n]*$", text), text)
-    for name, wishes in (("gelu_forward", (r"out \(N,OC\) = gelu", r"x/2 \(1 \+ tanh\(u\)\), with u", "0.7978846f")),
-                         ("matmul_forward", (r"32 columns \(of OC\) and 32 rows", "x = threadIdx.x % 32",
-                                             r"BLOCK\(1024, 32, 32\)(.*\n){3}.*lane"))):
+    for name, text, wishes in (
+            ("softmax_forward", path.read_text(), (
+                r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read", "Hint 1: ",
+                "Hint 2: ", "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern",
+                r"my_softmax_forward\(\n? *real\* out")),
+            ("gelu_forward", template("gelu_forward"), (
+                r"out \(N,OC\) = gelu", r"x/2 \(1 \+ tanh\(u\)\), with u", "0.7978846f")),
+            ("matmul_forward", template("matmul_forward"), (
+                r"32 columns \(of OC\) and 32 rows", "x = threadIdx.x % 32",
+                r"BLOCK\(1024, 32, 32\)(.*\n){3}.*lane"))):
         for wish in wishes:
-            check(f"{name} says {wish}", re.search(wish, template(name)))
-    (folder / "other.cu").write_text(f"{block}\n{rest}{block}\n{rest.replace('my_softmax', 'my_softmax')}"
-                                     .replace("my_softmax_forward", "my_gelu_forward", 1))
-    refused(folder, "two kernels", "one kernel of an exercise", "other.cu")
+            check(f"{name} says {wish}", re.search(wish, text))
     for name in exercise_names():
         text = template(name)
         shapes = re.findall(r"(?:real|float|int|size_t) \(([^)]*)\)", text)
         check(f"{name}: its file", shapes and max(map(len, text.splitlines())) <= 120, shapes)
 
+    written = path.read_text()
+    path.write_text(written + "// mine\n")
+    refused(folder, "never over a file", "my_softmax_forward.cu exists", "softmax_forward")
+    check("  which is left", path.read_text().endswith("// mine\n"))
+    refused(folder, "unknown exercise", "sofmax_forward; did you mean softmax_forward", "sofmax_forward")
+    refused(folder, "file that is not there", "my_nothing.cu: .*read", "my_nothing.cu")
+    refused(folder, "a file's name without its end", "the file my_softmax_forward.cu", "my_softmax_forward")
+    with mock.patch("builtins.open", side_effect=PermissionError(13, "Permission denied")):
+        refused(folder, "folder that cannot be written", "written .Permission denied.", "gelu_forward")
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=os.devnull):
+        refused(folder, "a cache that cannot be written", "null/train_gpt2.*XDG_CACHE_HOME", path.name)
+    (folder / "my_rmsnorm_forwrd.cu").write_text("int main() {}\n")
+    refused(folder, "a name like the file's", "such as my_rmsnorm_forward;", "my_rmsnorm_forwrd.cu")
+    block, rest = written[written.index("\nBLOCK("):].split("\n", 2)[1:]
+    whole = f"{block}\n{rest}"
+    for name, wish, text in (
+            ("file without a kernel", "no kernel of an exercise", "int main() {}\n"),
+            ("kernel without BLOCK", "my_softmax_forward .*BLOCK", rest),
+            ("missing parameter", r"wrong parameters, .*\); expected .real\* out", whole.replace("int V, ", "")),
+            ("parameter", "my_softmax_forward .* double V.*; expected .*int V, int Vp",
+             whole.replace("int V", "double V")),
+            ("another name", "expected one such as my_softmax_forward;", whole.replace("softmax_f", "softmaxf")),
+            ("two kernels", "one kernel of an exercise", whole + whole.replace("my_softmax", "my_gelu", 1)),
+            *((wrong, wish, f"// one\n/* two\n*/\n{wrong}\n{rest}") for wrong, wish in (
+                ("BLOCK(2048, threads)", "at most 1024"), ("BLOCK(32, 1, 1)", "BLOCK.threads, items"),
+                ("BLOCK(256)", r"line 4: BLOCK\(256\): expected BLOCK\(threads, items\), .*number"),
+                ("BLOCK(256 threads)", r"line 4: BLOCK\(256 threads\): expected BLOCK"),
+                ("BLOCK(B, threads)  // B", r"line 4: BLOCK\(B, threads\): expected BLOCK.* number"),
+                ("BLOCK(64, (threads / 32))", r"line 4: .*\): expected BLOCK.* without parentheses"),
+                ("BLOCK(32, thread)", "BLOCK over my_softmax_forward: .*'thread'"),
+                ("BLOCK(32, 0 * threads)", "BLOCK over my_softmax_forward: .*nothing")))):
+        (folder / "other.cu").write_text(text)
+        refused(folder, name, wish, "other.cu")
+
 
 def whole(folder):
     """The command checks a file from end to end, also without a sanitizer."""
-    path = folder / "my_residual_forward.cu"
-    path.write_text(filled("residual_forward", RESIDUAL))
-    status, text = command(folder, "--exercise", path.name)
+    path, right = folder / "my_residual_forward.cu", filled("residual_forward", RESIDUAL)
+    sanitizer = grade.sanitizer_variables()
+    path.write_text(right)
+    status, text, _ = exercise(folder, path.name)
     check("right", status == 0 and "right, at all sizes, in fp32 and bf16" in text, text)
-    check("its accesses", ("no access is out of bounds" in text) == (grade.sanitizer_variables() is not None), text)
+    check("its accesses", ("no access is out of bounds" in text) == (sanitizer is not None), text)
     with mock.patch("dev.lab.grade.sanitizer_variables", return_value=None):
-        status, text = command(folder, "--exercise", path.name)
+        status, text, _ = exercise(folder, path.name)
     check("no sanitizer", status == 0 and "no AddressSanitizer" in text, text)
-    path.write_text(filled("residual_forward", RESIDUAL.replace(") + to", ") - to")))
-    status, text = command(folder, "--exercise", path.name)
+    path.write_text(right.replace(") + to", ") - to"))
+    status, text, _ = exercise(folder, path.name)
     check("wrong", status == 1 and "wrong: out[0,0]" in text, text)
 
 
@@ -462,7 +431,7 @@ def on_gpu(folder):
         check(f"on a GPU: {name}", files == wish and C in (None, c.C), files)
 
 
-def standings(folder):
+def standings():
     """How a time compares with those of the versions."""
     rungs = [(3e-4, 1, "naive"), (5e-5, 2, "better"), (2e-5, 3, "best")]
     for own, wish in ((4e-4, r"400.0 us .*slower.* version 1 \(300.0 us\).*version 1 .*: naive"),
@@ -472,15 +441,5 @@ def standings(folder):
         check(f"standing of {own}", re.search(wish, said(lines)), lines)
 
 
-def main():
-    word = sys.argv[1] if len(sys.argv) > 1 else ""
-    with tempfile.TemporaryDirectory() as name:
-        for test in () if word else (files, on_gpu, standings, solutions, whole):
-            (Path(name) / test.__name__).mkdir()
-            test(Path(name) / test.__name__)
-        mistakes(Path(name), word)
-    return summary()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program((files, on_gpu, standings, solutions, whole, mistakes))

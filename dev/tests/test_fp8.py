@@ -3,7 +3,7 @@
     python -m dev.tests.test_fp8                  # on the CPU, and on a GPU too if there is one
     python -m dev.tests.test_fp8 --device cpu     # only on this one
 
-pip install ml_dtypes. Runs that are resumed in FP8 are in dev/tests/test_runs.py, and those on several ranks in
+pip install ml_dtypes. Runs that are resumed in FP8 are in dev/tests/test_resume.py, and those on several ranks in
 dev/tests/test_ranks.py.
 """
 import itertools

@@ -3,7 +3,7 @@
     python -m dev.tests.test_outliers                  # on the CPU, and on a GPU if there is one
     python -m dev.tests.test_outliers --device cpu     # only on this one
 
-dev/lab/kernels/outliers.py has the kernel's truth in NumPy, and dev/tests/test_runs.py skips updates in a run.
+dev/lab/kernels/outliers.py has the kernel's truth in NumPy, and dev/tests/test_resume.py skips updates in a run.
 """
 import contextlib
 import json

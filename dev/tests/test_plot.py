@@ -1,8 +1,6 @@
-"""Test dev/tools/plot.py: what it reads against numbers written down here, what it draws against what it was given.
+"""Test dev/tools/plot.py: what it reads, and where the lines and ticks of its SVGs are.
 
     python -m dev.tests.test_plot
-
-An SVG is read again: the points of each line lie where the data say, and the ticks' numbers too.
 """
 import os
 import re
@@ -16,10 +14,10 @@ from unittest import mock
 import numpy as np
 
 from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.trainings import call
 from dev.tools.plot import (apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run, short,
                             smoothed, sparkline, thinned)
 
-PLOT = "-m", "dev.tools.plot"
 LOG = """s:0 tel:11.0092
 s:0 trl:11.0091 lr:0.000001 norm:15.37
 s:1 trl:10.5000 lr:0.000002 norm:9.00
@@ -363,10 +361,9 @@ def charts(folder):
     root = ET.fromstring(draw([read_run(write(folder / "nan", "s:0 trl:3 lr:0 norm:1\n"))], "steps"))
     dots = [len(root.findall(f".//{{*}}g[@id='run0-{name}']//{{*}}use")) for name in ("loss", "norm", "lr")]
     check("a single step is a dot", dots == [1, 1, 1], dots)
-    found, _ = lines_of(draw([of_scores(folder, (0.3,))], "steps"))
-    check("HellaSwag alone", len(found["run0-HellaSwag"]) == 1)
-    found, _ = lines_of(draw([of_scores(folder, (3.5, 3.4), "val loss")], "steps"))
-    check("validation alone", len(found["run0-val-loss"]) == 2)
+    for name, scores in (("HellaSwag", (0.3,)), ("val loss", (3.5, 3.4))):
+        found, _ = lines_of(draw([of_scores(folder, scores, name)], "steps"))
+        check(f"{name} alone", len(found[f"run0-{name.replace(' ', '-')}"]) == len(scores))
     with mock.patch.dict(sys.modules, {"matplotlib": None}):
         check_refusal("chart", "matplotlib is not installed.*pip install -r dev/requirements.txt; --watch does without",
                       draw, runs, "steps")
@@ -377,62 +374,57 @@ def charts(folder):
 
 def command_line(folder):
     """Charts, panels, and one line for each mistake."""
-    one = write(folder / "one")
+    one, wrong = write(folder / "one"), write(folder / "wrong", LOG + "x\n")
     write(folder / "more").joinpath("one").mkdir()
     write(folder / "more" / "one")
-    write(folder / "wrong", LOG + "x\n")
-    environment = os.environ | {"COLUMNS": "60", "LINES": "8", "PYTHONIOENCODING": "utf-8"}
+    os.chdir(folder)
+    terminal = {"COLUMNS": "60", "LINES": "8"}
 
-    def call(*arguments):
-        return subprocess.run([sys.executable, *PLOT, *arguments], cwd=folder, env=environment, capture_output=True,
-                              text=True, encoding="utf-8")
+    def plot(*arguments):
+        with mock.patch.dict(os.environ, terminal):
+            return call(*arguments, program="dev.tools.plot")
 
-    done = call("one", "-o", "a.svg", "more/one", "--tokens-per-step", "1000", "wrong")
-    ok = (done.returncode, done.stdout) == (0, "wrote a.svg\n") and re.fullmatch(
-        "WARNING: wrong/main.log: skipped line 12, which main.log does not have\n", done.stderr)
-    check("plot.py: three runs", ok, "" if ok else repr(done))
-    _, texts = lines_of((folder / "a.svg").read_bytes())
-    texts = {text for text, *_ in texts}
+    def words():
+        return {text for text, _ in lines_of((folder / "a.svg").read_bytes())[1]}
+
+    found = plot("one", "-o", "a.svg", "more/one", "--tokens-per-step", "1000", wrong.name)
+    check("plot.py: three runs", found == (
+        0, "wrote a.svg\n", "WARNING: wrong/main.log: skipped line 12, which main.log does not have\n"), found)
     wish = {"val loss 8.5000  one", "val loss 8.5000  more/one (same losses as one)", "tokens"}
-    check("plot.py: runs of one name have their paths'", wish <= texts, texts)
-    call("one", "-o", "a.svg", "--tokens-per-step", "1000", "--x", "steps")
-    texts = {text for text, _ in lines_of((folder / "a.svg").read_bytes())[1]}
-    check("plot.py: --x steps", "steps" in texts and "tokens" not in texts)
-    done = call("one", "--once")
-    check("plot.py: --once", (done.returncode, done.stdout) == (0, panel([one], None, 60, 7) + "\n"), repr(done))
+    check("plot.py: runs of one name have their paths'", wish <= words(), words())
+    plot("one", "-o", "a.svg", "--tokens-per-step", "1000", "--x", "steps")
+    check("plot.py: --x steps", "steps" in words() and "tokens" not in words())
+    found = plot("one", "--once")
+    check("plot.py: --once", found == (0, panel([one], None, 60, 7) + "\n", ""), found)
     for wish, *arguments in (
             ("absent: could not be read", "absent"), ("absent: could not be read", "absent", "--once"),
-            ("-o a.pdf: expected a name that ends in .svg or .png", "one", "-o", "a.pdf"),
-            ("--x tokens: nothing says how many tokens a step of one has; give --tokens-per-step", "one", "--x",
-             "tokens"), ("--nonsense", "one", "--nonsense"), ("no RUN is given", "--once"),
-            ("--x: invalid choice", "one", "--x", "hours"), ("--model 3B: expected some of", "one", "--model", "3B"),
+            ("-o a.pdf: expected .*.svg or .png", "one", "-o", "a.pdf"),
+            ("--x tokens: .*give --tokens-per-step", "one", "--x", "tokens"), ("--nonsense", "one", "--nonsense"),
+            ("no RUN is given", "--once"), ("--x: invalid choice", "one", "--x", "hours"),
+            ("--model 3B: expected some of", "one", "--model", "3B"),
             ("--tokens-per-step: 0: expected at least 1", "one", "--tokens-per-step", "0"),
-            ("absent/a.svg: could not be written|a.svg", "one", "-o", "a.svg/a.svg")):
-        done = call(*arguments)
-        ok = done.returncode == 1 and not done.stdout and re.fullmatch(f"error: .*({wish}).*\n", done.stderr)
-        check(f"plot.py: {wish}", ok, "" if ok else repr(done))
+            ("a.svg", "one", "-o", "a.svg/a.svg")):
+        found = plot(*arguments)
+        check(f"plot.py: {wish}", found[:2] == (1, "") and re.fullmatch(f"error: .*{wish}.*\n", found[2]), found)
     flags = parse(["one", "--model", "124M,350M", "two", "--watch", "-o", "a.svg", "three"])
     found = flags.runs, flags.model, flags.watch
     check("flags between runs", found == (["one", "two", "three"], ["124M", "350M"], 1), flags)
 
-    # --watch waits for a run, follows it, and leaves by Ctrl-C, which a shell's job in the background would ignore.
+    # --watch waits for a run, follows it, and ends by Ctrl-C, which a background job would ignore.
     shown = folder / "shown"
     with open(shown, "wb") as file:
-        process = subprocess.Popen([sys.executable, *PLOT, "later", "--watch", "--every", "0.1"], cwd=folder,
-                                   env=environment, stdout=file, stderr=subprocess.STDOUT,
+        process = subprocess.Popen([sys.executable, "-m", "dev.tools.plot", "later", "--watch", "--every", "0.1"],
+                                   env=os.environ | terminal | {"PYTHONIOENCODING": "utf-8"}, stdout=file,
+                                   stderr=subprocess.STDOUT,
                                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         try:
-            for text in ("later: could not be read", "later: step 4", "later: step 5"):
-                for _ in range(300):
-                    if text in shown.read_text(encoding="utf-8"):
-                        break
+            for text, log in (("could not be read", LOG), ("step 4", LOG + "s:5 tel:8.0\ns:6 te"), ("step 5", None)):
+                until = time.monotonic() + 30
+                while f"later: {text}" not in shown.read_text(encoding="utf-8") and time.monotonic() < until:
                     time.sleep(0.1)
-                check(f"--watch shows {text}", text in shown.read_text(encoding="utf-8"))
-                if text.endswith("read"):
-                    write(folder / "later")
-                elif text.endswith("4"):
-                    with open(folder / "later" / "main.log", "a") as log:
-                        log.write("s:5 tel:8.0\ns:6 te")
+                check(f"--watch shows {text}", f"later: {text}" in shown.read_text(encoding="utf-8"))
+                if log:
+                    write(folder / "later", log)
             process.send_signal(signal.SIGINT)
             check("--watch leaves by Ctrl-C", process.wait(20) == 0 and "Traceback" not in shown.read_text())
         finally:

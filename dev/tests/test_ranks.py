@@ -21,19 +21,17 @@ import time
 import numpy as np
 
 from dev import features
-from dev.checkpoints.resume import load_state
-from dev.checkpoints.state_file import state_parts
 from dev.common.bf16 import master_numbers
-from dev.data.fineweb import begin
 from dev.data.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.ranks.ranks import Ranks
+from dev.checkpoints.resume import load_state
+from dev.checkpoints.state_file import state_parts
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, run_program
-from dev.tests.jobs import (BRIEF, COUNTS, begun, close, counts_of, curve, data_files, done_steps, end, one_speaks,
-                            ranks_of, train, wrapped)
+from dev.tests.jobs import (BRIEF, COUNTS, SMALL, begin, begun, bytes_of, close, counts_of, curve, data_files,
+                            done_steps, end, one_speaks, ranks_of, same, train, wrapped)
 from dev.tests.models import device_of
-from dev.tests.trainings import LLAMA, bytes_of, file_of, parse_state, random_examples, same, without
-from dev.tools.compile_kernels import SMALL
+from dev.tests.trainings import LLAMA, file_of, parse_state, random_examples, without
 from train_gpt2 import GPT2, Config, Training, parse_flags, read_parameters
 
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks

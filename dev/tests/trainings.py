@@ -3,6 +3,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import shutil
 import struct
 import subprocess
@@ -15,8 +16,10 @@ from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag_score import Example
 from dev.tests.checks import TINY, check, words
 from prepro_tinyshakespeare import UserError, write_tokens
+from train_gpt2 import Config
 
 TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
+NUMBERS = sum(row.size for row in Config.from_file(TINY).parameter_table())  # in the fixture's parameters
 
 
 def two_token_files(folder):
@@ -94,6 +97,18 @@ def parse_state(path):
     named = {0, 1, 2, 3, 4, 5, 10, 20, 21, 22, 23, 30, 31, 32, 33}
     fields["zeros"] = [i for i, x in enumerate(ints) if x and i not in named]
     return fields, data, at
+
+
+def whole_ones(output):
+    """The steps that DONE files name. Checks that the files of these checkpoints are there and of the right sizes."""
+    steps = sorted(int(path.name[5:]) for path in output.glob("DONE_????????"))
+    for step in steps:
+        model, state = ((output / f"{name}_{step:08d}{end}").stat().st_size
+                        for name, end in (("model", ".bin"), ("state", "_00000.bin")))
+        good = model in (1024 + 2 * NUMBERS, 1024 + 4 * NUMBERS) and state > 1024 + 12 * NUMBERS + 2520
+        assert good, f"step {step}: {model} and {state} bytes"
+        json.loads((output / f"run_{step:08d}.json").read_text())
+    return steps
 
 
 def without(output, copy, *steps):

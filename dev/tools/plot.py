@@ -468,9 +468,9 @@ def parse(arguments=None):
     return flags
 
 
-def main():
+def main(arguments=None):
     """Everything from the flags to the chart. Raises UserError."""
-    flags = parse()
+    flags = parse(arguments)
     if flags.watch and not flags.once:
         return watch(flags.runs, flags.tokens_per_step, flags.every)
     runs = [read_run(argument, flags.tokens_per_step) for argument in flags.runs]

@@ -1,0 +1,216 @@
+"""Test runs that end early, by a kill, a signal or a full disk: each leaves a checkpoint that resumes.
+
+    python -m dev.tests.test_kills                  # on the CPU, and on a GPU if there is one
+    python -m dev.tests.test_kills --device cpu     # only on this one
+    python -m dev.tests.test_kills --kills 200      # more kills than the usual 20
+"""
+import contextlib
+import io
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import train_gpt2
+from dev.checkpoints import background_writer
+from dev.checkpoints.main_log import MainLog
+from dev.tests.checks import EXACT, check, run_program
+from dev.tests.trainings import bytes_of, call, command, same, token_files, train, whole_ones, without
+from train_gpt2 import GPT2, FastTraining, Training
+
+
+def start(*args, **more):
+    """A training in a process of its own."""
+    return subprocess.Popen(command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+
+
+def wait_for(lines, begin):
+    """Read lines until one begins like this."""
+    return next((line for line in lines if line.startswith(begin)), None)
+
+
+def killed_runs(device_name, folder, kills):
+    """A run that is killed at random moments, and resumed each time, ends with the same bytes."""
+    flags, steps = ("-x", 40, "-n", 1, "-nk", 2, "--dtype", "fp32"), 40
+    whole, output, chance = folder / "whole", folder / "killed", random.Random(1)
+    begun = time.perf_counter()
+    train(device_name, folder, whole, *flags)
+    seconds, expected, killed, writing = time.perf_counter() - begun, bytes_of(whole, steps), 0, 0
+    while killed < kills:
+        child = start(device_name, folder, output, *flags, "-y", 1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(chance.uniform(0.2, 1) * seconds)
+        while killed % 2 and child.poll() is None and not any(output.glob("*.tmp")):
+            time.sleep(1e-4)  # every second kill hits a file that is being written
+        child.kill()
+        _, error = child.communicate()
+        if child.returncode == 0:
+            same(bytes_of(output, steps), expected, f"after {killed} kills")
+            shutil.rmtree(output)
+        else:
+            assert child.returncode == -signal.SIGKILL, error
+            killed += 1
+            writing += any(output.glob("*.tmp"))
+            whole_ones(output)
+    train(device_name, folder, output, *flags, "-y", 1)
+    same(bytes_of(output, steps), expected, f"after {killed} kills")
+    check("no temporary file is left", not [*output.glob("*.tmp")])
+    check("the newest two are left", whole_ones(output) == [39, 40], whole_ones(output))
+    check("a fourth of the kills came while a file was being written", writing >= kills // 4, f"{writing} of {killed}")
+
+
+def signals(device_name, folder):
+    """SIGTERM and Ctrl-C end a run after its step, with a checkpoint that resumes. A second Ctrl-C ends it at once."""
+    flags, whole = ("-x", 60, "-v", 0, "-s", 0, "-n", 60), folder / "whole"
+    train(device_name, folder, whole, *flags)
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        output = folder / signal.Signals(number).name
+        child = start(device_name, folder, output, *flags, "-n", 0)
+        wait_for(child.stdout, "step    5/")
+        child.send_signal(number)
+        child.communicate()
+        yield f"{output.name}: exit status", child.returncode, status, EXACT
+        stopped = whole_ones(output)
+        check(f"{output.name}: a whole checkpoint", len(stopped) == 1 and 5 <= stopped[0] < 60, f"{stopped}")
+        train(device_name, folder, output, *flags, "-y", 1)
+        same(bytes_of(output, 60), bytes_of(whole, 60), f"{output.name} resumed")
+
+    output = folder / "tee"  # which the same Ctrl-C has ended
+    child = start(device_name, folder, output, *flags, "-x", 2000)
+    wait_for(child.stdout, "step    5/")
+    child.stdout.close()
+    child.stderr.close()
+    child.send_signal(signal.SIGINT)
+    yield "Ctrl-C with tee: exit status", child.wait(60), 130, EXACT
+    check("Ctrl-C with tee: a whole checkpoint", len(whole_ones(output)) == 1)
+
+    output = folder / "twice"
+    child = start(device_name, folder, output, "-d", 16 * 20000, "-v", 0, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    while not (output / "main.log").exists():
+        time.sleep(0.01)
+    text = train(device_name, folder, output, status=1)
+    refused = re.search("error: .*another run is writing to this folder", text)
+    check("a second run in the folder is refused", refused, text)
+    child.send_signal(signal.SIGINT)
+    next(line for line in child.stderr if "once more leaves at once" in line)
+    child.send_signal(signal.SIGINT)
+    yield "Ctrl-C twice: the signal ends it", child.wait(20), -signal.SIGINT, EXACT
+    check("Ctrl-C twice: no checkpoint", whole_ones(output) == [])
+
+
+def full_disks(device_name, folder):
+    """A full disk is reported, leaves the last complete checkpoint, and does not end the training."""
+    output, enough = folder / "full", folder / "enough"
+    train(device_name, folder, enough)
+
+    def train_with(limit, output, *flags):
+        """Train on where no file may be larger than a limit, from step 6."""
+        def little_room():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        child = start(device_name, folder, without(enough, output, 9, 12), *flags, "-y", 1, preexec_fn=little_room)
+        return *child.communicate(timeout=60), child.returncode
+
+    # Room for parameters, and not for a state
+    text, error, status = train_with((enough / "state_00000006_00000.bin").stat().st_size - 1000, output)
+    ok = status == 1 and re.fullmatch("error: no checkpoint of step 12: .*\n", error)
+    check("full disk: the end says so", ok, f"{status}, {error}")
+    warnings = re.findall(r"WARNING: no checkpoint of step (\d+): .*state.*newest whole one is of step 6", text)
+    check("full disk: each checkpoint that fails is reported", warnings == ["9", "12"], f"{warnings}")
+    check("full disk: the training went on", "step   12/12" in text)
+    yield "full disk: whole checkpoints", whole_ones(output), [3, 6], EXACT
+    rest = sorted(path.name for path in output.iterdir()
+                  if not re.search("0000000[36]|main.log|run_00000000", path.name))
+    check("full disk: nothing else is left", rest == [], f"{rest}")
+    train(device_name, folder, output, "-y", 1)
+    same(bytes_of(output, 12), bytes_of(enough, 12), "after a full disk")
+    # Not even for parameters: each checkpoint fails, and the writer's memory must not run out
+    text, *_ = train_with(50_000, folder / "fuller", "-n", 1)
+    yield "fuller disk: failures", text.count("WARNING: no checkpoint of step"), 6, EXACT
+    yield "fuller disk: whole checkpoints", whole_ones(folder / "fuller"), [3, 6], EXACT
+
+    lines, room = [], iter((0, 5, None, 100, 100))  # bytes that can be written, time after time
+
+    def write(data):
+        count = next(room)
+        if count is None:
+            raise OSError(28, "No space left on device")
+        lines.append(data[:count])
+        return len(data[:count])
+
+    log = MainLog(folder, 0, False)
+    log.file = SimpleNamespace(write=write)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for i in range(5):
+            log.write(f"line {i}")
+    check("lines of the log wait for room", b"".join(lines) == b"line 0\nline 1\nline 2\nline 3\nline 4\n", lines)
+    yield "which is said once", said.getvalue().count("WARNING: main.log could not be written"), 1, EXACT
+
+
+def writer_that_fails(device_name, folder):
+    """An exception in the writer's thread is reported like a full disk, and the training goes on."""
+    real = background_writer.replace_file
+
+    def broken(path, chunks):
+        if "00000000" not in path.name:
+            raise ZeroDivisionError("a crash")
+        real(path, chunks)
+
+    with mock.patch.object(background_writer, "replace_file", broken):
+        status, text, error = call(*command(device_name, folder, folder / "crash")[3:])
+    ok = status == 1 and "WARNING: no checkpoint of step 3: a crash" in text and "step   12/12" in text
+    check("a crash of the writer is seen", ok, text[-300:] + error)
+
+
+def stopped_at_once(folder):
+    """A signal ends a run after its step, whenever it comes: without another validation or sample, with a checkpoint
+    that has this step's weights, and after the lines of all steps. So it does where lines are late, as on a GPU."""
+    flags, handlers = ("-x", 6, "-n", 0, "-s", 1, "-g", 2, "-v", 1), [signal.getsignal(n) for n in (2, 15)]
+
+    def fetch(device_name, array):
+        values = array.copy()
+        return lambda: values
+
+    def told_in(cls, name, when):
+        method = getattr(cls, name)
+
+        def told(first, *args, **keywords):
+            if when(first, *args):
+                os.kill(os.getpid(), number)
+            return method(first, *args, **keywords)
+        return mock.patch.object(cls, name, told)
+
+    with mock.patch("dev.cpu.device.Cpu.fetch", fetch, create=True):
+        train("cpu", folder, folder / "whole", *flags)
+        weights = (folder / "whole/model_00000006.bin").read_bytes()
+        for base, number in ((Training, signal.SIGTERM), (FastTraining, signal.SIGINT)):
+            for step, end, *told in (
+                    (0, "", Training, "next_batches", lambda run: run.model.step == 0),
+                    (3, "", GPT2, "train_step", lambda model, *args: model.step == 2),
+                    (6, "", GPT2, "train_step", lambda model, *args: model.step == 5),
+                    (6, "val loss, generating, ", Training, "validate", lambda run, done: done == 6)):
+                output = folder / f"{base.__name__}, {told[1]}, {step}"
+                with told_in(*told), mock.patch.object(train_gpt2, "Training", base):
+                    text = train("cpu", folder, output, *flags, status=128 + number)
+                said = ", ".join(re.findall(
+                    r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of 6|wrote .*model_\d+\.bin"
+                    r"(?: and its state)?)", text, re.M))
+                wish = "".join(f"val loss, {'generating, ' * (i > 0)}step    {i + 1}/6, " for i in range(step))
+                wish += f"{end}interrupted after {step} of 6, wrote {output / f'model_{step:08d}.bin'}"
+                wish += " and its state" * (not end) + f", {step} steps in" * (step > 0)  # else the run was done
+                check(f"{output.name}: what is said", said == wish, f"{said!r}, expected {wish!r}" * (said != wish))
+                if not end:
+                    train("cpu", folder, output, *flags, "-y", 1)
+                check(f"{output.name}: its end", (output / "model_00000006.bin").read_bytes() == weights)
+                check(f"{output.name}: handlers", [signal.getsignal(n) for n in (2, 15)] == handlers)
+
+
+if __name__ == "__main__":
+    run_program((signals, stopped_at_once, full_disks, writer_that_fails, killed_runs), token_files, kills=20)

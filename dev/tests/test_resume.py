@@ -1,0 +1,281 @@
+"""Test how runs resume: the fields of state files, the same bytes as without a stop, and smaller batches.
+
+    python -m dev.tests.test_resume                  # on the CPU, and on a GPU if there is one
+    python -m dev.tests.test_resume --device cpu     # only on this one
+
+Trainings are small. A state file is read by a parser of llm.c's format that shares no code with the trainer's.
+"""
+import contextlib
+import io
+import re
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+from dev.checkpoints.resume import load_position
+from dev.checkpoints.run_folder import RunFolder
+from dev.checkpoints.state_file import shuffle_record
+from dev.data.shuffled_loader import FilesLoader
+from dev.lab.kernels.adamw import halves
+from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, run_program
+from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, parse_state, same, token_files, train,
+                                 without)
+from train_gpt2 import Config
+
+
+def state_files(device_name, folder):
+    """Every field of a state file, with and without shuffling."""
+    counts, N = [333, 300, 170], NUMBERS
+    for shuffle in (1, 0):
+        output = folder / f"shuffle_{shuffle}"
+        train(device_name, folder, output, "--shuffle", shuffle, "--dtype", "fp32", "-n", 7)
+        for step in (7, 12):
+            fields, data, at = parse_state(output / f"state_{step:08d}_00000.bin")
+            name = f"shuffle {shuffle}, step {step}:"
+            yield f"{name} header", fields["header"], (20240527, 1, 1, 0, 1, shuffle), EXACT
+            yield f"{name} step, other fields", [fields["step"], len(fields["zeros"])], [step, 0], EXACT
+            # Where the loader is now, by another walk over the shards: 2 micro-batches of 16 tokens a step.
+            twister = np.random.RandomState(42)
+
+            def permute(items, twister=twister, first=len if shuffle else lambda items: 0):
+                for i in range(first(items) - 1, 0, -1):
+                    j = int(np.frombuffer(twister.bytes(4), "<u4")[0]) % (i + 1)
+                    items[i], items[j] = items[j], items[i]
+
+            shards = [0, 1, 2]
+            permute(shards)
+            shard, sample = 0, 0
+            order = list(range((counts[shards[0]] - 1) // 16))
+            permute(order)
+            for _ in range(2 * step):
+                if sample == len(order):
+                    shard, sample = shard + 1, 0
+                    if shard == 3:
+                        shard = 0
+                        permute(shards)
+                    order = list(range((counts[shards[shard]] - 1) // 16))
+                    permute(order)
+                sample += 1
+            yield f"{name} shard, sample", [fields["shard"], fields["sample"]], [shard, sample], EXACT
+            m, v, master = np.frombuffer(data[at : at + 12 * N], "<f4").reshape(3, N)
+            at += 12 * N
+            model = np.frombuffer((output / f"model_{step:08d}.bin").read_bytes()[1024:], "<f4")
+            yield f"{name} master weights are the model's", master, model, EXACT
+            check(f"{name} m has both signs, v has one", (m < 0).any() and (m > 0).any() and (v >= 0).all() and v.any())
+            if shuffle:
+                yield f"{name} shards", struct.unpack_from("<Q3i", data, at), [3, *shards], EXACT
+                n = struct.unpack_from("<Q", data, at + 20)[0]
+                yield f"{name} samples", struct.unpack_from(f"<{n}i", data, at + 28), order, EXACT
+                at += 28 + 4 * n
+                seed, left, following = struct.unpack_from("<QiI", data, at)
+                _, key, used, *_ = twister.get_state()
+                yield f"{name} seed, left, next", [seed, left, following], [0, 625 - used, used], EXACT
+                yield f"{name} twister", struct.unpack_from("<624I", data, at + 16), key, EXACT
+                yield f"{name} matrix", struct.unpack_from("<2I", data, at + 2512), [0, 0x9908B0DF], EXACT
+                at += 2520
+            check(f"{name} size", len(data) == at, f"{len(data)} == {at}")
+
+
+def resumed_runs(device_name, folder):
+    """A run that resumes ends with the same bytes as one that never stopped, GPT-2's and Llama 3's."""
+    def again(name, *flags, gone=(12,), **keywords):
+        """Train on in a copy of a run's folder without the checkpoints of some steps: (the copy, what is printed)."""
+        copy = without(folder / name, folder / f"{name} {len([*folder.iterdir()])}", *gone)
+        return copy, train(device_name, folder, copy, *flags, "-y", 1, **keywords)
+
+    for name, flags, keywords in (
+            ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}), ("in order", ("--shuffle", 0), {}),
+            ("fp8", ("--dtype", "fp8"), {}), *[("plain", ("--plain", 1), {})] * (device_name == "cuda"),
+            ("bf16 moments", ("--moments", "bf16", "--dtype", "fp32"), {}),
+            ("Llama", (), dict(trainer=LLAMA, model=FIXTURES / "llama_gqa.bin")),
+            ("tied Llama in bf16", ("--dtype", "bf16", "--moments", "bf16"),
+             dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
+        train(device_name, folder, folder / name, *flags, "-n", 7, **keywords)
+        copy, text = again(name, *flags, "-n", 7, **keywords)
+        same(bytes_of(copy, 12), bytes_of(folder / name, 12), f"{name} resumed")
+        ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
+        check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
+    copy = without(folder / "fp32", folder / "by its notes", 12)
+    status, _, error = call("--device", device_name, "-o", copy, "-y", 1)
+    check("resumed with the flags of its notes: status", status == 0, error)
+    same(bytes_of(copy, 12), bytes_of(folder / "fp32", 12), "resumed with the flags of its notes")
+
+    _, data, at = parse_state(folder / "bf16 moments/state_00000012_00000.bin")
+    m, v, master = np.frombuffer(data[at : at + 12 * NUMBERS], "<u4").reshape(3, NUMBERS)
+    check("bf16 moments: exact in fp32", not ((m | v) & 0xFFFF).any() and (m != 0).mean() > 0.5 < (v != 0).mean())
+    check("bf16 moments: parameters are not rounded", (master & 0xFFFF).any())
+    copy, text = again("bf16 moments", "--dtype", "fp32", "--moments", "fp32", "-n", 7)
+    check("moments of another type: a warning", "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)
+    check("moments of another type: other bits", bytes_of(copy, 12) != bytes_of(folder / "bf16 moments", 12))
+    _, text = again("bf16 moments", "--dtype", "fp32", "--moments", "bf16", "--seed", 5, "-n", 7)
+    check("moments rounded by another seed: a warning", "WARNING: --seed was 42 until step 7, and is 5 from" in text)
+
+    flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"  # after 11 it is in file 1, after 22 in file 2
+    train(device_name, folder, folder / "files", *flags)
+    for gone in ((26,), (22, 26)):
+        copy, _ = again("files", *flags, gone=gone)
+        same(bytes_of(copy, 26), bytes_of(folder / "files", 26), f"files in order, resumed after {33 - 11 * len(gone)}")
+
+
+def states_of_others(device_name, folder):
+    """A run resumes what llm.c, or another program, may have written instead of its own checkpoint."""
+    N, path = NUMBERS, folder / "state_00000007_00000.bin"
+
+    def llmc(run):
+        (run / "run_00000007.json").unlink()
+        data = bytearray((run / path.name).read_bytes())
+        data[-2520:-2512] = b"\x5a" * 8  # llm.c leaves the seed as it finds it
+        data[80:96] = b"\x5b" * 16  # its stochastic rounding
+        (run / path.name).write_bytes(data)
+
+    def no_master(run):
+        data = bytearray((run / path.name).read_bytes())
+        data[16:20] = bytes(4)
+        (run / path.name).write_bytes(data[: 1024 + 8 * N] + data[1024 + 12 * N :])
+
+    def cut_off(run):
+        model, (_, data, at) = run / "model_00000007.bin", parse_state(run / path.name)
+        master = np.frombuffer(data, "<u4", N, at + 8 * N)
+        rounded = halves(master.view("<f4").astype(np.float64))[0]
+        written = np.fromfile(model, "<u2", offset=1024)
+        check("bf16: a checkpoint's parameters are its state's, rounded", np.array_equal(written, rounded))
+        model.write_bytes(model.read_bytes()[:1024] + (master >> 16).astype("<u2").tobytes())
+
+    for name, dtype, change in (("llm.c's state", "fp32", llmc), ("a state without master weights", "fp32", no_master),
+                                ("parameters rounded otherwise", "bf16", cut_off)):
+        whole, flags = folder / dtype, ("--dtype", dtype, "-n", 7)
+        if not whole.exists():
+            train(device_name, folder, whole, *flags)
+        copy = without(whole, folder / name, 12)
+        change(copy)
+        text = train(device_name, folder, copy, *flags, "-y", 1)
+        same(bytes_of(copy, 12), bytes_of(whole, 12), f"{name}, resumed")
+        check(f"{name}: a warning without json", ("WARNING: there is no" in text) == (change == llmc), text[:300])
+
+
+def outliers(device_name, folder):
+    """Steps that are outliers are skipped and reported, and a run that resumes skips the same."""
+    flags, whole = ("-n", 133, "-x", 140, "-sl", 0.1, "-sg", 1.5, "-v", 0, "-s", 0), folder / "outliers"
+    text = train(device_name, folder, whole, *flags)
+    skipped = [int(step) for step in re.findall(r"WARNING: step (\d+): no update: loss", text)]
+    check("outliers: none in the first 128 steps, some after step 133, not all",
+          skipped and 128 < skipped[0] and 133 < skipped[-1] and len(skipped) < 12, f"{skipped}")
+    report = re.search(r"outlier +\| z-scores: loss -?\d+.\d\d, norm -?\d+.\d\d; .* step \d+: the gradient's norm is "
+                       r"\S+ of which d\w+.* batches: .*part_train_\d.bin, tokens \d+ to", text)
+    check("outliers: large gradients and the place in the data are named", report, text[-300:] * (not report))
+    for name, notes in (("again", True), ("without their windows", False)):
+        copy = without(whole, folder / name, 140)
+        if not notes:
+            (copy / "run_00000133.json").unlink()
+        train(device_name, folder, copy, *flags, "-y", 1)
+        check(f"outliers {name}: {'the same' if notes else 'another'} run",
+              (bytes_of(copy, 140) == bytes_of(whole, 140)) == notes)
+
+
+def kept_checkpoints(device_name, folder):
+    """-nk keeps the newest, -nm each of its multiples; -o alone writes parameters only."""
+    kept = folder / "kept"
+    train(device_name, folder, kept, "-n", 1, "-nk", 2, "-nm", 4)
+    for pattern in ("DONE_*", "model_*", "state_*", "run_*"):
+        found = sorted(int(re.search(r"\d{8}", path.name)[0]) for path in kept.glob(pattern))
+        start = [0] * (pattern == "run_*")  # the flags of the run since its start
+        yield f"kept {pattern}", found, [*start, 4, 8, 11, 12], EXACT
+    gone = []
+    output = RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None, val_every=0))
+    with mock.patch.object(Path, "unlink", lambda path, **_: gone.append(path.name)):
+        output.remove(12)
+    names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]
+    check("DONE goes first", gone == names, gone)
+    alone = folder / "alone"
+    train(device_name, folder, alone, "-n", 0)
+    found = sorted(path.name for path in alone.iterdir())
+    check("-o alone", found == ["main.log", "model_00000012.bin", "run_00000000.json"], found)
+
+
+def overfitted_batch(device_name, folder):
+    """-a 1 trains on the first validation batch, again and again."""
+    output = folder / "overfit"
+    train(device_name, folder, output, "-a", 1, "-d", 16, "-m", 1, "-v", 1, "-k", "constant", "-c", 0)
+    lines = (output / "main.log").read_text().splitlines()
+    tel = [line.split(":")[2] for line in lines if " tel:" in line]
+    trl = [line.split(":")[2].split()[0] for line in lines if " trl:" in line]
+    check("overfit: the training loss is the validation's", tel[:12] == trl, (tel, trl))
+    check("overfit: it falls", float(trl[-1]) < 0.7 * float(trl[0]), trl)
+
+
+def tokens_of(data, count):
+    """A loader's next `count` tokens."""
+    return np.concatenate([data.next_batch()[0].ravel() for _ in range(count // (data.B * data.T))])
+
+
+def smaller_batches(folder):
+    """With a smaller -b the same tokens follow; if they cannot, the run is refused."""
+    pattern, T = str(folder / "part_train_[01].bin"), 8
+
+    def state_of(data, path="a state"):
+        position = data.position()
+        P, n = len(data.paths), len(position.order)
+        record = np.zeros(1, shuffle_record(P, n))[0]
+        record["P"], record["files"], record["n"], record["order"] = P, position.files, n, position.order
+        _, key, used, *_ = position.rng
+        record["key"], record["next"], record["left"] = key, used, max(1, 625 - used)
+        return SimpleNamespace(path=path, place=position.place, next=position.next, shuffle=int(data.shuffle),
+                               record=record if data.shuffle else None)
+
+    def loader(B, shuffle, rank=0, count=1):
+        return FilesLoader(pattern, B, T, Config.from_file(TINY), shuffle, rank, count)
+
+    def go_on(data, state, had):
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            load_position(state, data, True, True, had)
+        return said.getvalue()
+
+    for shuffle in (0, 1):
+        for done, B in ((2, 2), (5, 1), (11, 2)):  # batches of 32 tokens; 10 in the file of 333, then 9 in that of 300
+            whole = loader(4, shuffle)
+            tokens_of(whole, done * 32)
+            state, less = state_of(whole), loader(B, shuffle)
+            said = go_on(less, state, 4)
+            left, name = (len(whole.order) - whole.next) * 32, f"shuffle {shuffle}, after {done}:"
+            yield f"{name} the same tokens", tokens_of(less, left), tokens_of(whole, left), EXACT
+            batches = less.batches_of[less.files[less.place]]
+            yield f"{name} each once", sorted(less.order), [*range(batches)], EXACT
+            yield f"{name} it is said", f"shuffled in batches of -b {B}" in said, shuffle > 0, EXACT
+            again = loader(B, shuffle)
+            go_on(again, state_of(less), B)  # a second time
+            yield f"{name} and on", tokens_of(again, 160), tokens_of(less, 160), EXACT
+    for B, shuffle, done, count in ((3, 0, 1, 1), (3, 1, 3, 1), (8, 1, 2, 1), (2, 1, 2, 2)):
+        whole = loader(4, shuffle, count=count)
+        tokens_of(whole, done * 32)
+        wish = "each rank has an order" if count > 1 else f"stopped after {32 * done} tokens"
+        check_refusal(f"shuffle {shuffle}, ranks {count}", f"-b {B}: the run had -b 4, and .*{wish}.*: expected -b 4",
+                      go_on, loader(B, shuffle, count=count), state_of(whole), 4)
+    for B, done in ((8, 2), (3, 3)):
+        whole, other = loader(4, 0), loader(B, 0)
+        tokens_of(whole, done * 32)
+        go_on(other, state_of(whole), 4)
+        yield f"-b 4 to {B}, in order", tokens_of(other, 96)[:64], tokens_of(whole, 96)[:64], EXACT
+    pairs = [(loader(4, 0, rank, 2), loader(2, 0, rank, 2)) for rank in (0, 1)]
+    for whole, less in pairs:
+        tokens_of(whole, 64)
+        go_on(less, state_of(whole), 4)
+    both = [sorted(np.concatenate([tokens_of(pair[i], 32) for pair in pairs])) for i in (0, 1)]
+    yield "two ranks, in order: a step's tokens", both[1], both[0], EXACT
+
+    output = folder / "less"
+    train("cpu", folder, output, "-i", pattern, "-x", 3)
+    whole = shutil.copytree(output, folder / "as before")
+    train("cpu", folder, whole, "-i", pattern, "-y", 1, "-x", 6)
+    text = train("cpu", folder, output, "-i", pattern, "-y", 1, "-x", 6, "-b", 1)
+    check("-b 1: it is said", "WARNING: --batch-size was 2 until step 3, and is 1 from now on" in text, text[-500:])
+    logs = [[float(x) for x in re.findall(r"trl:(\S+)", (each / "main.log").read_text())] for each in (whole, output)]
+    yield "-b 1: losses", logs[1], logs[0], 2e-4
+
+
+if __name__ == "__main__":
+    run_program((state_files, resumed_runs, states_of_others, outliers, kept_checkpoints, overfitted_batch,
+                 smaller_batches), token_files)
