@@ -52,6 +52,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_benchmark", "tables jobs llmc"),
     Fast("dev.tests.test_tokens", "words_and_ids files refusals"),
     Fast("dev.tests.test_fineweb", "tables local_shards refusals"),
+    Fast("dev.tests.test_same", "files runs"),
     Fast("dev.tests.test_hellaswag", "good_files bad_files rules"),
     Fast("dev.tests.test_sample", "formula windows characters"),
     Fast("dev.tests.test_recipes", "sizes nodes"),
