@@ -23,7 +23,8 @@ from train_gpt2 import BF16, to_float
 TOP = Path(__file__).resolve().parents[2]
 FIXTURES = TOP / "dev/fixtures"
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))  # for programs that tests start
+# for the programs that tests start
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))
 
 EXACT = 0  # the same bits
 PEERS = "torch", "transformers"  # a test that needs these is skipped where they are not installed

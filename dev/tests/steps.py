@@ -40,7 +40,7 @@ def accumulated_steps(device):
         norm, loss, *_ = model.report()
         mean = sum(alone[:count]) / count
         yield f"loss of {count}", loss, np.mean(losses[:count]), KERNEL_LIMIT
-        limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third of a gradient is rounded again
+        limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third is rounded again
         yield f"norm of {count}", norm, np.linalg.norm(mean), limit
         yield f"m of {count}", device.get(model.arenas["adam m"].view(np.float32)), mean, limit
     yield "steps", model.step, 5, EXACT
