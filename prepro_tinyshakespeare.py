@@ -5,10 +5,10 @@
 
 The second writes data/book/book_{train,val}.bin. The text becomes GPT-2 tokens, with <|endoftext|>
 before it and after every blank line, so that each speech of a play is a document of its own. The
-first 32,768 tokens are for validation (the first tenth of a text too short for that), the rest for
-training. A file is 256 int32 (magic 20240520, version 1, count), then the tokens as uint16.
+first 32,768 tokens, or a tenth of a shorter text, are for validation, the rest for training. A file
+is 256 int32 (magic 20240520, version 1, count), then the tokens as uint16.
 
-It is the ground floor: all other programs stand on its errors and on its way to write a file.
+This is the ground floor: all other programs use its errors and its way to write a file.
 """
 import argparse
 import http.client
@@ -17,8 +17,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
-# On a CPU, NumPy's threads and the kernels' take turns. One that busy-waits would block the others,
-# so all are told to sleep. NumPy reads this when it is imported.
+# On a CPU, NumPy's threads and the kernels' take turns. Threads that busy-wait would slow the
+# others down, so these make them sleep. NumPy reads them when it is imported.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
@@ -27,12 +27,12 @@ import numpy as np
 
 
 class UserError(Exception):
-    """Something that the user can mend, in one line: what was found, what was expected, what to
+    """An error that the user can fix, in one line: what was found, what was expected, what to
     do."""
 
 
 def run(main):
-    """Run a program: main() returns its exit status, and an error is one line and status 1."""
+    """Run a program: main() returns the exit status. An error prints one line and exits with 1."""
     try:
         sys.exit(main())
     except (UserError, OSError) as e:
@@ -52,9 +52,9 @@ def make_header(magic, *fields):
 
 
 def replace_file(path, chunks):
-    """Write the chunks (bytes or C-contiguous arrays) to path, whole or not at all: to a temporary
-    file beside it, which then takes its name. Raises UserError if the disk is full or the folder
-    cannot be written."""
+    """Write the chunks (bytes or C-contiguous arrays) to path, completely or not at all: to a
+    temporary file beside it, which then takes its name. Raises UserError if the disk is full or the
+    folder cannot be written."""
     temporary = Path(f"{path}.{os.getpid()}.tmp")
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def replace_file(path, chunks):
         try:
             temporary.unlink(missing_ok=True)
         except OSError:
-            pass  # the folder itself is missing or read-only, which the UserError says
+            pass  # the folder is missing or read-only, as the UserError says
 
 
 # ---- Text and tokens
@@ -98,7 +98,7 @@ def gpt2_encoding():
 
 def byte_encoding():
     """The part of GPT-2's vocabulary that needs no download: its 256 single-byte tokens, and
-    end-of-text. GPT-2 numbers the bytes that print in Latin-1 first, and then the others."""
+    end-of-text. GPT-2 numbers the bytes that print in Latin-1 first, then the others."""
     import tiktoken
     order = PRINTING + [b for b in range(256) if b not in PRINTING]
     return tiktoken.Encoding("gpt2_bytes", pat_str=r"[\s\S]", special_tokens={END_OF_TEXT: EOT},
@@ -117,14 +117,14 @@ def download_tinyshakespeare():
 
 
 def write_tokens(path, tokens, magic=20240520, version=1, dtype="<u2"):
-    """Write a token file: path, tokens (a sequence of ids; GPT-2's are below 65,536)."""
+    """Write a token file. tokens: a sequence of ids (GPT-2's are below 65,536)."""
     print(f"writing {len(tokens):,} tokens to {path}")
     replace_file(path, [make_header(magic, version, len(tokens)), np.asarray(tokens, dtype)])
 
 
 def prepare(text, encoding, path, border=END_OF_TEXT, **kind):
-    """Tokenize text (str) and write path.format("val") and path.format("train"). The border is a
-    special token, before each document; kind: see write_tokens."""
+    """Tokenize text (str) and write path.format("val") and path.format("train"). The border is the
+    special token before each document. kind: see write_tokens."""
     document = border + text.replace("\n\n", "\n\n" + border)
     tokens = encoding.encode(document, allowed_special={border}, disallowed_special=())
     val = min(VAL_TOKENS, len(tokens) // 10)
@@ -136,10 +136,10 @@ def prepare(text, encoding, path, border=END_OF_TEXT, **kind):
 
 
 def data_paths(train, val):
-    """The paths of the tokens to train and to validate on. One that is None has the other's name,
-    with val for train in it or the other way round. If both are None, they are tinyshakespeare's,
-    which is prepared if it is missing; or, without a network, another real text's: the language
-    reference that Python carries. Raises UserError."""
+    """The paths of the tokens to train and to validate on. If one is None, it is the other with val
+    in place of train, or the other way round. If both are None, they are tinyshakespeare's, which
+    is prepared if it is missing; without a network, they are those of the language reference that
+    comes with Python. Raises UserError."""
     for given, part, flag in ((train, "train", "-j"), (val, "val", "-i")):
         if given and part not in Path(given).name and not (train and val):
             raise UserError(f"{given} has no '{part}' in its name: give {flag} too")
@@ -161,7 +161,7 @@ def both(pattern):
 
 
 def prepare_python_reference():
-    """Tokenize Python's language reference, unless that was done. Returns its files' pattern."""
+    """Tokenize Python's language reference, unless it is done. Returns the pattern of its files."""
     try:
         encoding, name = gpt2_encoding(), "python_reference"
     except UserError as e:
@@ -178,7 +178,7 @@ def prepare_python_reference():
 
 
 def text_flags(description):
-    """A parser of flags that name a text."""
+    """A parser for the flags that name a text."""
     parser = argparse.ArgumentParser(description=description,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="a UTF-8 text, instead of downloading tinyshakespeare")

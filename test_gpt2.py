@@ -6,10 +6,10 @@
     python test_gpt2.py --checkpoint A --state B   # only this dump, of llm.c or torch_reference.py
 
 It prints a line for each check, and then `N passed, N failed`; the exit status is 1 if any failed.
-What a kernel is given, and what is expected of it, stands in dev/lab/kernels/; `python -m dev.lab
---check` checks the slower versions too. The tests of a step (dev/tests/steps.py), of files, of the
-CPU, of what only a GPU has and of the command line (dev/tests/) run as well. On a GPU, both the
-plain and the fast device are compared; their kernels are the same, and tested once.
+The inputs of each kernel, and its formula, are in dev/lab/kernels/; `python -m dev.lab --check`
+checks the slower versions too. The tests of a step (dev/tests/steps.py), of files, of the CPU, of
+the GPU's own features, and of the command line (dev/tests/test_*.py) run as well. On a GPU both the
+plain and the fast device are tested; they have the same kernels, which are tested once.
 """
 import functools
 import importlib
@@ -42,7 +42,7 @@ from train_gpt2 import BF16, GPT2, HERE, LOW, Config, kept_as, read_parameters, 
 MOMENTS = HERE / "dev/precision/moments.cu"
 
 
-# ---- The formulas: each gradient against finite differences of its function; and rounding
+# ---- The formulas: each gradient against finite differences; and rounding
 
 
 def finite_differences():
@@ -58,7 +58,7 @@ def finite_differences():
 
 
 def rounding():
-    """Devices store the nearest bfloat16; a number half way between two goes to the even one."""
+    """Devices store the nearest bfloat16; a number halfway between two goes to the even one."""
     half_way = np.float32(1 + np.arange(512) / 256)
     x = f32(np.r_[10 ** np.linspace(-30, 30, 10**5) * normal(10**5), half_way,
                   np.nextafter(half_way, 0), -half_way, 0])
@@ -66,8 +66,8 @@ def rounding():
 
 
 def two_halves():
-    """The two halves of an fp32 make it again: every upper half, and lower ones where rounding
-    changes."""
+    """Joining the two halves of an fp32 gives it back: every upper half, with the lower halves
+    where the rounding changes."""
     bits = (np.arange(2**16, dtype=np.uint32)[:, None] << 16 | LOWER).reshape(-1)
     x = bits.view(np.float32)
     nan, finite = np.isnan(x), np.isfinite(x)
@@ -89,7 +89,7 @@ KERNELS = (
     "relu_attention_forward", "attention_backward", "attention_backward_bias", "gqa_forward",
     "gqa_backward", "gelu_forward", "gelu_backward", "crossentropy_forward", "classifier_fused",
     "global_norm", "add_loss", "judge", "adamw", "adamw_bf16")
-# C and NH; the first is the fixture's and SMALL_MODEL's, and has all kernels
+# C and NH. The first are the fixture's and SMALL_MODEL's, and are compiled with all kernels.
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 
 
@@ -107,7 +107,7 @@ AS_HOPPER = (  # heads of 64 and of 128 channels, whole tiles and parts of one
 
 
 def test_as_hopper(only=None):
-    """Attention as on a Hopper GPU, on the CPU, which has wgmma in C++: no wait makes NaN."""
+    """Attention as on a Hopper GPU, on the CPU, with wgmma in C++: a missing wait gives NaN."""
     devices = {}
     for name, text in AS_HOPPER:
         kernel, sizes = find_ladder(name), parse_sizes(text)
@@ -126,7 +126,7 @@ def test_as_hopper(only=None):
             check(f"{name} {text} as on Hopper:", False, f"{type(e).__name__}: {e}")
 
 
-# ---- What else the model is made of: a few steps to its gradients, and matrix products
+# ---- Matrix products
 
 
 def matmul(device, M, K, N):
@@ -172,7 +172,7 @@ def matmul(device, M, K, N):
 
 FORWARD = ("encoder_forward", "residual_layernorm_forward", "attention_forward", "gelu_forward",
            "fused_classifier", "add_loss")
-HARD = {  # (mean, deviation) of parameters; of the others (0, 0.2)
+HARD = {  # (mean, deviation) of these parameters; the others have (0, 0.2)
     "wte": (0, 0.5), "wpe": (6, 1),  # the stream's mean is five times its deviation
     "ln1w": (1, 0.5), "ln1b": (1, 0.5), "ln2w": (1, 0.5), "ln2b": (-1, 0.5),
     "qkvb": (1, 1), "fcb": (-1, 1),
@@ -180,7 +180,7 @@ HARD = {  # (mean, deviation) of parameters; of the others (0, 0.2)
 
 
 def in_numpy(c, tensors, tokens, targets):
-    """Logits (B,T,V) and the mean loss by dev/gpt2_numpy.py, of the tensors of a checkpoint."""
+    """Logits (B,T,V) and the mean loss by dev/gpt2_numpy.py, given the tensors of a checkpoint."""
     p = SimpleNamespace(**{name: np.float64(to_float(values)) for name, values in tensors})
     p.wte = p.wte[: c.V]
     logits = np.stack([forward(p, sequence, c.NH) for sequence in tokens])
@@ -188,7 +188,7 @@ def in_numpy(c, tensors, tokens, targets):
 
 
 def numpy_beside_pytorch():
-    """dev/gpt2_numpy.py alone: the logits and the loss of the fixture, as PyTorch wrote them."""
+    """dev/gpt2_numpy.py gives the logits and the loss of the fixture that PyTorch wrote."""
     c = Config.from_file(TINY)
     truth = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c)
     logits, loss = in_numpy(c, read_parameters(TINY, c), truth.x, truth.y)
@@ -197,7 +197,7 @@ def numpy_beside_pytorch():
 
 
 def forward_pass(device, C, NH):
-    """Logits and loss of GPT2.forward, whose logits come in four parts, beside NumPy's."""
+    """Logits and loss of GPT2.forward, with the logits in four parts, against NumPy's."""
     B, T = 2, 37
     c = Config(maxT=41, V=251, L=2, NH=NH, C=C, Vp=288)
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
@@ -210,7 +210,7 @@ def forward_pass(device, C, NH):
     tokens, targets = words(c.V, 2, B, T)
     logits, loss = in_numpy(c, tensors, tokens, targets)
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
-        # of which each token's error averages out
+        # in the mean loss, the errors of single tokens average out
         yield "loss", model.forward(tokens, targets), loss, LIMITS[device.dtype] / 5
     assert len(model.parts) == 4, model.parts
     found = [to_float(device.get(model.head_forward(rows)))[:, : c.V] for rows in model.parts]
@@ -219,7 +219,7 @@ def forward_pass(device, C, NH):
 
 # ---- The program
 
-# Of all tests in a dtype, on two cores, if no kernel is compiled yet. The rest takes a minute more.
+# All tests of a dtype, on two cores, if no kernel is compiled yet. The rest takes a minute more.
 MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIMITS, 2)}
 
 
@@ -231,7 +231,7 @@ def say_how_long(flags):
 
 
 def test_device(device_name, dtype, plain):
-    """Matrix products, and the dumps that are here."""
+    """Matrix products, the forward pass, and the dumps that are here."""
     where = device_name, dtype, plain, GPT2
     for sizes in ((1, 1, 1), (27, 96, 288), (40, 768, 257), (300, 6, 32)):
         run(f"{dtype} matmul {sizes}", matmul, device_of(device_name, dtype, 64, 2, plain), *sizes)
@@ -249,7 +249,7 @@ def test_device(device_name, dtype, plain):
 def main():
     flags = read_flags("Compare train_gpt2.py with independent truths.", KERNELS)
     kernels = flags.kernels or flags.only
-    once = not (kernels or flags.state) and flags.dtype in (None, "fp32")  # what has no dtype
+    once = not (kernels or flags.state) and flags.dtype in (None, "fp32")  # tests without a dtype
     if once:
         say_how_long(flags)
         run("gradient of", finite_differences)

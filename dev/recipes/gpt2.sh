@@ -3,10 +3,10 @@
 #
 #     dev/recipes/gpt2.sh 124M                # with the flags of llm.c's scripts/run_gpt2_124M.sh
 #     dev/recipes/gpt2.sh 124M --gpus 8       # on eight GPUs of this machine
-#     dev/recipes/gpt2.sh 1558M --dry-run     # print the memory and the time it takes, and stop
+#     dev/recipes/gpt2.sh 1558M --dry-run     # print how much memory and time it takes, and stop
 #
-# More flags of train_gpt2.py may follow the size and override those below. The log and the
-# checkpoints go to log_gpt2_SIZE/; run the same command again to resume.
+# Flags of train_gpt2.py may follow the size; they override those below. The log and the
+# checkpoints go to log_gpt2_SIZE/. Run the same command again to resume.
 #
 #     size   tokens  hours on one H200  final validation loss   OpenAI's loss, HellaSwag
 #     124M    10.3B         4.6                3.27                  3.4250    0.2945
@@ -14,17 +14,17 @@
 #     774M    10.3B        28.5                2.94                  3.0006    0.4320
 #     1558M   33.6B       184                  2.68                  2.8313    0.4889
 #
-# hours   tokens divided by the speed in dev/RESULTS.md (124M at B=64, the others at B=8); 774M was
-#         not measured and is assumed to reach the FLOP/s of 350M. Evaluation comes on top.
-# loss    predictions: no run of these has been made here. llm.c's 124M ended at 3.2722 with these
+# hours   tokens divided by the speed in dev/RESULTS.md (124M at B=64, the others at B=8). 774M was
+#         not measured: it is assumed to reach the FLOP/s of 350M. Evaluation comes on top.
+# loss    predicted: none of these runs has been made here. llm.c's 124M ended at 3.2722 with these
 #         flags; the scaling law of Hoffmann et al. (2022, D.3) puts the others 0.215, 0.333 and
 #         0.597 below.
-# rates   of Brown et al. (2020), table 2.1; for 124M and 1558M llm.c's.
+# -l      learning rates: llm.c's for 124M and 1558M, the others from Brown et al. (2020, table 2.1)
 # data    python -m dev.data.fineweb --version 10B (21 GB); for 1558M 100B, about 200 GB, of which a
-#         third is read. llm.c's script for 1558M takes FineWeb-Edu, whose losses do not compare.
+#         third is read. llm.c's script for 1558M uses FineWeb-Edu, so its losses do not compare.
 #         python -m dev.data.hellaswag
 #
-# LAUNCH is the command that starts train_gpt2.py, python by default: see gpt2_124M_slurm.sh.
+# LAUNCH is the command that runs train_gpt2.py, python by default: see gpt2_124M_slurm.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

@@ -5,7 +5,7 @@
 #     sbatch dev/recipes/gpt2_124M_slurm.sh
 #
 # batch    16 ranks with B=32 and T=1024 make up the 524,288 tokens of a step (-d)
-# ranks    srun starts 16, and they meet through a file in log_gpt2_124M/
+# ranks    srun starts 16; they find each other through a file in log_gpt2_124M/
 # restart  120 seconds before the time limit Slurm sends SIGTERM. The ranks write a checkpoint and
 #          exit with status 143, and the job is queued again, as it is when a node fails. It then
 #          resumes from its last checkpoint (-y 1).

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # gpt2.sh 124M on two nodes of eight GPUs, with PyTorch's torchrun (pip install torch). Run it on
-# both nodes, with their own NODE_RANK and otherwise the same environment:
+# both nodes, each with its own NODE_RANK and otherwise the same environment:
 #
 #     NODE_RANK=0 MASTER_ADDR=node0 TRAIN_GPT2_TOKEN=... dev/recipes/gpt2_124M_torchrun.sh
 #     NODE_RANK=1 MASTER_ADDR=node0 TRAIN_GPT2_TOKEN=... dev/recipes/gpt2_124M_torchrun.sh
@@ -10,8 +10,8 @@
 #          node of rank 0. The ranks meet one port above, or on TRAIN_GPT2_PORT, and admit only
 #          processes that know the token: openssl rand -hex 16 makes one
 # files    both nodes must see log_gpt2_124M/; each may have a data/ of its own
-# restart  Ctrl-C on one node makes all 16 ranks write a checkpoint. Run it again on both nodes to
-#          resume from there (-y 1)
+# restart  Ctrl-C on one node makes all 16 ranks write a checkpoint and exit. Run it again on both
+#          nodes to resume from there (-y 1)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 

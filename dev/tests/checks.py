@@ -1,7 +1,7 @@
-"""What every test stands on: checks that are counted, tests that run by themselves, and calls that must be refused.
+"""The harness of all tests: it counts checks, runs test functions, and checks that bad calls are refused.
 
-A test is a function. It checks by itself, or generates (name, found, expected, limit). What it needs of these it names
-as its parameters: `device_name`, `folder`, a folder of its own.
+A test is a function. It calls check(), or yields (name, found, expected, limit). Its parameters say what it needs:
+`device_name`, or `folder`, which is a folder of its own.
 """
 import argparse
 import inspect
@@ -23,10 +23,11 @@ from train_gpt2 import BF16, to_float
 TOP = Path(__file__).resolve().parents[2]
 FIXTURES = TOP / "dev/fixtures"
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))  # of their programs
+# for the programs that tests start
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))
 
 EXACT = 0  # the same bits
-PEERS = "torch", "transformers"  # which a test may do without: it is skipped then
+PEERS = "torch", "transformers"  # a test that needs these is skipped where they are not installed
 counts = {True: 0, False: 0}
 
 
@@ -37,8 +38,8 @@ def check(name, ok, detail=""):
 
 
 def run(name, test, *args):
-    """Run a test, which checks by itself, or generates (tensor, found, expected, limit), without a limit a kernel's.
-    It draws the same random numbers whatever ran before. An exception is a failure like any other."""
+    """Run a test, which calls check() or yields (tensor, found, expected, limit); the default limit is that of a
+    kernel. It draws the same random numbers whatever ran before. An exception counts as a failed check."""
     global rng
     rng, begun = np.random.default_rng(1337), time.monotonic()
     try:
@@ -73,7 +74,7 @@ def words(V, *shape):
 
 
 def finite_difference(name, f, df, *inputs):
-    """A gradient against central differences of its function along a random direction."""
+    """A gradient, and the central difference of its function in a random direction."""
     dout, steps = normal(*f(*inputs).shape), [1e-6 * normal(*x.shape) for x in inputs]
     ahead, behind = (f(*(x + sign * s for x, s in zip(inputs, steps))) for sign in (1, -1))
     found = sum((gradient * s).sum() for gradient, s in zip(df(dout, *inputs), steps))
@@ -100,23 +101,23 @@ def refusal(function, *args):
 
 
 def check_refusal(name, wish, function, *args):
-    """Check that a call is refused in one line that says this (a regular expression)."""
+    """Check that a call is refused in one line that matches `wish` (a regular expression)."""
     message = refusal(function, *args)
     check(f"{name}: {wish}", message and re.fullmatch(f".*{wish}.*", message), message)
 
 
 def header_refusal(found, *kinds):
-    """What is said (a regular expression) of a file whose first two numbers are none of these kinds'."""
+    """The message (a regular expression) about a file whose first two numbers fit none of these kinds."""
     wishes = (re.escape(f"[{kind.magic}, {' or '.join(map(str, kind.versions))}]") for kind in kinds)
     return f"begins with {re.escape(str([*found]))}; expected .*{'.*'.join(wishes)}.*: {kinds[0].remedy}"
 
 
-# ---- The program of a file of tests
+# ---- A test file as a program
 
 
 def run_tests(tests, device_name="cpu", prepare=None, **given):
-    """Run tests, each with what its parameters name of these: the device's name, a folder of its own, which
-    prepare(folder) fills, and what is given."""
+    """Run tests. Each gets those of these that its parameters name: device_name; folder, a folder of its own, which
+    prepare(folder) fills; and the given ones."""
     def prepared(test, values):
         if prepare:
             prepare(values["folder"])
@@ -131,7 +132,7 @@ def run_tests(tests, device_name="cpu", prepare=None, **given):
 
 
 def run_program(tests, prepare=None, fits=None, **numbers):
-    """The main program of a file of tests, on each device that it fits. Each of numbers is a flag and its default.
+    """The main program of a test file. It runs on each device that fits. numbers: more flags, with their defaults.
     Exits with 1 if a check failed."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")

@@ -1,6 +1,6 @@
-"""The fast tests: functions of all test files, by name, in two processes, and a few of their own.
+"""The fast tests: functions from all test files, by name, and a few of their own, in two processes.
 
-Kernels are compiled once, for the fixture's model in fp32. dev/tests/run.py --fast runs this.
+Kernels are compiled once, for the fixture's model in fp32. `python -m dev.tests.run --fast` runs this.
 """
 import contextlib
 import importlib.util
@@ -23,14 +23,14 @@ from dev.tests.trainings import bytes_of, call, command, same, token_files
 from train_gpt2 import GPT2
 
 MODEL = "fp32", 64, 2  # all that --fast compiles kernels for: dtype, C and NH of dev/fixtures/gpt2_tiny.bin
-DEVICE = "the CPU, compiled for MODEL"  # an argument that stands for it
+DEVICE = "the CPU, compiled for MODEL"  # as an argument, it stands for that device
 
 
 class Fast(NamedTuple):
     module: str
-    tests: str  # names of functions, with blanks between them
-    arguments: tuple = None  # or those that a test's parameters name
-    prepare: str = ""  # a function of trainings.py that fills a test's folder first
+    tests: str  # names of functions, separated by spaces
+    arguments: tuple = None  # default: those that a test's parameters name
+    prepare: str = ""  # a function in trainings.py that fills a test's folder first
 
 
 WITHOUT_KERNELS = (  # while another process compiles the kernels
@@ -39,7 +39,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     # Formulas, and numbers
     Fast("test_gpt2", "finite_differences rounding two_halves numpy_beside_pytorch"),
     Fast("dev.tests.test_llama3", "finite_differences"),
-    # Schedules, files, refusals, of the trainer and of the programs around it
+    # Schedules, files and refusals, of the trainer and of the programs around it
     Fast("dev.tests.test_files", "bad_files packed_batches first_parameters schedules samples numpy_program "
          "random_numbers token_order limits"),
     Fast("dev.tests.test_gpu", "steps_of_a_graph late_reports tensor_maps_of_a_gpu"),
@@ -77,7 +77,7 @@ WITH_KERNELS = (
 
 
 def counting():
-    """What a program's last lines and exit status count as."""
+    """How a program's last lines and exit status are counted."""
     for text, status, wish in (("OK x\n12 passed, 3 failed\n", 1, (12, 3)), ("12 passed, 0 failed\n", 0, (12, 0)),
                                ("3 passed, 0 failed\n4 passed, 0 failed\n", 1, (4, 1)),
                                ("12 checks, 2 wrong", 1, (10, 2)), ("Killed", 137, (0, 1)), ("fine\n", 0, (1, 0)),
@@ -100,26 +100,26 @@ def lint():
 
 
 def kernels(device):
-    """The kernels that are compiled for no size, and so with any model's."""
+    """The kernels that do not depend on the model's sizes, and so are in every compiled library."""
     KERNELS = importlib.import_module("test_gpt2").KERNELS
     names = [name for name in KERNELS if not find_ladder(name).compiled_for]
     models.check_kernels("cpu", device.dtype, names, (MODEL[1:],))
 
 
 def pytorch_dump(device):
-    """Logits, loss, gradients and ten losses of the fixture, as PyTorch computed them."""
+    """Logits, loss, gradients and ten losses of the fixture, against PyTorch's."""
     state, where = checks.FIXTURES / "gpt2_tiny_debug_state.bin", ("cpu", device.dtype, True, GPT2)
     models.check_dump(where, checks.TINY, state, fp32_bound=1e-5)
 
 
 def train(*flags):
-    """What a training in fp32 prints, and the line of its error."""
+    """Train in fp32. Returns the output and the line of the error."""
     return call("--device", "cpu", "--dtype", MODEL[0], *flags)[1:]
 
 
 def three_steps_and_a_resume(folder):
-    """Three steps print three losses and leave a checkpoint. A run that stops after three steps and resumes ends in the
-    bytes of one of six."""
+    """Three steps print three losses and leave a checkpoint. A run that stops after three steps and resumes ends with
+    the bytes of a run of six."""
     token_files(folder)
     flags = command("cpu", folder, folder / "six", "-x", 6, "-n", 3, "-s", 0)[5:]
     text, error = train(*flags)
@@ -133,7 +133,7 @@ def three_steps_and_a_resume(folder):
 
 
 def refusals(folder):
-    """One of each kind: a flag, a value, flags that exclude each other, files, sizes, a folder, a loss."""
+    """One refusal of each kind: a flag, a value, flags that exclude each other, files, sizes, a folder, a loss."""
     token_files(folder)
     (folder / "noise.bin").write_bytes(bytes(2000))
     flags = command("cpu", folder, folder / "out", "-x", 2)[5:]
@@ -164,7 +164,7 @@ class Result(NamedTuple):
 
 
 def run_test(module, name, arguments, prepare):
-    """In a process of the pool: run a test. A test that needs a package that is not installed is skipped."""
+    """Run a test, in a process of the pool. If it needs a package that is not installed, it is skipped."""
     begun, said, before = time.monotonic(), io.StringIO(), dict(checks.counts)
     try:
         with contextlib.redirect_stdout(said):
@@ -188,7 +188,7 @@ def compile_kernels():
 
 
 def fast(words, with_word, summary):
-    """Run the fast tests, or those of them with one of these words in their names. Returns the exit status."""
+    """Run the fast tests, or those with one of these words in their names. Returns the exit status."""
     first, second = ([(row.module, name, row.arguments, row.prepare) for row in table for name in row.tests.split()
                       if with_word(f"{row.module}: {name}", words)] for table in (WITHOUT_KERNELS, WITH_KERNELS))
     if not first + second:

@@ -1,4 +1,4 @@
-"""Hugging Face's folders and tokenizers, written and read without convert.py."""
+"""Write and read Hugging Face's folders and tokenizers without convert.py."""
 import json
 
 import numpy as np
@@ -10,7 +10,7 @@ LIBRARY = {BF16: "bfloat16", np.float32: "float32", np.float16: "float16"}  # th
 
 
 def write_folder(folder, tensors, config, files=1):
-    """A folder as transformers saves it, by the safetensors library. The tensors are dealt out to the files."""
+    """Write a folder as transformers saves it, with the safetensors library. The tensors are dealt out to the files."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     names = ["model.safetensors"] if files == 1 else [f"model-{i + 1}-of-{files}.safetensors" for i in range(files)]
@@ -24,16 +24,16 @@ def write_folder(folder, tensors, config, files=1):
 
 
 def read_folder(folder):
-    """{name: (type, shape, bytes)} of a folder, by the safetensors library."""
+    """{name: (type, shape, bytes)} of a folder, read with the safetensors library."""
     return {name: (of["dtype"], tuple(of["shape"]), bytes(of["data"])) for path in folder.glob("*.safetensors")
             for name, of in safetensors.deserialize(path.read_bytes())}
 
 
-BYTES = [bytes([b]) for b in range(255, -1, -1)]  # ids are not the bytes themselves, nor GPT-2's
+BYTES = [bytes([b]) for b in range(255, -1, -1)]  # so that ids are neither the bytes themselves nor GPT-2's
 
 
 def letters():
-    """{byte: the letter that tokenizer.json has for it}: itself where it prints, else one from U+0100 on."""
+    """{byte: the letter that stands for it in tokenizer.json}: itself if it prints, else one from U+0100 up."""
     found, following = {}, 0x100
     for b in range(256):
         if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b:

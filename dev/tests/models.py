@@ -1,6 +1,6 @@
-"""Models and devices for tests, each kernel against its formula, and the comparison with tensors that PyTorch wrote.
+"""Models and devices for tests; checks of kernels against their formulas, and of models against PyTorch's tensors.
 
-test_gpt2.py and test_llama3.py check two architectures with this.
+test_gpt2.py and test_llama3.py use this for their two architectures.
 """
 import argparse
 import contextlib
@@ -29,19 +29,19 @@ from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (GPT2, HEADER_BYTES, HERE, FileKind, Row, Training, carve, check_size, check_tokens,
                         checkpoint_parts, layout, pack_batch, parse_flags, read_kernels, read_parameters, to_float)
 
-# Of the whole model. How much bf16 costs depends on the model: on parameters of deviation 0.08, PyTorch's own autocast
-# errs by 2.0e-2 and this program by 2.4e-2. It rounds more than autocast does: embeddings, weights of norms, and the
-# gradient of the residual stream. So where a dump says by how much autocast errs on a tensor, 1.6 times as much is the
-# limit, of which one parameter that is rounded otherwise may change a twentieth, but no less than two or three
-# roundings in a row cost.
+# Limits for a whole model. How large the errors of bf16 are depends on the model: with parameters of deviation 0.08,
+# PyTorch's own autocast is off by 2.0e-2, and this program by 2.4e-2. It rounds more than autocast does: embeddings,
+# the weights of norms, and the gradient of the residual stream. So if a dump has autocast's error of a tensor, the
+# limit is 1.6 times that, but no less than the cost of two or three roundings in a row. (A single parameter that is
+# rounded the other way can change the error by a twentieth.)
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}
 AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
-made = {}  # {what a device is made for: [(its kernels, or None for all, the device)]}
+made = {}  # {arguments of device_of: [(the device's kernels, or None for all, the device)]}
 
 
 def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
-    """A device, compiled once for an architecture. A CPU has only one kind, for which plain means nothing; only: the
-    kernels that it needs, or all."""
+    """A device for an architecture, compiled once. plain makes no difference on a CPU. only: the kernels to compile
+    (default: all)."""
     only = set(only) if only and name == "cpu" else None
     devices = made.setdefault((name, dtype, C, NH, plain or name == "cpu", architecture), [])
     for kernels, device in devices:
@@ -66,13 +66,13 @@ launched = set()  # the names of the kernels that tests have launched
 
 
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
-    """The trainer's versions of these kernels, or of the one that is asked for, at all sizes to check, with each choice
-    of what can be chosen: a check each. They are compiled for one of the models, (C, NH), if its sizes fit."""
+    """Check the trainer's versions of these kernels, or of `only` one: a check for each size and each choice of what
+    can be chosen. They are compiled for the one of the models, (C, NH), whose sizes fit."""
     wanted = []  # (kernel, version, sizes as a text, the C and NH to compile for)
     for name in [only] if only else names:
         try:
             kernel = find_ladder(name)
-        except Exception as e:  # of the kernel's own .py
+        except Exception as e:  # from the kernel's own .py
             check(f"{name}.py", False, f"{type(e).__name__}: {e}")
             continue
         for version in kernel.versions:
@@ -83,16 +83,16 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
 
-    def device_for(model):  # the first one has all kernels, since other tests share it
+    def device_for(model):  # the first model's device has all kernels, since other tests share it
         needed = None if model == models[0] and not only else launched_by(named[model], known)
         return device_of(device_name, dtype, *model, architecture=architecture, only=needed)
 
-    if device_name == "cpu":  # a compiler takes a core
+    if device_name == "cpu":  # each compiler takes a core
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(device_for, named))
     for kernel, version, sizes, model in wanted:
         device, title = device_for(model), f"{kernel.name} {sizes} {dtype}"
-        # Without CuPy's pool, which a sanitizer would take for one large array.
+        # Without CuPy's pool, which to a sanitizer looks like one large array.
         without_pool = device.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext()
         with without_pool, noting(device, launched):
             try:
@@ -111,7 +111,7 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
 
 
 def check_launched(sources):
-    """Whether each kernel of these files was launched by the tests before."""
+    """Check that the tests so far have launched each kernel of these files."""
     missing = read_kernels(sources).keys() - launched
     check("each kernel has a test", not missing, " ".join(sorted(missing)))
 
@@ -122,7 +122,7 @@ def poison(model, *arenas):
         model.device.put(model.arenas[name], np.full(model.arenas[name].nbytes, 255, np.uint8))
 
 
-# The sizes of a model that steps are tested with: C and NH are the fixture's, so that both share a library
+# The sizes of the model that tests of steps use. C and NH are the fixture's, so that they share a compiled library
 SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384)}
 
 
@@ -132,12 +132,12 @@ def write_checkpoint(path, model):
 
 
 def model_class(architecture, *given):
-    """An architecture with the features that these flags bring."""
+    """An architecture's class with the features that these flags ask for."""
     return attach(parse_flags("", FEATURE_FLAGS, given), Training, architecture)[1]
 
 
 def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", **sizes):
-    """A model whose activations and gradients are NaN until they are computed, with parameters of deviation 0.2."""
+    """A model with parameters of deviation 0.2, whose activations and gradients are NaN until they are computed."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}", "--moments",
                         moments, "--attention", kind)
@@ -149,7 +149,7 @@ def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", **
 
 
 def gradients(model, *batches):
-    """{name: gradient} that a step's micro-batches, each (tokens, targets), add up to."""
+    """{name: gradient}, summed over a step's micro-batches. Each of these is (tokens, targets)."""
     for model.micro, batch in enumerate(batches):
         model.set_batch(pack_batch(*batch))
         model.forward_pass()
@@ -159,7 +159,7 @@ def gradients(model, *batches):
     return {name: model.device.get(getattr(model.grads, name)) for name in names}
 
 
-LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # half a bit of the upper half, and what is around it
+LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # around half a unit of the upper half
 
 
 # ---- The whole model against a dump
@@ -169,7 +169,7 @@ DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
 
 
 HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
-LLM_C_LOSSES = [  # of the 124M model, in llm.c's fp32 tests, and in its mixed-precision test
+LLM_C_LOSSES = [  # the 124M model's, from llm.c's fp32 tests and from its mixed-precision test
     ((1e-4, 0.9, 0.999, 1e-8, 0.01), (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147,
                                       0.624080, 0.376511)),
     ((1e-4, 0.9, 0.95, 1e-8, 0.0), (5.270009, 4.060681, 3.320085, 2.717550, 2.181066, 1.653923, 1.168050, 0.736873,
@@ -180,7 +180,7 @@ def read_debug_state(path, c):
     """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients {name: array}.
     Raises UserError."""
     kind = DEBUG_STATE[type(c)]
-    B, T, recorded = read_header(path, kind)[2:5]  # a GPT-2's has no losses and norms of recorded steps behind it
+    B, T, recorded = read_header(path, kind)[2:5]  # GPT-2's does not end with recorded losses and norms
     if B < 1 or not 1 <= T <= c.maxT:
         raise UserError(f"{path}: B = {B}, T = {T} in its header; expected 1 <= B and 1 <= T <= maxT = {c.maxT}")
     rows = [Row("x", (B, T), np.int32), Row("y", (B, T), np.int32), Row("logits", (B, T, c.V)), Row("loss", ())]
@@ -198,15 +198,15 @@ def read_debug_state(path, c):
 
 
 def dump_limit(dtype, report, tensor, sign_changes=0):
-    """The limit of "loss", "logits", or the gradient of a parameter of this name, given what a dump's report says: in
-    bf16 AUTOCAST_MARGIN times autocast's error, if the report has it, but no less than AUTOCAST_FLOOR."""
+    """The limit for "loss", "logits", or the gradient of the parameter with this name. In bf16, if the dump's report
+    has autocast's error, it is AUTOCAST_MARGIN times that, but no less than AUTOCAST_FLOOR."""
     error = report.get("autocast_errors", {}).get(tensor) if dtype == "bf16" else None
     return LIMITS[dtype] + sign_changes if error is None else max(AUTOCAST_MARGIN * error, AUTOCAST_FLOOR)
 
 
 def sign_changes(model, limit):
-    """How far off gradients may be with ReLU attention: a rounding of `limit` turns scores next to 0 positive or
-    negative, and with that their gradients on or off. If a share s of them turn, the error is about sqrt(s)."""
+    """How far off gradients may be with ReLU attention. A rounding error of `limit` flips the sign of scores near 0,
+    which turns their gradients on or off. If a share s of the scores flip, the error is about sqrt(s)."""
     qkv = to_float(model.device.get(model.acts.qkv)).astype(np.float64)  # (L,N,3C)
     q, k, _ = heads(qkv.reshape(-1, model.BT[1], qkv.shape[-1]), 3, model.config.NH)  # (L*B,NH,T,HS) each
     score = (q @ transposed(k))[..., np.tri(q.shape[-2], dtype=bool)]
@@ -214,8 +214,8 @@ def sign_changes(model, limit):
 
 
 def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperparameters=None):
-    """Logits, loss and gradients of a debug state, and the losses, if they are known, before each of ten updates on its
-    one batch; these must be within bound."""
+    """Compare the logits, the loss and the gradients with a debug state, and the losses before each of ten updates on
+    its one batch with these losses, if given, within bound."""
     c, dtype = device.architecture.Config.from_file(checkpoint), device.dtype
     truth = read_debug_state(state, c)
     model = poisoned_model(device, *truth.x.shape, kind, **dataclasses.asdict(c))
@@ -226,7 +226,7 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
     found = gradients(model, (truth.x, truth.y))
     more = sign_changes(model, LIMITS[dtype]) if kind == "relu" else 0
     for name, gradient in truth.gradients.items():
-        if name in found:  # a tensor of the file alone is zeros, or another's again
+        if name in found:  # tensors that only the file has are zeros, or repeat another
             yield f"d{name}", found[name][: len(gradient)], gradient, limit_of(name, more)
     for step, wish in enumerate(losses):
         model.train_step(pack_batch(truth.x, truth.y), **hyperparameters)
@@ -234,8 +234,8 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
 
 
 def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
-    """Compare with a debug state, and with ten losses if they are known: beside it, or because it is llm.c's. where: a
-    device's name, its dtype, whether it is the plain one, and an architecture."""
+    """Compare with a debug state, and with ten losses if they are known: from the file beside it, or because the dump
+    is llm.c's. where: (device's name, dtype, whether it is the plain device, architecture)."""
     device_name, dtype, plain, architecture = where
     prefix = str(state).removesuffix(".bin").removesuffix("_debug_state")
     report = json.loads(Path(f"{prefix}_losses.json").read_text()) if Path(f"{prefix}_losses.json").exists() else {}
@@ -278,21 +278,21 @@ def read_flags(description, kernels):
 
 
 def places_of(flags):
-    """(device's name, dtype) of each combination that the flags ask for."""
+    """Each combination of (device's name, dtype) that the flags ask for."""
     return [(name, dtype)
             for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"])
             for dtype in ([flags.dtype] if flags.dtype else LIMITS)]
 
 
 def each_device(flags):
-    """The same, after a line that says so."""
+    """Yield places_of(flags), and print a line before each."""
     for name, dtype in places_of(flags):
         print(f"--- {name} {dtype}")
         yield name, dtype
 
 
 def each_kind(flags, name, dtype):
-    """Whether the device is to be the plain one, of each kind that the flags ask for. A CPU has only one."""
+    """Yield `plain` (1 or 0) for each kind of device that the flags ask for. A CPU has only one kind."""
     for plain in (1, 0) if name == "cuda" else (1,):
         if name != "cuda" or flags.plain in (None, plain):
             if name == "cuda":
@@ -307,7 +307,7 @@ def on_device(device, values):
 
 
 def in_each_order(device, work, *args):
-    """(order, work(*args)), on a CPU with the threads in several orders."""
+    """Yield (order, work(*args)). On a CPU the threads run in several orders, one after another."""
     for order in orders() if device.name == "cpu" else ("forward",):
         if device.name == "cpu":
             device.set_order(order)

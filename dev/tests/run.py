@@ -2,15 +2,15 @@
 
     python -m dev.tests.run                    # all of them, as CI does: ten minutes on two cores
     python -m dev.tests.run plot runs          # the programs with one of these words in their names
-    python -m dev.tests.run --fast             # the most important, in a minute: after a change
-    python -m dev.tests.run --fast schedules   # of those, the ones with this word, with everything they print
-    python -m dev.tests.run --all              # and every mutant, all architectures, 200 kills: hours
+    python -m dev.tests.run --fast             # the most important, in a minute: after each change
+    python -m dev.tests.run --fast schedules   # those of them with this word in their names, with all their output
+    python -m dev.tests.run --all              # also every mutant, all GPU architectures, 200 killed runs: hours
 
 It ends with a line `N passed, N failed`; the exit status is 1 if any failed.
 
-Each program is a process with one thread, and two run at a time, the longest first. A program that passes is one line,
-and one that fails shows everything it printed. At the end come the 20 slowest tests. --fast runs functions of the same
-files in two processes: see fast.py.
+Each program is a process with one thread. Two run at a time, the longest first. A program that passes prints one line,
+and one that fails everything. The 20 slowest tests are listed at the end. --fast runs functions from the same files in
+two processes: see fast.py.
 """
 import argparse
 import os
@@ -23,10 +23,10 @@ from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[2]
 
-# Before the imports of what reads these: kernels compile in half of the time, and processes share two cores.
+# Set before the imports that read these: kernels compile in half the time, and processes share two cores.
 os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-PROGRAMS = (  # and behind these, the test files that are not among them
+PROGRAMS = (  # the longest first; the other test files follow
     "dev.tests.test_ranks", "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device cpu --dtype bf16",
     "dev.tests.test_llama3", "dev.tests.test_kills", "test_gpt2 --device cpu --dtype fp32",
     "dev.tests.test_exercise", "dev.tests.test_resume", "test_gpt2 --device cpu --dtype tf32",
@@ -40,14 +40,14 @@ LONGEST = (
 
 
 def library_of(name):
-    """The path of a library of the compiler's, such as a sanitizer's."""
+    """The path of one of the compiler's libraries, such as a sanitizer's."""
     done = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
 def command_of(program):
-    """(arguments of Python, variables of the environment) of a program. Sanitized: under AddressSanitizer and
-    UndefinedBehaviorSanitizer."""
+    """(arguments for Python, environment variables) of a program. ", sanitized" behind its name means: under
+    AddressSanitizer and UndefinedBehaviorSanitizer."""
     command, _, sanitized = program.partition(", ")
     more = {"CXXFLAGS": "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
             "ASAN_OPTIONS": "detect_leaks=0",
@@ -56,7 +56,7 @@ def command_of(program):
 
 
 def all_programs():
-    """PROGRAMS, and behind them the test files that are not among them."""
+    """PROGRAMS, and then the other test files."""
     found = sorted(f"dev.tests.{path.stem}" for path in (TOP / "dev/tests").glob("test_*.py"))
     return [*PROGRAMS, *(path for path in found if path not in {*PROGRAMS, *IN_TEST_GPT2})]
 
@@ -65,8 +65,8 @@ COUNTS = re.compile(r"^(\d+) (?:passed, (\d+) failed|checks, (\d+) wrong)$", re.
 
 
 def counts_in(text, status):
-    """(checks that passed, checks that failed) by the last line of a program that counts. One without such a line, or
-    whose exit status is 1 in spite of it, counts as a failure."""
+    """(checks that passed, checks that failed), from a program's last line. A nonzero exit status that this line does
+    not explain counts as a failure."""
     found = [match for match in COUNTS.finditer(text)][-1:]
     if not found:
         return (0, 1) if status else (1, 0)
@@ -77,7 +77,7 @@ def counts_in(text, status):
 
 def run_program(program):
     """Run a program, and print its last line, or everything if it failed. Returns (checks that passed, checks that
-    failed, [(seconds, name)] of its tests that took long)."""
+    failed, [(seconds, name)] of its slow tests)."""
     arguments, more = command_of(program)
     begun = time.monotonic()
     done = subprocess.run([sys.executable, *arguments], cwd=TOP, env=os.environ | more, text=True, errors="replace",
@@ -92,7 +92,7 @@ def run_program(program):
 
 
 def run_programs(programs):
-    """Run programs, two at a time. Returns the exit status."""
+    """Run these programs, two at a time. Returns the exit status."""
     begun = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(programs, pool.map(run_program, programs)))
@@ -111,7 +111,7 @@ def summary(passed, failed):
 
 
 def with_word(name, words):
-    """Whether a name has one of the words, or there are none."""
+    """Whether a name contains one of the words, or there are no words."""
     return not words or any(word in name for word in words)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a training run: the same bits again, no more memory, other ways to the same gradients."""
+"""Tests of training steps: they repeat to the bit, take no more memory, and give the same gradients in other ways."""
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +15,7 @@ from train_gpt2 import ADAMW, BF16, GPT2, LOW, Verdict, draw_parameters, kept_as
 
 
 def micro_batches(device):
-    """A step's micro-batches add up. Of the gradients before it, be they NaN or another step's, nothing is left."""
+    """A step's micro-batches add up. Nothing is left of earlier gradients, whether NaN or another step's."""
     model, batches, alone = poisoned_model(device, 2, 20), words(257, 3, 2, 2, 20), []
     for batch in batches:
         poison(model, "gradients")
@@ -27,8 +27,8 @@ def micro_batches(device):
 
 
 def accumulated_steps(device):
-    """A step of several micro-batches has the mean of their losses and of their gradients, which AdamW's first moment
-    shows; on a fast GPU, be it run, recorded or replayed."""
+    """A step of several micro-batches has the mean of their losses and of their gradients, as AdamW's first moment
+    shows. On a fast GPU that holds whether the step is run, recorded or replayed."""
     model, alone, losses = poisoned_model(device, 2, 20), [], []
     batches, parameters = words(257, 3, 2, 2, 20), master_numbers(model)
     for batch in batches:
@@ -40,7 +40,7 @@ def accumulated_steps(device):
         norm, loss, *_ = model.report()
         mean = sum(alone[:count]) / count
         yield f"loss of {count}", loss, np.mean(losses[:count]), KERNEL_LIMIT
-        limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third is rounded anew
+        limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third is rounded again
         yield f"norm of {count}", norm, np.linalg.norm(mean), limit
         yield f"m of {count}", device.get(model.arenas["adam m"].view(np.float32)), mean, limit
     yield "steps", model.step, 5, EXACT
@@ -48,9 +48,9 @@ def accumulated_steps(device):
 
 
 def repeated_steps(device):
-    """Runs of one seed end in the same bits, in steps of two shapes. Their steps are made by train_step, with reports
-    that are read late where the device can, or pass by pass. A fast GPU records train_step's second step of each shape
-    as a graph, and after that no more memory is taken."""
+    """Runs with the same seed end with the same bits, in steps of two shapes, whether train_step makes the steps (with
+    late reports where the device has them) or pass by pass. A fast GPU records the second step of each shape as a
+    graph, and takes no more memory after that."""
     runs, memory, settings = [], [], dict(learning_rate=1e-2, weight_decay=0.1, clip=0.5)
     for pass_by_pass in (False, False, True):
         model, reports, generator = poisoned_model(device, 2, 20), [], np.random.default_rng(1)
@@ -78,8 +78,8 @@ def repeated_steps(device):
 
 
 def clipped_gradients(device):
-    """The norm of a gradient, and what is left of one that is clipped to half of it, seen in AdamW's first moment. The
-    update leaves the gradient itself alone."""
+    """The norm of a gradient, and the gradient clipped to half of it, as AdamW's first moment shows. The update does
+    not change the gradient itself."""
     model, batch = poisoned_model(device, 2, 20), words(257, 2, 2, 20)
     for clip, left in ((0, 1), (0.5, 0.5), (2, 1)):
         gradient = np.concatenate([array.ravel() for array in gradients(model, batch).values()])
@@ -92,7 +92,7 @@ def clipped_gradients(device):
 
 
 def other_ways(device):
-    """What is computed again, and logits of a part of the batch at a time, give the gradients of what is kept."""
+    """Recomputing activations, and computing logits for a part of the batch at a time, give the same gradients."""
     batches, found, memory = words(257, 2, 2, 2, 21), [], []  # 42 tokens: parts of 11, 11, 11 and 9
     for recompute, rows in ((0, 42), (1, 42), (0, 7)):
         with mock.patch("train_gpt2.LOGIT_ROWS", rows):
@@ -106,8 +106,8 @@ def other_ways(device):
 
 
 def computed_again(device):
-    """--recompute 2 changes no bit of losses, of gradients of micro-batches, or of what AdamW makes of some steps. It
-    runs the same kernels and products on the same numbers. ReLU attention too."""
+    """--recompute 2 changes no bit of losses, of gradients of micro-batches, or of parameters after some updates: it
+    runs the same kernels and products on the same numbers. The same holds for ReLU attention."""
     batches = words(257, 3, 2, 2, 21)
     for kind in ("softmax", "relu"):
         found, memory = [], []
@@ -124,8 +124,8 @@ def computed_again(device):
 
 
 def moments_in_bf16(device):
-    """With moments in bf16 a run repeats, another seed is another run, and losses are close to those with fp32 moments.
-    """
+    """With moments in bf16, the same seed gives the same run and another seed another run. Losses are close to those
+    with fp32 moments."""
     batch, runs = pack_batch(*words(257, 2, 2, 20)), {}
     for moment, seed, again in ((np.float32, 0, 0), (np.float32, 1, 0), (BF16, 0, 0), (BF16, 0, 1), (BF16, 1, 0)):
         model, losses = poisoned_model(device, 2, 20, moments="bf16" if moment == BF16 else "fp32"), []
@@ -139,14 +139,14 @@ def moments_in_bf16(device):
         yield f"{what} with fp32 moments and another seed", runs[np.float32, 1, 0][i], runs[np.float32, 0, 0][i], EXACT
         yield f"{what} again", runs[BF16, 0, 1][i], runs[BF16, 0, 0][i], EXACT
         check(f"{device.dtype} moments: {what} of another seed", (runs[BF16, 1, 0][i] != runs[BF16, 0, 0][i]).any())
-    limit = 1e-3 if device.name == "cpu" else 3e-3  # an H200's products sum in other orders: 1.2e-3 was found
+    limit = 1e-3 if device.name == "cpu" else 3e-3  # an H200 sums in another order: 1.2e-3 was seen
     yield "losses beside fp32 moments", runs[BF16, 0, 0][0], runs[np.float32, 0, 0][0], limit
     check(f"{device.dtype} moments: it has learned", losses[-1] < losses[0] - 0.5, f"{losses[0]:.2f} {losses[-1]:.2f}")
 
 
 def mean_moments(device):
-    """After 1,500 steps of one gradient the mean of the second moment in bf16 is right, where rounding to nearest would
-    have stopped it below a third of that."""
+    """After 1,500 steps with the same gradient, the mean of the second moment in bf16 is right. Rounding to nearest
+    would have stopped it at less than a third of that."""
     gradient, steps = np.float32(0.01), 1500
     model = poisoned_model(device, 2, 20, L=1, moments="bf16")
     gradients = model.arenas["gradients"].view(np.float32)
@@ -160,9 +160,9 @@ def mean_moments(device):
 
 
 def bits_of_updates(device):
-    """What AdamW makes of fp32 numbers in halves has the bits of what it makes of whole ones. With a rate of 0 no bit
-    of a number changes, whatever its halves are, and what is not a finite number becomes, or stays, NaN. CuPy has a GPU
-    take denormal numbers for zeros."""
+    """AdamW gives the same bits for fp32 numbers in halves as for whole ones. With a learning rate of 0 no bit changes,
+    whatever the halves are, except that infinities and NaNs all become NaN. (CuPy compiles kernels to treat denormal
+    numbers as zeros.)"""
     every = np.arange(2**16).repeat(LOWER.size).astype(BF16), np.resize(LOWER, 2**16 * LOWER.size).astype(LOW)
     normal = np.float32(np.random.default_rng(1).standard_normal((4, every[0].size)))
     grads, m, v = normal[1], normal[2], normal[3] ** 2
@@ -191,8 +191,8 @@ def bits_of_updates(device):
 
 
 def smaller_batches(device):
-    """A model for (2,maxT), given (B,t): no logit depends on later tokens, and the gradients of a batch are the average
-    of those of its two rows. A bias's gradient is taken in two stages from 520 tokens, in one from fewer."""
+    """A model made for (2,maxT), given (B,t): no logit depends on later tokens, and the gradients of a batch are the
+    average of those of its two rows. The gradient of a bias takes two stages at 520 tokens, one at fewer."""
     T, limit = 260, LIMITS[device.dtype]
     model = poisoned_model(device, 2, T)
     model.set_parameters(draw_parameters(model.config, 42))
@@ -208,8 +208,8 @@ def smaller_batches(device):
 
 
 def next_logits(device):
-    """The logits of the next token are the last row of a forward pass without padding. The model has room for no more
-    than T tokens, which are not a multiple of the padding's 64."""
+    """The logits of the next token are the last row of a forward pass without padding. The model has room for T tokens,
+    and T is no multiple of 64, to which tokens are padded."""
     T = 100
     model, tokens = poisoned_model(device, 1, T), words(257, T)
     for n in (1, 63, 64, 65, T):
@@ -220,8 +220,8 @@ def next_logits(device):
 
 
 def attention_of_nan(device, T, HS):
-    """One NaN in q, k or v of token p of one head goes through the three kernels of attention. The rows that it has a
-    part in become NaN, and all other heads stay as they were."""
+    """A NaN in q, k or v of token p of one head goes through the three kernels of attention. All rows that depend on it
+    become NaN, and the other heads do not change."""
     B, NH, p, channel, real = 2, 3, T // 2, 5, device.real
     qkv, dout = (np.float32(np.random.default_rng(1).normal(size=(B, T, *of_token))) for of_token in (
         (3, NH, HS), (NH, HS)))
@@ -251,9 +251,9 @@ def attention_of_nan(device, T, HS):
 
     clean, itself, before, after, every = outputs(qkv), slice(p, p + 1), slice(p + 1), slice(p, T), slice(T)
     yield "finite without a NaN", np.isfinite(clean), True, EXACT
-    for part, rows in enumerate((  # of out, dq, dk and dv that become NaN; dv does not depend on v
+    for part, rows in enumerate((  # the rows of out, dq, dk and dv that become NaN; dv does not depend on v
             (itself, itself, before, before), (after, after, every, every), (after, after, every))):
-        for bits in (0x7FFF, 0xFFC0) if real == BF16 else (0x7FFFFFFF, 0xFFC00000):  # a GPU's, and a CPU's
+        for bits in (0x7FFF, 0xFFC0) if real == BF16 else (0x7FFFFFFF, 0xFFC00000):  # a GPU's NaN, a CPU's
             poisoned = stored(qkv, real).view(f"u{np.dtype(real).itemsize}")
             poisoned[1, p, part, 1, channel] = bits
             found, name = outputs(poisoned.view(real)), f"{bits:#x} in {'qkv'[part]}"
@@ -266,7 +266,7 @@ def attention_of_nan(device, T, HS):
 
 
 def check_steps(device_name, dtype, plain, architecture=GPT2):
-    """All of these on one device."""
+    """Run all of these on one device."""
     sizes = SMALL_MODEL[architecture]
     device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture)
     for name, test in (("micro-batches:", micro_batches), ("steps:", accumulated_steps), ("again:", repeated_steps),
@@ -276,7 +276,7 @@ def check_steps(device_name, dtype, plain, architecture=GPT2):
                            dtype == "bf16" and architecture is GPT2),
                        ("smaller batches:", smaller_batches), ("next logits", next_logits)):
         run(f"{dtype} {name}", test, device)
-    heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # of 32, 64, 128
+    heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()  # HS = 32, 64, 128
     for C, NH, T in heads:
         device = device_of(device_name, dtype, C, NH, only=ATTENTION if device_name == "cpu" and C > 64 else None)
         run(f"{dtype} attention, HS={C // NH},", attention_of_nan, device, T, C // NH)

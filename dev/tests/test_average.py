@@ -1,8 +1,6 @@
-"""Test --ema against the recurrence in NumPy, and runs that keep the average and go on with it.
+"""Test --ema against the recurrence in NumPy, and runs that save the average and resume with it. On the CPU only.
 
     python -m dev.tests.test_average
-
-All is on the CPU.
 """
 import contextlib
 import tempfile
@@ -40,7 +38,7 @@ def average_of(model):
 
 
 def recurrence(dtype, decay):
-    """A few steps against the recurrence in float64; then one that a limit skips, and one whose
+    """A few steps against the recurrence in float64; then a step that -sl skips, and one whose
     gradient is not finite."""
     model, rng = averaged_model(dtype, decay), np.random.default_rng(2)
     expected = master_numbers(model).astype(np.float64)
@@ -76,7 +74,7 @@ def recurrence(dtype, decay):
 
 
 def train(output, *flags, status=0):
-    """Call the trainer, and return what it said."""
+    """Call the trainer, and return its output."""
     found, *said = call("--device", "cpu", "-o", output, *flags)
     check(f"{output.name}: status", found == status, said[1])
     return "".join(said)
@@ -87,7 +85,7 @@ def names(output):
 
 
 def runs(dtype, *more):
-    """4 steps leave the same bytes as 2, and then 2 more; old averages go with their
+    """4 steps leave the same bytes as 2 and then 2 more; old averages are removed with their
     checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -101,7 +99,7 @@ def runs(dtype, *more):
         text = train(whole, *flags, "-x", 4, "--ema", 0.75)
         check("the arena is in the tables", "\naverage      | " in text)
         train(parts, *flags, "-x", 2, "--ema", 0.75)
-        train(parts, "-y", 1, "-x", 4, "-v", 0, "-s", 0)  # --ema is as it was
+        train(parts, "-y", 1, "-x", 4, "-v", 0, "-s", 0)  # --ema keeps its value
         for name in ("ema_00000004.bin", "model_00000004.bin", "state_00000004_00000.bin"):
             same = (whole / name).read_bytes() == (parts / name).read_bytes()
             check(f"{dtype}: 4 steps and 2 + 2: {name}", same)
@@ -119,7 +117,7 @@ def runs(dtype, *more):
         same = model.read_bytes() == (plain / model.name).read_bytes()
         check("without --ema: the same parameters", same)
         state = (plain / "state_00000004_00000.bin").read_bytes()
-        decay = 0 if dtype == "fp32" else 0.9999999  # the last parameters, or those at step 4
+        decay = 0 if dtype == "fp32" else 0.9999999  # the average is the last parameters, or those of step 4
         text = train(plain, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "--ema", decay, "-nk", 1)
         check("begun later: a warning", "begins after step 4" in text)
         left = ["DONE_00000006", "ema_00000006.bin", "model_00000006.bin", "run_00000000.json",
@@ -141,9 +139,9 @@ def runs(dtype, *more):
 
 
 def refused():
-    """ZeRO is refused, also where only the flags of an earlier run say --ema."""
+    """--ema with ZeRO is refused on several ranks."""
     flags = parse_flags("", FEATURE_FLAGS, ["--ema", "0.9", "-z", "1"])
-    attach(flags, Training, GPT2)  # of one process: no shares
+    attach(flags, Training, GPT2)  # one process has no shares, and is not refused
     try:
         attach(flags, Training, GPT2, ranks=SimpleNamespace())
     except UserError as e:

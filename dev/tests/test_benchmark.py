@@ -1,5 +1,5 @@
-"""Test dev/tools/benchmark.py without a GPU: its tables of made-up measurements against a count by
-hand, the order of its jobs, and the work that it counts in a step on the CPU.
+"""Test dev/tools/benchmark.py without a GPU: its tables from made-up measurements against figures worked out
+by hand, the order of its jobs, and the work that it counts in a step on the CPU.
 
     python -m dev.tests.test_benchmark
 """
@@ -23,7 +23,7 @@ CEILINGS = dict(copy=4e12, rates=dict(bf16=800e12, fp8=1600e12, tf32=1, fp32=1),
 BOTH, ONE, NONE, FAILED = (Row("d12", "bf16", 4, ("fast", "flash"), llmc=True),
                            Row("d48", "bf16", 8, llmc=True), Row("d12", "fp8", 32),
                            Row("llama3.2:1B", "bf16", 4, ("fast", "flash"), T=2048))
-OURS = {  # 4e12 FLOPs are 5 ms, 8e9 bytes 2 ms; of fp8 2.5 ms
+OURS = {  # 4e12 FLOPs take 5 ms, in fp8 2.5 ms; 8e9 bytes take 2 ms
     BOTH: dict(ms=10.0, memory=3.5 * GIB, flops=4e12, bytes=8e9),
     ONE: dict(ms=160.0, memory=43.06 * GIB, flops=96e12, bytes=64e9),  # 120 + 16 ms
     NONE: dict(ms=50.0, memory=12.4 * GIB, flops=4e12, bytes=8e9),
@@ -55,7 +55,7 @@ def same_text(name, found, wish):
 
 
 def tables():
-    """Each table, letter by letter: ratios, shares of ceilings, and dashes for what is missing."""
+    """Each table, character by character: ratios, shares of ceilings, and dashes for what is missing."""
     rows = [BOTH, ONE, NONE, FAILED]
     same_text("steps", step_table(rows, OURS, TORCH, LLMC, CEILINGS), BY_HAND)
     slow = step_table([BOTH], {BOTH: OURS[BOTH] | dict(ms=20.0)}, TORCH, LLMC, CEILINGS)
@@ -80,8 +80,8 @@ def tables():
 
 
 def jobs(folder):
-    """The most important rows come first, each beside its peers, then the rest; what takes too long,
-    or fails, is a line. The report takes the place of the old one."""
+    """The most important rows come first, each with its peers, and then the rest. A job that fails or
+    takes too long costs only its own line. The new report replaces the old one."""
     done = []
 
     def job(end, name, row, *more):
@@ -120,7 +120,7 @@ def jobs(folder):
 
 
 def llmc(folder):
-    """llm.c's median and memory are those that its script and its log say."""
+    """llm.c's median comes from its script, and its memory from its log."""
     (folder / "run.sh").write_text('echo "device memory usage: 2048 MiB / 9 MiB" > log\n'
                                    'echo "llm.c $2 $3 $4 $5 $6 $7: 12.34 ms"\n')
     found = peers.llmc_step(BOTH, "tokens.bin", folder)
@@ -143,12 +143,12 @@ def work_of_a_step():
     linear = 12 * c.L * c.C**2 + c.Vp * c.C  # weights
     yield "FLOPs of products", products, 6 * B * T * linear, EXACT
     attention = {label: amount for label, unit, amount in work if unit == "FLOP" and "attention" in label}
-    yield "FLOPs of attention", sum(attention.values()), 9 * B * T * T * c.C, EXACT  # of a layer
+    yield "FLOPs of attention", sum(attention.values()), 9 * B * T * T * c.C, EXACT  # per layer
     n = sum(row.size for row in c.parameter_table())
     table = {kernel["label"]: kernel for kernel in by_label(work, range(1, 1 + len(work)))}
     yield "bytes of AdamW: 7 arrays", table["adamw"]["work"], 28 * n, 1e-3
     yield "bytes of the norm", table["global_norm"]["work"], 4 * n, 2e-2
-    wish = 4 * c.C * (7 + c.maxT + B * T) + 4 * B * T  # words, positions, what it writes; tokens
+    wish = 4 * c.C * (7 + c.maxT + B * T) + 4 * B * T  # words, positions and output; tokens
     yield "bytes of the first layer", table["encoder_forward"]["work"], wish, EXACT
     check("a launch for each layer", table["attention_forward"]["launches"] == c.L)
     kernel = by_label([("a", "B", 5), ("b", "B", 1), ("a", "B", 7)], [1.0, 9.0, 3.0])[1]

@@ -2,7 +2,7 @@
 
     python -m dev.tests.test_budgets
 
-A feature does not raise a budget: it is a chapter under dev/. Where a figure is far below its budget, there is room for
+A feature does not raise a budget: it belongs under dev/. If a figure is far below its budget, there is room for
 something that a reader needs.
 """
 import ast
@@ -38,8 +38,8 @@ BUDGETS = {
 
 @functools.cache
 def imports_of(path):
-    """Every import statement of a file, also within functions: a list of (module, name) each. `import module` has the
-    name ""."""
+    """Every import statement of a file, also those within functions: a list of (module, name) for each statement. For
+    `import module` the name is ""."""
     statements = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -50,8 +50,8 @@ def imports_of(path):
 
 
 def graph_of(top):
-    """{module: modules of the project that it imports}. A program's own folder, and dev/, come before the top level in
-    its search path, so a bare name is looked up there too."""
+    """{module: modules of the project that it imports}. A bare name is also looked up in the module's own folder and in
+    dev/."""
     paths = {".".join(path.relative_to(top).with_suffix("").parts): path
              for path in (*top.glob("*.py"), *top.glob("dev/**/*.py"))}
     graph = {}
@@ -82,7 +82,7 @@ def circles(graph):
 
 
 def names_of(target):
-    """How many names an assignment to a target sets."""
+    """How many names an assignment to this target sets."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return sum(map(names_of, target.elts))
     return 1
@@ -99,7 +99,7 @@ def targets_of(node):
 
 
 def habits(text):
-    """[(line, habit)] of Python that has to be read three times."""
+    """[(line, habit)] of Python that one has to read three times."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
@@ -123,7 +123,7 @@ def habits(text):
 
 
 def lines_of(text, name):
-    """The lines of the first function of this name; 0 if there is none."""
+    """How many lines the first function of this name has; 0 if there is none."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node.end_lineno - node.lineno + 1
@@ -131,7 +131,7 @@ def lines_of(text, name):
 
 
 def figures(top):
-    """What BUDGETS limits, as it is now."""
+    """The current figures, under the names in BUDGETS."""
     found, texts = {}, {}
     for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
         data = (top / name).read_bytes()
@@ -190,7 +190,7 @@ a, b, c = (lambda x, y=1: x), 2 * 3, [a for a, b in f(x)]
 
 
 def counting():
-    """The figures of a small tree, counted by hand, and the habits of a few lines."""
+    """The figures of a small tree, which were counted by hand, and the habits in a few lines."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in FILES.items():
             path = Path(folder) / name

@@ -1,4 +1,4 @@
-"""Test train_gpt2.py as a program: what it refuses, that it trains twice to the same bits, and that it needs no dev/.
+"""Test train_gpt2.py as a program: what it refuses, that two runs give the same bits, and that it needs no dev/.
 
     python -m dev.tests.test_command_line
 """
@@ -15,7 +15,7 @@ from train_gpt2 import Config, read_parameters
 
 
 def command_line(device_name, folder):
-    """train_gpt2.py says in one line what it was given wrong, and trains twice to the same bits."""
+    """train_gpt2.py reports a mistake in one line, and two runs give the same bits."""
     two_token_files(folder)
     os.chdir(folder)
     tiny = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
@@ -49,7 +49,7 @@ def command_line(device_name, folder):
         same = result(one).read_bytes() == result(two).read_bytes() != TINY.read_bytes()
         check(f"train_gpt2.py: the same bits again in {dtype}", same)
     c = Config.from_file(TINY)
-    for name, *_ in others:  # by other ways, and so not to the same bits on every device
+    for name, *_ in others:  # computed in another way, so not with the same bits on every device
         yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
     lines = (folder / "fp32_1" / "main.log").read_text()
     steps = "".join(rf"s:{step} trl:\d\.\d{{4}} lr:0\.000300 norm:\d+\.\d\d\n" for step in (0, 1, 2))
@@ -58,14 +58,14 @@ def command_line(device_name, folder):
 
 
 def top_level_files(device_name, folder):
-    """The files of the top level alone train on a GPU, to the bits of the whole program; without one they say so."""
+    """The top-level files alone train on a GPU, with the bits of the whole program; without a GPU they say so."""
     two_token_files(folder)
     alone = folder / "alone"
     alone.mkdir()
     for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
         shutil.copy(TOP / name, alone)
     arguments = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0",
-                 "--dtype", "fp32", "--plain", "1")  # which times no algorithms of products
+                 "--dtype", "fp32", "--plain", "1")  # --plain times no algorithms
 
     def train(program, *arguments):
         return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, cwd=folder,

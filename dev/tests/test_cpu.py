@@ -1,4 +1,4 @@
-"""Test the CPU as a device: how kernels are compiled, in which order threads run, and how races show.
+"""Test the CPU device: how kernels are compiled, in which order threads run, and how races show.
 
     python -m dev.tests.test_cpu
 """
@@ -49,7 +49,7 @@ def kernel_files(device_name, folder):
     check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block", 1, out)
     check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
     check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
-    if device_name == "cpu":  # a copy finds the library, but one with lines for a debugger is its own
+    if device_name == "cpu":  # a copy shares the library, except with -g, since a debugger shows the source's path
         (folder / "copy").mkdir()
         copied = shutil.copy(path, folder / "copy")
         for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
@@ -109,7 +109,7 @@ extern "C" __global__ void copies(float* out, float* from) {
 
 
 def cpu_of(folder, text, dtype="fp32", **sizes):
-    """A CPU that is compiled for other kernels, in a cache of its own."""
+    """A CPU device compiled from this text, in a cache of its own."""
     path = folder / "kernels.cu"
     path.write_text(text)
 
@@ -121,18 +121,18 @@ def cpu_of(folder, text, dtype="fp32", **sizes):
 
 
 def orders(device_name, folder):
-    """In which order threads run, when copies land, and that shared memory is poison in each block."""
+    """In which order threads run, when copies arrive, and that each block's shared memory starts as NaN."""
     if device_name != "cpu":
         return
     device = cpu_of(folder, ORDER_FILE)
 
-    def turns(order, block=0):  # of the 70 threads of a block, before and after they have waited for their warp
+    def turns(order, block=0):  # when each of a block's 70 threads runs, before and after it waits for its warp
         turn, count = np.full((2, 2, 70), -1, np.int32), np.zeros(2, np.int32)
         device.set_order(order)
         device.launch("turns", 140, turn, count, threads=70)
         return turn[block]
 
-    # A warp does both before the next one starts. The lane that comes last is not the first to go on, but forward.
+    # A warp does both before the next one starts. In the order forward, lane 0 is the last to go on after the wait.
     lanes = np.arange(32)
     yield "forward", turns("forward")[0], np.r_[lanes, 64 + lanes, 128 + lanes[:6]], EXACT
     forward_again = (32 + (lanes + 1) % 32, 96 + (lanes + 1) % 32, 134 + (lanes[:6] + 1) % 6)
@@ -179,17 +179,17 @@ def orders(device_name, folder):
 
 
 def races(device_name, folder):
-    """A barrier or a wait that is missing in a copy of kernels.cu, and a feature's kernels behind it, is found, and a
-    check names the array and an element; without a wait the array is NaN in every order."""
+    """If a barrier or a wait is cut from a copy of kernels.cu (with a feature's kernels behind it), the check notices,
+    and names the array and an element. Without a wait the array is NaN in every order."""
     if device_name != "cpu":
         return
     sources = [*Config.SOURCES, OUTLIERS]
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
 
     def text_of(names, before=None, cut=None):
-        """The text with no kernels but these, and without `cut` behind `before`."""
+        """The text with only these kernels, and without the first `cut` after `before`."""
         kept = text
-        for name in read_kernels(sources).keys() - names:  # is not compiled
+        for name in read_kernels(sources).keys() - names:  # without a BLOCK it is not compiled
             kept = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", kept)
         if not cut:
             return kept
@@ -214,7 +214,7 @@ def races(device_name, folder):
         check(f"{name}, cut: {cut}", re.match(wish, said), said)
 
 
-RACES = (  # kernel of the lab, sizes, a choice, behind which words of kernels.cu what is taken out, what then comes out
+RACES = (  # kernel of the lab, sizes, a choice, the text in kernels.cu before the cut, what to cut, the message
     ("encoder_backward", "B=2,T=27,C=64,V=257,share=60", {}, "of_warp[warp][lane] = sum;", "__syncthreads();",
      r"has a race: dwte\[.*\]"),
     ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "% 8 * n + i] = sum[i];", "__syncthreads();",
@@ -222,7 +222,7 @@ RACES = (  # kernel of the lab, sizes, a choice, behind which words of kernels.c
     ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "copies_arrive<1>();\n        } else {",
      "copies_arrive<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
     ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "tiles_arrive(Arrivals&) {\n", "__syncthreads();",
-     r"out\[.*\] is nan, expected"),  # in every order: a thread that does not wait reads poison
+     r"out\[.*\] is nan, expected"),  # in every order: a thread that does not wait reads NaN
     ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));", "__syncthreads();",
      r"has a race: losses\[\d+\]"),
     ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",

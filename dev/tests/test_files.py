@@ -1,4 +1,4 @@
-"""Test files and batches: bad ones and good ones, first parameters, schedules, samples, and the order of tokens.
+"""Test good and bad files, batches, initial parameters, schedules, samples, and the order of tokens.
 
     python -m dev.tests.test_files
 """
@@ -34,17 +34,17 @@ from train_gpt2 import (BF16, GPT2, TOKENS, Config, DataLoader, Training, batch_
 
 SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 PARAMETERS = 4 * sum(row.size for row in SMALL.parameter_table())
-STATE = 4 * (2 * 16 + 16 * 257 + 1)  # bytes of a debug state before its gradients, of B = 2 and T = 8
-GOOD_FILES = {  # kind: (its FileKind, the header behind magic and version, bytes behind the header, how it is read)
+STATE = 4 * (2 * 16 + 16 * 257 + 1)  # bytes of a debug state before its gradients, for B = 2 and T = 8
+GOOD_FILES = {  # kind: (its FileKind, the header after magic and version, bytes after the header, how it is read)
     "GPT-2 checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
     "debug state": (DEBUG_STATE[Config], (2, 8), STATE + PARAMETERS,
                     lambda path: read_debug_state(path, SMALL)),
     "token file": (TOKENS, (100,), 200, lambda path: DataLoader(path, 2, 8, SMALL)),
     "tokenizer": (TOKENIZER, (100, 99), 100, read_tokenizer),
 }
-HEADER, SIZE = "its header", "its size"  # the two numbers that are found there, and those that are expected
-BAD_FILES = [  # kind, what the message says (a regular expression, or one of these two), {index: int32} that makes it
-    # so, and the size from that of a good file
+HEADER, SIZE = "its header", "its size"  # the message has what was found and what was expected of these
+BAD_FILES = [  # kind, the message (a regular expression, or one of these two), {index: int32} to change, and a function
+    # from the size of a good file to the size
     *((kind, *row) for kind in GOOD_FILES for row in (
         ("could not be read", {}, lambda size: None),
         (r"its header of 0 bytes .*expected 1024", {}, lambda size: 0),
@@ -67,7 +67,7 @@ BAD_FILES = [  # kind, what the message says (a regular expression, or one of th
     ("debug state", "T <= maxT = 40", {3: 41}),
     ("debug state", "token 1 is -1", {257: -1}),
     ("debug state", "token 0 is 257", {256 + 16: 257}),
-    ("token file", r"prepro_tinyshakespeare\.py", {0: 50256 + (318 << 16)}),  # of an old format, without a header
+    ("token file", r"prepro_tinyshakespeare\.py", {0: 50256 + (318 << 16)}),  # an old format without a header
     ("token file", "1,224 bytes; expected 1,022", {2: -1}),
     ("token file", "1,224 bytes; expected 4,294,968,318", {2: 2**31 - 1}),
     ("token file", "token 1 is 257", {256: 5 + (257 << 16)}),
@@ -77,7 +77,7 @@ BAD_FILES = [  # kind, what the message says (a regular expression, or one of th
 
 
 def bad_files(device_name, folder):
-    """Each is refused in one line that names it and says what is wrong."""
+    """Each bad file is refused in one line that names it and says what is wrong."""
     for label, wish, change, *resize in [*((kind, None, {}) for kind in GOOD_FILES), *BAD_FILES]:
         (kind, sizes, body, read), path = GOOD_FILES[label], folder / "file.bin"
         content = np.zeros(256 + body // 4, "<i4")
@@ -98,8 +98,8 @@ def bad_files(device_name, folder):
 
 
 def other_kinds(device_name, folder):
-    """A good file of another kind is named, with the program that takes it: of all kinds that any module knows. So the
-    trainer does with what it opens. By itself it has the first numbers."""
+    """For a good file of the wrong kind, the error names its kind and the program that takes it, for every kind that
+    any module knows. The trainer does so for every file that it opens; without dev/ it gives the first numbers."""
     path, header, top = folder / "file.bin", np.zeros(256, "<i4"), TOP
     for label, magic, name, program in (
             ("GPT-2 checkpoint", 20240803, "a Llama 3 checkpoint", r"dev/llama3/train_llama3.py trains \(-e\)"),
@@ -116,7 +116,7 @@ def other_kinds(device_name, folder):
         plain = f"{path}: .*{header_refusal((magic, 0), kind)}"
         check_refusal(label, wish, check_kind, path, kind)
         check_refusal(label, plain if label in ("GPT-2 checkpoint", "token file") else wish, read, path)
-    for name in ("absent.bin", "", "short.bin"):  # of these, who reads them says what is wrong
+    for name in ("absent.bin", "", "short.bin"):  # the reader itself says what is wrong with these
         (folder / "short.bin").write_bytes(b"\1")
         check(f"no word about {name or 'a folder'}", refusal(check_kind, folder / name, TOKENS) is None)
     with contextlib.redirect_stdout(None):
@@ -136,7 +136,7 @@ def other_kinds(device_name, folder):
             ("scores.bin: is .*; expected a token file", "-j", scores, "-i", scores, "-a"),
             ("good.bin: is a file of GPT-2's tokens, .*; expected a Hella", "--hellaswag", good, "-v", 1),
             (f"other.bin: .*{header_refusal((1, 1), TOKENS)}", "-i", folder / "other.bin"),
-            (None, "-j", scores, "-v", 0), (None, "-i", scores, "-a")):  # which is not opened
+            (None, "-j", scores, "-v", 0), (None, "-i", scores, "-a")):  # these are not opened
         given = map(str, ("--device", "cpu", "-e", tiny, "-i", good, "-j", good, "-b", 1, "-t", 8, "-x", 0, *flags))
         with contextlib.redirect_stdout(None):
             found = refusal(train_gpt2.main, [*given])
@@ -150,7 +150,7 @@ def other_kinds(device_name, folder):
 
 
 def good_files(device_name, folder):
-    """What is written is read again, in fp32 and in bf16, and a full disk leaves the old file as it was."""
+    """A file that was written is read back, in fp32 and in bf16, and a full disk leaves the old file as it was."""
     path, copy = folder / "model.bin", folder / "copy.bin"
     models = [GPT2(SMALL, device_of(device_name, dtype, 64, 2), 1, 1) for dtype in ("fp32", "bf16")]
     for model, version in zip(models, (3, 5)):
@@ -187,7 +187,7 @@ def good_files(device_name, folder):
 
 
 def packed_batches(device_name, folder):
-    """The host's part of encoder_backward_wte: positions in the order of their tokens, and the lengths of runs."""
+    """The host's part of encoder_backward_wte: positions sorted by token, and the lengths of runs of a token."""
     for V in (1, 300, 70000):  # the last does not fit into 16 bits
         tokens, targets = words(V, 2, 3, 50)
         data, shape = pack_batch(tokens, targets)
@@ -202,7 +202,7 @@ def packed_batches(device_name, folder):
 
 
 def first_parameters(device_name, folder):
-    """Parameters start as in the GPT-2 paper, each tensor with numbers of its own; the padding of wte is 0."""
+    """Parameters start as in the GPT-2 paper, each tensor with its own random numbers; the padding of wte is 0."""
     c, small = Config(maxT=300, V=1000, L=3, NH=2, C=64, Vp=1024), 0.02 / math.sqrt(6)
     params = dict(draw_parameters(c, 1))
     deviations = dict(wte=0.02, wpe=0.02, qkvw=0.02, fcw=0.02, attprojw=small, fcprojw=small)
@@ -230,7 +230,7 @@ def first_parameters(device_name, folder):
             yield f"parameters of {name}", sum(row.size for row in c.parameter_table()), count, EXACT
 
 
-SCHEDULES = {  # llm.c's, at steps 0, 699, 700, 5000, 9432, 15092, 15093 and 18864 of 18865
+SCHEDULES = {  # llm.c's rates at steps 0, 699, 700, 5000, 9432, 15092, 15093 and 18864 of 18865
     "cosine": (8.57142879e-07, 6.00000028e-04, 6.00000028e-04, 5.28716249e-04, 3.46356886e-04, 1.15471652e-04,
                1.15443312e-04, 6.00000021e-05),
     "linear": (8.57142879e-07, 6.00000028e-04, 6.00000028e-04, 4.72171756e-04, 3.40419501e-04, 1.72161846e-04,
@@ -262,13 +262,13 @@ def samples(device_name, folder):
     drawn = [draw_token(logits, coin) for _, coin in zip(range(8), coins())]
     yield "tokens", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
     yield "the last token", np.array(draw_token(logits, np.float32(1))), np.array(4), EXACT
-    for shift in (-1000, 1000):  # where their exponentials would be 0, or infinite
+    for shift in (-1000, 1000):  # their exponentials would be 0 or infinite
         drawn = [draw_token(logits + np.float32(shift), coin) for _, coin in zip(range(8), coins())]
         yield f"tokens of logits around {shift}", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
 
 
 def numpy_program(device_name, folder):
-    """dev/gpt2_numpy.py prints a loss and five tokens, by a checkpoint of either type; and what it refuses."""
+    """dev/gpt2_numpy.py prints a loss and five tokens, from a checkpoint of either dtype; and what it refuses."""
     c, said = Config(maxT=12, L=1, NH=1, C=32), []
     for version, stored_as in ((3, np.float32), (5, to_bf16)):
         tensors = [stored_as(values) for _, values in draw_parameters(c, 1)]
@@ -295,14 +295,14 @@ def random_numbers(device_name, folder):
     """SplitMix64 in the NumPy formula of dev/lab/kernels/adamw_bf16.py: its published numbers for the seed 1234567."""
     wish = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
     yield "SplitMix64", splitmix64(1234567, range(5)), np.uint64(wish), EXACT
-    [x, half] = np.float64([3.0, 3.0 + 2**-7])  # half way between 3 and the next bf16
+    [x, half] = np.float64([3.0, 3.0 + 2**-7])  # halfway between 3 and the next bf16
     rises = [rounded(np.float64([half]), np.float64(parts), 1)[0] > x for parts in (2**15 - 100, 2**15 + 100)]
     check("half way: up with one half of the random numbers", rises == [False, True], rises)
 
 
 def token_order(device_name, folder):
-    """Files come in llm.c's order, and their batches: an epoch has each batch of each file once, without the tails. The
-    permutations are those that llm.c's Mersenne Twister makes, by its own program."""
+    """Files and their batches come in llm.c's order: an epoch has each batch of each file once, without the tails. The
+    permutations are those that llm.c's own program made with its Mersenne Twister."""
     sizes = (12 * 16 + 1, 5 * 16 + 9, 16 + 1)  # of 12, 5 and 1 batches of (2,8)
     WORDS, fewer = (dataclasses.replace(SMALL, V=V, Vp=5056) for V in (5000, 1000))
     with contextlib.redirect_stdout(None):
@@ -344,7 +344,7 @@ def token_order(device_name, folder):
 
 
 def limits(device_name, folder):
-    """A dump's own measure of what bf16 costs is taken for the tensors that it names, in bf16 alone."""
+    """If a dump has autocast's error of a tensor, the limit follows from it, but only in bf16."""
     report = {"autocast_errors": {"wte": 0.02, "logits": 1e-4}}
     for dtype, tensor, wish in (("bf16", "wte", 0.02 * AUTOCAST_MARGIN), ("bf16", "logits", AUTOCAST_FLOOR),
                                 ("bf16", "loss", LIMITS["bf16"]), ("fp32", "wte", LIMITS["fp32"])):

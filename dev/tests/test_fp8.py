@@ -1,10 +1,9 @@
-"""Test FP8, --dtype fp8, against ml_dtypes' formats of 8 bits.
+"""Test FP8, --dtype fp8, against the 8-bit formats of ml_dtypes (pip install ml_dtypes).
 
     python -m dev.tests.test_fp8                  # on the CPU, and on a GPU too if there is one
     python -m dev.tests.test_fp8 --device cpu     # only on this one
 
-pip install ml_dtypes. Runs that are resumed in FP8 are in dev/tests/test_resume.py, and those on several ranks in
-dev/tests/test_ranks.py.
+Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks in dev/tests/test_ranks.py.
 """
 import itertools
 from unittest import mock
@@ -26,19 +25,19 @@ SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=3
 
 
 def cut_off(x):
-    """x, in fp32, as numbers of 8 bits: the nearest, or the largest. NaN is one byte, 0x7f."""
+    """fp32 x rounded to 8 bits: to the nearest number, at most the largest. NaN is always the byte 0x7f."""
     bytes_ = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.where(np.isnan(x), 0x7F, bytes_).astype(np.uint8)
 
 
 def in_8_bits(values, scale):
-    """What a twin of these values stands for, in float64."""
+    """The numbers that a twin (an 8-bit copy) of these values holds, in float64."""
     return cut_off(np.float32(scale) * values).view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale)
 
 
 def numbers(device_name):
-    """Every bf16 becomes the number of 8 bits that ml_dtypes rounds it to, at several scales, and the largest magnitude
-    is found, of which NaN is none."""
+    """Every bf16 becomes the 8-bit number that ml_dtypes rounds it to, at several scales, and the largest magnitude is
+    found, NaNs aside."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     every = np.arange(2**16).astype(np.uint16)
     every_byte = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -68,7 +67,7 @@ def numbers(device_name):
 
 
 def weights(device_name):
-    """The twins of weights, and the transposed ones; each layer has its scale."""
+    """The twins of weights, plain and transposed; each layer has its own scale."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 64, 64), (2, 192, 144)):
         rng = np.random.default_rng(R)
@@ -92,8 +91,8 @@ def weights(device_name):
 
 
 def next_scales(device_name):
-    """A scale brings the largest magnitude to 224. Zeros, infinity and NaN change nothing, and nothing overflows.
-    To forget is to change nothing but the largest magnitudes."""
+    """A scale brings the largest magnitude to 224. Zeros, infinity and NaN leave the scale as it was, and nothing
+    overflows. `forget` only clears the largest magnitudes."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     largest = np.float32([2, 0, np.inf, np.nan, 2e-38, 3e38, 448, 0.5])
     before = np.stack([np.full(8, 0.2), np.full(8, 5), largest, np.zeros(8)], axis=1).astype(np.float32)
@@ -109,7 +108,7 @@ def next_scales(device_name):
 
 
 def steps_of(model, count, micros=1):
-    """Train so many steps, on other words each time. Returns the losses."""
+    """Train `count` steps, each on other words. Returns the losses."""
     rng, losses = np.random.default_rng(3), []
     for _ in range(count):
         batches = [rng.integers(model.config.V, size=(2, model.B, model.T), dtype=np.int32) for _ in range(micros)]
@@ -119,17 +118,17 @@ def steps_of(model, count, micros=1):
 
 
 def twins(device_name):
-    """The twin that a kernel stores beside what it writes is the twin of that. So without any of them the same products
-    come out, bit for bit, also with layers that compute norms and GELUs again."""
-    # The last is how many twins of a layer no kernel leaves for the product that reads them: Llama's rope turns dqkv in
-    # place, and where a layer is done again, the twins of dx and atty are gone when they are wanted.
+    """A kernel that stores a twin beside its output stores the right one. So if all these twins are forgotten and made
+    again, the products are the same, bit for bit, also in layers that recompute norms and GELUs."""
+    # casts: how many twins in a layer no kernel leaves for the product that reads them. Llama's rope changes dqkv in
+    # place, and when a layer is recomputed, the twins of dx and atty are gone by the time they are needed.
     for architecture, recompute, casts in ((GPT2, 0, 0), (GPT2, 1, 0), (GPT2, 2, 2), (Llama3, 0, 1), (Llama3, 2, 3)):
         results = []
         for learns in (True, False):
             place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
-                               graph=False)  # each launch is to be counted
+                               graph=False)  # so that each launch is counted
             place.architecture = architecture
-            model = poisoned_model(place, 2, 23, recompute=recompute, C=64, NH=2)  # rows need no multiples
+            model = poisoned_model(place, 2, 23, recompute=recompute, C=64, NH=2)  # any number of rows
             losses = []
             for _ in range(3):
                 if not learns:
@@ -143,19 +142,19 @@ def twins(device_name):
         name = f"{architecture.__name__} {recompute=}"
         yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
         yield f"{name}: parameters", results[0][1], results[1][1], EXACT
-        wish = casts * 2 * 2  # micro-batches and layers
+        wish = casts * 2 * 2  # for two micro-batches and two layers
         check(f"{name}: casts", results[0][2] == wish, f"{results[0][2]}, expected {wish}; without {results[1][2]}")
 
 
 class Forgetful(dict):
-    """A dict that learns nothing."""
+    """A dict that ignores |=."""
 
     def __ior__(self, other):
         return self
 
 
 def products(device_name):
-    """The products forward and backward are those of the twins, times the scales, which come from the step before."""
+    """The products, forward and backward, are those of the twins, whose scales come from the step before."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
     model = poisoned_model(place, 2, 24, C=64, NH=2)
@@ -177,12 +176,12 @@ def products(device_name):
     largest = lambda array: abs(to_float(place.get(array))).max()
     inputs = largest(a.ln2), largest(a.fch_gelu)
     model.backward_pass()
-    i = order.index("qkvw") * model.config.L  # of layer 0, whose dqkv and dln1 are still there
+    i = order.index("qkvw") * model.config.L  # layer 0, whose dqkv and dln1 are still in memory
     dqkv, w = (to_float(place.get(array)) for array in (model.back.dqkv, model.params.qkvw[0]))
     scale_d, scale_w = before[V.GRADIENT * n + i], before[V.WEIGHT * n + i]
     eight = [in_8_bits(values, scale) for values, scale in ((dqkv, scale_d), (w, scale_w))]
     yield "dln1", place.get(model.back.dinp), eight[0] @ eight[1], 3e-3
-    gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)  # of layer 0; fch_gelu is dfch by now
+    gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)  # layer 0; fch_gelu is dfch now
     place.end_step()
     after = place.get(place.all_scales)[:, 1]
     for weight, kind, l, size in (("fcw", V.INPUT, 1, inputs[0]), ("fcprojw", V.INPUT, 1, inputs[1]),
@@ -195,7 +194,7 @@ def products(device_name):
 
 
 def scales_alone(device_name):
-    """A validation before a step changes nothing of it, and runs have the same bits, without a graph too."""
+    """A validation before a step does not change the step, and runs have the same bits, with or without a graph."""
     results = []
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
@@ -204,7 +203,7 @@ def scales_alone(device_name):
         for _ in range(3):
             if validates:
                 scales = place.get(place.all_scales)
-                scales[: 2 * place.count, 2] = 1e6  # as a validation of larger numbers would leave it
+                scales[: 2 * place.count, 2] = 1e6  # as if a validation had seen larger numbers
                 place.put(place.all_scales, scales)
                 model.forward(np.full((2, 24), 5, np.int32), np.full((2, 24), 6, np.int32))
             losses += steps_of(model, 1)
@@ -215,7 +214,7 @@ def scales_alone(device_name):
 
 
 def fixture(device_name):
-    """Gradients of the fixture in FP8 are near those in fp32, and the loss is."""
+    """In FP8 the fixture's gradients and loss are close to those in fp32."""
     c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
     truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
     for dtype in ("bf16", "fp8"):
@@ -230,7 +229,7 @@ def fixture(device_name):
         errors[dtype] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
                          for name, wish in truth.gradients.items()}
     for name, error in errors["fp8"].items():
-        wish = 16 * errors["bf16"][name]  # as much coarser is a mantissa of 3 bits than one of 7
+        wish = 16 * errors["bf16"][name]  # a mantissa of 3 bits is 16 times coarser than one of 7
         check(f"gradient of {name}", error < wish, f"{error:.3f}, in bf16 {errors['bf16'][name]:.3f}")
 
 

@@ -1,4 +1,4 @@
-"""Test what a GPU brings, graphs, late reports, ranges for a profiler, tensor maps, faults, mostly without one.
+"""Test what only a GPU has, mostly without one: graphs, late reports, profiler ranges, tensor maps, faults.
 
     python -m dev.tests.test_gpu
 """
@@ -26,8 +26,8 @@ SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 
 
 def steps_of_a_graph(device_name, folder):
-    """A step is run, then recorded and launched, then only launched. It is counted once, and before that: a Ctrl-C that
-    comes during the launch finds it counted."""
+    """A step is run the first time, then recorded and launched, then only launched. It is counted once, before the
+    launch, so that a Ctrl-C during the launch finds it counted."""
     done, stream = [], mock.MagicMock()
     stream.end_capture.return_value.launch = lambda: done.append("launched")
     device, graphs = mock.Mock(graph=True, capturing=stream), {}
@@ -42,7 +42,8 @@ def steps_of_a_graph(device_name, folder):
 
 
 def late_reports(device_name, folder):
-    """A step is reported when the next one is queued. Its verdict is fetched before: a report may use the device."""
+    """A step is reported after the next one has been queued, whose verdict is fetched first: a report may use the
+    device."""
     done, flags = [], SimpleNamespace(steps=9, val_every=0, val_batches=0, sample_tokens=0, sample_every=0)
     training = train_gpt2.FastTraining(flags, None)
     training.model = SimpleNamespace(adam=SimpleNamespace(verdict="verdict"))
@@ -65,7 +66,7 @@ def late_reports(device_name, folder):
 
 
 class Ranges:
-    """What CuPy's nvtx has, noting all ranges, each as the tuple of those that it is in and its own name."""
+    """Stands in for CuPy's nvtx, and notes every range as a tuple: the ranges around it, then its own name."""
 
     def __init__(self):
         self.open, self.all = [], []
@@ -79,11 +80,11 @@ class Ranges:
 
 
 def profiler_ranges(device_name, folder):
-    """A step's ranges are those of its passes, layers, kernels and products, and change nothing."""
+    """A step has ranges for its passes, layers, kernels and products, and they change no number."""
     device, nvtx = device_of(device_name, "fp32", 64, 2), Ranges()
     plain, batch = poisoned_model(device, 2, 20, recompute=2), pack_batch(*words(257, 2, 2, 20))
     ranged = copy.copy(device)
-    vars(ranged).pop("launch", None)  # what notes the launches of a test stands in front of the class
+    vars(ranged).pop("launch", None)  # remove the tests' own recorder, which would hide the class's method
     ranged.__class__ = with_ranges(type(device), DEVICE, nvtx)
     model = with_ranges(type(plain), MODEL, nvtx)(plain.config, ranged, 2, 20)
     model.set_parameters((name, device.get(array)) for name, array in vars(plain.params).items())
@@ -100,7 +101,7 @@ def profiler_ranges(device_name, folder):
                 "attention_backward_q", "attention_backward_kv", "add_partials", "layernorm_backward", "add_partials"]
         check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
         products = [name for name in own if name.startswith("matmul ")]
-        wish = ["40 x 192 x 64", "40 x 64 x 64", "40 x 256 x 64",  # of the forward pass, again
+        wish = ["40 x 192 x 64", "40 x 64 x 64", "40 x 256 x 64",  # the forward pass, recomputed
                 "64 x 256 x 40", "40 x 256 x 64", "256 x 64 x 40", "40 x 64 x 256", "64 x 64 x 40", "40 x 64 x 64",
                 "192 x 64 x 40", "40 x 64 x 192"]
         check(f"ranges: products of layer {l} backward", products == [f"matmul {x}" for x in wish], products)
@@ -116,7 +117,7 @@ def profiler_ranges(device_name, folder):
 
 
 def models_too_large(device_name, folder):
-    """A model that the device has no room for is refused before anything is allocated, and the advice is right."""
+    """A model that does not fit on the device is refused before anything is allocated, with the right advice."""
     device = device_of(device_name, "fp32", 64, 2)
     c = dataclasses.replace(SMALL, L=24)
 
@@ -155,8 +156,8 @@ def models_too_large(device_name, folder):
 
 
 def tensor_maps_of_a_gpu(device_name, folder):
-    """What cuTensorMapEncodeTiled is asked, by its documentation, and that what it makes goes to a kernel by value: for
-    CuPy that is an array of one number. It is made once, and where kernels.cu has no use for it, not at all."""
+    """cuTensorMapEncodeTiled gets the arguments that its documentation asks for, and its result goes to a kernel by
+    value, which in CuPy is an array of one number. It is made once, and only where kernels.cu uses it."""
     asked = []
 
     class Driver:
@@ -171,7 +172,7 @@ def tensor_maps_of_a_gpu(device_name, folder):
     array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, channels))
     device = mock.Mock(maps={}, hopper=False, kernels=read_kernels(Config.SOURCES), AVOID="")
     device.tensor_map = functools.partial(train_gpt2.FastCuda.tensor_map, device)
-    arguments = "atty", "lse", array, 0.1, 0, T, 3, 3  # of attention_forward
+    arguments = "atty", "lse", array, 0.1, 0, T, 3, 3  # for attention_forward
     given = train_gpt2.FastCuda.with_tensor_maps(device, "attention_forward", arguments)
     check("without a use, the array itself", given is arguments and not asked)
     device.hopper = True
@@ -196,7 +197,7 @@ def tensor_maps_of_a_gpu(device_name, folder):
 
 
 def faults_of_a_gpu(device_name, folder):
-    """A fault of the GPU names the kernel."""
+    """The error after a fault on the GPU names the kernel."""
     device = device_of(device_name, "fp32", 64, 2)
     two_token_files(folder)
 

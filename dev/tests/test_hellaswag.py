@@ -1,8 +1,9 @@
-"""Test HellaSwag: the reader on files made by hand, and losses against a count in NumPy.
+"""Test HellaSwag: the reader on files made by hand, and losses against NumPy.
 
     python -m dev.tests.test_hellaswag
 
-The count takes the logits of each row by itself, without padding, and goes on in float64. Once they are PyTorch's.
+NumPy takes the logits of each row by itself, without padding, and continues in float64. In one test the logits are
+PyTorch's.
 """
 import contextlib
 import io
@@ -19,7 +20,7 @@ from dev.runs.hellaswag_score import EVAL_FILE, Example, count_right, mean_losse
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
 from dev.tests.trainings import LENGTHS, call, file_of, random_examples
-from dev.tools.score import progress_line  # before NumPy: what it imports says how its threads are to wait
+from dev.tools.score import progress_line  # before NumPy: it sets how NumPy's threads wait
 from train_gpt2 import GPT2, FileKind, read_parameters, to_float
 
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
@@ -31,7 +32,7 @@ DEVICE_SIZES = {GPT2: (64, 2), Llama3: (64, 2)}  # C and NH of these
 
 
 def good_files(folder):
-    """A file says what was written into it. Tokens up to V - 1 and rows of T - 1 tokens are good."""
+    """The examples in a file are those that were written. Tokens up to V - 1, and rows of T - 1 tokens, are valid."""
     for name, examples in (("several", random_examples(257)), ("one", random_examples(257)[:1]),
                            ("of large ids", random_examples(50257)), ("START among tokens", [
                                Example(3, np.int32([65535]), [np.int32([65535, 1, 4])] * 4)])):
@@ -53,7 +54,7 @@ def good_files(folder):
 
 
 def bad_files(folder):
-    """Each promise of the format, broken: one line with the example and the byte."""
+    """Each rule of the format, broken: the error is one line with the example and the byte."""
     # Example 0: numbers 512 to 529 of the file, counted as uint16. 1: from 530 on.
     examples = [Example(1, np.int32([7, 8]), [np.int32([n]) for n in range(4)]),
                 Example(2, np.int32([9]), [np.int32([n, n]) for n in range(4)])]
@@ -108,7 +109,7 @@ def bad_files(folder):
 
 
 def counted(model, examples):
-    """The mean loss of each completion, of logits that a forward pass leaves of its row alone, in float64."""
+    """The mean loss of each completion in float64, from the logits of a forward pass over its row alone."""
     c, means = model.config, []
     for example in examples:
         for completion in example.completions:
@@ -127,19 +128,20 @@ def count_of_logits(logits, row, count):
 
 
 def agrees(name, model, examples, truth):
-    """Losses near the truth's, and the score of the truth's smallest, which must not be too close to call."""
+    """The losses are close to the truth, and so the score is the truth's, whose smallest losses must not be too close
+    to call."""
     means = mean_losses(model, examples)
     yield f"{name}, losses", means, truth, LIMITS[model.device.dtype]
     ordered = np.sort(truth, axis=1)
     near = np.min(ordered[:, 1] - ordered[:, 0])
     right = sum(int(np.argmin(row)) == example.label for row, example in zip(truth, examples))
-    with mock.patch("dev.runs.hellaswag_score.mean_losses", return_value=means):  # not again
+    with mock.patch("dev.runs.hellaswag_score.mean_losses", return_value=means):  # do not compute them again
         found = count_right(model, examples)
     check(f"{name}, score {found}", found == (right, len(examples)) and near > 2e-4, f"{right}, {near:.1e} apart")
 
 
 def small_models(architecture, dtype):
-    """Batches of any size; rows in one batch or in several, of T a multiple of 128 or not, or padded to one."""
+    """Batches of any size; rows in one batch or several; T a multiple of 128 or not."""
     device = device_of("cpu", dtype, *DEVICE_SIZES[architecture], architecture=architecture)
     long = [(100, (1, 27, 28, 60)), (3, (200, 2, 3, 4))]  # of 101 to 203 tokens
     for T, lengths, sizes in {
@@ -152,7 +154,7 @@ def small_models(architecture, dtype):
 
 
 def pytorch_logits(stem, architecture):
-    """The logits that PyTorch left of a batch give the losses of completions that are cut out of its rows."""
+    """PyTorch's logits of a batch give the losses of completions that are cut out of its rows."""
     path = FIXTURES / f"{stem}.bin"
     c = architecture.Config.from_file(path)
     truth = read_debug_state(FIXTURES / f"{stem}_debug_state.bin", c)
@@ -160,7 +162,7 @@ def pytorch_logits(stem, architecture):
     model = architecture(c, device, 4, 40)
     model.set_parameters(read_parameters(path, c))
     B, T = truth.x.shape
-    rows = np.concatenate([truth.x, truth.y[:, -1:]], axis=1)  # T + 1 tokens: y is x, moved by one
+    rows = np.concatenate([truth.x, truth.y[:, -1:]], axis=1)  # T + 1 tokens: y is x shifted by one
     assert np.array_equal(rows[:, 1:], truth.y)
     ends = [(9, (10, 12, 20, T + 1)), (1, (2, 3, 4, 5)), (T, (T + 1,) * 4)]
     examples = [Example(0, row[:start], [row[start:end] for end in stops]) for row in rows for start, stops in ends]
@@ -170,7 +172,7 @@ def pytorch_logits(stem, architecture):
 
 
 class Told:
-    """A model whose losses are told by targets: of target t it is table[t]. It remembers the widths of its batches."""
+    """A model whose losses are told in advance: table[t] for target t. It remembers the shapes of its batches."""
 
     def __init__(self, table, B=4, T=300):
         self.table, self.B, self.T, self.widths = np.float32(table), B, T, []
@@ -184,7 +186,7 @@ class Told:
 
 
 def rules(folder):
-    """Which completion is predicted, how losses are added up, and how rows are padded: of losses that are told."""
+    """Which completion is predicted, how losses are summed, and how rows are padded, with losses told in advance."""
     def example(label, *completions, context=(9,)):
         return Example(label, np.int32(context), [np.int32(completion) for completion in completions])
 
@@ -231,7 +233,7 @@ def rules(folder):
 # ---- The program
 
 
-MISTAKES = [  # what the one line says, and the flags
+MISTAKES = [  # the error, and the flags
     ("-t 35: HellaSwag's example 5 has 39 tokens", "-t", "35"), ("absent.bin: could not be read", "-e", "absent.bin"),
     ("none.bin: could not be read .*dev/data/hellaswag.py writes one", "--data", "none.bin"),
     ("is a file of HellaSwag's questions, .* expected a GPT-2 checkpoint or a Llama 3 c", "-e", "hellaswag.bin"),
@@ -241,8 +243,8 @@ MISTAKES = [  # what the one line says, and the flags
 
 
 def command_line(folder):
-    """The program prints the score that is counted here, of both architectures. By default T is the next multiple of
-    128, if the model has so many positions; a row of 128 tokens needs 256. Mistakes are one line."""
+    """The program prints the score that is computed here, for both architectures. By default T is the next multiple of
+    128, if the model has that many positions; a row of 128 tokens needs 256. Errors are one line."""
     os.chdir(folder)
     (folder / "words.bin").write_bytes(file_of([Example(0, np.int32([400]), [np.int32([1])] * 4)]))
     for stem, architecture, longer, T, calls in (

@@ -1,9 +1,9 @@
-"""Test dev/tools/hf_tokenizer.py: a folder's tokenizer gives the ids that tiktoken gives.
+"""Test dev/tools/hf_tokenizer.py: a folder's tokenizer gives the same ids as tiktoken.
 
     python -m dev.tests.test_hf_tokenizer
-    python -m dev.tests.test_hf_tokenizer --transformers    # transformers' own tokenizer, too
+    python -m dev.tests.test_hf_tokenizer --transformers    # also with transformers' own tokenizer
 
-Where TIKTOKEN_CACHE_DIR is set, to a folder with GPT-2's vocabulary, that is tested too.
+If TIKTOKEN_CACHE_DIR names a folder with GPT-2's vocabulary, that is tested too.
 """
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ from prepro_tinyshakespeare import UserError, gpt2_encoding
 
 WORDS = [*BYTES, b"th", b"e ", b"he", b" t", b" th", b" the", b"ab", b"abc", b"cab", b"abcab", "é".encode(), b"\n\n",
          b"  ", b"    ", "\u2019".encode()[:2], "\u2019".encode(), b"xx", b"xxx"]
-# By hand. In " the", th has the lowest rank, and then " th" the only one. In xxx the first of the two pairs is joined.
+# Made by hand. In " the", th has the lowest rank, and then " th" has the only one. In xxx the first pair is joined.
 MERGES = ["t h", "e Ġ", "h e", "Ġ t", "Ġ th", "Ġth e", "a b", "ab c", "c ab", "abc ab", "Ã ©", "Ċ Ċ", "Ġ Ġ", "ĠĠ ĠĠ",
           "â Ģ", "âĢ Ļ", "x x", "xx x"]
 HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve", "it's IT'S I\u2019ll we'd",
@@ -35,8 +35,8 @@ HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve",
         "a<|endoftext|>b<|endoftext|>", "<|endoftext |>", "tabs\t\tand\r\nlines\r", "x" * 300, " " * 99 + "y",
         "...!!!???", "def f(x):\n    return x**2  # 4 spaces\n", "SolidGoldMagikarp rawdownloadcloneembedreportprint",
         "_a__b___"]
-VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # its SHA-256, as tiktoken knows it
-PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's, of a text
+VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # its SHA-256, from tiktoken
+PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's split of a text
 
 
 def output_of(function, *args):
@@ -47,15 +47,15 @@ def output_of(function, *args):
 
 
 def small_encoding(words=WORDS):
-    """tiktoken's Encoding of these words, with the end of a text behind them."""
+    """tiktoken's Encoding with these words, and then <|endoftext|>."""
     import tiktoken
     return tiktoken.Encoding("small", pat_str=PIECES, mergeable_ranks={word: i for i, word in enumerate(words)},
                              special_tokens={"<|endoftext|>": len(words)})
 
 
 def tokenizer_of(folder):
-    """The function text -> ids of a folder's vocab.json and merges.txt, as Sennrich et al. 2016 describe it: of all
-    pairs of neighbours the one that stands first in merges.txt is joined, everywhere, until none stands there."""
+    """The function text -> ids of a folder's vocab.json and merges.txt, as in Sennrich et al. (2016): of all pairs of
+    neighbours, the one that comes first in merges.txt is joined everywhere, until no pair is in it."""
     import regex
 
     vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
@@ -87,8 +87,8 @@ def tokenizer_of(folder):
 
 
 def tokenizers(folder):
-    """The files of a small vocabulary by hand. They, and GPT-2's if tiktoken has it here, make of texts the ids that
-    tiktoken makes. A folder gets them if it should."""
+    """The files of a small vocabulary are those written by hand. With them, and with GPT-2's if it is here, texts get
+    tiktoken's ids. A folder gets these files if it should."""
     (folder / "small").mkdir()
     write_tokenizer(folder / "small", small_encoding(), 77)
     wish = "\n".join(["#version: 0.2", *MERGES]) + "\n"
@@ -100,7 +100,7 @@ def tokenizers(folder):
     check("tokenizer_config.json", (said["model_max_length"], said["eos_token"], said["tokenizer_class"]) == (
         77, "<|endoftext|>", "GPT2Tokenizer"), said)
     encodings = {"small": small_encoding()}
-    if os.environ.get("TIKTOKEN_CACHE_DIR"):  # which has GPT-2's; without it the network would be asked
+    if os.environ.get("TIKTOKEN_CACHE_DIR"):  # without it, tiktoken would use the network
         encodings["gpt2"] = gpt2_encoding()
         (folder / "gpt2").mkdir()
         write_tokenizer(folder / "gpt2", encodings["gpt2"], 1024)
@@ -132,7 +132,7 @@ def tokenizers(folder):
 
 
 def transformers_reads(folder):
-    """The tokenizer that transformers makes of a folder gives tiktoken's ids, and the text again."""
+    """The tokenizer that transformers loads from a folder gives tiktoken's ids, and gives the text back."""
     from transformers import AutoTokenizer
 
     shutil.copytree(FIXTURES / "gpt2_folder", folder / "words")

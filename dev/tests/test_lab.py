@@ -1,9 +1,9 @@
-"""Test the kernel lab: how outputs are compared, what is said of a mistake, and what is written.
+"""Test the kernel lab: how outputs are compared, how a mistake is reported, and what is written.
 
     python -m dev.tests.test_lab
 
 Mistakes are made in a copy of the lab with two kernels, on the CPU. `python -m dev.lab --check` tests that the lab's
-kernels are right, and dev/tests/mutants.py that their problems notice a wrong one.
+kernels are right, and dev/tests/mutants.py that its checks notice a wrong one.
 """
 import os
 import re
@@ -29,7 +29,7 @@ TOP = Path(__file__).resolve().parents[2]
 
 
 def judging():
-    """A right output passes, and one with a single wrong element does not, however large the others are."""
+    """A correct output passes. One with a single wrong element does not, however large the others are."""
     truth = np.random.default_rng(1).standard_normal((7, 33)) * 10.0 ** np.arange(7)[:, None]
     truth[2, 5], truth[3, 4], truth[3, 5], truth[6, 32] = ANY, np.nan, np.inf, -np.inf
     right = np.where(truth == ANY, 12345.0, truth)
@@ -72,7 +72,7 @@ def judging():
 
 
 def inputs():
-    """Two draws are alike, rows hurt, and bf16 is what the devices store."""
+    """Inputs are the same each time, their rows are hard, and bf16 inputs are what devices store."""
     for in_bf16, rounded in ((False, f32), (True, bf16)):
         one, two = (Draw(in_bf16)(300, 7) for _ in range(2))
         check(f"the same again, bf16 {in_bf16}", (one == two).all())
@@ -99,7 +99,7 @@ def lab(copy, *arguments):
                           env={**os.environ, "PYTHONPATH": str(copy.top), "CXXFLAGS": "-O0"})
 
 
-FAULTS = [  # file, the text there, the mistake, and what the error line must have
+FAULTS = [  # file, the text there, the mistake, and what the error line must say
     ("gelu_forward.cu", "OC) return;\n    Pack<W> x", "OC) return\n    Pack<W> x", r"gelu_forward\.cu:\d+:\d+: error:"),
     ("gelu_forward.cu", "store(out + i, x);", "store((real*)(i + 16), x);", "gelu_forward 2, .*fp32.*SIGSEGV"),
     ("gelu_forward.cu", "= gelu_forward_::gelu(x[j]);", "= gelu_forward_::gelu(x[j]) * (j ? 1.0f : 1.001f);",
@@ -136,7 +136,7 @@ def faults(folder):
         others = re.search(r"^residual_forward: \d+ checks, all right$", done.stdout, re.M)
         name = f"{file}: {new.splitlines()[0][:50]}"
         check(f"{name}: said", said and done.returncode == 1, "\n".join(errors) or done.stdout + done.stderr)
-        once = 3 if "args=" in new else 1  # each version has these arguments
+        once = 3 if "args=" in new else 1  # each of three versions has these arguments
         check(f"{name}: once", len(errors) == len(set(errors)) == once, f"{len(errors)} lines")
         check(f"{name}: the other runs", others, done.stdout[-200:])
     text = (copy.top / "dev/lab/kernels/gelu_forward.py").read_text()
@@ -181,11 +181,11 @@ def lines(copy):
         check(f"dev.lab {' '.join(arguments)}", done.returncode == status and right, said[-300:])
 
 
-# ---- What is written
+# ---- The results file
 
 
 def written(folder):
-    """Tables and sentences of timings made up by hand; and what somebody has edited is not taken for measured."""
+    """Tables and sentences from made-up timings. A file that somebody has edited does not pass for measured."""
     name = "gelu_forward"
     last = len(find_ladder(name).versions)
 

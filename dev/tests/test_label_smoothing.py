@@ -2,7 +2,6 @@
 
     python -m dev.tests.test_label_smoothing                  # on the CPU, and on a GPU too if there is one
     python -m dev.tests.test_label_smoothing --device cpu     # only on this one
-
 """
 import functools
 import itertools
@@ -34,7 +33,7 @@ def device_for(name, dtype):
 
 
 def smoothed(E, targets, x):
-    """The losses of logits x (N,V), in float64, straight from the definition; and their gradient."""
+    """The losses of logits x (N,V) in float64, straight from the definition, and their gradient."""
     logs = x - x.max(axis=1, keepdims=True)
     logs = logs - np.log(np.exp(logs).sum(axis=1, keepdims=True))
     t = np.full(x.shape, E / x.shape[1])
@@ -43,7 +42,7 @@ def smoothed(E, targets, x):
 
 
 def formula():
-    """Its gradient against finite differences, and without smoothing the usual loss."""
+    """The formula's gradient against finite differences; without smoothing it gives the usual loss."""
     targets = words(11, 5)
     for E in (0, 0.1, 0.7):
         of = functools.partial(smoothed, E, targets)
@@ -54,8 +53,8 @@ def formula():
 
 
 def kernel(device_name):
-    """Losses and gradients of ordinary logits, of rows that are all but certain, right or wrong, and of rows far from
-    0. The padding is NaN before and 0 after. The threads of a block may run in any order."""
+    """Losses and gradients of ordinary logits, of rows that are almost certain (and right, or wrong), and of rows far
+    from 0. The padding is NaN before and 0 after. The threads of a block run in several orders."""
     def work(device, logits, losses, *args):
         logits = on_device(device, logits)
         device.launch("smoothed_classifier", len(logits), logits, losses, *args)
@@ -73,20 +72,20 @@ def kernel(device_name):
             padded = np.full((N, Vp), np.nan, np.float32)
             padded[:, :V] = x
             padded = padded if device.real == np.float32 else to_bf16(padded)
-            x = to_float(padded)[:, :V].astype(np.float64)  # as it is stored
+            x = to_float(padded)[:, :V].astype(np.float64)  # the stored values
             args = on_device(device, np.zeros(N, np.float32)), on_device(device, targets), 0.25, E, N, V, Vp
             loss, gradient = smoothed(E, targets, x)
             wish = np.zeros((N, Vp))
             wish[:, :V] = 0.25 * gradient
             for order, (found_loss, found) in in_each_order(device, work, device, padded, *args):
                 name = f"{device.dtype} N={N} V={V} Vp={Vp} E={E} {order}"
-                yield f"{name} losses", found_loss / (1 + loss), loss / (1 + loss), 1e-6  # each row counts
+                yield f"{name} losses", found_loss / (1 + loss), loss / (1 + loss), 1e-6  # relative to each row
                 yield f"{name} gradient", found, wish
                 check(f"{name} padding", not to_float(found)[:, V:].any())
 
 
 def model(device_name):
-    """The model's gradients are those of the smoothed loss, of all micro-batches together, and forward() has the
+    """The model's gradients are those of the smoothed loss of all micro-batches together, and forward() returns the
     usual loss."""
     c, (B, T), E, device = Config(**SIZES), (2, 6), 0.3, device_for(device_name, "fp32")
     batches = [(words(c.V, B, T), words(c.V, B, T)) for _ in range(2)]
@@ -120,8 +119,9 @@ def model(device_name):
 
 
 def command_line(device_name, folder):
-    """In FP8, with recompute and micro-batches: a run that goes on after a stop, whose flag its folder knows, ends with
-    the same bytes. A run without the flag has another loss in its first step, and the same validation before it."""
+    """In FP8, with recompute and micro-batches: a stopped run that resumes, with the flag restored from its folder,
+    ends with the same bytes. Without the flag, the first step has another loss, and the validation before it the same.
+    """
     token_files(folder)
 
     def train(*flags):

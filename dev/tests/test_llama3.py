@@ -1,12 +1,12 @@
-"""Compare llama3.cu and train_llama3.py with independent truths: formulas in NumPy, and tensors dumped from PyTorch.
+"""Test llama3.cu and train_llama3.py against formulas in NumPy and tensors dumped from PyTorch.
 
     python -m dev.tests.test_llama3                                  # all, on the CPU, and on a GPU if there is one
     python -m dev.tests.test_llama3 --checkpoint FILE --state FILE   # only this dump, of dev/tools/torch_reference.py
     python -m dev.tests.test_llama3 --kernels                        # only the kernels, for a sanitizer
     python -m dev.tests.test_llama3 --only rope_forward              # only one of them, for a debugger
 
-It prints a line a tensor, and then `N passed, N failed`. The exit status is 1 if any failed. Flags, limits and the way
-kernels are tested are test_gpt2.py's, which tests those of kernels.cu.
+It prints a line for each check, and then `N passed, N failed`. The exit status is 1 if any failed. The flags, the
+limits, and the way that kernels are tested are those of test_gpt2.py, which tests the kernels of kernels.cu.
 """
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
 from dev.lab.inputs import stored
@@ -40,10 +40,10 @@ def finite_differences():
     yield finite_difference("swiglu", swiglu, dswiglu, 3 * normal(5, 64))
 
 
-# Those of llama3.cu. Attention with fewer key heads than query heads is kernels.cu's, and test_gpt2.py tests it.
+# The kernels of llama3.cu. Grouped-query attention is in kernels.cu, and test_gpt2.py tests it.
 KERNELS = ("rmsnorm_forward", "rmsnorm_again", "rmsnorm_backward", "rope_table", "rope_forward", "rope_backward",
            "swiglu_forward", "swiglu_backward")
-# C and NH, for rows of each length, and heads of 32, 2, 6, 64, 128 and 80 channels; the first is SMALL_MODEL's
+# C and NH: rows of every length, and heads of 32, 2, 6, 64, 128 and 80 channels. The first are SMALL_MODEL's.
 COMPILED_FOR = (64, 2), (32, 16), (96, 16), (768, 24), (1600, 25), (2112, 33), (4096, 32), (8192, 64), (160, 2)
 
 
@@ -66,7 +66,7 @@ def test_models(device_name, dtype, plain):
 
 
 def sizes(device_name, folder):
-    """Meta's own counts of parameters; and of small models, by hand."""
+    """The numbers of parameters are Meta's or, for small models, were counted by hand."""
     for name, H, count in (("llama3.1:8B", 14336, 8030261248), ("llama3.2:3B", 8192, 3212749824),
                            ("llama3.2:1B", 8192, 1235814400), ("llama3:d12", 2048, 114150144),
                            ("d1", 256, 64 * (50304 + 2 + 192 + 64 + 512 + 256 + 1))):
@@ -80,7 +80,7 @@ def sizes(device_name, folder):
 
 
 def format_b(c, tensors, version=3):
-    """The bytes of a checkpoint of llm.c's branch llama3, written out by hand. tensors: {name: fp32 array}."""
+    """The bytes of a checkpoint of llm.c's branch llama3, put together by hand. tensors: {name: fp32 array}."""
     ints, floats = np.zeros(256, "<i4"), np.zeros(256, "<f4")
     ints[:12] = 20240803, version, c.maxT, c.V, c.L, c.NH, c.NKV, c.C, c.multiple_of, c.scaled, 3, c.minor
     floats[:3] = c.ffn_multiplier, c.eps, c.theta
@@ -93,7 +93,7 @@ def format_b(c, tensors, version=3):
 
 
 def format_a(c, tensors):
-    """The bytes of a checkpoint of llm.c's master, in which up and gate are apart, and floats are cut off."""
+    """The bytes of a checkpoint of llm.c's master, which keeps up and gate apart and truncates floats to integers."""
     ints = np.zeros(256, "<i4")
     ints[:16] = (20240803, 3, c.maxT, c.V, c.L, c.NH, c.NKV, c.C, int(c.ffn_multiplier), c.multiple_of, int(c.eps),
                  int(c.theta), c.scaled, 4, 3, c.minor)
@@ -103,7 +103,7 @@ def format_a(c, tensors):
 
 
 def files(device_name, folder):
-    """What is read is what was written, in both formats, and nothing but the padding is added in memory."""
+    """Tensors come back as they were written, in both formats, and memory adds nothing but the padding."""
     path, copy = folder / "model.bin", folder / "copy.bin"
     for tied in (False, True):
         c = Config3(maxT=40, V=257, L=2, NH=2, C=64, NKV=1, multiple_of=32, theta=10000.0, minor=1 + tied, tied=tied)
@@ -146,7 +146,7 @@ def files(device_name, folder):
 def bad_files(device_name, folder):
     """Each change to a good file is refused in one line that says what is wrong."""
     path, whole = folder / "file.bin", np.frombuffer(GQA.read_bytes(), "<i4")
-    bias = 512 + 2 * 331 * 96 + 2 * 96 + 5  # a number of ln1b, counted in numbers from the file's start
+    bias = 512 + 2 * 331 * 96 + 2 * 96 + 5  # the index of one of ln1b's numbers, from the start of the file
     ratio = np.float32([np.nan, 0, -1, 1e30, 2]).view(np.int32)
     for wish, index, number, *cut in (
             ("NH to be divisible by NKV", 6, 4), ("divisible by NKV", 6, 0), ("divisible by NKV", 6, -2),
@@ -169,8 +169,8 @@ def bad_files(device_name, folder):
 
 
 def command_line(device_name, folder):
-    """train_llama3.py trains twice to the same bits, by other ways to nearly the same, and says in one line what it was
-    given wrong."""
+    """Two runs of train_llama3.py give the same bits, and other ways of computing nearly the same. A mistake is
+    reported in one line."""
     two_token_files(folder)
     os.chdir(folder)
     with contextlib.redirect_stdout(None):

@@ -1,9 +1,9 @@
-"""Test -sl and -sg against z-scores of llm.c's own program, and runs that go on with other windows.
+"""Test -sl and -sg against z-scores from llm.c's own program, and runs that resume with other windows.
 
     python -m dev.tests.test_outliers                  # on the CPU, and on a GPU if there is one
     python -m dev.tests.test_outliers --device cpu     # only on this one
 
-dev/lab/kernels/outliers.py has the kernel's truth in NumPy, and dev/tests/test_resume.py skips updates in a run.
+dev/lab/kernels/outliers.py has the kernel's formula in NumPy, and dev/tests/test_resume.py skips updates in a run.
 """
 import contextlib
 import json
@@ -28,8 +28,8 @@ SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
 
 
 def z_scores(device_name):
-    """A row of losses in which one is an outlier: its z-scores are those that llm.c prints, now and
-    when later steps are done, and its update alone is skipped. So it is with norms."""
+    """In a series of losses with one outlier, the z-scores are those that llm.c prints, also when
+    they are read some steps later, and only the outlier's update is skipped. The same with norms."""
     device = (Cpu("fp32", SMALL, [SOURCE], only=("judge", "skip_outliers"))
               if device_name == "cpu" else make_device("cuda", "fp32", SMALL, beside=[SOURCE]))
     for limits, loss_first in ((("-sl", "11"), True), (("-sg", "11"), False)):
@@ -58,15 +58,15 @@ def z_scores(device_name):
 
 
 def train(device_name, output, *flags):
-    """Call the trainer on a run that goes on, and return what it said."""
+    """Call the trainer, check that it succeeds, and return its output."""
     status, text, error = call("--device", device_name, "-o", output, *flags)
     check(f"{output.name}: status", status == 0, error)
     return text
 
 
 def runs(device_name):
-    """A checkpoint has windows if its run has a limit. A run goes on from one with them, such as
-    all once were, and from one without."""
+    """A checkpoint has windows if its run has a limit. A run can resume from a checkpoint with
+    windows, as all older ones are, and from one without."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         with contextlib.redirect_stdout(None):
@@ -79,7 +79,7 @@ def runs(device_name):
         notes = json.loads((plain / "run_00000002.json").read_text())
         check("no limit: no windows", not notes.keys() & {"windows", "seen"})
 
-        # All losses and norms were 0.5 or 0.51, so that the next step is an outlier.
+        # These say that all losses and norms were 0.5 or 0.51, so the next step is an outlier.
         windows = np.tile(0.5 + 0.01 * (np.arange(WINDOW) % 2), (2, 1))
         given = notes | dict(windows=windows.tolist(), seen=[3 * WINDOW + 5])
         for name, before, flags, skips, says in (

@@ -1,5 +1,5 @@
-"""Test prepro_tinyshakespeare.py's own job: a text becomes two token files, counted again here byte by
-byte. No network is asked.
+"""Test prepro_tinyshakespeare.py: a text becomes two token files, which are also made here, byte by byte. No
+network is needed.
 
     python -m dev.tests.test_prepro
 """
@@ -20,7 +20,7 @@ SPEECH = "First Citizen:\nBefore we proceed é any further, <|endoftext|> hear m
 
 
 def program(folder, *arguments, text=None):
-    """Run prepro in a folder, where a download gives this text, or fails. Returns what it prints."""
+    """Run prepro in a folder. A download gives this text, or fails if there is none. Returns the output."""
     answer = mock.Mock(side_effect=urllib.error.URLError("no network"))
     if text is not None:
         answer = mock.Mock(return_value=io.BytesIO(text.encode()))
@@ -37,7 +37,7 @@ def program(folder, *arguments, text=None):
 
 
 def tokens_in(path):
-    """The tokens of a file, if its header is that of llm.c's."""
+    """The tokens in a file, after checking that its header is llm.c's."""
     content = path.read_bytes()
     header = struct.unpack("<256i", content[:1024])
     tokens = struct.unpack(f"<{len(content) // 2 - 512}H", content[1024:])
@@ -46,8 +46,8 @@ def tokens_in(path):
 
 
 def counted(text):
-    """The tokens of a text: a document begins at the start and after each blank line. An end of text that is written
-    out is the special token too, as in llm.c's files."""
+    """The tokens of a text: a document begins at the start and after each blank line. <|endoftext|> in the text itself
+    is the special token too, as in llm.c's files."""
     tokens = []
     for document in text.replace("\n\n", "\n\n<|endoftext|>").split("<|endoftext|>"):
         tokens += [END, *(ORDER.index(byte) for byte in document.encode())]
@@ -55,7 +55,7 @@ def counted(text):
 
 
 def files(folder):
-    """Both files of a long text, and of a short one, whose first tenth is for validation."""
+    """The two files of a long text, and of a short one, whose first tenth is for validation."""
     for name, times, val in (("long", 5000, 32768), ("short", 3, None)):
         text, wish = times * SPEECH, counted(times * SPEECH)
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
@@ -72,7 +72,7 @@ def files(folder):
 
 
 def refusals(folder):
-    """Each in one line, and no file is written."""
+    """Each mistake is refused in one line, and no file is written."""
     for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
         (folder / name).write_bytes(content)
     for wish, *arguments in (("19 tokens, and needs at least 20", "--input", "tiny.txt"),

@@ -1,8 +1,8 @@
-"""Test dev/recipes/: the flags that they give to train_gpt2.py, and the figures in their comments.
+"""Test dev/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in their comments.
 
     python -m dev.tests.test_recipes
 
-Each program that a recipe starts is replaced by one that prints its own name and arguments.
+Each program that a recipe starts is replaced by one that prints its name and arguments.
 """
 import os
 import re
@@ -18,7 +18,7 @@ from dev.tests.checks import EXACT, check, run_program
 from train_gpt2 import Config, parse_flags
 
 TOP = Path(__file__).resolve().parents[2]
-FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # all of the trainer's
+FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # of the trainer and its features
 SIZES = {"124M": "d12", "350M": "d24", "774M": "d36", "1558M": "d48"}
 MEASURED = {"124M": "124M bf16 B=64", "350M": "355M bf16 B=8", "1558M": "1558M bf16 B=8"}  # rows of RESULTS.md
 EPOCH = 10_255_324_043  # tokens in the 103 files of FineWeb's 10B
@@ -51,7 +51,7 @@ def rate_of(label):
 
 
 def sizes(folder):
-    """The flags of each size. Its hours and its loss follow from the figures that the comment names."""
+    """The flags of each size. Its hours and loss follow from the sources that the comment names."""
     text = (TOP / "dev/recipes/gpt2.sh").read_text(encoding="utf-8")
     table = {size: row.split() for size, row in re.findall(r"^# {5}(\d+M) +(\d.*)$", text, re.MULTILINE)}
     check("a row for each size", [*table] == [*SIZES], table)
@@ -98,7 +98,7 @@ def sizes(folder):
 
 
 def nodes(folder):
-    """Those of two nodes start a launcher's ranks with the flags of 124M."""
+    """The recipes for two nodes start a launcher's ranks with the flags of 124M."""
     slurm, torchrun = "gpt2_124M_slurm.sh", "gpt2_124M_torchrun.sh"
     make_data(folder, "10B")
     alone = parse_flags("", FLAGS, run_recipe(folder, "gpt2.sh", "124M").stdout.splitlines()[2:])

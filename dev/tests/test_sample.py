@@ -1,5 +1,5 @@
-"""Test dev/runs/sample.py: what is drawn against a formula in NumPy, and the pieces of its text against the whole. And
-dev/runs/tokenizer.py: in whose words samples are shown.
+"""Test dev/runs/sample.py: the tokens it draws against a formula in NumPy, and the pieces of its text against the
+whole. And dev/runs/tokenizer.py: which vocabulary samples are decoded with.
 
     python -m dev.tests.test_sample
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 import train_gpt2
 from dev.llama3.tokens import vocabulary as llamas_words
@@ -30,7 +30,7 @@ def first_coins(count):
 
 
 class Listed:
-    """A model whose next logits depend on the last token alone, and which remembers what it was asked."""
+    """A model whose next logits depend only on the last token, and which remembers what it was asked."""
 
     def __init__(self, logits, T=4):  # logits (V,V)
         self.logits, self.T, self.asked = np.float32(logits), T, []
@@ -42,18 +42,18 @@ class Listed:
 
 
 def drawn_by_formula(logits, coin, temperature, top_k):
-    """The first word at which the cumulated probability is above the coin, in float64. Of the words that are left out,
-    the probability is 0. None if the coin is too close to a border to tell."""
+    """The first word whose cumulative probability is above the coin, in float64. Words outside of top_k have the
+    probability 0. None if the coin is too close to a boundary to tell."""
     logits = np.float64(logits)
     left = [i for i in range(len(logits)) if sum((logits > logits[i]) | (logits == logits[i])
-            & (np.arange(len(logits)) < i)) < (top_k or len(logits))]  # fewer than top_k words come before it
+            & (np.arange(len(logits)) < i)) < (top_k or len(logits))]  # fewer than top_k words rank above it
     weights = np.array([np.exp((logits[i] - logits.max()) / temperature) * (i in left) for i in range(len(logits))])
     cdf = np.cumsum(weights) / weights.sum()
     return None if min(abs(cdf - coin)) < 1e-5 else next(i for i in range(len(cdf)) if cdf[i] > coin)
 
 
 def formula():
-    """Temperatures and top-k, of random logits, with the same coins; in some rows many logits are equal."""
+    """Temperatures and top-k for random logits, with the same coins; in some rows many logits are equal."""
     rng = np.random.default_rng(3)
     for temperature in (0.2, 0.8, 1, 3):
         for top_k in (0, 1, 2, 5, 36, 37, 50):
@@ -74,8 +74,8 @@ def formula():
                 ("top_k 2 keeps the first two of three equals", 1 if coin < 0.5 else 2, 1, 2)):
             found = choose(logits, coin, *settings)
             check(f"{name}, coin {coin:.3f}", found == wish, f"{found}, expected {wish}")
-    # Rounding may leave the sum of fp32 weights below the coin's share of it. Then too a word that is left out is not
-    # drawn, though it is the last.
+    # Rounding can leave the running sum of fp32 weights below the coin even at the end. Even then the last word is not
+    # drawn if it is outside of top_k.
     logits = np.float32([0.1 * (i % 7) for i in range(3000)] + [-9.0])
     last = choose(logits, np.float32(1), 1, 3000)
     check("a word outside of top_k is never drawn", last == 2999, last)
@@ -83,14 +83,14 @@ def formula():
 
 
 def as_the_trainer():
-    """Without settings, after an empty text, the tokens are those of the trainer's own samples; greedy ones are each
-    the largest of a forward pass's logits."""
+    """With default settings and an empty text, the tokens are those of the trainer's own samples. Greedy tokens are
+    those with the largest logits in a forward pass."""
     model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
     tokens = list(generate(model, [256], 40, 1.0, 0))
     yield "the trainer's tokens", np.array(tokens), np.array(sample(model, 40)), EXACT
     found, pieces = list(generate(model, [256], 40, 0, 0)), []
     prompt, wish = [256], []
-    for _ in range(40):  # a forward pass of the last T without padding
+    for _ in range(40):  # a forward pass over the last T tokens, without padding
         window = np.int32([(prompt + wish)[-20:]])
         model.forward(window)
         wish.append(int(np.argmax(model.device.get(model.acts.logits)[window.size - 1, :257])))
@@ -101,7 +101,7 @@ def as_the_trainer():
 
 
 def windows():
-    """The model is asked after the last T tokens, of the text and of its own."""
+    """The model is given the last T tokens, whether from the text or its own."""
     model = Listed(np.eye(6)[[1, 2, 3, 4, 5, 0]])  # after i comes i + 1
     pieces, words = [], {i: b"%d" % i for i in range(6)}
     stream(model, lambda text: list(map(int, text)), words, "312045", 3, 0, 0, pieces.append)
@@ -130,8 +130,8 @@ def windows():
 
 
 def characters():
-    """Characters of two to four bytes, cut into tokens everywhere: each is written when it is whole, and all together
-    are the text."""
+    """Characters of two to four bytes, cut into tokens at every place: each is written when it is complete, and
+    together they are the text."""
     text = "aé\n€👍🏽 z"
     encoded = text.encode()
     for size in (1, 2, 3, 5, len(encoded)):
@@ -153,14 +153,14 @@ def characters():
 
 
 def tokenizer_file():
-    """The trainer shows samples in the words of gpt2_tokenizer.bin, if it is here. A Llama of GPT-2's words has these
-    too, and one of its own words where its tokenizer is missing. Else they are GPT-2's."""
+    """The trainer decodes samples with gpt2_tokenizer.bin if it is here, else with GPT-2's vocabulary. So does a Llama
+    with GPT-2's vocabulary, or with its own if its tokenizer is missing."""
     here, own, plain = os.getcwd(), [b"[%d]" % i for i in range(331)], words_of(byte_encoding())
     arguments = (f"--device cpu -e {FIXTURES / 'gpt2_tiny.bin'} -i tokens.bin -j tokens.bin -b 1 -t 8 -x 1 -v 0 -s 1 "
                  "-g 9").split()
 
     def shown():
-        """A sample; and the words that Llamas have, and an encoding."""
+        """A sample; and the words of a Llama with V = 331, of llamas_words() and of vocabulary()."""
         gpt2_words.cache_clear()
         vocabulary.cache_clear()
         with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -1,4 +1,4 @@
-"""Test dev/llama3/tokens.py and the token files of Llama 3, with small tokenizers that are made here.
+"""Test dev/llama3/tokens.py and Llama 3's token files, with small tokenizers made here.
 
     python -m dev.tests.test_tokens
 """
@@ -23,8 +23,8 @@ from train_gpt2 import TOKENS, Config, DataLoader
 from train_gpt2 import read_tokens as read_tokens_of
 
 WORDS = [*BYTES, b"th", b"he", b" t", b" th", b" the", b"ab", b"abc", b"12", b"123", b"45", "é".encode(), b"  "]
-TEXTS = [  # a text, and its words as Llama 3 cuts and joins them
-    ("the", [b"th", b"e"]),  # th comes before he, and there is no word the
+TEXTS = [  # a text, and its tokens as Llama 3 splits and joins it
+    ("the", [b"th", b"e"]),  # th ranks before he, and there is no token the
     (" the", [b" the"]),
     ("abcabc", [b"abc", b"abc"]),
     ("12345", [b"123", b"45"]),  # a piece has at most three digits
@@ -35,7 +35,7 @@ SPECIAL = {"<|begin_of_text|>": len(WORDS), "<|end_of_text|>": len(WORDS) + 1}
 
 
 def read_tokens(path, V, kind=Config3):
-    """Of a Llama 3 with so many words."""
+    """The tokens in a file for a model with V words."""
     return read_tokens_of(path, kind(V=V))
 
 
@@ -57,7 +57,7 @@ def tokenizer_model(words=WORDS):
 
 
 def of_few_words(test):
-    """A test whose tokenizers have WORDS alone, where Llama 3's has 128,000."""
+    """Decorate a test whose tokenizers have only WORDS, instead of Llama 3's 128,000."""
     @functools.wraps(test)
     def patched(folder):
         with mock.patch.object(tokens, "BEGIN_ID", len(WORDS)):
@@ -67,7 +67,7 @@ def of_few_words(test):
 
 @of_few_words
 def words_and_ids(folder):
-    """Both files say the same, and texts become the words that they should."""
+    """Both kinds of tokenizer file give the same result, and texts become the right tokens."""
     for name, content, special in (("tokenizer.json", tokenizer_json(), 2),
                                    ("tokenizer.model", tokenizer_model(), 256)):
         path = folder / name
@@ -96,7 +96,7 @@ def words_and_ids(folder):
 
 @contextlib.contextmanager
 def working_in(folder):
-    """As contextlib.chdir, which Python has since 3.11."""
+    """As contextlib.chdir, which is new in Python 3.11."""
     before = os.getcwd()
     os.chdir(folder)
     try:
@@ -107,7 +107,8 @@ def working_in(folder):
 
 @of_few_words
 def files(folder):
-    """The program's two files hold the text, each document behind a border, and both kinds of files can be read."""
+    """The program's two files hold the text, with a border before each document, and GPT-2's and Llama's token files
+    can both be read."""
     text = "the abc\n\nabc <|end_of_text|> 123\n\n" * 20
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     (folder / "book.txt").write_text(text)
@@ -156,7 +157,7 @@ def files(folder):
 
 
 def refusals(folder):
-    """Of what is no tokenizer of Llama 3, each in one line; one with as many words as Llama 3's is none of these."""
+    """What is not a tokenizer of Llama 3 is refused in one line. One with the right number of words is not refused."""
     bytelevel = {"type": "ByteLevel", "use_regex": True}
     for name, wish, content in (
             ("tokenizer.json", "could not be read", None), ("tokenizer.model", "could not be read", None),

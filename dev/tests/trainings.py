@@ -1,4 +1,4 @@
-"""Small trainings, and what they leave."""
+"""Small training runs and their files, for several tests."""
 import contextlib
 import functools
 import importlib
@@ -38,7 +38,7 @@ def command(device_name, folder, output, *flags, trainer=TRAINER, model=TINY):
 
 
 def token_files(folder):
-    """Three files of training data, of which the last is the shortest, and one to validate on."""
+    """Write three files of training data, the last the shortest, and one to validate on."""
     with contextlib.redirect_stdout(None):
         for i, count in enumerate((333, 300, 170)):
             write_tokens(folder / f"part_train_{i}.bin", words(257, count))
@@ -47,7 +47,7 @@ def token_files(folder):
 
 def call(*arguments, program=TRAINER):
     """Call a program's main in this process, which saves the second that a new one takes to start. Returns its exit
-    status, what it printed, and what went to stderr, the line of an error too."""
+    status, its output, and what went to stderr, including the line of an error."""
     main = importlib.import_module(program).main
     if program == LLAMA:
         main = functools.partial(train_gpt2.main, Model=Llama3)
@@ -61,8 +61,8 @@ def call(*arguments, program=TRAINER):
 
 
 def train(device_name, *args, status=0, **keywords):
-    """Run a training to its end, on a GPU in a process of its own, whose memory is then free again. Returns what it
-    printed; checks its exit status."""
+    """Run a training to its end and check its exit status. Returns its output. On a GPU it is a process of its own, so
+    that its memory is freed."""
     arguments = command(device_name, *args, **keywords)
     if device_name == "cpu" and arguments[1] == "-m":
         found, *said = call(*arguments[3:], program=arguments[2])
@@ -75,7 +75,7 @@ def train(device_name, *args, status=0, **keywords):
 
 
 def bytes_of(output, step):
-    """The bytes of the files of a run that must not depend on where it stopped."""
+    """{name: bytes} of those files of a run that must not depend on where it stopped."""
     return {name: (output / name).read_bytes() for name in (
         f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", "main.log")}
 
@@ -112,17 +112,17 @@ def whole_ones(output):
 
 
 def without(output, copy, *steps):
-    """A copy of a run's folder without the checkpoints of these steps, as if it had been killed before."""
+    """Copy a run's folder without the checkpoints of these steps, as if it had been killed before them."""
     shutil.copytree(output, copy)
     for path in [path for step in steps for path in copy.glob(f"*_{step:08d}*")]:
         path.unlink()
     return copy
 
 
-# ---- Questions of HellaSwag, and their file: see section k of llm.c's formats
+# ---- HellaSwag's questions, and their file: dev/runs/hellaswag_score.py describes it
 
 LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)), (2, (30, 31, 32, 33)),
-           (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]  # of contexts and completions: the longest row has 39 tokens
+           (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]  # of a context and its completions: the longest row has 39 tokens
 
 
 
@@ -135,7 +135,7 @@ def random_examples(V, lengths=LENGTHS, seed=1):
 
 
 def file_of(examples, **change):
-    """The bytes of a file of examples, written down number by number."""
+    """The bytes of a file of examples, put together number by number."""
     stream, longest = [], 0
     for i, example in enumerate(examples):
         rest = [i, example.label, 4]

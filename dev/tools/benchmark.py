@@ -2,16 +2,16 @@
 
     pip install -r requirements.txt -r dev/requirements.txt
     python -m dev.tools.benchmark --llmc FOLDER           # all of it, in nine minutes on an H200
-    python -m dev.tools.benchmark --no-torch --rows "B=32"    # one row, without the peer
+    python -m dev.tools.benchmark --no-torch --rows "B=32"    # only rows at B=32, without PyTorch
     python -m dev.tools.benchmark --rows none --dtype tf32 -b 4   # only kernels, in another dtype
 
-Everything is measured in one call, each job in a process of its own, so that its memory is its own,
-and one that fails is a line and not the end. Jobs come in the order of ROWS, the most important
-first, and stop after --minutes. Ours is the trainer itself, train_gpt2.main(), with its flags.
+Everything is measured in one call. Each job is a process of its own, so that its memory can be
+measured and a failure costs only its own line. Jobs run in the order of ROWS, the most important
+first, until --minutes are over. "Ours" is the trainer itself, train_gpt2.main(), with its flags.
 
-FOLDER has a run.sh that builds llm.c and times `run.sh TOKENS.bin -e d12 -b B -t 1024`. A peer that
-is missing is a dash, and a line says why. The tables are written between two markers of
-dev/RESULTS.md; python -m dev.tools.draw step then draws the kernels.
+FOLDER has a run.sh that builds llm.c and times `run.sh TOKENS.bin -e d12 -b B -t 1024`. A missing
+measurement is a dash in the table, and a line below says why. The tables are written between two
+markers in dev/RESULTS.md; python -m dev.tools.draw step then draws the kernels.
 """
 import contextlib
 import datetime
@@ -46,7 +46,7 @@ from dev.tools.step_by_kernel import Recorder, by_label, check_tables, recorded_
 from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens
 from train_gpt2 import GPT2, Config, DataLoader, FastCuda, parse_flags
 
-STEPS = 30  # of ours; their median is that of all, the first two included
+STEPS = 30  # of ours; the median is over all of them, the first two included
 PROFILED = 8  # steps whose launches are timed one by one; the first two warm up
 TIMEOUT = 150  # seconds, for one process
 RESULTS = train_gpt2.HERE / "dev/RESULTS.md"
@@ -58,7 +58,7 @@ class Row(NamedTuple):
     model: str
     dtype: str
     B: int
-    mode: tuple = ()  # PyTorch's fastest: (torch.compile's mode, attention); (): it is not timed
+    mode: tuple = ()  # PyTorch's fastest: (torch.compile's mode, attention); (): not timed
     llmc: bool = False
     T: int = 1024
     flags: tuple = ()  # of the trainer, beyond the usual
@@ -93,7 +93,7 @@ THEN = [  # if there is time left after FASTER
     Row("d12", "bf16", 32, flags=("--recompute", "2")),
 ]
 ROWS = FIRST + THEN
-TAKEN_APART = FIRST[:2]  # with each of FASTER
+TAKEN_APART = FIRST[:2]  # timed with each of FASTER
 
 FLAGS = [
     (None, "--rows", str, "", f"only rows whose name matches this regular expression, of "
@@ -115,13 +115,13 @@ FLAGS = [
 
 
 def write_words(path, count, V=Config.V, **kind):
-    """Write a file of random tokens. The probability of a word is inversely proportional to its
-    rank."""
+    """Write a file of random tokens, distributed like words: a word's probability is inversely
+    proportional to its rank."""
     write_tokens(path, (V ** np.random.default_rng(42).random(count)).astype(np.int32), **kind)
 
 
 def tokens_of(row, folder):
-    """The file of a row's tokens in a folder; it is written if need be."""
+    """The path of a row's tokens in a folder. Writes the file if it is missing."""
     c = row.config
     path = f"{folder}/{type(c).__name__}.bin"
     if not os.path.exists(path):
@@ -133,7 +133,7 @@ def tokens_of(row, folder):
 
 
 def run_trainer(row, steps, folder, device, *flags):
-    """Train with this class for FastCuda, and return what the trainer prints."""
+    """Train with this device class in place of FastCuda, and return what the trainer prints."""
     train_gpt2.FastCuda, output, tokens = device, io.StringIO(), tokens_of(row, folder)
     with contextlib.redirect_stdout(output):
         train_gpt2.main(["-e", row.model, "--dtype", row.dtype, "-b", str(row.B), "-t", str(row.T),
@@ -148,14 +148,14 @@ def median_of(output):
 
 
 def words_of(row, folder):
-    """The mean number of distinct tokens of a batch."""
+    """The mean number of distinct tokens in a batch."""
     data = DataLoader(tokens_of(row, folder), row.B, row.T, row.config)
     return round(np.mean([np.unique(data.next_batch()[0]).size for _ in range(data.batches)]))
 
 
 def time_ours(row, folder):
-    """A step as the trainer does it: its ms, memory and FLOPs, and the bytes of kernels that are
-    not counted in FLOPs; None for Llama, whose kernels step_by_kernel does not know."""
+    """The trainer's step: its ms, memory and FLOPs, and the bytes of the kernels that are not
+    counted in FLOPs (None for Llama, whose kernels step_by_kernel does not know)."""
     ms, c, moved = median_of(run_trainer(row, STEPS, folder, Recorder)), row.config, None
     import cupy
     if type(c) is Config:
@@ -166,18 +166,18 @@ def time_ours(row, folder):
 
 
 def time_faster(row, folder, count):
-    """A step's ms with the first `count` things that FASTER adds to the plain device."""
+    """The ms of a step with the first `count` of FASTER added to the plain device."""
     class Some(FastCuda):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.fused_gelu = count > 2 and self.fused_gelu
 
     if count < 2:
-        products.TimedProducts.CANDIDATES = 1  # the first on offer
-    if count < 5:  # each step is waited for
+        products.TimedProducts.CANDIDATES = 1  # the first one offered
+    if count < 5:  # wait for each step
         train_gpt2.FastTraining = train_gpt2.Training
-    # Two caches: algorithms that were timed must not serve where they are not, and from 2 on all
-    # use those that 2 has chosen.
+    # Two caches: below 2, algorithms must not have been chosen by timing; from 2 up, all use those
+    # that 2 has chosen.
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{min(count, 2)}"
     flags = "--plain", str(int(count == 0)), "--graph", str(int(count > 3))
     return dict(ms=median_of(run_trainer(row, STEPS, folder, Some, *flags)))
@@ -192,8 +192,8 @@ def time_kernels(row, folder):
 
 
 def find_ceilings(dtypes):
-    """What this GPU can do: bytes/s of a copy, read and written, and FLOP/s of an 8192^3 product in
-    each dtype."""
+    """What this GPU can do: bytes/s of a copy, reads and writes counted, and FLOP/s of an 8192^3
+    product in each dtype."""
     import cupy
     size, rates = 8192, {}
 
@@ -247,8 +247,8 @@ JOBS = {job.__name__: job for job in (
 
 
 def run_job(end, name, *arguments):
-    """The result of a job, in a process of its own, which is stopped at `end`; or a str that says
-    why there is none."""
+    """Run a job in a process of its own, which is stopped at `end`. Returns its result, or a str
+    that says why there is none."""
     shown, begun = " ".join([name, *map(str, arguments[:1])]), time.perf_counter()
     if end <= begun:
         return "not run, --minutes were over"
@@ -264,7 +264,7 @@ def run_job(end, name, *arguments):
             errors = [line for line in said.splitlines() if "error" in line.lower()]
             result = f"failed: {errors[-1].strip()[:300] if errors else job.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)  # with the processes that it has started
+        os.killpg(job.pid, signal.SIGKILL)  # and the processes that it has started
         job.communicate()
         result = "stopped, it took too long"
     shown = f"{result['ms']:.2f} ms" if isinstance(result, dict) and "ms" in result else result
@@ -284,7 +284,7 @@ def output_of(*command):
 
 
 def title_of(flags, found, torch):
-    """The headline of the report, and a line of versions."""
+    """The report's headline, and the line of versions below it."""
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
     commit = flags.commit or output_of("git", "rev-parse", "--short", "HEAD") or "unknown"
     versions = {f"PyTorch {peer['version']}" for peer in torch.values() if isinstance(peer, dict)}

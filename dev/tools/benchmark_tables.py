@@ -1,5 +1,5 @@
-"""The tables of dev/tools/benchmark.py: Markdown from measurements. A measurement is a dict of
-numbers, or a str that says why there is none."""
+"""The tables of dev/tools/benchmark.py, in Markdown. A measurement is a dict of numbers, or a str
+that says why there is none."""
 import textwrap
 
 GIB = 2**30
@@ -35,7 +35,7 @@ def paragraph(text, **values):
 
 
 def markdown(head, right, rows):
-    """A table, whose columns are aligned to the right from this one on."""
+    """A table. Columns from number `right` on are aligned to the right."""
     lines = [head, ["---" if i < right else "---:" for i in range(len(head))], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -49,7 +49,7 @@ def gib_of(result):
 
 
 def step_table(rows, ours, torch, llmc, ceilings):
-    """Ours beside the peers: {row: measurement} of each; a row without a peer's entry has none."""
+    """Ours beside the peers. Each is {row: measurement}; a peer may lack rows."""
     head = ["GPT-2", "ours, ms", "tok/s", "GiB", "PyTorch, ms", "GiB", "llm.c, ms", "GiB",
             "best peer / ours", "roofline, ms", "roofline / ours"]
     lines = []
@@ -71,13 +71,13 @@ def step_table(rows, ours, torch, llmc, ceilings):
 
 
 def missing(rows, **programs):
-    """A line for each measurement that there is not, with the reason."""
+    """A line for each missing measurement, with the reason."""
     return [f"- {row}, {name}: {of[row]}" for name, of in programs.items() for row in rows
             if isinstance(of.get(row), str)]
 
 
 def faster_table(faster):
-    """What each of FASTER saves: {row: [a measurement for each]}."""
+    """What each of FASTER saves. faster: {row: [a measurement for each]}."""
     lines = []
     for i, added in enumerate(FASTER):
         cells = [added]
@@ -92,7 +92,7 @@ def faster_table(faster):
 
 
 def kernel_table(dtype, kernels, ceilings):
-    """The launches of a step in this dtype, from step_by_kernel.by_label."""
+    """The table of a step's kernels in this dtype. kernels: from step_by_kernel.by_label."""
     total, lines = sum(kernel["ms"] for kernel in kernels), []
     for kernel in kernels:
         rate, unit = kernel["work"] / (1e-3 * kernel["ms"]), kernel["unit"]
@@ -108,8 +108,8 @@ def kernel_table(dtype, kernels, ceilings):
 
 
 def report(title, rows, ours, torch, llmc, faster, profiled, kernels, ceilings, steps, before):
-    """All that goes between the markers of dev/RESULTS.md. profiled: the row of the kernels;
-    steps: (ours, of the kernels); before: graphs before these."""
+    """Everything between the markers of dev/RESULTS.md. profiled: the row whose kernels are timed;
+    steps: how many (of ours, of the kernels); before: how many graphs run before a timed step."""
     parts = [title]
     if rows:
         modes = {}

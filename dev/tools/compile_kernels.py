@@ -1,17 +1,18 @@
-"""Compile kernels.cu with NVRTC for several GPUs, without one, and print what ptxas made of each kernel.
+"""Compile kernels.cu with NVRTC for several GPUs, without having one, and print what ptxas reports.
 
     python -m dev.tools.compile_kernels            # sm_80 sm_90a sm_100 sm_120
     python -m dev.tools.compile_kernels sm_90a
 
-For each dtype there is a table with a row for each kernel: the registers of a thread and the bytes
-of static shared memory on each GPU, for heads of 64 channels. These are errors, and the exit status
-is then 1: a warning of the compiler; a kernel that spills more than a few registers; one that needs
-so many that no block fits on a multiprocessor; wgmma that the compiler serializes.
+For each dtype there is a table with a row for each kernel: registers per thread and bytes of static
+shared memory on each GPU, for heads of 64 channels. The exit status is 1 if the compiler warns, if a
+kernel spills more than a few registers or needs so many that no block fits on a multiprocessor, or
+if the compiler serializes wgmma.
 
-Heads of 128 channels with Llama 3's kernels, and a model of 4,096 channels, are compiled under the
-same rules for sm_90a, where attention has code of its own for such heads, and for the last GPU
-named. GPT-2's layernorms, which Llama does not use, may spill there. So may the naive versions in
-the kernel lab, which is compiled for the last GPU only, except for what uses wgmma.
+The same rules hold for two more models: one with heads of 128 channels and Llama 3's kernels, and
+one with 4,096 channels. These are compiled for the last GPU named, and for sm_90a, where attention
+has code of its own for such heads. GPT-2's layernorms, which Llama does not use, may spill there.
+The kernel lab is compiled too, where naive versions may spill: for the last GPU only, except for
+the kernels that use wgmma.
 """
 import re
 import sys
@@ -28,8 +29,8 @@ from train_gpt2 import Config, Cuda, parse_flags, read_kernels
 TOP = Path(__file__).resolve().parents[2]
 ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
                    r"(?:.*?(\d+) bytes smem)?")
-SPILLED = 68  # bytes that a kernel may spill when it has used all registers
-REGISTERS = 65536  # of a multiprocessor: the most that a block can have
+SPILLED = 68  # bytes that a kernel may spill when it has used all its registers
+REGISTERS = 65536  # of a multiprocessor, and so the most that a block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
     "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
@@ -68,7 +69,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
 
 def main():
     gpus, flags = split_names(sys.argv[1:], [])
-    parse_flags(__doc__, [], flags)  # there is --help alone
+    parse_flags(__doc__, [], flags)  # there is only --help
     gpus = gpus or ["sm_80", "sm_90a", "sm_100", "sm_120"]
     if wrong := [gpu for gpu in gpus if not re.fullmatch(r"sm_\d+[a-z]?", gpu)]:
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
@@ -78,7 +79,7 @@ def main():
         (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
 
     def kinds(dtype):
-        """(gpu, the rest of compile_for's arguments), those of the table first."""
+        """(gpu, the other arguments of compile_for) of each compilation, those of the table first."""
         if dtype == "fp8":
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
             return [*((gpu, SMALL, [FP8]) for gpu in some),

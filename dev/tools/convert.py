@@ -6,7 +6,7 @@
     python -m dev.tools.convert IN.bin FOLDER             # a folder that transformers loads
 
 A folder has config.json, and the weights in model.safetensors, or in several files and an index.
-Without --dtype the numbers stay as they are, except that fp16 becomes fp32. The hub is asked through
+Without --dtype the numbers stay as they are, except that fp16 becomes fp32. Downloads go through
 huggingface_hub: HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE=1 work as usual.
 
 A folder and a checkpoint hold the same tensors, with these differences:
@@ -14,13 +14,13 @@ A folder and a checkpoint hold the same tensors, with these differences:
 GPT-2       A linear layer's weight is (in, out) in a folder and (out, in) in a checkpoint. A
             checkpoint pads wte with rows of zeros to a multiple of 128.
 Llama 3     RoPE rotates rows 2i and 2i+1 of a query or key head together in a checkpoint, as in
-            Meta's own files, and rows i and i + HS/2 in a folder. A checkpoint has zeros for
-            GPT-2's biases, and wte again as lm_head if they are tied. What only its header says is
-            kept in config.json as llm_c, so that a checkpoint comes back with the same bytes (one
-            of llm.c's master in the format of its branch llama3).
+            Meta's own files, and rows i and i + HS/2 in a folder. A checkpoint has zeros where
+            GPT-2 has biases, and repeats wte as lm_head if they are tied. Fields that only its
+            header has are kept in config.json as llm_c, so that a checkpoint survives the round
+            trip bit for bit (one of llm.c's master becomes one of its branch llama3).
 
-A new folder also gets GPT-2's tokenizer, if the model has its words. No file says whether a model
-was trained with `--attention relu`, which transformers does not know.
+A new folder also gets GPT-2's tokenizer, if the model has GPT-2's vocabulary. No file says whether a
+model was trained with `--attention relu`, which transformers does not have.
 
 A safetensors file is the length of a JSON text, in 8 bytes; that text, {name: {dtype, shape,
 data_offsets}}; and the numbers. NumPy maps it into memory, and tensors are converted one by one.
@@ -44,15 +44,15 @@ from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run
 from train_gpt2 import BF16, Config, parse_flags, to_float
 
 DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
-SHARD_BYTES = 5 * 10**9  # the most that a file of a folder holds, unless one tensor is more
+SHARD_BYTES = 5 * 10**9  # the largest file of a folder, unless a single tensor is larger
 CHUNK = 2**24  # numbers that are converted at a time
 GPT2_WORDS = 50257
 TEXT_IDS = {GPT2_WORDS: (50256, 50256), 128256: (128000, 128001)}  # V: the tokens before and after a text
-OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub that have no owner before them
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
 HUB_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
              "tokenizer.json")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-BUFFERS = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"  # no weights: what old versions of transformers saved
+BUFFERS = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"  # not weights; old transformers saved them
 FLAGS = [
     (None, "source", argument("SOURCE"), None, "a folder, a name on the hub, a .safetensors file, or a checkpoint "
      "(.bin)"),
@@ -60,14 +60,14 @@ FLAGS = [
     (None, "--dtype", ("fp32", "bf16"), None, "of what is written (default: the source's)"),
 ]
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # GPT-2's linear layers
-ROTATED = "q_proj.weight", "k_proj.weight"  # Llama's, of which RoPE rotates the results
+ROTATED = "q_proj.weight", "k_proj.weight"  # Llama's; RoPE rotates their outputs
 
 # ---- Tensors
 
 
 def blocks(c, table):
-    """The parts of a checkpoint with this table, in their order: (the tensor's name in a folder, or None for zeros; the
-    shape of these rows in the checkpoint; the tensor's name there)."""
+    """The parts of a checkpoint with this table, in order: (the tensor's name in a folder, or None for zeros; the shape
+    of these rows in the checkpoint; the tensor's name in the checkpoint)."""
     architecture = ARCHITECTURES[type(c)]
     rows = architecture.rows(c)
     for row in table:
@@ -78,13 +78,13 @@ def blocks(c, table):
 
 
 def shape_in_folder(name, shape):
-    """A tensor's shape in a folder, from that in a checkpoint; or the other way round."""
+    """A tensor's shape in a folder, given its shape in a checkpoint, or the other way round."""
     return shape[::-1] if name.endswith(CONV1D) else shape
 
 
 def turned(name, tensor, HS, groups):
-    """A tensor of a folder as a checkpoint has it (groups=2), or the other way round (groups=HS/2). Rows that RoPE
-    rotates are regrouped in each head."""
+    """Turn a folder's tensor into a checkpoint's (groups=2), or the other way round (groups=HS/2). Rows that RoPE
+    rotates are regrouped within each head."""
     if name.endswith(CONV1D):
         return tensor.T
     if name.endswith(ROTATED):
@@ -93,7 +93,7 @@ def turned(name, tensor, HS, groups):
 
 
 def stored_as(dtype, tensor):
-    """The numbers of a tensor, in chunks of dtype."""
+    """The numbers of a tensor converted to dtype, in chunks."""
     numbers = tensor.reshape(-1)
     for chunk in (numbers[at : at + CHUNK] for at in range(0, numbers.size, CHUNK)):
         if chunk.dtype != dtype:
@@ -121,7 +121,7 @@ def find_folder(name):
 
 
 def config_of_tensors(path, found):
-    """The Config of a single file of GPT-2, from the shapes of its tensors. Raises UserError."""
+    """The Config of a GPT-2 in a single file, from the shapes of its tensors. Raises UserError."""
     prefix = ARCHITECTURES[Config].prefix
     names = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     wte, wpe = (names.get(f"{name}.weight") for name in ("wte", "wpe"))
@@ -179,8 +179,8 @@ def same_bits(a, b):
 
 
 def check_tensors(source, found, c):
-    """{whole name: array} from what a model's files hold. Raises UserError unless that is a model of this config, whole
-    and nothing else."""
+    """{full name: array} of the tensors in a model's files. Raises UserError unless they are exactly those of a model
+    of this config."""
     architecture, whole = ARCHITECTURES[type(c)], {}
     embedding = architecture.names["wte"][0]
     for name, tensor in found.items():
@@ -210,7 +210,8 @@ def check_tensors(source, found, c):
 
 
 def folder_to_checkpoint(name, path, dtype=None):
-    """Convert a folder, a model on the hub, or one file. Raises UserError; an older checkpoint is then untouched."""
+    """Convert a folder, a model on the hub, or one file. Raises UserError, and then leaves an older checkpoint as it
+    was."""
     if str(name).endswith(".safetensors") and not Path(name).is_dir():
         source = Path(name)
         found = map_file(source)
@@ -251,7 +252,7 @@ def write_safetensors(path, tensors, dtype, HS):
 
 
 def named_tensors(path, c, stored, header):
-    """(name, array) of the tensors of a checkpoint that a folder has too. Raises UserError."""
+    """(name, array) of a checkpoint's tensors that a folder also has. Raises UserError."""
     table = c.file_table(stored, header)
     body = np.memmap(path, stored, "r", Path(path).stat().st_size - sum(row.nbytes for row in table))
     at = 0

@@ -1,11 +1,11 @@
-"""Draw the README's pictures into dev/images/, to be seen on white and on dark pages.
+"""Draw the README's pictures into dev/images/, for white and for dark pages.
 
     python -m dev.tools.draw memory                              # what GPT-2 124M keeps in memory
     python -m dev.tools.draw step                                # a step's time, kernel by kernel
     python -m dev.tools.draw loss --run runs/a --resumed 150     # the loss of a run
 
-memory is drawn from the trainer's own tables, without a GPU; step from the table of kernels in
-dev/RESULTS.md, which dev/tools/benchmark.py writes; loss from a main.log.
+memory is drawn from the trainer's own tables, and needs no GPU; step from the table of kernels that
+dev/tools/benchmark.py wrote into dev/RESULTS.md; loss from a main.log.
 """
 import io
 import itertools
@@ -25,10 +25,10 @@ FLAGS = [
     (None, "--run", "name", HERE / "dev/images", "the run whose loss is drawn"),
     (None, "--resumed", "count", None, "the step after which it was resumed"),
 ]
-TEXT, FAINT = "#6e7681", "#8b949e"  # greys that have contrast on white and on GitHub's dark page
+TEXT, FAINT = "#6e7681", "#8b949e"  # greys with enough contrast on white and on GitHub's dark page
 BLUE, GREEN, AMBER, RED, VIOLET = "#2f6fb5", "#2e8a57", "#b9770e", "#b5503a", "#7a58b0"
 MIB = 2**20
-COLUMNS = [  # of memory, from left to right: title, [(arena, colour), one below the other]
+COLUMNS = [  # of the memory picture, from the left: title, [(arena, colour), from the top]
     ("parameters", [("parameters", BLUE), ("low bits", "#5b8fc7")]),
     ("gradients", [("gradients", AMBER)]),
     ("AdamW m", [("adam m", GREEN)]), ("AdamW v", [("adam v", GREEN)]),
@@ -63,8 +63,9 @@ def headline(axes, text):
 
 
 def tree(sizes, x, y, width, height):
-    """Rectangles (x, y, width, height) with areas like these sizes, which descend (Bruls et al.
-    2000): along the shorter side, as many at a time as make the last one the least oblong."""
+    """A treemap (Bruls et al. 2000): rectangles (x, y, width, height) with areas proportional to
+    these descending sizes. They are laid along the shorter side, and each row takes the number of
+    them that makes its last one closest to a square."""
     while sizes:
         side, unit = min(width, height), width * height / sum(sizes)
         # The last of `count` in a row is this many times as long as it is wide.
@@ -83,7 +84,8 @@ def tree(sizes, x, y, width, height):
 
 
 def cell(axes, colour, row, x, y, wide, tall):
-    """A tensor: its rectangle with, as far as they fit, its name, its MiB and what it is."""
+    """Draw a tensor's rectangle, with as many of these lines as fit: its name, its MiB, what it
+    is."""
     from matplotlib.patches import Rectangle
     axes.add_patch(Rectangle((x, y), wide, tall, facecolor=colour, edgecolor="white", lw=0.7))
     lines = row.name, f"{row.nbytes / MIB:,.0f} MiB", *WHAT.get(row.name, ())
@@ -94,7 +96,7 @@ def cell(axes, colour, row, x, y, wide, tall):
 
 
 def memory(flags):
-    """Columns as wide as their memory, with a rectangle for each tensor."""
+    """Columns with widths proportional to their memory, and a rectangle for each tensor."""
     tables = GPT2.tables(Config(), SimpleNamespace(real=BF16), B=4, T=1024)
     sizes = {arena: sum(row.nbytes for row in table) for arena, table in tables.items()}
     width, height, gap, top, bottom = 860, 470, 5, 46, 436
@@ -129,8 +131,8 @@ def memory(flags):
 
 
 def step(flags):
-    """A bar for each kernel, as long as its time; its solid part is the least that the GPU's rate
-    of copies or large products allows."""
+    """A bar for each kernel, as long as its time. The solid part is the time that it would take at
+    the GPU's rate of large products or of copies."""
     title, kernels = read_table((HERE / "dev/RESULTS.md").read_text(encoding="utf-8"))
     total, bars = sum(ms for _, ms, _ in kernels), {}  # {label: [ms, ms at the ceiling]}
     for label, ms, share in kernels:
@@ -162,7 +164,7 @@ def step(flags):
 
 
 def loss(flags):
-    """Training loss, each step's and smoothed; validation loss; dots where the run was resumed."""
+    """Training loss, raw and smoothed; validation loss; a dot where the run was resumed."""
     series = read_run(flags.run).series
     if not {"loss", "val loss"} <= series.keys():
         raise UserError(f"{flags.run}: expected training and validation losses in main.log")

@@ -1,5 +1,5 @@
-"""Hugging Face's config.json beside the sizes of a checkpoint, and the names of tensors in both, for
-dev/tools/convert.py."""
+"""For dev/tools/convert.py: how Hugging Face's config.json and a checkpoint's sizes translate into each
+other, and the names of tensors in both."""
 import dataclasses
 import json
 from collections.abc import Callable
@@ -15,12 +15,12 @@ HEAD = "lm_head.weight"
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0,  # RoPE's
            "original_max_position_embeddings": 8192}
 
-# Numbers of a Llama 3 checkpoint's header that config.json has no names for: it only has H, which
-# follows from the first two, and factor 8 for scaled 1 and 8.
+# Fields of a Llama 3 checkpoint's header that config.json has no names for. It has only H, which
+# follows from the first two, and one factor, 8, for both scaled 1 and scaled 8.
 HEADER = {"multiple_of": (int,), "ffn_multiplier": (int, float), "scaled": (int,), "minor": (int,)}
 
-# A checkpoint's tensors, and those of a folder that they hold one after another, by rows. {} is the
-# layer. None: zeros, which a folder does not have.
+# {a checkpoint's tensor: the folder's tensors whose rows it holds, in order}. {} is the layer. None
+# is zeros, which a folder does not have.
 GPT2_NAMES = {
     "wte": ["transformer.wte.weight", None],
     "wpe": ["transformer.wpe.weight"],
@@ -71,7 +71,7 @@ def read_json(path):
 
 
 def write_objects(folder, objects):
-    """Write {name of a file: what it holds as JSON} into a folder. Raises UserError."""
+    """Write {name of a file: an object to store as JSON} into a folder. Raises UserError."""
     for file, found in objects.items():
         replace_file(folder / file, [json.dumps(found, indent=2).encode() + b"\n"])
 
@@ -80,8 +80,8 @@ def write_objects(folder, objects):
 
 
 def check_config(path, config, wishes):
-    """Raise UserError unless the dict of a config.json has, for each name of wishes, one of the values behind it, or
-    leaves the name out."""
+    """Raise UserError if the dict of a config.json has other values than the accepted ones. wishes: (name, accepted
+    values ...). A name may be missing."""
     for name, *accepted in wishes:
         found = config.get(name)
         if found is not None and found not in accepted:
@@ -90,7 +90,7 @@ def check_config(path, config, wishes):
 
 
 def sizes_of(path, config, defaults):
-    """The sizes with these names in the dict of a config.json, or their defaults. Raises UserError."""
+    """Sizes from the dict of a config.json. defaults: (name, default) of each. Raises UserError."""
     sizes = []
     for name, default in defaults:
         size = default if config.get(name) is None else config[name]
@@ -101,7 +101,7 @@ def sizes_of(path, config, defaults):
 
 
 def padded(V):
-    """Vp of V words, as llm.c has it: a multiple of 128."""
+    """V rounded up to Vp as in llm.c, to a multiple of 128."""
     return -(-V // 128) * 128
 
 
@@ -125,7 +125,8 @@ def write_gpt2(c):
 
 
 def mlp_numbers(C, H):
-    """(multiple_of, ffn_multiplier) from which H follows, also rounded to fp32, preferably Llama's own; or None."""
+    """(multiple_of, ffn_multiplier) that give H, also when rounded to fp32; Llama's own if they do. None if there are
+    none."""
     for multiple_of in (2**i for i in range(10, -1, -1)):
         middle = (H + 1 - multiple_of / 2) / int(8 * C / 3)
         for ffn_multiplier in (1.0, 1.3, 1.4, 1.5, *(round(middle, digits) for digits in range(1, 9))):
@@ -136,7 +137,7 @@ def mlp_numbers(C, H):
 
 
 def with_header(path, c, kept):
-    """c with the numbers of HEADER that a config.json kept. Raises UserError if they change its sizes."""
+    """c with the fields of HEADER that a config.json kept. Raises UserError if they change its sizes."""
     ok = (isinstance(kept, dict) and kept.keys() == HEADER.keys()
           and all(type(kept[name]) in types and abs(kept[name]) < 2**31 for name, types in HEADER.items())
           and kept["multiple_of"] > 0 and kept["ffn_multiplier"] > 0)
@@ -159,7 +160,7 @@ def read_llama(path, config):
         if not isinstance(config.get(name) or {}, dict):
             raise UserError(f"{path}: {name} is {config[name]}; expected an object or null")
     rope = {"rope_theta": config.get("rope_theta")} | (config.get("rope_scaling") or {})
-    rope = config.get("rope_parameters") or rope  # as transformers has written it since version 5
+    rope = config.get("rope_parameters") or rope  # the name since transformers 5
     kind = rope.get("rope_type") or rope.get("type") or "default"
     scaling, factor, scaled = {name: rope.get(name) for name in SCALING}, rope.get("factor"), 0
     if kind != "default":
@@ -175,7 +176,7 @@ def read_llama(path, config):
     eps, theta = config.get("rms_norm_eps") or 1e-6, rope.get("rope_theta") or 10000.0
     if not all(isinstance(number, (int, float)) and number > 0 for number in (eps, theta)):
         raise UserError(f"{path}: rms_norm_eps is {eps} and rope_theta {theta}; expected numbers above 0")
-    # Of the versions 3.1 and 3.2, the tied models are 3.2.
+    # Tied models are version 3.2, the others 3.1.
     c = Config3(maxT, V, L, NH, C, 0, NKV, *mlp, eps, theta, scaled, 1 + tied, tied)
     if config.get("llm_c") is not None:
         c = with_header(path, c, config["llm_c"])
@@ -194,13 +195,13 @@ def write_llama(c):
 
 
 class Architecture(NamedTuple):
-    """How two kinds of model differ."""
+    """How an architecture is written in a folder."""
     title: str
     model_type: str  # in config.json
     model_class: str  # of transformers
     names: dict
     prefix: str  # of the names in a folder, except lm_head's; some files leave it out
-    rows: Callable  # config -> {a checkpoint's tensor: the rows of each of its parts, if several}
+    rows: Callable  # config -> {a checkpoint's tensor with several parts: the rows of each part}
     read_config: Callable  # path of a config.json, its dict -> config. Raises UserError
     write_config: Callable  # config -> its part of config.json
 

@@ -1,5 +1,5 @@
-"""GPT-2's tokenizer in the files that transformers reads, made from tiktoken's vocabulary, for
-dev/tools/convert.py."""
+"""For dev/tools/convert.py: write GPT-2's tokenizer as transformers reads it, from tiktoken's
+vocabulary."""
 import itertools
 import math
 
@@ -9,15 +9,16 @@ from prepro_tinyshakespeare import END_OF_TEXT, PRINTING, UserError, replace_fil
 
 
 def letters():
-    """{byte: its letter} in Hugging Face's vocabularies: itself if it prints, else one from U+0100 on."""
+    """{byte: the letter that stands for it in Hugging Face's vocabularies}: itself if it prints, else one from U+0100
+    up."""
     others = [b for b in range(256) if b not in PRINTING]
     return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
 
 
 def merges_of(ranks):
-    """The pairs that byte-pair encoding joins, in their order, from {word: rank}. The last join that makes a word is
-    found by making it: of all neighbours, those whose word has the lowest rank are joined first, until two parts are
-    left. Raises UserError if none can be joined before."""
+    """The pairs that byte-pair encoding joins, in order, from {word: rank}. To find the last join that makes a word, we
+    encode the word itself: the neighbours whose join has the lowest rank are joined first, until two parts are left.
+    Raises UserError if there is nothing to join before that."""
     for word in sorted(ranks, key=ranks.get):
         parts = [word[i : i + 1] for i in range(len(word))]
         while len(parts) > 2:

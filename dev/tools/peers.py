@@ -1,5 +1,5 @@
-"""The peers of dev/tools/benchmark.py: PyTorch, as its users train today, and llm.c. Both are timed
-over whole training steps on the same tokens as ours."""
+"""The peers of dev/tools/benchmark.py: PyTorch, used as people train with it today, and llm.c. Both
+are timed over whole training steps, on the same tokens as ours."""
 import math
 import re
 import subprocess
@@ -17,12 +17,12 @@ WARM_UP, STEPS = 5, 20  # of PyTorch
 
 
 def gpt2(c, backend):
-    """A module that computes GPT-2's loss with dev/tools/torch_gpt2.py. Each layer has tensors of its
-    own: the gradients of slices of one tensor for all layers would be copied."""
+    """A module that computes GPT-2's loss with dev/tools/torch_gpt2.py. Each layer has its own
+    tensors: if they were slices of one, their gradients would have to be copied."""
     import torch
 
     from dev.tools import torch_gpt2
-    # As PyTorch's users do for speed, the head covers the padded words, which are never targets.
+    # The head includes the padding, which is never a target: PyTorch's users do that for speed.
     shape = torch_gpt2.Shape(c.maxT, c.Vp, c.L, c.NH, c.C, c.Vp)
     if backend != "naive":
         torch_gpt2.attention = lambda q, k, v, kind: attend(q, k, v)
@@ -60,7 +60,7 @@ def llama3(c, backend):
         q, k = q.to(v.dtype), k.to(v.dtype)  # RoPE has left them in fp32
         return attend(q, k, v, scale=scaling, enable_gqa=True).transpose(1, 2), None
 
-    transformers.AttentionInterface.register("no_mask", no_mask)  # else a mask would lie in memory
+    transformers.AttentionInterface.register("no_mask", no_mask)  # else it would allocate a mask
     sizes = {name: getattr(c, name) for name in LlamaShape._fields}
     inner = llama_model(LlamaShape(**sizes | dict(V=c.Vp))).float()
     inner.set_attn_implementation("no_mask")
@@ -126,15 +126,15 @@ def torch_step(row, c, tokens, device="cuda", steps=STEPS):
 
 
 def build_llmc(folder):
-    """A process that builds llm.c with run.sh of its folder. The GPU is hidden from it, so that the
-    run after the build fails at once."""
+    """Start a process that builds llm.c with its folder's run.sh. The GPU is hidden from it, so
+    that the run after the build fails at once."""
     hidden = ["env", "CUDA_VISIBLE_DEVICES=", "bash", "run.sh", "none.bin", "-e", "d12"]
     return subprocess.Popen(hidden, cwd=folder, stdout=subprocess.DEVNULL,
                             stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
 
 
 def llmc_step(row, tokens, folder):
-    """{ms, memory} of llm.c's step, by run.sh of its folder, which prints the median of 25."""
+    """{ms, memory} of llm.c's step, from its folder's run.sh, which prints the median of 25."""
     script = Path(folder) / "run.sh"
     if not script.exists():
         raise UserError(f"--llmc {folder}: has no run.sh; expected the folder of a script that "

@@ -1,18 +1,19 @@
 """Draw training runs: loss, validation loss, HellaSwag, gradient norm, learning rate and throughput.
 
     python -m dev.tools.plot runs/a runs/b -o training.svg    # or training.png
-    python -m dev.tools.plot runs/a --watch                   # in the terminal; Ctrl-C leaves
+    python -m dev.tools.plot runs/a --watch                   # in the terminal, until Ctrl-C
 
-A run is a folder of train_gpt2.py's -o, or a main.log, llm.c's too. Its lines begin with the step:
+A run is a folder that train_gpt2.py wrote (-o), or a main.log, also llm.c's. Its lines begin with the
+step:
 
     s:250 tel:3.2815                            validation loss
     s:250 eval:0.2945                           HellaSwag
     s:250 trl:3.2901 lr:0.000600 norm:0.31      training loss, learning rate, norm of the gradient
 
 If a step has several lines, as after a resume, the last one counts. Tokens per second are drawn if
-the folder also has `log`, what the program printed (train_gpt2.py -o runs/a | tee runs/a/log). The
-x axis counts tokens if it is known how many a step has: from --tokens-per-step, a run_*.json in the
-folder, or `log`.
+the folder also has the program's output in `log` (train_gpt2.py -o runs/a | tee runs/a/log). The x
+axis counts tokens if --tokens-per-step, a run_*.json in the folder, or `log` says how many a step
+has.
 
 The chart needs matplotlib (pip install -r dev/requirements.txt), --watch does not.
 """
@@ -33,9 +34,9 @@ from prepro_tinyshakespeare import UserError, replace_file
 from prepro_tinyshakespeare import run as run_main
 from train_gpt2 import number, parse_flags
 
-# ---- Runs, as their files tell
+# ---- Reading runs
 
-LINES = [  # a line of main.log, and what its numbers behind the step are
+LINES = [  # a line of main.log, and the series of the numbers after its step
     (re.compile(r"s:(\d+) tel:(\S+)"), ("val loss",)),
     (re.compile(r"s:(\d+) eval:(\S+)"), ("HellaSwag",)),
     (re.compile(r"s:(\d+) trl:(\S+) lr:(\S+) norm:(\S+)"), ("loss", "lr", "norm")),
@@ -47,10 +48,10 @@ LAST = 10**12  # no run has more steps, or more tokens in a step: the line is da
 
 class Run(NamedTuple):
     name: str
-    series: dict  # {one of SERIES: (steps, values)}, float64 arrays in the steps' order
-    tokens: int | None  # in a step
-    data: str | None  # of OpenAI's figures those that compare: "fineweb", "edu"
-    skipped: str  # what was damaged in its files and left out, or ""
+    series: dict  # {one of SERIES: (steps, values)}, float64 arrays in the order of steps
+    tokens: int | None  # per step
+    data: str | None  # which of OpenAI's figures compare with it: "fineweb", "edu"
+    skipped: str  # what was left out because it was damaged, or ""
 
     @property
     def last(self):
@@ -59,7 +60,7 @@ class Run(NamedTuple):
 
 
 def printable(text):
-    """Text for a chart or a terminal: the name of a folder may have control characters, or not be UTF-8."""
+    """Text that is safe for a chart or a terminal: a folder's name may have control characters, or not be UTF-8."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -71,8 +72,8 @@ def read_text(path, what):
 
 
 def read_log(path):
-    """({series: {step: value}}, which lines were skipped) of a main.log. A last line without its end is still being
-    written, and waits. Raises UserError if no line is as expected."""
+    """({series: {step: value}}, which lines were skipped) of a main.log. A last line without a newline is still being
+    written, and is ignored. Raises UserError if no line is as expected."""
     *lines, _ = read_text(path, "a folder with a main.log, or a main.log").split("\n")
     found, wrong = {}, []
     for i, line in enumerate(lines, 1):
@@ -94,7 +95,7 @@ def read_log(path):
 
 
 def read_printed(path):
-    """({step: tokens per second}, tokens in a step or None) from what the program printed."""
+    """({step: tokens per second}, tokens per step or None) from what the program printed."""
     speeds, tokens = {}, None
     for match in map(PRINTED.match, read_text(path, "what the program printed").split("\n")[:-1]):
         try:
@@ -122,7 +123,7 @@ def read_flags(folder):
 
 
 def read_run(argument, tokens=None):
-    """The Run of a folder or a main.log. tokens: in a step, if given. Raises UserError."""
+    """The Run of a folder or a main.log. tokens: per step, if given. Raises UserError."""
     path = Path(argument)
     log = path / "main.log" if path.is_dir() else path
     found, skipped = read_log(log)
@@ -145,25 +146,25 @@ def read_run(argument, tokens=None):
 # ---- What to compare with
 
 SIZES = "124M", "350M", "774M", "1558M"
-FIGURES = [  # series, the data that it was measured on ("" for any), the model's size, value, whose
+FIGURES = [  # series, the data it was measured on ("" for any), the model's size, value, whose
     *(("val loss", "fineweb", size, loss, "OpenAI's") for size, loss in zip(
         SIZES, (3.424958, 3.083089, 3.000580, 2.831273))),
     ("val loss", "fineweb", "124M", 3.2722, "llm.c's"),  # over 10 billion tokens
     ("val loss", "edu", "124M", 3.2924, "OpenAI's"),
     *(("HellaSwag", "", size, share, "OpenAI's") for size, share in zip(SIZES, (0.2945, 0.3752, 0.4320, 0.4889))),
 ]
-REACH = {"val loss": 1.0, "HellaSwag": 0.1}  # how far away the next figure is worth a line
+REACH = {"val loss": 1.0, "HellaSwag": 0.1}  # the next figure gets a line if it is no further than this
 
 
 def figures(series, runs, data, sizes):
-    """[(value, label)] of the figures to draw in a panel: those of these sizes; without sizes, those that the best run
-    has passed, and the next if it is near. data: "fineweb", "edu", "none", or None for the runs' own."""
+    """[(value, label)] of the figures to draw in a panel: those of these sizes or, without sizes, those that the best
+    run has passed, and the next one if it is near. data: "fineweb", "edu", "none", or None for the runs' own."""
     data = data or next((run.data for run in runs if run.data), "")
     rows = [(value, size, f"{who} {size}, {value:.4f}") for name, place, size, value, who in FIGURES
             if name == series and data != "none" and place in ("", data)]
     if sizes:
         return [(value, label) for value, size, label in rows if size in sizes]
-    sign = 1 if series == "HellaSwag" else -1  # the larger the better, or the smaller
+    sign = 1 if series == "HellaSwag" else -1  # larger is better, or smaller
     scores = [sign * value for run in runs for value in run.series[series][1] if math.isfinite(value)]
     best = max(scores, default=-math.inf)
     ahead = min((sign * value - best for value, *_ in rows if sign * value > best), default=0)
@@ -172,8 +173,8 @@ def figures(series, runs, data, sizes):
 
 
 def smoothed(values, width):
-    """The mean of the `width` (odd) finite values around each. Near the first value, where a loss falls fast, the
-    window shrinks on both sides; near the last, on one."""
+    """The mean of the finite values in a window of `width` (odd) around each value. Near the first value, where a loss
+    falls fast, the window shrinks on both sides; near the last, only on one."""
     there, at = np.isfinite(values), np.arange(len(values))
     first, end = at - np.minimum(at, width // 2), np.minimum(at + np.minimum(at, width // 2) + 1, len(values))
     sums, counts = (np.concatenate([[0], np.cumsum(x)]) for x in (np.where(there, values, 0), there))
@@ -187,12 +188,12 @@ COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#00
 GREY = "#707070"
 TITLES = {"loss": "Loss, nats per token", "HellaSwag": "HellaSwag accuracy",
           "norm": "Gradient norm", "lr": "Learning rate", "tok/s": "Tokens per second"}  # of the panels
-SCORES = "val loss", "HellaSwag"  # dots, of which there are few
-LONG = 500  # steps: the beginning of a longer run, its first 3%, may leave the panel at its top
+SCORES = "val loss", "HellaSwag"  # these have few values, which are drawn as dots
+LONG = 500  # steps: if a run is longer, the first 3% of its losses may be cut off at the panel's top
 
 
 def short(number, _=None):
-    """A count as people write it: 524k, 2.5B."""
+    """A count in short form: 524k, 2.5B."""
     for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= unit:
             return f"{number / unit:.4g}{letter}"
@@ -200,14 +201,14 @@ def short(number, _=None):
 
 
 def figure_of(name, value):
-    """A value of a series, with the digits that count."""
+    """A value of a series, with the digits that matter."""
     return short(value) if name == "tok/s" else f"{value:.{ {'lr': 6, 'norm': 2}.get(name, 4)}f}"
 
 
 def apart(places, least):
-    """Ascending places, moved as little as possible (by the sum of squares) so that neighbours are at least this far
+    """Move ascending places as little as possible (by the sum of squares) so that neighbours are at least this far
     apart: those that are too close are spread evenly around their mean."""
-    groups = []  # [mean of place - i * least, how many]: these means have to ascend
+    groups = []  # [mean of place - i * least, count]: these means must ascend
     for i, place in enumerate(places):
         groups.append([place - i * least, 1])
         while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
@@ -217,7 +218,8 @@ def apart(places, least):
 
 
 def thinned(x, y, buckets=1000):
-    """The points of a line; of a long one the lowest and the highest of each bucket, which looks the same."""
+    """The points of a line. A long line keeps only the lowest and the highest point of each bucket, which looks the
+    same."""
     if len(x) <= 2 * buckets:
         return x, y
     kept = set()
@@ -229,8 +231,8 @@ def thinned(x, y, buckets=1000):
 
 
 def draw(runs, x, data=None, sizes=(), form="svg"):
-    """The chart of runs, bytes of an SVG or a PNG; x: "steps" or "tokens". Each line of an SVG has an id, such as
-    run0-loss. Raises UserError without matplotlib."""
+    """The chart of runs, as the bytes of an SVG or a PNG. x: "steps" or "tokens". Each line of an SVG has an id, such
+    as run0-loss. Raises UserError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -269,16 +271,16 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
                 gid, width = f"run{i}-{name.replace(' ', '-')}", 2 * (len(values) // 100) + 1
                 dots = dict(marker="o", markersize=4 if len(values) < 50 else 3, markeredgecolor="white",
                             markeredgewidth=0.6, zorder=3) if name in SCORES or len(values) == 1 else {}
-                if name not in SCORES and name != "lr" and width > 1:  # pale as it is, and its mean
+                if name not in SCORES and name != "lr" and width > 1:  # raw, in a pale colour, and smoothed
                     ax.plot(*thinned(places, values), linewidth=0.7, alpha=0.35, gid=gid, **look)
-                    # Of a rate it is the mean of times that says how many tokens some steps together did a second.
+                    # A rate is averaged over times: 1 / rate is the time of a token.
                     values = 1 / smoothed(1 / values, width) if name == "tok/s" else smoothed(values, width)
                     gid += "-smoothed"
                     widths.add(width)
                 line = "none" if name == "val loss" and "loss" in run.series else "-"
                 drawn.setdefault(name, []).extend(
                     ax.plot(*thinned(places, values), linestyle=line, linewidth=1.4, gid=gid, **dots, **look))
-                if name != "tok/s":  # single steps are timed badly: only their mean has to be in the panel
+                if name != "tok/s":  # the time of a single step is noisy: only the mean must fit
                     values = run.series[name][1]
                 cut = panel == "loss" and "loss" in run.series and run.last >= LONG
                 late = values[steps >= 0.03 * run.last] if cut else values
@@ -321,21 +323,21 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
 
 
 def label_of(run, others):
-    """A run's line in the legend: its last validation loss (or another value; or a loss that is not finite), its name,
-    and another run with the same losses."""
+    """A run's line in the legend: a loss that is not finite if there is one, else its last validation loss or another
+    value; its name; and another run with the same losses."""
     last = {name: values[-1] for name, (_, values) in run.series.items()}
     broken = [name for name in ("loss", "val loss") if not math.isfinite(last.get(name, 0))]
     key = next(name for name in (*broken, "val loss", *SERIES) if name in last)
     losses = [name for name in ("loss", "val loss") if name in last]
     same = [other.name for other in others if losses and all(
         np.array_equal(other.series.get(name, ()), run.series[name], equal_nan=True) for name in losses)]
-    name, most = run.name, 70 if same else 100  # letters, so that the line is no wider than the chart
+    name, most = run.name, 70 if same else 100  # letters that fit into the chart's width
     name = name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"
     return f"{key} {figure_of(key, last[key])}  {name}" + (f" (same losses as {same[0]:.15})" if same else "")
 
 
 def note_of(names, widths):
-    """The note beside a panel's title: what its lines are."""
+    """The note beside a panel's title, which says what its lines are."""
     mean = "mean of " + " to ".join(map(str, sorted({min(widths), max(widths)}))) + " steps" if widths else ""
     if "loss" not in names:
         return "validation" * ("val loss" in names) or mean
@@ -344,7 +346,7 @@ def note_of(names, widths):
 
 def tell_apart(lines):
     """Make overlapping lines visible: each gets dashes in the gaps of the others, and rings around dots."""
-    groups = []  # of lines with their points on the screen, which are those of the first to a pixel or so
+    groups = []  # of (line, its points on the screen): within a group they differ by no more than a pixel or so
     for line in lines:
         points = line.axes.transData.transform(line.get_xydata())
         points = points[np.isfinite(points).all(1)]
@@ -370,8 +372,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def columns_of(steps, values, last, width):
-    """The mean value in each of `width` columns, which divide the steps 0..last. An empty column repeats the one before
-    it; those before the first value are NaN."""
+    """The mean value in each of `width` columns, over which the steps 0..last are spread. An empty column repeats the
+    one before it; those before the first value are NaN."""
     column = np.minimum((steps * width / (last + 1)).astype(int), width - 1)
     there, means = np.isfinite(values), np.full(width, np.nan)
     for i in range(width):
@@ -381,8 +383,8 @@ def columns_of(steps, values, last, width):
 
 
 def sparkline(means, height):
-    """`height` lines of text, a column of blocks for each mean. The scale ends at the highest mean after the first
-    tenth, in which a loss falls so far that the rest would look flat."""
+    """`height` lines of text, with a column of blocks for each mean. The scale ends at the highest mean after the first
+    tenth: before that a loss falls so far that the rest would look flat."""
     there, late = (part[np.isfinite(part)] for part in (means, means[len(means) // 10 :]))
     if not there.size:
         return [" " * len(means)] * height
@@ -393,8 +395,8 @@ def sparkline(means, height):
 
 
 def panel(arguments, tokens, width, height):
-    """The text of all runs, of at most this size. A run that cannot be drawn yet is a line that says why."""
-    runs, width = [], max(width, 42)  # a narrower terminal folds the lines
+    """The text of all runs, within this size. For a run that cannot be drawn yet, a line says why."""
+    runs, width = [], max(width, 42)  # in a narrower terminal the lines wrap
     for argument in arguments:
         try:
             runs.append(read_run(argument, tokens))
@@ -425,7 +427,7 @@ def panel(arguments, tokens, width, height):
 
 
 def watch(arguments, tokens, seconds):
-    """Draw panels until Ctrl-C, which ends it."""
+    """Draw panels until Ctrl-C."""
     terminal = sys.stdout.isatty()
     try:
         while True:
@@ -455,7 +457,7 @@ FLAGS = [
 
 
 def parse(arguments=None):
-    """The flags of the command line, with runs. Raises UserError."""
+    """The flags of the command line, and the runs as flags.runs. Raises UserError."""
     runs, others = split_names(sys.argv[1:] if arguments is None else arguments, FLAGS)
     flags = parse_flags(__doc__, FLAGS, others)
     flags.runs, flags.model = runs, flags.model.split(",") if flags.model else []

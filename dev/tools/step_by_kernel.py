@@ -1,5 +1,5 @@
-"""What a training step launches, kernel by kernel: its time, and the bytes and FLOPs that it needs.
-dev/tools/benchmark.py writes the table, dev/tools/draw.py the chart."""
+"""A training step, kernel by kernel: how long each launch takes, and the bytes or FLOPs it needs.
+dev/tools/benchmark.py writes the table, dev/tools/draw.py draws the chart."""
 import contextlib
 import re
 import sys
@@ -13,16 +13,16 @@ from train_gpt2 import HERE, Config, FastCuda, read_kernels
 
 SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu"]
 
-# A kernel's bytes are those of its arrays, each once: read if the parameter is const, else written.
-# The exceptions are below. These are both read and written:
+# A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
+# written. There are three kinds of exceptions. These arrays are both read and written:
 READ_TOO = {
     "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "layernorm_backward.dresidual",
     "add_partials.out1", "add_partials.out2", "add_partials.out3", "gelu_backward.dinp",
     "fused_classifier.logits", "adamw.params", "adamw.low", "adamw.m", "adamw.v",
     "adamw_bf16.params", "adamw_bf16.low", "adamw_bf16.m", "adamw_bf16.v",
 }
-# Of these a kernel touches only some bytes. a: its arguments by name, its items (along x, along y),
-# and words, the number of distinct tokens in a batch.
+# Of these arrays the kernel touches only some bytes. a: its arguments by name, its items (along x,
+# along y), and words, the number of distinct tokens in a batch.
 TOUCHED = {
     "encoder_forward.wte": lambda a: a.words * a.C * a.wte.itemsize,
     "encoder_backward_wte.dwte": lambda a: a.words * a.C * a.dwte.itemsize,
@@ -30,25 +30,26 @@ TOUCHED = {
     "matmul_backward_bias.dbias": lambda a: a.items[1] * a.OC * a.dbias.itemsize,
     "add_partials.partials": lambda a: a.items[1] * a.N * a.OC * a.partials.itemsize,
 }
-# FP8 passes the output of these kernels by value, in a struct. This argument has the same size.
+# FP8 passes the output of these kernels by value, in a struct. The argument named here is as large.
 OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout",
                "gelu_forward": "inp", "gelu_backward": "inp"}
-# Attention is counted in FLOPs: its products of a (T,T) and a (T,HS) matrix, half of it masked.
+# Attention is counted in FLOPs: each kernel's number of products of a (T,T) and a (T,HS) matrix, of
+# which half is masked.
 PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4}
 
 
 class Recording:
-    """A mixin, in front of a device: it notes the launches of each step and, if timed, the events
-    before and after each of them.
+    """A mixin for a device: it notes the launches of each step and, if timed, the events before and
+    after each of them.
 
-    A step is what goes through repeat. A timed step is not a graph: its launches wait behind a few
-    graphs of the same step. So the GPU's clock is that of a step, and the host, which is well
-    ahead, has no part in the times.
+    A step is whatever goes through repeat. A timed step is not launched as a graph. Instead its
+    launches queue up behind a few graphs of the same step. So the GPU runs at the clock of a real
+    step, and the host is far enough ahead not to affect the times.
     """
     timed = False
-    notes = None  # the launches of the current step: what, event before, event after
-    steps = []  # those of all steps; what is (name, items, arguments)
-    HEAD_START = 4  # graphs
+    notes = None  # the launches of the current step: (name, items, arguments), event before, after
+    steps = []  # the notes of all steps
+    HEAD_START = 4  # graphs in front of a timed step
 
     def event(self):
         if self.timed:
@@ -56,7 +57,7 @@ class Recording:
 
     @contextlib.contextmanager
     def noted(self, name, items, arguments):
-        notes, self.notes = self.notes, None  # what it launches belongs to it, as GELU of a product
+        notes, self.notes = self.notes, None  # launches inside belong to it, as a product's GELU
         before = None if notes is None else self.event()
         yield
         if notes is not None:
@@ -92,11 +93,11 @@ class Recording:
 
 
 class Recorder(Recording, FastCuda):
-    """The trainer's device, which records."""
+    """The trainer's device, recording."""
 
 
 def recorded_steps():
-    """The launches of each step in which anything was launched: a graph launches nothing itself."""
+    """The launches of each step that launched anything. A step replayed as a graph does not."""
     steps = [step for step in Recording.steps if step]
     if not steps:
         raise UserError("train_gpt2.py launched nothing within repeat, where Recording listens")
@@ -104,7 +105,7 @@ def recorded_steps():
 
 
 def check_tables():
-    """Warn on stderr about rows of the tables above that name what no kernel has."""
+    """Warn on stderr about rows of the tables above whose kernel or parameter is gone."""
     kernels = read_kernels(SOURCES)
     known = {f"{kernel}.{name}" for kernel in kernels
              for name, *_ in parameters_of(kernels[kernel])} | set(kernels)
@@ -118,7 +119,8 @@ def check_tables():
 
 
 def work_of(what, c, B, T, words, kernels):
-    """(label, unit, amount): "FLOP" for matrix products and attention, else "B", bytes."""
+    """The work of a launch: (label, unit, amount). The unit is "FLOP" for matrix products and
+    attention, else "B", bytes."""
     name, items, arguments = what
     if name == "matmul":
         out, a = arguments[:2]
@@ -151,8 +153,8 @@ def work_of_step(step, c, B, T, words):
 
 
 def by_label(work, times):
-    """The launches of a step, grouped, those that take longest first: [{label, unit, launches, us
-    of the median launch, ms and work of all}]. times: ms of each."""
+    """The launches of a step grouped by label, the slowest group first: [{label, unit, number of
+    launches, us of the median launch, total ms, total work}]. times: ms of each launch."""
     launches = {}
     for (label, unit, amount), ms in zip(work, times):
         launches.setdefault((label, unit), []).append((float(ms), int(amount)))
@@ -165,7 +167,7 @@ def by_label(work, times):
 
 
 def timed_step():
-    """(launches of a step, ms of each): the median over the timed steps but the first two."""
+    """(launches of a step, ms of each): medians over the timed steps except the first two."""
     import cupy
     steps = recorded_steps()[2:]
     if len({tuple(what[0] for what, *_ in step) for step in steps}) > 1:

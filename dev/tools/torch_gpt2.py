@@ -1,6 +1,6 @@
 """GPT-2 in plain PyTorch, written from its formulas (Radford et al. 2019): pre-norm blocks, GELU in
 its tanh form, a head tied to wte. dev/tools/torch_reference.py dumps what it computes, and
-dev/tools/torch_steps.py times it."""
+dev/tools/peers.py times it."""
 import math
 from typing import NamedTuple
 
@@ -25,7 +25,8 @@ def header(*values, dtype="<i4"):
 
 
 class Shape(NamedTuple):
-    """The sizes of a GPT-2, in the order of a checkpoint's header from its third int on."""
+    """The sizes of a GPT-2, in the order of a checkpoint's header, where they start at the third
+    int."""
     maxT: int
     V: int
     L: int
@@ -40,7 +41,7 @@ def shape_of_flags(flags):
 
 
 def shape_of_file(data):
-    """The shape in a checkpoint, an array of int32."""
+    """The shape in the int32 of a checkpoint's header."""
     return Shape(*data[2:8].tolist())
 
 
@@ -50,8 +51,8 @@ def headers(shape):
 
 
 def tensors(shape):
-    """Every parameter as (name, shape, kind), in the order of the files. Matrices are (out, in),
-    as in nn.Linear."""
+    """(name, shape, kind) of every parameter, in the order of the files. Matrices are (out, in), as
+    in nn.Linear."""
     L, C = shape.L, shape.C
     return [
         ("wte", (shape.Vp, C), "weight"),
@@ -117,7 +118,7 @@ def forward(weights, shape, x, y, kind):
 
 
 def write_folder(prefix, shape, std, seed, B, T):
-    """Save a random GPT-2 with transformers in the folder PREFIX, and write PREFIX_logits.npz:
+    """Let transformers save a random GPT-2 in the folder PREFIX, and write PREFIX_logits.npz:
     tokens (B,T) int32, and transformers' own logits (B,T,V), computed in float64, as fp32.
 
     As in dev/tools/torch_reference.py, no bias is 0 and no norm weight is 1.

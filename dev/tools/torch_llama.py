@@ -1,5 +1,5 @@
-"""Llama 3 in PyTorch: transformers' LlamaForCausalLM, on weights in the order of llm.c's branch
-llama3. The functions are those of dev/tools/torch_gpt2.py, for this architecture."""
+"""Llama 3 in PyTorch: transformers' LlamaForCausalLM, with weights in the order of llm.c's branch
+llama3. It has the same functions as dev/tools/torch_gpt2.py."""
 import contextlib
 import functools
 from typing import NamedTuple
@@ -26,8 +26,8 @@ FLAGS = [
 
 
 class LlamaShape(NamedTuple):
-    """The sizes of a Llama, in the order of a checkpoint's header from its third int on, then the
-    numbers of its second header, and whether the head is tied to wte."""
+    """The sizes of a Llama, in the order of a checkpoint's header, where they start at the third
+    int; then the numbers of its second header, and whether the head is tied to wte."""
     maxT: int
     V: int
     L: int
@@ -56,7 +56,7 @@ def shape_of_flags(flags):
 
 
 def shape_of_file(data):
-    """The shape in a checkpoint, an array of int32. It is tied if its lm_head is its wte."""
+    """The shape in a checkpoint, given as int32. It is tied if its lm_head equals its wte."""
     shape = LlamaShape(*data[2:10].tolist(), *data[256:259].view("<f4").tolist(), 0)
     size, weights = shape.V * shape.C, data[512:]
     return shape._replace(tied=int(np.array_equal(weights[:size], weights[size : 2 * size])))
@@ -74,13 +74,13 @@ def check_shape(s):
 
 
 def headers(shape):
-    """The bytes of both headers. Tied models get version 3.2, as Meta's have, others 3.1."""
+    """The bytes of both headers. Tied models are version 3.2, as Meta's are, others 3.1."""
     return (header(*CHECKPOINT, *shape[:8], 3, 1 + shape.tied)
             + header(*shape[8:11], dtype="<f4"))
 
 
 def tensors(shape):
-    """As torch_gpt2.tensors. A tensor that only the files have is of the kind "absent"."""
+    """As torch_gpt2.tensors. Tensors that only the files have are of the kind "absent"."""
     L, C, H, HS = shape.L, shape.C, shape.H, shape.C // shape.NH
     qkv = (shape.NH + 2 * shape.NKV) * HS
     return [
@@ -105,8 +105,8 @@ def tensors(shape):
 
 @contextlib.contextmanager
 def with_float32_as(dtype):
-    """transformers computes RMSNorm and RoPE's angles in torch.float32 even in a float64 model.
-    Within this context it finds dtype under that name."""
+    """A context in which transformers finds dtype under the name torch.float32. It computes RMSNorm
+    and RoPE's angles in torch.float32 even in a float64 model."""
     with mock.patch.multiple(torch, float=dtype, float32=dtype):
         with mock.patch.object(torch.Tensor, "float", lambda x: x.to(dtype)):
             yield
@@ -134,14 +134,14 @@ def llama_model(shape):
 
 
 def half_split(weight, HS):
-    """The rows of query or key heads in transformers' order: it rotates rows i and i + HS/2 of a
-    head together, and llm.c rows 2i and 2i+1."""
+    """The rows of query or key heads in transformers' order, which rotates rows i and i + HS/2 of a
+    head together. llm.c rotates rows 2i and 2i+1."""
     return weight.unflatten(0, (-1, HS // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def forward(weights, shape, x, y, kind):
-    """As torch_gpt2.forward. transformers' model computes with views of our weights, so gradients
-    arrive in our order."""
+    """As torch_gpt2.forward. transformers' model computes with views of our weights, so the
+    gradients are in our order."""
     HS = shape.C // shape.NH
     views = {
         "model.embed_tokens": weights["wte"],

@@ -1,10 +1,10 @@
-"""Dump what GPT-2 or Llama 3 should compute, as PyTorch computes it, for the tests to compare with.
+"""Dump what PyTorch computes for GPT-2 or Llama 3, for the tests to compare with.
 
     python -m dev.tools.torch_reference PREFIX [flags]                   # GPT-2
     python -m dev.tools.torch_reference PREFIX --llama [flags]           # Llama 3
     python -m dev.tools.torch_reference PREFIX --transformers [flags]    # a folder of transformers
 
-For a model of any shape with random weights, and one batch of random tokens, this writes
+For a model of any shape with random weights, and for one batch of random tokens, this writes
 
     PREFIX.bin              checkpoint: magic 20240326, version 3, the shape, the weights
     PREFIX_debug_state.bin  magic 20240327, version 2, B, T; then x, y (B,T) int32, logits (B,T,V),
@@ -15,18 +15,18 @@ For a model of any shape with random weights, and one batch of random tokens, th
 
 With --checkpoint FILE the weights come from FILE, and only the last two are written. With --autocast
 the last one also has the errors of PyTorch's own bf16: see autocast_errors. --transformers writes a
-folder and its logits: see torch_gpt2.write_folder.
+folder and its logits instead: see torch_gpt2.write_folder.
 
-Llama's files are those of llm.c's branch llama3. The checkpoint has magic 20240803, version 3, and a
-second header of 256 fp32. The debug state has magic 20240803, version 3, B, T and k. It ends with
-the k = 10 losses and the k norms of the gradient in the ten AdamW steps, which do not clip. Biases,
-which Llama does not have, are zeros in both files. In a tied model's files lm_head repeats wte, and
-its gradient repeats wte's, the sum over both uses.
+Llama's files have the format of llm.c's branch llama3. The checkpoint has magic 20240803, version 3,
+and a second header of 256 fp32. The debug state has magic 20240803, version 3, B, T and k. It ends
+with k = 10 losses and k norms of the gradient, from the ten AdamW steps, which do not clip. Llama has
+no biases, so they are zeros in both files. In a tied model's files lm_head repeats wte, and its
+gradient repeats wte's, which is the sum over both uses.
 
-Weights are rounded to fp32 first, so that the checkpoint holds them exactly. All else is computed in
-float64 and rounded to fp32 when it is written. So a difference is an error of the code under test,
-and its size means something. Only the parser of flags, and how a file is replaced, are shared with
-the trainer; an error in the model would have to be made twice to go unseen.
+Weights are rounded to fp32 first, so that the checkpoint holds them exactly. Everything else is
+computed in float64 and rounded to fp32 when it is written. So any difference is an error of the code
+under test, and its size means something. This program shares only the parser of flags and the
+replacing of files with the trainer; an error in the model would have to be made twice to go unseen.
 """
 import json
 import math
@@ -77,7 +77,7 @@ def key_of(row):
 
 
 def read_flags(arguments):
-    """The flags with their defaults. Raises UserError if one was given that means nothing here."""
+    """The flags, with defaults. Raises UserError if one was given that has no meaning here."""
     flags = parse_flags(__doc__, FLAGS, arguments, defaults=False)
 
     def given(table):
@@ -111,7 +111,7 @@ def write(path, *chunks):
 
 
 def random_weights(architecture, shape, std, generator):
-    """GPT-2's initial weights, but no bias is 0 and no norm weight is 1, since such would hide a
+    """GPT-2's initial weights, except that no bias is 0 and no norm weight is 1: these would hide a
     bias that is never added or a norm that is never scaled. Projections into the residual stream
     have std / sqrt(2L), since 2L of them add up in it."""
     mean_std = {"weight": (0, std), "residual": (0, std / math.sqrt(2 * shape.L)),
@@ -145,8 +145,8 @@ def read_checkpoint(path, architecture):
 
 
 def for_file(values, architecture, shape):
-    """The bytes of weights or gradients in a file: a tied lm_head repeats wte, and a bias that the
-    model does not have is zeros."""
+    """The bytes of weights or gradients in a file. A tied lm_head repeats wte, and biases that the
+    model does not have are zeros."""
     for name, dims, _ in architecture.tensors(shape):
         value = values.get(name)
         if value is None:
@@ -158,9 +158,9 @@ def for_file(values, architecture, shape):
 
 
 def autocast_errors(forward, weights, shape, x, y, kind, truth):
-    """{tensor: relative error, by Frobenius norm} of PyTorch's mixed precision: fp32 weights, and
-    forward pass and loss under autocast to bfloat16, on a GPU if there is one. truth: float64
-    "loss", "logits" and gradients."""
+    """{tensor: relative error, by Frobenius norm} of PyTorch's mixed precision: weights in fp32, the
+    forward pass and the loss under autocast to bfloat16, on a GPU if there is one. truth: "loss",
+    "logits" and gradients in float64."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = {name: weight.detach().float().to(device).requires_grad_()
                for name, weight in weights.items()}

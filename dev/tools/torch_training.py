@@ -1,4 +1,4 @@
-"""Train GPT-2 with PyTorch on the trainer's command line: same weights, data, schedule, clip, update.
+"""Train GPT-2 with PyTorch and the trainer's flags: same weights, data, schedule, clipping and update.
 
     python train_gpt2.py -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_ours
     python -m dev.tools.torch_training -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_torch
@@ -12,12 +12,12 @@ To compare the mean loss of the last 50 steps:
 -o gets a main.log and no checkpoint. The differences:
 
     flags that change no step, such as -s and --graph, are ignored
-    flags that change steps in a way that is not written here, such as --attention relu, are refused
+    flags that change a step but are not implemented here, such as --attention relu, are refused
     bf16 is autocast: parameters and the residual stream in fp32, products and attention in bfloat16
 
 The model below is written from its formulas (Radford et al. 2019) and uses PyTorch's own attention.
-It shares no kernel, gradient or update with the trainer, only what both are given: the initial
-weights, batches, flags and learning rates, each of which has tests of its own.
+It shares no kernel, gradient or update with the trainer, only the inputs: the initial weights,
+batches, flags and learning rates, each of which has tests of its own.
 """
 import math
 import os
@@ -47,8 +47,8 @@ IGNORED = {"sample_every", "sample_tokens", "checkpoint_every", "checkpoints_kep
 
 
 def parameters_of(c, tensors, place):
-    """{name: [a parameter for each layer, or one]}, in fp32, from the (name, array) of read_parameters or
-    draw_parameters. wte's padding is left out."""
+    """{name: [one parameter per layer, or just one]}, in fp32, from the (name, array) that read_parameters or
+    draw_parameters yields. wte's padding is left out."""
     weights = {}
     for row, (name, values) in zip(c.parameter_table(), tensors):
         values = to_float(np.asarray(values))
@@ -77,7 +77,7 @@ def loss_of(weights, NH, x, y):
 
 
 def make_adamw(c, weights, flags):
-    """torch.optim.AdamW, with weight decay for the tensors that the trainer's table marks."""
+    """torch.optim.AdamW, with weight decay for the tensors that the trainer decays."""
     groups = [dict(params=[p for row in c.parameter_table() if row.decay == decays for p in weights[row.name]],
                    weight_decay=flags.weight_decay * decays) for decays in (True, False)]
     return torch.optim.AdamW(groups, betas=(flags.beta1, flags.beta2), eps=flags.eps)
@@ -85,7 +85,7 @@ def make_adamw(c, weights, flags):
 
 def clip_gradients(parameters, clip):
     """Scale the gradients down to a norm of clip, unless clip is 0. Returns their norm before that."""
-    # In float64: PyTorch's fp32 sum of so many squares is off by some 5e-4 on a CPU.
+    # In float64: on a CPU, PyTorch's fp32 sum of this many squares is off by some 5e-4.
     norm = torch.stack([p.grad.double().square().sum() for p in parameters]).sum().sqrt().item()
     if 0 < clip < norm:
         for p in parameters:
@@ -94,7 +94,7 @@ def clip_gradients(parameters, clip):
 
 
 def train(c, weights, train_data, val_data, steps, place, flags, log):
-    """The loop; lines for main.log go to log. Raises UserError if the loss is not finite."""
+    """The loop. Lines for main.log go to log. Raises UserError if the loss is not finite."""
     parameters = [p for of_name in weights.values() for p in of_name]
     optimizer, micros = make_adamw(c, weights, flags), flags.total_batch // (train_data.B * train_data.T)
     loss_function = torch.compile(loss_of) if flags.compile else loss_of
@@ -143,7 +143,7 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
 
 
 def check_followed(flags, table):
-    """Raise UserError if a flag has another value than its default, and is neither followed nor ignored."""
+    """Raise UserError if a flag that is neither followed nor ignored differs from its default."""
     for letter, name, _, default, _ in table:
         key = name.removeprefix("--").replace("-", "_")
         if key not in FOLLOWED | IGNORED and getattr(flags, key) not in (None, default):

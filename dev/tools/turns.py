@@ -1,15 +1,15 @@
-"""What does a change save? Time the steps of several versions of the trainer, by turns.
+"""What does a change save? Time the steps of several versions of the trainer, in turns.
 
     python -m dev.tools.turns HEAD~1 .                             # a commit, and the working tree
     python -m dev.tools.turns . ". --dtype fp8" -- -e d12 -b 32    # flags of one, and of all
 
-GPUs of one kind differ by several percent, and each gets slower as it warms up. So versions are
-compared by runs that alternate, in one call. A version is a commit, a folder with a tree of this
-repository, or . for this one, and may bring flags; flags for all versions follow --. Each run is a
-process of its own: 40 steps, unless -x says otherwise, on random tokens that are distributed like
-words. Its time is the median of the last two thirds of its steps; a version's is the median of its
-runs, and its factor that time divided by the first version's. All versions share the cache of
-cuBLASLt's algorithms, so equal products use the same one.
+GPUs of the same model differ by several percent, and each gets slower as it warms up. So this
+alternates between runs of the versions, on one GPU. A version is a commit, a folder with a copy of
+this repository, or . for the working tree. It may be followed by flags of its own; flags for all
+versions come after --. Each run is a process of its own: 40 steps (or -x), on random tokens that
+are distributed like words. A run's time is the median of the last two thirds of its steps. A version's
+time is the median of its runs, and its factor is that time divided by the first version's. All
+versions share the cache of cuBLASLt's algorithms, so equal products use the same one.
 """
 import io
 import os
@@ -32,7 +32,7 @@ FLAGS = [(None, "--rounds", "count", 3, "runs of each version")]
 
 
 def unpack(version, folder):
-    """The tree of a version: a commit's is unpacked in this folder. Raises UserError."""
+    """The path of a version's tree. A commit is unpacked into this folder. Raises UserError."""
     if version == ".":
         return TOP
     if (Path(version) / "train_gpt2.py").exists():
