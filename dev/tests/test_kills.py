@@ -213,4 +213,4 @@ def stopped_at_once(folder):
 
 
 if __name__ == "__main__":
-    run_program((signals, stopped_at_once, full_disks, writer_that_fails, killed_runs), token_files, kills=20)
+    run_program((signals, stopped_at_once, full_disks, writer_that_fails, killed_runs), token_files, kills=8)
