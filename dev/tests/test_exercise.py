@@ -63,7 +63,7 @@ def grade_together(folder, texts, dtypes=("fp32",)):
     for name, text in texts.items():
         paths[name].write_text(text)
     every = [str(path) for path in paths.values()]
-    result = grade.run_child(dict(compile=every, run=every, sanitize=False, dtypes=list(dtypes), limit=60))
+    result = grade.run_child(dict(compile=every, run=every, look_for=None, dtypes=list(dtypes), limit=60))
     return {name: complaint_lines(path, *result, False) for name, path in paths.items()}
 
 
@@ -329,7 +329,7 @@ def mistakes(folder, word):
         path.write_text(text(key, m))
 
     def bound(path):
-        job = dict(compile=[str(each) for each in paths], run=[str(path)], sanitize=True, dtypes=["fp32"], limit=60)
+        job = dict(compile=[str(each) for each in paths], run=[str(path)], look_for=grade.BOUNDS, dtypes=["fp32"], limit=60)
         return complaint_lines(path, *grade.run_child(job, variables), True)
 
     for i, (path, (_, m)) in enumerate(zip(paths, bounds)):
@@ -341,7 +341,7 @@ def mistakes(folder, word):
     for key, m in chosen(ALONE):
         path = folder / f"alone_{key}.cu"
         path.write_text(text(key, m))
-        job = dict(compile=[str(path)], run=[str(path)], sanitize=False, dtypes=m.dtypes, limit=2)
+        job = dict(compile=[str(path)], run=[str(path)], look_for=None, dtypes=m.dtypes, limit=2)
         check_lines(m, complaint_lines(path, *grade.run_child(job), False))
 
 
