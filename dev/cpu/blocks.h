@@ -230,7 +230,7 @@ struct Block {
     // Which thread runs when thread t has returned or must wait. First the lanes of its own warp, so that warps finish
     // one by one and a kernel without barriers needs 32 stacks; then threads not yet started; then the next warp that
     // has ready lanes; and in the end the home stack.
-    __attribute__((noinline)) Fiber* choose(unsigned t) {
+    QUIET __attribute__((noinline)) Fiber* choose(unsigned t) {
         const unsigned mine = warps[t / 32].ready(), last_lane = order == REVERSE ? 0 : 31;
         if (mine) return warps[t / 32].fiber[following(t % 32, mine)];
         if (next < count) {
@@ -249,7 +249,7 @@ struct Block {
 
     // Returns when another fiber switches back. _setjmp and _longjmp do it without a system call, where swapcontext
     // makes one to exchange signal masks; so ucontext only starts a stack.
-    __attribute__((noinline, no_sanitize("address"))) void switch_to(Fiber* to) {
+    QUIET __attribute__((noinline, no_sanitize("address"))) void switch_to(Fiber* to) {
         Fiber* self = left = running;
         if (to == self) return;
         running = to;
@@ -413,7 +413,7 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
             blockIdx = {unsigned(n % grid[0]), unsigned(n / grid[0] % grid[1]), unsigned(n / grid[0] / grid[1])};
             if (b.order > 0) b.arrange(n);
             memset(dynamic_shared, 0xff, shared_bytes);  // poison
-            races::shared_variable("", dynamic_shared, shared_bytes, 4, "");
+            races::shared_variable("", dynamic_shared, shared_bytes, 4, "0");
             races::block_begins(unsigned(n), unsigned(blocks));
             const bool done = b.run_all();
             races::block_ends();

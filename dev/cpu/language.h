@@ -67,8 +67,7 @@ __device__ int atomicMax(int* p, int value) {
     return before;
 }
 __device__ float atomicAdd(float* p, float value) {
-    float before, after;
-    __atomic_load(p, &before, __ATOMIC_RELAXED);
+    float before = 0.0f, after;  // the first exchange fails, and says what is there
     do after = before + value;
     while (!__atomic_compare_exchange(p, &before, &after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return before;

@@ -228,9 +228,12 @@ struct Region {
 static Region* regions[4096];  // by their beginnings
 static int region_count = 0;
 static Region *latest = nullptr, *variables = nullptr;  // variables: all that the library itself has
+static Address elsewhere[512];  // pages without any of them, such as stacks
 
 QUIET inline Region* region_of(Address p) {
     if (latest && p - latest->begin < latest->end - latest->begin) return latest;
+    const Address page = p / 4096;
+    if (elsewhere[page % 512] == page) return nullptr;
     int low = 0, high = region_count;
     while (low < high) {
         const int middle = (low + high) / 2;
@@ -238,7 +241,12 @@ QUIET inline Region* region_of(Address p) {
         else high = middle;
     }
     if (low < region_count && regions[low]->begin <= p) return latest = regions[low];
-    return variables && p - variables->begin < variables->end - variables->begin ? variables : nullptr;
+    if (!variables) return nullptr;
+    if (p - variables->begin < variables->end - variables->begin) return variables;
+    auto apart = [page](const Region* r) QUIET { return r->end <= page * 4096 || r->begin >= (page + 1) * 4096; };
+    if ((low == 0 || apart(regions[low - 1])) && (low == region_count || apart(regions[low])) && apart(variables))
+        elsewhere[page % 512] = page;
+    return nullptr;
 }
 
 // Does something to the cells of an access.
@@ -393,6 +401,7 @@ QUIET inline void shared_variable(const char* name, const void* p, size_t bytes,
     while (i < region_count && regions[i]->begin < (Address(p) & ~Address(3))) i++;
     if (i == region_count || regions[i]->begin != (Address(p) & ~Address(3))) {
         if (region_count == 4096) abort();
+        std::fill_n(elsewhere, 512, 0);
         std::copy_backward(regions + i, regions + region_count, regions + region_count + 1);
         regions[i] = new Region(Address(p), bytes);
         region_count++;
@@ -447,6 +456,7 @@ extern "C" __attribute__((visibility("default"))) void races_watch(int n, const 
     for (int i = 0; i < region_count; i++) delete regions[i];
     delete variables;
     latest = variables = nullptr;
+    std::fill_n(elsewhere, 512, 0);
     dl_iterate_phdr(find_library, nullptr);
     for (region_count = 0; region_count < n; region_count++)
         regions[region_count] = new Region(begins[region_count], bytes[region_count]);

@@ -15,8 +15,8 @@ from prepro_tinyshakespeare import UserError
 
 FLAG = "-fsanitize=thread"
 # The hooks are races.h's own, so libtsan must not be linked; lines are for the report; one OS thread runs all blocks.
-MORE_FLAGS = ("-g", "--param=tsan-distinguish-volatile=1", "-nodefaultlibs", "-Wl,--no-as-needed", "-lstdc++", "-lm",
-              "-lgcc_s", "-lgcc", "-lc")
+MORE_FLAGS = ("-g", "--param=tsan-distinguish-volatile=1", "--param=tsan-instrument-func-entry-exit=0", "-nodefaultlibs",
+              "-Wl,--no-as-needed", "-lstdc++", "-lm", "-lgcc_s", "-lgcc", "-lc")
 HEADERS = Path(__file__).resolve().parent
 SMALL = re.compile(r"\b(load|store|load_master|store_master|load_once|to_float|from_float|operator\[\])[<(]")
 
@@ -60,19 +60,19 @@ def reason(first, second, shared, under_way):
     if under_way:
         return ("An asynchronous copy may still be on its way there: its thread must wait for it (copies_arrive), and "
                 "then the others for that thread (__syncthreads)")
+    why = "Either may come first"
     if first.atomic != second.atomic:
-        one = "An atomic access does not protect a place from one that is not atomic"
+        why = "An atomic access does not protect a place from one that is not atomic"
     elif first.block != second.block:
-        one = "Blocks run in any order, and at the same time"
-    else:
-        one = "Either may come first"
+        why = "Blocks run in any order, and at the same time"
     if first.block != second.block:
-        return (f"{one}. Give each block places of its own, or let all of them use atomicAdd there, or let a block that "
-                "reads what others wrote wait for them: __threadfence and a counter")
+        return (f"{why}. Give each block places of its own, or let all of them use atomicAdd there, or let a block that "
+                "reads what others wrote wait for them, by __threadfence and a counter")
     if first.thread // 32 == second.thread // 32:
-        return f"{one}: the threads are of one warp, and no __syncwarp() or __syncthreads() is between these lines"
-    return (f"{one}: no __syncthreads() is between these lines" +
-            (", which both threads pass" if shared else ", which both threads pass; or two threads use one place"))
+        why += ": the threads are of one warp, and no __syncwarp() or __syncthreads() comes between"
+    else:
+        why += ": no __syncthreads() comes between"
+    return why if shared else f"{why}. Or should each thread have a place of its own?"
 
 
 def watch(library, arrays):
@@ -114,8 +114,7 @@ def verb(side):
 def name_of(found, path, arrays):
     """The place of a race, such as "out[3,5]"."""
     if "name" in found:  # __shared__
-        return indexed(found["name"], found["at"] // found["item"], found["shape"],
-                       many=bool(found["shape"]) or not found["name"])
+        return indexed(found["name"], found["at"] // found["item"], found["shape"], many=bool(found["shape"]))
     address = found["address"]
     for name, array in arrays:
         begin = array.__array_interface__["data"][0]

@@ -88,9 +88,10 @@ def shapes_of(ladder, task):
 
 
 def shape_for_races(ladder):
-    """A small size with several blocks: the one with most rows, if kernels.cu is compiled for it anyway."""
+    """A small size with several blocks: of those that kernels.cu is compiled for anyway, the one with most rows."""
     checks = [parse_sizes(text) for text in ladder.checks]
-    checks = [sizes for sizes in checks if model_of(ladder, sizes) in MODELS[:2] and sizes.get("V", 0) < 1000]
+    checks = [sizes for sizes in checks if model_of(ladder, sizes) in MODELS[:2]
+              and all(sizes.get(name, 0) <= most for name, most in (("T", 130), ("V", 300), ("OC", 300)))]
     if "T" not in checks[0]:
         return checks[:2][-1]
     return max(checks, key=lambda sizes: sizes.get("B", 1) * sizes["T"])
