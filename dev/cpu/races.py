@@ -15,8 +15,8 @@ from prepro_tinyshakespeare import UserError
 
 FLAG = "-fsanitize=thread"
 # The hooks are races.h's own, so libtsan must not be linked; lines are for the report; one OS thread runs all blocks.
-MORE_FLAGS = ("-g", "--param=tsan-distinguish-volatile=1", "--param=tsan-instrument-func-entry-exit=0", "-nodefaultlibs",
-              "-Wl,--no-as-needed", "-lstdc++", "-lm", "-lgcc_s", "-lgcc", "-lc")
+MORE_FLAGS = ("-g", "--param=tsan-distinguish-volatile=1", "--param=tsan-instrument-func-entry-exit=0",
+              "-nodefaultlibs", "-Wl,--no-as-needed", "-lstdc++", "-lm", "-lgcc_s", "-lgcc", "-lc")
 HEADERS = Path(__file__).resolve().parent
 SMALL = re.compile(r"\b(load|store|load_master|store_master|load_once|to_float|from_float|operator\[\])[<(]")
 
@@ -66,8 +66,8 @@ def reason(first, second, shared, under_way):
     elif first.block != second.block:
         why = "Blocks run in any order, and at the same time"
     if first.block != second.block:
-        return (f"{why}. Give each block places of its own, or let all of them use atomicAdd there, or let a block that "
-                "reads what others wrote wait for them, by __threadfence and a counter")
+        return (f"{why}. Give each block places of its own, or let all of them use atomicAdd there, or let a block "
+                "that reads what others wrote wait for them, by __threadfence and a counter")
     if first.thread // 32 == second.thread // 32:
         why += ": the threads are of one warp, and no __syncwarp() or __syncthreads() comes between"
     else:

@@ -1,7 +1,7 @@
 """Running a student's kernel, on the CPU in processes of its own, since it may crash or never end, and on a GPU.
 
-One process looks for accesses out of bounds, with the compiler's sanitizers; another one for races: see dev/cpu/races.py.
-At the same time a third compares the results with NumPy, with the threads in several orders.
+One process looks for accesses out of bounds, with the compiler's sanitizers, and another one for races: see
+dev/cpu/races.py. At the same time a third compares the results with NumPy, with the threads in several orders.
 
     python -m dev.lab.grade JOB          # such a process: JSON in, a line of JSON for each event out
     python -m dev.lab.grade --time FILE  # times a file on a GPU
@@ -87,18 +87,17 @@ def child(job):
             ladder, version = read_submission(Path(path))
             if dtype not in version.dtypes or path in wrong:
                 continue
-            for sizes in checks_of(EXERCISES[ladder.name], ladder):
-                signal.alarm(0)
-                bench = Bench(ladder._replace(compiled_for=""), device, sizes)
-                if not bench.fits(version):
-                    continue
+            kernel = device.kernels[exercise_of(Path(path))[1]]
+            for bench, sizes, threads in launches_of(EXERCISES[ladder.name], ladder, device, version, kernel):
+                choice = dict(threads=threads)
                 where = ",".join(f"{key}={value}" for key, value in sizes.items())
+                where += f", in blocks of {threads} threads" * (threads != kernel.threads)
                 send(event="begins", file=path, sizes=where, dtype=dtype, limit=job["limit"], arrays={
                     name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
                     for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
                 signal.alarm(job["limit"])
-                complaint = (launched(bench, version, job["look_for"]) if job["look_for"] else
-                             checked(bench, version, Path(path)))
+                complaint = (launched(bench, version, choice, job["look_for"]) if job["look_for"] else
+                             checked(bench, version, choice, Path(path)))
                 signal.alarm(0)
                 if complaint:
                     send(event="complaint", file=path, **complaint)
@@ -108,9 +107,28 @@ def child(job):
                 send(event="right", file=path, dtype=dtype)
 
 
-def launched(bench, version, look_for):
+def launches_of(exercise, ladder, device, version, kernel):
+    """(Bench, sizes, threads) to check: the exercise's sizes, one with several blocks if none of these has them, and
+    the one with most blocks with another block size too, if the file allows it."""
+    covers, many, most = int(kernel.covers[0](kernel.threads, device.W)), None, 0
+    checks = checks_of(exercise, ladder)
+    for sizes in checks:
+        bench = Bench(ladder._replace(compiled_for=""), device, sizes)
+        if not bench.fits(version):
+            continue
+        items = eval(version.items.split(",")[0], {}, vars(bench.given))
+        if items > most:
+            many, most = sizes, items
+        yield bench, sizes, kernel.threads
+        name = "OC" if version.items == "OC" else "B"
+        if sizes is checks[-1] and most <= 2 * covers and name in many:  # more of it is more items
+            checks.append({**many, name: -(-(2 * covers + 1) // most) * many[name]})
+    for threads in version.threads[1:]:
+        yield Bench(ladder._replace(compiled_for=""), device, many), many, threads
+
+
+def launched(bench, version, choice, look_for):
     """Launch once. The sanitizers end this process if they find something; a race is returned."""
-    choice = dict(threads=version.threads[0])
     work = next(bench.launches(version, choice))
     with unreadable(bench) if look_for == BOUNDS else contextlib.nullcontext():
         try:
@@ -123,9 +141,8 @@ def launched(bench, version, look_for):
     return None
 
 
-def checked(bench, version, path):
+def checked(bench, version, choice, path):
     """What is wrong with a version, as a dict, or None."""
-    choice = dict(threads=version.threads[0])
     try:
         comparison = bench.check(version, choice)
     except UserError as e:

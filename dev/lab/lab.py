@@ -205,9 +205,9 @@ def exercise(what, device):
     print(f"    right, at all sizes, in {' and '.join(submission.read_submission(path.resolve())[1].dtypes)}")
     print("    no access is out of bounds" if looked[grade.BOUNDS] else
           "    accesses were not checked: this compiler has no AddressSanitizer")
-    print("    no two threads get into a race" if looked[grade.RACES] else
-          "    races were not looked for: that takes g++ 11 or later, and here only other orders of the threads were tried"
-          if not grade.race_variables() else "    races were looked for, but not to the end: that took too long")
+    print("    no two threads are in a race" if looked[grade.RACES] else
+          "    races were looked for, but not to the end, since that took too long" if grade.race_variables() else
+          "    races were not looked for, which needs g++ 11: only other orders of the threads were tried")
     if device == "cpu":
         print("    There is no GPU here, so it is not timed.")
         return 0

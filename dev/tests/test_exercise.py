@@ -76,6 +76,20 @@ def solutions(folder):
     check("every exercise's kernel is in the lab", not missing, missing or "")
 
 
+def forgotten(folder):
+    """Where items are few, the same without blockIdx.x is wrong, even with the largest block."""
+    texts = {}
+    for name in exercise_names():
+        if EXERCISES[name].item.startswith(("a row", "a column", "a query")):
+            head, block, kernel = re.split(r"^(BLOCK.*\n)", solution(name), flags=re.M)
+            assert "blockIdx.x" in kernel
+            block = re.sub(r"\d+(?=, threads\))", "1024", block)
+            texts[f"my_{name}"] = head + block + kernel.replace("blockIdx.x", "0")
+    for name, lines in grade_together(folder, texts).items():
+        ok = lines and re.match("wrong: |it has a race: ", lines[0])
+        check(f"{name} without blockIdx.x", ok, said(lines) or "it was accepted")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Mistakes
 
@@ -182,6 +196,13 @@ RUNS = (  # those that only the comparison with NumPy needs to run
             "(size_t)N * C)", "N)"),
     Mistake("no blockIdx", "residual_forward", RESIDUAL, "out.2,64. was never written.*leaves out blockIdx",
             "(size_t)blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
+    Mistake("no blockIdx, few rows", "softmax_forward", SOFTMAX, "out.32,0. was never written.*leaves out blockIdx",
+            "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
+    Mistake("no blockIdx in a norm", "layernorm_forward", LAYERNORM, "out.1024,0. was never .*leaves out blockIdx",
+            "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x", block="BLOCK(1024, threads)"),
+    Mistake("a block size in the index", "residual_forward", RESIDUAL, None, "blockDim.x", "256"),
+    Mistake("right by the block size", "residual_forward", RESIDUAL, "never written.*in blocks of 64 threads",
+            "blockDim.x", "(blockDim.x * blockDim.x >> 7)", block="BLOCK(128, threads)"),
     Mistake("comment behind BLOCK", "residual_forward", RESIDUAL, None,
             block="BLOCK(256, threads)  // a thread (of 256), a number"),
     Mistake("half of whole numbers", "gelu_forward", GELU, "out is 0 everywhere.*1/2 is 0", "0.5f", "1 / 2"),
@@ -329,7 +350,8 @@ def mistakes(folder, word):
         path.write_text(text(key, m))
 
     def bound(path):
-        job = dict(compile=[str(each) for each in paths], run=[str(path)], look_for=grade.BOUNDS, dtypes=["fp32"], limit=60)
+        job = dict(compile=[str(each) for each in paths], run=[str(path)], look_for=grade.BOUNDS, dtypes=["fp32"],
+                   limit=60)
         return complaint_lines(path, *grade.run_child(job, variables), True)
 
     for i, (path, (_, m)) in enumerate(zip(paths, bounds)):
@@ -475,7 +497,7 @@ def standings(folder):
 def main():
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     with tempfile.TemporaryDirectory() as name:
-        for test in () if word else (files, on_gpu, standings, solutions, whole):
+        for test in () if word else (files, on_gpu, standings, solutions, forgotten, whole):
             (Path(name) / test.__name__).mkdir()
             test(Path(name) / test.__name__)
         mistakes(Path(name), word)
