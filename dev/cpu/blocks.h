@@ -94,25 +94,32 @@ struct AsyncCopy {
     size_t bytes;      // at most 16
     size_t group;
     char value[16];    // what was in `from` when the copy began
+    const void* pc;    // whence it was asked for
 };
 
 struct Copies {
     std::vector<AsyncCopy> begun;
     size_t closed = 0;            // groups
 
-    __attribute__((noinline)) void begin(void* to, const void* from, size_t bytes) {
-        AsyncCopy copy = {to, from, bytes, closed, {}};
+    QUIET __attribute__((noinline)) void begin(void* to, const void* from, size_t bytes) {
+        AsyncCopy copy = {to, from, bytes, closed, {}, __builtin_return_address(0)};
+        tell_races(copy, true);
         if (from) memcpy(copy.value, from, bytes);
         memset(to, 0xff, bytes);  // a GPU may write there from now on
         begun.push_back(copy);
     }
+    static void tell_races(const AsyncCopy& copy, bool begins) {
+        if (copy.from) races::copy(copy.from, copy.bytes, false, begins, copy.pc);
+        races::copy(copy.to, copy.bytes, true, begins, copy.pc);
+    }
     // Completes all copies but those of the newest `pending` groups, and of the group that is not closed yet. A GPU may
     // read the source at any time until then, so if it has changed, nobody knows what arrives.
-    __attribute__((noinline)) void arrive(unsigned pending) {
+    QUIET __attribute__((noinline)) void arrive(unsigned pending) {
         auto copy = begun.begin();
         for (; copy != begun.end() && copy->group + pending < closed; ++copy) {
             if (copy->from && memcmp(copy->value, copy->from, copy->bytes)) memset(copy->to, 0xff, copy->bytes);
             else memcpy(copy->to, copy->value, copy->bytes);
+            tell_races(*copy, false);
         }
         begun.erase(begun.begin(), copy);
     }
@@ -223,7 +230,7 @@ struct Block {
     // Which thread runs when thread t has returned or must wait. First the lanes of its own warp, so that warps finish
     // one by one and a kernel without barriers needs 32 stacks; then threads not yet started; then the next warp that
     // has ready lanes; and in the end the home stack.
-    __attribute__((noinline)) Fiber* choose(unsigned t) {
+    QUIET __attribute__((noinline)) Fiber* choose(unsigned t) {
         const unsigned mine = warps[t / 32].ready(), last_lane = order == REVERSE ? 0 : 31;
         if (mine) return warps[t / 32].fiber[following(t % 32, mine)];
         if (next < count) {
@@ -242,7 +249,7 @@ struct Block {
 
     // Returns when another fiber switches back. _setjmp and _longjmp do it without a system call, where swapcontext
     // makes one to exchange signal masks; so ucontext only starts a stack.
-    __attribute__((noinline, no_sanitize("address"))) void switch_to(Fiber* to) {
+    QUIET __attribute__((noinline, no_sanitize("address"))) void switch_to(Fiber* to) {
         Fiber* self = left = running;
         if (to == self) return;
         running = to;
@@ -290,10 +297,11 @@ static thread_local bool waited;  // some thread has, since the running fiber la
 
 // Poisons a __shared__ variable if no thread of this block has come by its declaration yet. `poisoned` belongs to the
 // variable, and says for which block that was done.
-inline void poison(void* variable, size_t bytes, size_t& poisoned) {
+template <class T> QUIET inline void poison(const char* name, T& variable, size_t& poisoned) {
     if (poisoned == block->number) return;
     poisoned = block->number;
-    memset(variable, 0xff, bytes);
+    memset(static_cast<void*>(&variable), 0xff, sizeof variable);
+    races::shared_variable(name, variable);
 }
 
 template <auto kernel> struct Threads;
@@ -350,7 +358,11 @@ template <class T> struct Exchange {
         b.next = max(b.next, b.place[t] + 1);
         if (mask != ~0u) what = "a warp function whose mask is not 0xffffffff, which is not supported,";
         const bool all = mask == ~0u && w.barrier.complete(what, line, size);
-        if (all) work(reinterpret_cast<T*>(s)), w.waiting = 0, w.exchanges++;
+        if (all) {
+            races::works_for_warp(true), work(reinterpret_cast<T*>(s)), races::works_for_warp(false);
+            races::warp_meets(t / 32, line);
+            w.waiting = 0, w.exchanges++;
+        }
         if (!all || b.order != FORWARD) b.wait(t, what, line, all);
         waited = true;
     }
@@ -401,7 +413,11 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
             blockIdx = {unsigned(n % grid[0]), unsigned(n / grid[0] % grid[1]), unsigned(n / grid[0] / grid[1])};
             if (b.order > 0) b.arrange(n);
             memset(dynamic_shared, 0xff, shared_bytes);  // poison
-            if (b.run_all()) continue;
+            races::shared_variable("", dynamic_shared, shared_bytes, 4, "0");
+            races::block_begins(unsigned(n), unsigned(blocks));
+            const bool done = b.run_all();
+            races::block_ends();
+            if (done) continue;
             OPENMP(omp critical)
             if (i < stuck) {
                 stuck = i;
@@ -429,20 +445,24 @@ extern "C" __attribute__((visibility("default"))) void set_order(int order) { cu
 
 // device.py puts this behind the declaration of each __shared__ variable. Such a variable outlives a block, so without
 // it the next block, or the next launch, could read what it has not written.
-#define POISON(variable)                                                 \
-    {                                                                    \
-        __shared__ size_t poisoned;                                      \
-        cuda_on_cpu::poison(&variable, sizeof variable, poisoned);       \
+#define POISON(variable)                                   \
+    {                                                      \
+        __shared__ size_t poisoned;                        \
+        cuda_on_cpu::poison(#variable, variable, poisoned); \
     }
 
 // ---- what threads call to wait for others ----
 
-__device__ void __syncthreads(int line = __builtin_LINE()) {
+__device__ void __syncthreads(int line = __builtin_LINE(), const char* file = __builtin_FILE()) {
+    cuda_on_cpu::races::arrives_in(file);
     cuda_on_cpu::Block& b = *cuda_on_cpu::block;
     const unsigned t = thread_number();
     b.next = max(b.next, b.place[t] + 1);
     const bool all = b.barrier.complete("__syncthreads", line, b.count);
-    if (all) for (auto& w : b.warps) w.waiting = 0;
+    if (all) {
+        cuda_on_cpu::races::all_wait(line);
+        for (auto& w : b.warps) w.waiting = 0;
+    }
     if (!all || b.order != cuda_on_cpu::FORWARD) b.wait(t, "__syncthreads", line, all);
     cuda_on_cpu::waited = true;
 }
@@ -453,6 +473,7 @@ template <class T> __device__ T __shfl_xor_sync(unsigned mask, T value, int bits
     cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_xor_sync", line);
     return warp.of(warp.lane ^ bits);
 }
-__device__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
+__device__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE(), const char* file = __builtin_FILE()) {
+    cuda_on_cpu::races::arrives_in(file);
     cuda_on_cpu::Exchange<char>(mask, 0, "__syncwarp", line);
 }

@@ -1,5 +1,5 @@
 // Runs kernels.cu without a GPU. CUDA's language is in language.h, the threads of a block and their barriers in blocks.h,
-// C++ in place of PTX in ptx.h and, for Hopper, in hopper.h. Given
+// C++ in place of PTX in ptx.h and, for Hopper, in hopper.h; races.h finds races. Given
 //
 //     #include "cuda.h"
 //     #include "kernels.cu"
@@ -26,7 +26,8 @@
 // Flags: -fopenmp (else all runs on one core), -fno-math-errno (makes sqrtf an instruction), and -U_FORTIFY_SOURCE
 // (fortified, longjmp refuses to change stacks). With -fsanitize=address,undefined, AddressSanitizer checks indices in
 // global memory and in DYNAMIC_SHARED. In a __shared__ array UBSan checks an index of the array itself, and
-// AddressSanitizer also one through a pointer, except with g++ in inline functions and templates.
+// AddressSanitizer also one through a pointer, except with g++ in inline functions and templates. With g++'s
+// -fsanitize=thread races.h looks at every access, and one OS thread runs all blocks.
 #pragma once
 #ifdef __APPLE__
 #define _XOPEN_SOURCE 600  // or there is no <ucontext.h>
@@ -41,6 +42,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#ifdef __SANITIZE_THREAD__
+#include <link.h>
+#endif
 #include <map>
 #include <memory>
 #include <string>
@@ -72,6 +76,7 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #pragma GCC visibility push(hidden)
 
 #include "language.h"
+#include "races.h"
 #include "blocks.h"
 #include "ptx.h"
 #include "hopper.h"

@@ -16,6 +16,7 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 from dev.common.bf16 import to_bf16
 from dev.common.cuda_source import read_kernels
 from dev.common.cache import cache_folder
+from dev.cpu import races
 from train_gpt2 import BF16, SIZES, Cuda, FastCuda, aligned_bytes, to_float
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
@@ -45,12 +46,18 @@ def available_memory():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def compiler_of():
+    """The C++ compiler, or the CXX that is asked for; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
 class Cpu:
     """The CPU, all of its cores. CUDA_ON_CPU_ORDER says in which order the threads of a block run: see set_order.
 
     dtype: "fp32" (the default), "tf32" or "bf16"; c and beside as for train_gpt2.Cuda. CXX names the compiler and
     CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. only: the names of the
-    kernels that will be launched, which saves the compiler the others; without it, all. Raises UserError.
+    kernels that will be launched, which saves the compiler the others; without it, all. With -fsanitize=thread in
+    CXXFLAGS every launch is searched for races: see races.py. Raises UserError.
     """
     name, max_shared = "cpu", 227 * 1024 - 1024  # bytes, as on an H100
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
@@ -65,9 +72,11 @@ class Cpu:
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
         self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone
+        self.races = races.FLAG in os.environ.get("CXXFLAGS", "").split()  # does it look for them?
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
-        self.library = ctypes.CDLL(str(self.build(sources)))
+        self.path = self.build(sources)
+        self.library = ctypes.CDLL(str(self.path))
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
@@ -87,7 +96,7 @@ class Cpu:
 
     def build(self, sources):
         """The path of the shared library, compiled if there is none for these files, flags and this processor."""
-        compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+        compiler = compiler_of()
         if not compiler or not shutil.which(compiler):
             found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
             raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one (Debian, Ubuntu: "
@@ -95,6 +104,9 @@ class Cpu:
         flags = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-U_FORTIFY_SOURCE", "-Wall",
                  "-Wno-unknown-pragmas", "-fPIC", "-shared", "-fopenmp", *self.switches(),
                  *os.environ.get("CXXFLAGS", "").split()]
+        if self.races:
+            flags.remove("-fopenmp")
+            flags += races.MORE_FLAGS
         texts = {}
         for path in sources:
             text = with_poison(path.read_text(encoding="utf-8"))  # what is inline is not compiled until it is called
@@ -167,7 +179,8 @@ class Cpu:
         """Run a kernel over its items, each block with `shared` bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
-        kernel, args = self.kernels[name], FastCuda.with_tensor_maps(self, name, args)
+        kernel, given = self.kernels[name], args
+        args = FastCuda.with_tensor_maps(self, name, args)
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
 
@@ -179,9 +192,15 @@ class Cpu:
         values = [np.asarray(arg if whole else np.uint64(at(arg))) for arg, whole in zip(args, by_value)]
         pointers = (ctypes.c_void_p * len(values))(*map(at, values))
         grid, block = ((ctypes.c_uint * 3)(*(*sizes, 1, 1)[:3]) for sizes in (grid, block))
+        named = [(re.findall(r"\w+", text)[-1], x) for text, x in zip(kernel.parameters, given)
+                 if isinstance(x, np.ndarray)] if self.races else ()
+        if self.races:
+            races.watch(self.library, [x for _, x in named])
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
             raise UserError(f"kernels.cu: {error.decode()}")
+        if self.races:
+            races.check(self.library, self.path, name, named)
 
     def tensor_map(self, array, T):
         """As train_gpt2.FastCuda.tensor_map; what hopper.h reads is simpler."""

@@ -87,12 +87,12 @@ inline void load_matrices_transposed(unsigned (&x)[4], const void* row, int line
     load_8x8<true>(x, row, line);
 }
 
-inline void copy_later(void* shared, const void* global, size_t bytes) {
+__device__ void copy_later(void* shared, const void* global, size_t bytes) {
     cuda_on_cpu::Block& b = *cuda_on_cpu::block;
     b.copied = true;
     b.copies[thread_number()].begin(shared, global, bytes);
 }
-inline void copy16(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 16); }
-inline void copy4(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 4); }
+__device__ void copy16(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 16); }
+__device__ void copy4(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 4); }
 inline void copies_end() { cuda_on_cpu::block->copies[thread_number()].closed++; }
 template <int pending> void copies_arrive() { cuda_on_cpu::block->copies[thread_number()].arrive(pending); }

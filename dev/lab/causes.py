@@ -99,8 +99,8 @@ def end_of(f):
 CAUSES = [
     (lambda f: f.never == f.cares, "nothing was written to {name}. Is there a line that stores to it, and do the "
      "threads reach it?"),
-    (lambda f: f.never and f.tail and f.never == f.wrong and "blockIdx" not in f.code, "the end of {name} was never "
-     "written. The index leaves out blockIdx.x, so every block does the work of the first."),
+    (lambda f: f.never and "blockIdx" not in f.code, "the end of {name} was never written. The index leaves out "
+     "blockIdx.x, so every block does the work of the first."),
     (lambda f: f.never and f.tail and f.never == f.wrong, "the end of {name} was never written. Is the bound of the if "
      "right? Or does the index leave out blockIdx.x? Or does BLOCK claim more items for a block than its threads do?"),
     (lambda f: f.never and end_of(f), "the last columns were never written. Does the loop over a row stop too early?"),

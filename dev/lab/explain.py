@@ -2,6 +2,7 @@
 import math
 import re
 import signal
+from pathlib import Path
 
 from dev.lab.bench import GUARD
 from dev.lab.submission import code_of, declared, exercise_of
@@ -124,6 +125,18 @@ def stuck_lines(path, text):
             "         All threads of the block (of the warp, for warp_sum and the like) must reach it"]
 
 
+def race_lines(path, found):
+    """The lines on a race: both accesses with their lines, and what to do."""
+    lines = [f"it has a race on {found['what']}:"]
+    for text, places in found["sides"]:
+        own = [line for file, line in places if Path(file) == path] or [0]
+        where = quoted(path, own[0]) if own[0] else " ".join(f"{Path(file).name}, line {n}" for file, n in places[:1])
+        lines.append(f"    {text}, {where}")
+    if "blockIdx" not in code_of(path):
+        return [*lines, "The index leaves out blockIdx.x, so every block does the work of the first"]
+    return [*lines, found["why"]]
+
+
 def complaint_lines(path, events, status, stderr, sanitize):
     """The lines on what a run found; [] if the file is right, None if the run says nothing about it."""
     compiler = [event for event in events if event["event"] == "compiler"]
@@ -139,6 +152,8 @@ def complaint_lines(path, events, status, stderr, sanitize):
         kind, text = told[0]["kind"], told[0].get("text", "")
         if kind == "stuck":
             return [*stuck_lines(path, text), at]
+        if kind == "found race":
+            return [*race_lines(path, told[0]), at]
         if kind == "outside":
             return [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"]), at]
         if kind == "race":

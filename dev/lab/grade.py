@@ -1,7 +1,7 @@
 """Running a student's kernel, on the CPU in processes of its own, since it may crash or never end, and on a GPU.
 
-One process looks for accesses out of bounds, with the compiler's sanitizers. At the same time another compares the
-results with NumPy, with the threads in several orders.
+One process looks for accesses out of bounds, with the compiler's sanitizers, and another one for races: see
+dev/cpu/races.py. At the same time a third compares the results with NumPy, with the threads in several orders.
 
     python -m dev.lab.grade JOB          # such a process: JSON in, a line of JSON for each event out
     python -m dev.lab.grade --time FILE  # times a file on a GPU
@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, which says how its threads wait
 
 from dev.common.devices import make_device
-from dev.cpu.device import Cpu
+from dev.cpu import races
+from dev.cpu.device import Cpu, compiler_of
 from dev.lab import timing
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
@@ -37,6 +37,7 @@ from train_gpt2 import Config
 TOP = LAB.parents[1]
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it: HS is 64
 LIMIT = 60  # seconds for the checks of one size
+BOUNDS, RACES = "bounds", "races"  # what a process looks for
 
 # ---- In a process of its own
 
@@ -69,8 +70,8 @@ def send(**what):
 
 
 def child(job):
-    """Do a job: {"compile": paths of files to compile together, "run": those to run, "sanitize", "dtypes", "limit":
-    seconds}. Prints a line of JSON for each event."""
+    """Do a job: {"compile": paths of files to compile together, "run": those to run, "look_for": BOUNDS, RACES or None,
+    "dtypes", "limit": seconds}. Prints a line of JSON for each event."""
     paths = [Path(path) for path in job["compile"]]
     only = {exercise_of(path)[1] for path in paths}
     wrong = set()
@@ -86,17 +87,17 @@ def child(job):
             ladder, version = read_submission(Path(path))
             if dtype not in version.dtypes or path in wrong:
                 continue
-            for sizes in checks_of(EXERCISES[ladder.name], ladder):
-                signal.alarm(0)
-                bench = Bench(ladder._replace(compiled_for=""), device, sizes)
-                if not bench.fits(version):
-                    continue
+            kernel = device.kernels[exercise_of(Path(path))[1]]
+            for bench, sizes, threads in launches_of(EXERCISES[ladder.name], ladder, device, version, kernel):
+                choice = dict(threads=threads)
                 where = ",".join(f"{key}={value}" for key, value in sizes.items())
+                where += f", in blocks of {threads} threads" * (threads != kernel.threads)
                 send(event="begins", file=path, sizes=where, dtype=dtype, limit=job["limit"], arrays={
                     name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
                     for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
                 signal.alarm(job["limit"])
-                complaint = sanitized(bench, version) if job["sanitize"] else checked(bench, version, Path(path))
+                complaint = (launched(bench, version, choice, job["look_for"]) if job["look_for"] else
+                             checked(bench, version, choice, Path(path)))
                 signal.alarm(0)
                 if complaint:
                     send(event="complaint", file=path, **complaint)
@@ -106,21 +107,42 @@ def child(job):
                 send(event="right", file=path, dtype=dtype)
 
 
-def sanitized(bench, version):
-    """Launch once under the sanitizers, which end this process if they find something."""
-    choice = dict(threads=version.threads[0])
+def launches_of(exercise, ladder, device, version, kernel):
+    """(Bench, sizes, threads) to check: the exercise's sizes, one with several blocks if none of these has them, and
+    the one with most blocks with another block size too, if the file allows it."""
+    covers, many, most = int(kernel.covers[0](kernel.threads, device.W)), None, 0
+    checks = checks_of(exercise, ladder)
+    for sizes in checks:
+        bench = Bench(ladder._replace(compiled_for=""), device, sizes)
+        if not bench.fits(version):
+            continue
+        items = eval(version.items.split(",")[0], {}, vars(bench.given))
+        if items > most:
+            many, most = sizes, items
+        yield bench, sizes, kernel.threads
+        name = "OC" if version.items == "OC" else "B"
+        if sizes is checks[-1] and most <= 2 * covers and name in many:  # more of it is more items
+            checks.append({**many, name: -(-(2 * covers + 1) // most) * many[name]})
+    for threads in version.threads[1:]:
+        yield Bench(ladder._replace(compiled_for=""), device, many), many, threads
+
+
+def launched(bench, version, choice, look_for):
+    """Launch once. The sanitizers end this process if they find something; a race is returned."""
     work = next(bench.launches(version, choice))
-    with unreadable(bench):
+    with unreadable(bench) if look_for == BOUNDS else contextlib.nullcontext():
         try:
             work()
+        except races.Race as e:
+            return dict(kind="found race", what=e.what, why=e.why,
+                        sides=[[side.told(False), side.places] for side in (e.first, e.second)])
         except UserError as e:
             return dict(kind="stuck", text=str(e))
     return None
 
 
-def checked(bench, version, path):
+def checked(bench, version, choice, path):
     """What is wrong with a version, as a dict, or None."""
-    choice = dict(threads=version.threads[0])
     try:
         comparison = bench.check(version, choice)
     except UserError as e:
@@ -151,8 +173,7 @@ def outside(bench, name):
 
 def sanitizer_variables():
     """The environment variables for a run under the sanitizers, or None if the compiler has none."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "g++"
-    found = []
+    compiler, found = compiler_of() or "g++", []
     for library in ("libasan.so", "libubsan.so"):
         with contextlib.suppress(OSError):
             done = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True)
@@ -165,6 +186,12 @@ def sanitizer_variables():
             "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
+def race_variables():
+    """The environment variables for a run that finds races, or None if the compiler cannot."""
+    compiler = compiler_of()
+    return {"CXXFLAGS": f"-O1 {races.FLAG}"} if compiler and races.finds_races(compiler) else None
+
+
 def run_child(job, variables=None):
     """(events, exit status, stderr) of a job in a process of its own."""
     environment = {**os.environ, "LC_ALL": "C.UTF-8", **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
@@ -175,21 +202,27 @@ def run_child(job, variables=None):
 
 
 def grade_file(path):
-    """(the lines that say what is wrong or [], whether accesses were checked) of a student's file. Raises UserError."""
+    """(the lines that say what is wrong or [], {what was looked for: whether it was}) of a student's file. Raises
+    UserError."""
     path = path.resolve()
     read_submission(path)
-    job = dict(compile=[str(path)], run=[str(path)], sanitize=False, limit=LIMIT)
-    variables = sanitizer_variables()
+    job = dict(compile=[str(path)], run=[str(path)], look_for=None, limit=LIMIT)
+    variables = {BOUNDS: sanitizer_variables(), RACES: race_variables()}
     with ThreadPoolExecutor(2) as pool:
-        bounds = variables and pool.submit(run_child, dict(job, sanitize=True, dtypes=["fp32"]), variables)
+        runs = {look_for: pool.submit(run_child, dict(job, look_for=look_for, dtypes=["fp32"]), more)
+                for look_for, more in variables.items() if more}
         result = run_child(dict(job, dtypes=["fp32", "bf16"]))
         lines = complaint_lines(path, *result, False)
-        checked = complaint_lines(path, *bounds.result(), True) if bounds else None
-    if checked and not (checked[0].startswith(("it is stuck", "it did not end")) and lines is not None):
-        return checked, True
+        found = {look_for: complaint_lines(path, *done.result(), look_for == BOUNDS) for look_for, done in runs.items()}
+    looked = {look_for: found.get(look_for) is not None for look_for in variables}
+    for look_for, complaint in found.items():
+        slow = complaint and complaint[0].startswith(("it is stuck", "it did not end"))
+        looked[look_for] &= not slow
+        if complaint and not (slow and lines is not None):
+            return complaint, looked
     if lines is None:
         raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
-    return lines, checked is not None
+    return lines, looked
 
 
 # ---- On a GPU

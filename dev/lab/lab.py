@@ -6,6 +6,7 @@
     python -m dev.lab layernorm_forward --all    # the same for all its versions, and prints a table
     python -m dev.lab --all                      # the same for all kernels, and writes RESULTS.md and ladders.svg
     python -m dev.lab --check                    # only checks all versions of all kernels, at small odd shapes
+    python -m dev.lab --check --races            # looks for races in all versions of all kernels, at one small shape
     python -m dev.lab --exercise                 # lists the exercises: see exercises.py
 
 The versions of a kernel are in kernels/NAME.cu, which is compiled after kernels.cu. NAME.py beside it has the inputs,
@@ -22,6 +23,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from dev.cpu import races
+from dev.cpu.device import compiler_of
 from dev.features import has_gpu  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab import results
 from dev.lab.ladder import DTYPES, KERNELS, LAB, find_ladder, kernel_names, parse_sizes
@@ -80,6 +83,7 @@ def read_flags(arguments):
     parser.add_argument("version", nargs="?", type=int, help="its number (default: list them, or take all)")
     parser.add_argument("--all", action="store_true", help="run all versions, and print the table")
     parser.add_argument("--check", action="store_true", help="only check, at small odd shapes")
+    parser.add_argument("--races", action="store_true", help="with --check: look at each access, and find races")
     parser.add_argument("--shape", help="sizes that differ from the default, such as B=8,T=1024,C=768")
     parser.add_argument("--dtype", choices=DTYPES, help="only this one (default: all that a version has)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where --all writes RESULTS.md and ladders.svg "
@@ -92,6 +96,8 @@ def read_flags(arguments):
     if flags.exercise is not None and (flags.kernel or flags.check or flags.all or flags.shape or flags.dtype):
         raise UserError("--exercise takes a name or a file itself, and no other flag than --device: "
                         "--exercise residual_forward")
+    if flags.races and (not flags.check or flags.device == "cuda"):
+        raise UserError("--races is for --check on the CPU: --check --races --device cpu")
     if flags.out and not flags.all:
         raise UserError("--out is where --all writes its results: add --all")
     if flags.shape and not flags.kernel:
@@ -103,7 +109,7 @@ def read_flags(arguments):
 
 def main(arguments=None):
     flags = read_flags(arguments)
-    device = flags.device or ("cuda" if has_gpu() else "cpu")
+    device = flags.device or ("cuda" if has_gpu() and not flags.races else "cpu")
     if flags.exercise is not None:
         return exercise(flags.exercise, device)
     chosen = [known_kernel(flags.kernel)] if flags.kernel else kernel_names()
@@ -122,7 +128,12 @@ def main(arguments=None):
         raise UserError("--device cuda: there is no GPU here; without the flag, the CPU checks the versions")
     if device == "cpu":
         os.environ.setdefault("CXXFLAGS", "-O1")  # most of the time is the compiler's, and this halves it
-    task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel))
+    if flags.races:
+        if not races.finds_races(compiler_of()):
+            raise UserError(f"--races: {compiler_of()} cannot build it; it needs g++ 11 or later")
+        os.environ["CXXFLAGS"] += f" {races.FLAG}"
+    task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel),
+                flags.races)
     total, out, ran = failures_only(), flags.out or (None if flags.kernel else LAB), []
 
     if timed and flags.all and out:
@@ -187,13 +198,16 @@ def exercise(what, device):
     path = Path(what)
     submission.exercise_of(path)
     print(f"{path}: compiled for the CPU, and compared with NumPy ...", flush=True)
-    lines, checked = grade.grade_file(path)
+    lines, looked = grade.grade_file(path)
     if lines:
         print(textwrap.indent("\n".join(filter(None, lines)), "    "))
         return 1
     print(f"    right, at all sizes, in {' and '.join(submission.read_submission(path.resolve())[1].dtypes)}")
-    print("    no access is out of bounds" if checked else
+    print("    no access is out of bounds" if looked[grade.BOUNDS] else
           "    accesses were not checked: this compiler has no AddressSanitizer")
+    print("    no two threads are in a race" if looked[grade.RACES] else
+          "    races were looked for, but not to the end, since that took too long" if grade.race_variables() else
+          "    races were not looked for, which needs g++ 11: only other orders of the threads were tried")
     if device == "cpu":
         print("    There is no GPU here, so it is not timed.")
         return 0

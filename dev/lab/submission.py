@@ -65,6 +65,18 @@ def declared(path, run):
                     f"items), {hint}, such as BLOCK(256, threads)")
 
 
+def block_sizes(path, run, threads):
+    """The block sizes to check: the one in BLOCK, and half of it if BLOCK counts items in threads and the code has no
+    number that may stand for the block size, so that it has to work with any."""
+    code = code_of(path)
+    block = re.search(DECLARATION % run, code, re.S)[1]
+    numbers = {int(number, 0) for number in re.findall(r"\b(?:0[xX][0-9a-fA-F]+|[1-9]\d*)\b", code.replace(block, ""))}
+    own = {threads // part - less for part in (1, 2, 32) for less in (0, 1)}
+    if threads % 64 or "threads" not in block or "<<" in code or (own - {0, 1}) & numbers:
+        return (threads,)
+    return threads, threads // 2
+
+
 def read_submission(path):
     """(Ladder, Version) of a student's file. Raises UserError."""
     name, run = exercise_of(path)
@@ -87,6 +99,6 @@ def read_submission(path):
         device.zero(getattr(a, exercise.zeroed))
         version._replace(run=run).launch(device, a, ladder)
 
-    version = version._replace(run=run, items=items, threads=(mine.threads,),
+    version = version._replace(run=run, items=items, threads=block_sizes(path, run, mine.threads),
                                atomics="atomicAdd" in code_of(path))
     return ladder, version._replace(run=zero_and_run) if exercise.zeroed else version

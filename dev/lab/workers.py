@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dev.common.devices import make_device
 from dev.lab import results, timing  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab.bench import Bench, noting
-from dev.lab.ladder import KERNELS, LAB, describe_choice, find_ladder, launched_by, model_of, parse_sizes
+from dev.lab.ladder import KERNELS, LAB, MODELS, describe_choice, find_ladder, launched_by, model_of, parse_sizes
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import Config, read_kernels
 
@@ -30,6 +30,7 @@ class Task(NamedTuple):
     dtypes: tuple
     timed: bool
     verbose: bool  # a line for each check and timing
+    races: bool = False  # look for races, at one shape
 
 
 class Failure(NamedTuple):
@@ -80,7 +81,20 @@ def shapes_of(ladder, task):
     """The sizes of a task."""
     if task.sizes:
         return [{**parse_sizes(ladder.shape), **task.sizes}]
-    return [parse_sizes(ladder.shape)] if task.timed else [parse_sizes(text) for text in ladder.checks]
+    checks = [parse_sizes(text) for text in ladder.checks]
+    if task.races:
+        checks = [shape_for_races(ladder)]
+    return [parse_sizes(ladder.shape)] if task.timed else checks
+
+
+def shape_for_races(ladder):
+    """A small size with several blocks: of those that kernels.cu is compiled for anyway, the one with most rows."""
+    checks = [parse_sizes(text) for text in ladder.checks]
+    checks = [sizes for sizes in checks if model_of(ladder, sizes) in MODELS[:2]
+              and all(sizes.get(name, 0) <= most for name, most in (("T", 130), ("V", 300), ("OC", 300)))]
+    if "T" not in checks[0]:
+        return checks[:2][-1]
+    return max(checks, key=lambda sizes: sizes.get("B", 1) * sizes["T"])
 
 
 def numbers_of(ladder, dtype, number=None):

@@ -384,7 +384,8 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "store_column_sums": "attention_backward_bias",
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
-            "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights"}
+            "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights",
+            "skip_outliers": "outliers", "arrivals_start": "attention_forward"}
 
 # {(function, number of the barrier in it): why no order of threads shows that it is missing}
 UNSEEN = {

@@ -33,9 +33,9 @@ BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
 
 
-def barriers():
-    """A Mutant for each barrier in the .cu files that is not in UNSEEN. Its kind has the barrier's number in its
-    function."""
+def barriers(every=False):
+    """A Mutant for each barrier in the .cu files that is not in UNSEEN, or for every one. Its kind has the barrier's
+    number in its function."""
     files = [KERNELS, LLAMA, MOMENTS, OUTLIERS, FP8, FP8_OUTPUT, TILES,
              *(f"dev/lab/kernels/{path.name}" for path in sorted((TOP / "dev/lab/kernels").glob("*.cu")))]
     for file in files:
@@ -45,7 +45,7 @@ def barriers():
         for found in BARRIER.finditer(text):
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
-            if (function, number) not in UNSEEN:
+            if every or (function, number) not in UNSEEN:
                 shared = file in (KERNELS, LLAMA, TILES, OUTLIERS, FP8, FP8_OUTPUT)
                 if shared and function not in BARRIERS:
                     raise UserError(f"{file}: {function} has a barrier; add it to BARRIERS in mutant_table.py")
@@ -60,6 +60,18 @@ def code_of(text):
 
 def mutated(mutant):
     """The mutant's file, changed. Raises SystemExit unless the place is found exactly once."""
+    text, at = place_of(mutant)
+    return text[:at] + mutant.new + text[at + len(mutant.old) :]
+
+
+def line_of(mutant):
+    """The number of the line that a mutant changes."""
+    text, at = place_of(mutant)
+    return text.count("\n", 0, at) + 1
+
+
+def place_of(mutant):
+    """(the mutant's file as it is, where it changes). Raises SystemExit unless the place is found exactly once."""
     text = (TOP / mutant.file).read_text(encoding="utf-8")
     code, begin, end = code_of(text), 0, len(text)
     if mutant.where:
@@ -74,7 +86,7 @@ def mutated(mutant):
         places = [begin + found.start() for found in BARRIER.finditer(code[begin:end])][int(number[1]) - 1 :][:1]
     if begin < 0 or len(places) != 1:
         sys.exit(f"{mutant.file}, {mutant.where}: {mutant.old!r} is there {len(places)} times, and must be once")
-    return text[: places[0]] + mutant.new + text[places[0] + len(mutant.old) :]
+    return text, places[0]
 
 
 # ---- In a copy: check one kernel until its first failure

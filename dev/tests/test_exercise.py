@@ -13,6 +13,7 @@ from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
 from dev.lab.template import template
 from dev.tests.checks import TOP, check, run_program
+from dev.tests.student import filled, said
 from dev.tests.trainings import call
 
 # ---- Solutions
@@ -25,17 +26,6 @@ OWN = {"global_norm": """
     sum = block_reduce<warp_sum>(sum, 0.0f);
     if (threadIdx.x == 0) norm[0] = sqrtf(sum);
 """}
-
-
-def filled(name, body, suffix="", before="", block=""):
-    """The file of an exercise with this body, for a kernel my_<name><suffix>. before: goes above the kernel."""
-    text = template(name).replace(f"my_{name}(", f"my_{name}{suffix}(")
-    head, tail = text[: text.index("\nBLOCK(")], text[text.index("\nBLOCK("):]
-    if block:
-        tail = re.sub(r"BLOCK\(.*\)\n", f"{block}\n", tail)
-    assert tail.endswith("{\n\n}\n")
-    tail = tail.removesuffix("{\n\n}\n")
-    return f"{head}\n{before}{tail}{{{body}}}\n"
 
 
 def solution(name):
@@ -53,7 +43,7 @@ def grade_together(folder, texts, dtypes=("fp32",)):
     for name, text in texts.items():
         (folder / f"{name}.cu").write_text(text)
     every = [str(folder / f"{name}.cu") for name in texts]
-    result = grade.run_child(dict(compile=every, run=every, sanitize=False, dtypes=list(dtypes), limit=60))
+    result = grade.run_child(dict(compile=every, run=every, look_for=None, dtypes=list(dtypes), limit=60))
     return {name: complaint_lines(folder / f"{name}.cu", *result, False) for name in texts}
 
 
@@ -64,6 +54,20 @@ def solutions(folder):
         check(f"{name}: the lab's version solves it", lines == [], "" if lines == [] else lines)
     missing = set(EXERCISES) - set(names)
     check("every exercise's kernel is in the lab", not missing, missing or "")
+
+
+def forgotten(folder):
+    """Where items are few, the same without blockIdx.x is wrong, even with the largest block."""
+    texts = {}
+    for name in exercise_names():
+        if EXERCISES[name].item.startswith(("a row", "a column", "a query")):
+            head, block, kernel = re.split(r"^(BLOCK.*\n)", solution(name), flags=re.M)
+            assert "blockIdx.x" in kernel
+            block = re.sub(r"\d+(?=, threads\))", "1024", block)
+            texts[f"my_{name}"] = head + block + kernel.replace("blockIdx.x", "0")
+    for name, lines in grade_together(folder, texts).items():
+        ok = lines and re.match("wrong: |it has a race: ", lines[0])
+        check(f"{name} without blockIdx.x", ok, said(lines) or "it was accepted")
 
 
 # ---- Mistakes
@@ -171,6 +175,13 @@ RUNS = (  # that the comparison with NumPy finds
             "(size_t)N * C)", "N)"),
     Mistake("no blockIdx", "residual_forward", RESIDUAL, "out.2,64. was never written.*leaves out blockIdx",
             "(size_t)blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
+    Mistake("no blockIdx, few rows", "softmax_forward", SOFTMAX, "out.32,0. was never written.*leaves out blockIdx",
+            "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
+    Mistake("no blockIdx in a norm", "layernorm_forward", LAYERNORM, "out.1024,0. was never .*leaves out blockIdx",
+            "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x", block="BLOCK(1024, threads)"),
+    Mistake("a block size in the index", "residual_forward", RESIDUAL, None, "blockDim.x", "256"),
+    Mistake("right by the block size", "residual_forward", RESIDUAL, "never written.*in blocks of 64 threads",
+            "blockDim.x", "(blockDim.x * blockDim.x >> 7)", block="BLOCK(128, threads)"),
     Mistake("comment behind BLOCK", "residual_forward", RESIDUAL, None,
             block="BLOCK(256, threads)  // a thread (of 256), a number"),
     Mistake("half of whole numbers", "gelu_forward", GELU, "out is 0 everywhere.*1/2 is 0", "0.5f", "1 / 2"),
@@ -284,10 +295,6 @@ ALONE = (  # that are compiled alone
 )
 
 
-def said(lines):
-    return " ".join(lines or ())
-
-
 def mistakes(folder):
     """Each mistake gets its own explanation."""
     def text(key, m):
@@ -311,7 +318,8 @@ def mistakes(folder):
         path.write_text(text(key, m))
 
     def bound(path):
-        job = dict(compile=[str(each) for each in paths], run=[str(path)], sanitize=True, dtypes=["fp32"], limit=60)
+        job = dict(compile=[str(each) for each in paths], run=[str(path)], look_for=grade.BOUNDS, dtypes=["fp32"],
+                   limit=60)
         return complaint_lines(path, *grade.run_child(job, variables), True)
 
     found = [bound(path) for path in paths[:1]]  # which compiles
@@ -322,7 +330,7 @@ def mistakes(folder):
     for key, m in alone:
         path = folder / f"alone_{key}.cu"
         path.write_text(text(key, m))
-        job = dict(compile=[str(path)], run=[str(path)], sanitize=False, dtypes=m.dtypes, limit=2)
+        job = dict(compile=[str(path)], run=[str(path)], look_for=None, dtypes=m.dtypes, limit=2)
         check_lines(m, complaint_lines(path, *grade.run_child(job), False))
 
 
@@ -442,4 +450,4 @@ def standings():
 
 
 if __name__ == "__main__":
-    run_program((files, on_gpu, standings, solutions, whole, mistakes))
+    run_program((files, on_gpu, standings, solutions, forgotten, whole, mistakes))

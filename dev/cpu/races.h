@@ -1,0 +1,570 @@
+// Finds races, where the compiler calls a hook at every access: with g++ -fsanitize=thread, whose hooks are here in place
+// of libtsan's. For cuda.h. races.py puts what was found into words.
+//
+// Two accesses to a byte are a race if they are of two threads, one of them writes, not both are atomic, and nothing
+// orders them. What orders them, whatever order the CPU runs the threads in:
+//   - within a block, a __syncthreads between them;
+//   - within a warp, a __syncwarp between them, or another function of a warp;
+//   - a __threadfence and then an atomic write by one side, and behind that an atomic read of the same place by the
+//     other: a flag, or a counter of blocks. Each side may hand on by a barrier what it knows, or what it has seen.
+// An asynchronous copy reads and writes from its beginning until its thread has waited for it: nobody else may write
+// what it reads, or touch what it writes, in between. volatile accesses, and __ldcg, count as atomic: a GPU does them
+// in L2. Of the accesses of one kind to a byte since the last write only a few are kept: if there is a race, a third
+// thread in it may go unnamed, but not the race.
+#pragma once
+
+namespace cuda_on_cpu {
+namespace races {
+
+#ifdef __SANITIZE_THREAD__
+#define QUIET __attribute__((no_sanitize("thread")))
+using Address = size_t;
+
+// `time` counts what may order accesses, in the order in which the CPU does it. Blocks run one after another here.
+struct Access {
+    const char* pc;
+    unsigned time, block;
+    unsigned short thread;
+    bool there : 1, writes : 1, atomic : 1;
+    bool exchanges : 1;  // atomic, and it also reads
+    bool by_warp : 1;    // of all lanes at once
+    bool copies : 1;     // asynchronously,
+    bool under_way : 1;  // and nobody has waited for it yet
+    unsigned char bytes;
+};
+
+// What atomics have handed from block to block: of each thread of a block, the time before which its accesses are seen.
+using Clock = std::map<unsigned, std::vector<unsigned>>;
+struct Seen {
+    unsigned thread, time;
+    std::shared_ptr<const Clock> clock;
+};
+struct Fence { unsigned time, epoch, meeting; };
+
+static unsigned now = 1, number;            // the time; the running block
+static unsigned epoch, meeting[32];         // when its last __syncthreads ended, and the last meeting of each warp
+static Fence fences[1024];                  // the last of each thread; time 0: none
+static std::vector<Seen> seen;              // by the threads of this block
+static std::map<Address, std::shared_ptr<const Clock>> clocks;  // what an atomic access of a place hands on
+static std::vector<bool> published;         // which blocks have a fence
+static bool running, warp_works, fenced;    // fenced: this block is
+static int busy = 0;                        // the finder's own accesses are none of a kernel's
+static Access first, second;                // the race that was found first
+static Address place;                       // of the second, if it is not 0
+static const char* ignored_file = nullptr;  // a barrier that is taken for absent, for tests
+static int ignored_line;
+static const char* file = nullptr;          // of the barrier that threads arrive at
+
+struct Busy {
+    QUIET Busy() { busy++; }
+    QUIET ~Busy() { busy--; }
+};
+
+QUIET inline bool same_warp(const Access& a, const Access& b) { return a.thread / 32 == b.thread / 32; }
+
+// Is an access before another one, which happens now?
+QUIET inline bool ordered(const Access& a, const Access& b) {
+    if (a.block == b.block) {
+        if (a.time < epoch) return true;
+        if (a.thread == b.thread && !a.by_warp && !b.by_warp) return true;
+        if (same_warp(a, b) && a.time < meeting[b.thread / 32]) return true;
+    }
+    for (const Seen& s : seen) {
+        const bool known = s.thread == b.thread || s.time < epoch ||
+                           (s.thread / 32 == b.thread / 32u && s.time < meeting[b.thread / 32]);
+        const auto of_block = known ? s.clock->find(a.block) : s.clock->end();
+        if (of_block != s.clock->end() && a.time < of_block->second[a.thread]) return true;
+    }
+    return false;
+}
+
+// Accesses of one kind to a byte since its last write. A write is a race with one of all if it is one with one of these:
+// of the running block two are enough, of two warps if there are, else of two lanes since their last meeting. Of an
+// earlier block without a fence, which nothing orders, one is enough.
+struct Accesses {
+    Access newest[2], unordered;
+    std::vector<Access>* others;  // of blocks with a fence
+
+    QUIET void add(const Access& x) {
+        Access &a = newest[0], &b = newest[1];
+        if (a.there && a.block != x.block) {
+            for (Access* old : {&a, &b}) {
+                if (!old->there) continue;
+                if (!published[old->block]) unordered = *old;
+                else {
+                    if (!others) others = new std::vector<Access>;
+                    others->push_back(*old);
+                }
+                old->there = false;
+            }
+        }
+        if (b.there && b.time < epoch) b.there = false;
+        if (a.there && a.time < epoch) a = b, b.there = false;
+        const unsigned met = meeting[x.thread / 32];
+        if (!a.there || (a.thread == x.thread)) a = x;
+        else if (b.there && b.thread == x.thread) b = x;
+        else if (!b.there) (same_warp(a, x) && a.time < met ? a : b) = x;
+        else if (same_warp(a, b)) {
+            if (!same_warp(a, x)) b = x;
+            else if (a.time < met) a = x;
+            else if (b.time < met) b = x;
+        }
+    }
+    QUIET const Access* clash(const Access& x) const {
+        for (const Access* old : {&newest[0], &newest[1], &unordered})
+            if (old->there && !ordered(*old, x)) return old;
+        if (others)
+            for (const Access& old : *others)
+                if (!ordered(old, x)) return &old;
+        return nullptr;
+    }
+    QUIET void clear() {
+        newest[0].there = newest[1].there = unordered.there = false;
+        if (others) others->clear();
+    }
+};
+
+struct Rare {
+    Accesses atomic_writes, atomic_reads;
+    Access last_exchange;
+    std::vector<Access> sources;  // of copies under way
+
+    QUIET void clear() { atomic_writes.clear(), atomic_reads.clear(), last_exchange.there = false; }
+};
+
+// What has happened to a byte, or to four.
+struct Cell {
+    Access write;  // the last that is not atomic
+    Accesses reads;
+    Rare* rare;
+
+    QUIET void clear() {
+        write.there = false;
+        reads.clear();
+        if (rare) rare->clear(), rare->sources.clear();
+    }
+    QUIET void free() {
+        delete reads.others;
+        if (rare) delete rare->atomic_writes.others, delete rare->atomic_reads.others;
+        delete rare;
+    }
+    QUIET const Access* clash(const Access& x) const {
+        if (write.there && (write.under_way || !ordered(write, x))) return &write;
+        const Access* old = x.writes ? reads.clash(x) : nullptr;
+        if (old || !rare) return old;
+        // Whoever was the last to add to a counter comes after all that it has counted, and may set it to 0.
+        const Access& last = rare->last_exchange;
+        if (!x.atomic && !(last.there && last.block == x.block && ordered(last, x))) old = rare->atomic_writes.clash(x);
+        if (!old && x.writes && !x.atomic) old = rare->atomic_reads.clash(x);
+        if (!old && x.writes)
+            for (const Access& source : rare->sources)
+                if (source.block == x.block || !ordered(source, x)) return &source;
+        return old;
+    }
+    QUIET Rare& with_rare() {
+        if (!rare) rare = new Rare{};
+        return *rare;
+    }
+    QUIET void access(const Access& x) {
+        if (const Access* old = clash(x)) first = *old, second = x;
+        if (x.atomic) {
+            (x.writes ? with_rare().atomic_writes : with_rare().atomic_reads).add(x);
+            if (x.exchanges) rare->last_exchange = x;
+        } else if (!x.writes) {
+            reads.add(x);
+            if (x.under_way) with_rare().sources.push_back(x);
+        } else {  // whoever comes after it comes after all before it
+            write = x;
+            reads.clear();
+            if (rare) rare->clear();
+        }
+    }
+    // The copy whose beginning was x is complete.
+    QUIET void land(const Access& x) {
+        if (x.writes && write.there && write.under_way) write.time = x.time, write.under_way = false;
+        if (x.writes || !rare) return;
+        for (auto source = rare->sources.begin(); source != rare->sources.end(); ++source)
+            if (source->thread == x.thread && source->pc == x.pc) {
+                rare->sources.erase(source);
+                break;
+            }
+        reads.add(x);
+    }
+};
+
+// Four bytes. They are one cell until an access takes only some of them: two bf16 are not one place.
+struct Word {
+    Cell all;
+    Cell* each;
+};
+
+struct Region {
+    Address begin, end;  // multiples of 4
+    Word* words;
+    std::string name, item, shape;  // of a shared variable: the bytes of an element, and its dimensions
+    bool shared;
+
+    Region(Address first, size_t bytes) : begin(first & ~Address(3)), end((first + bytes + 3) & ~Address(3)) {
+        words = static_cast<Word*>(calloc((end - begin) / 4 + 1, sizeof(Word)));
+        if (!words) abort();
+        shared = false;
+    }
+    ~Region() {
+        for (Word* w = words; w < words + (end - begin) / 4; w++) {
+            w->all.free();
+            for (int i = 0; w->each && i < 4; i++) w->each[i].free();
+            delete[] w->each;
+        }
+        ::free(words);
+    }
+    void clear() {
+        for (Word* w = words; w < words + (end - begin) / 4; w++) {
+            w->all.clear();
+            for (int i = 0; w->each && i < 4; i++) w->each[i].clear();
+        }
+    }
+};
+
+static Region* regions[4096];  // by their beginnings
+static int region_count = 0;
+static Region *latest = nullptr, *variables = nullptr;  // variables: all that the library itself has
+static Address elsewhere[512];  // pages without any of them, such as stacks
+
+QUIET inline Region* region_of(Address p) {
+    if (latest && p - latest->begin < latest->end - latest->begin) return latest;
+    const Address page = p / 4096;
+    if (elsewhere[page % 512] == page) return nullptr;
+    int low = 0, high = region_count;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (regions[middle]->end <= p) low = middle + 1;
+        else high = middle;
+    }
+    if (low < region_count && regions[low]->begin <= p) return latest = regions[low];
+    if (!variables) return nullptr;
+    if (p - variables->begin < variables->end - variables->begin) return variables;
+    auto apart = [page](const Region* r) QUIET { return r->end <= page * 4096 || r->begin >= (page + 1) * 4096; };
+    if ((low == 0 || apart(regions[low - 1])) && (low == region_count || apart(regions[low])) && apart(variables))
+        elsewhere[page % 512] = page;
+    return nullptr;
+}
+
+// Does something to the cells of an access.
+template <class Do> QUIET inline void each_cell(Region& region, Address p, size_t bytes, Do&& act) {
+    for (const Address end = min(p + bytes, region.end); p < end;) {
+        Word& word = region.words[(p - region.begin) / 4];
+        if (!word.each && p % 4 == 0 && end - p >= 4) {
+            act(word.all, p);
+            p += 4;
+            continue;
+        }
+        if (!word.each) {
+            word.each = new Cell[4]();
+            for (int i = 0; i < 4; i++) {
+                word.each[i] = word.all;
+                Cell& cell = word.each[i];
+                if (cell.reads.others) cell.reads.others = new std::vector<Access>(*cell.reads.others);
+                if (!cell.rare) continue;
+                cell.rare = new Rare(*cell.rare);
+                for (Accesses* all : {&cell.rare->atomic_writes, &cell.rare->atomic_reads})
+                    if (all->others) all->others = new std::vector<Access>(*all->others);
+            }
+        }
+        act(word.each[p % 4], p);
+        p++;
+    }
+}
+
+QUIET inline Access access_of(const void* pc, size_t bytes, bool writes, bool atomic) {
+    Access x = {};
+    x.pc = static_cast<const char*>(pc) - 1, x.time = now, x.block = number;
+    x.thread = static_cast<unsigned short>(thread_number()), x.there = true, x.writes = writes, x.atomic = atomic;
+    x.by_warp = warp_works, x.bytes = static_cast<unsigned char>(bytes);
+    return x;
+}
+
+QUIET inline bool access(Address p, size_t bytes, const Access& x) {
+    Region* region = region_of(p);
+    if (!region) return false;
+    each_cell(*region, p, bytes, [&](Cell& cell, Address at) QUIET {
+        if (place) return;  // one race is enough
+        cell.access(x);
+        if (second.there) place = at;
+    });
+    return true;
+}
+
+QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const void* pc) {
+    if (!running || busy || place || !region_of(Address(p))) return;
+    const Busy here;
+    access(Address(p), bytes, access_of(pc, bytes, writes, false));
+}
+
+// A thread fences: what it and the threads that it has waited for did before is handed on by later atomics.
+QUIET inline void fence() {
+    if (!running || busy) return;
+    const unsigned t = thread_number();
+    const Busy here;
+    fences[t] = {++now, epoch, meeting[t / 32]};
+    fenced = published[number] = true;
+}
+
+QUIET inline void join(Clock& into, const Clock& from) {
+    for (const auto& [of_block, times] : from) {
+        auto& mine = into[of_block];
+        mine.resize(times.size());
+        for (size_t i = 0; i < times.size(); i++) mine[i] = max(mine[i], times[i]);
+    }
+}
+
+// What an atomic access of a place by this thread learns, and what it hands on.
+QUIET inline void hand_on(Address p, bool reads, bool writes) {
+    const unsigned t = thread_number(), threads = blockDim.x * blockDim.y * blockDim.z;
+    const auto before = clocks.find(p);
+    if (reads && before != clocks.end() &&
+        !(seen.size() && seen.back().thread == t && seen.back().clock == before->second))
+        seen.push_back({t, now, before->second});
+    if (!writes) return;
+    auto clock = std::make_shared<Clock>();
+    if (reads && before != clocks.end()) join(*clock, *before->second);
+    if (fenced) {
+        std::vector<unsigned> until(threads), of_warp(32);
+        unsigned of_all = 0;
+        for (unsigned i = 0; i < threads; i++) {
+            const Fence& f = fences[i];
+            if (!f.time || !(i == t || f.time < epoch || (i / 32 == t / 32 && f.time < meeting[t / 32]))) continue;
+            until[i] = f.time;
+            of_all = max(of_all, f.epoch), of_warp[i / 32] = max(of_warp[i / 32], f.meeting);
+            for (const Seen& s : seen)
+                if (s.time < f.epoch || (s.thread == i && s.time < f.time)) join(*clock, *s.clock);
+        }
+        for (unsigned i = 0; i < threads; i++) until[i] = max(until[i], max(of_all, of_warp[i / 32]));
+        if (of_all) join(*clock, {{number, until}});
+    }
+    if (clock->empty()) clocks.erase(p);
+    else clocks[p] = clock;
+}
+
+QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads, bool writes, const void* pc) {
+    if (!running || busy || place) return;
+    const Busy here;
+    Access x = access_of(pc, bytes, writes, true);
+    x.exchanges = reads && writes;
+    if (access(Address(p), bytes, x)) hand_on(Address(p), reads, writes);
+}
+
+// ---- what blocks.h and its neighbours tell ----
+
+QUIET inline void block_begins(unsigned n, unsigned blocks) {
+    const Busy here;
+    number = n, running = true;
+    epoch = ++now;
+    for (unsigned& m : meeting) m = now;
+    for (Fence& f : fences) f.time = 0;
+    fenced = false;
+    seen.clear();
+    published.resize(max(size_t(blocks), published.size()));
+}
+QUIET inline void block_ends() { running = false; }
+
+QUIET inline bool ignored(int line) {
+    const char* where = file;
+    file = nullptr;
+    if (!ignored_file || !where || line != ignored_line) return false;
+    const size_t all = strlen(where), end = strlen(ignored_file);
+    return all >= end && !strcmp(where + all - end, ignored_file);
+}
+QUIET inline void arrives_in(const char* name) { file = name; }
+QUIET inline void all_wait(int line) {
+    if (!ignored(line)) epoch = ++now;
+}
+QUIET inline void warp_meets(unsigned warp, int line) {
+    if (!ignored(line)) meeting[warp] = ++now;
+}
+QUIET inline void works_for_warp(bool begins) { warp_works = begins; }
+
+QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, const void* pc) {
+    const Busy here;
+    Region* region = running && !place ? region_of(Address(p)) : nullptr;
+    if (!region) return;
+    Access x = access_of(pc, bytes, writes, false);
+    x.copies = true, x.under_way = begins;
+    if (begins) access(Address(p), bytes, x);
+    else each_cell(*region, Address(p), bytes, [&](Cell& cell, Address) QUIET { cell.land(x); });
+}
+
+// A shared variable of the block that begins, or all of its dynamic shared memory. What earlier blocks did is gone.
+QUIET inline void shared_variable(const char* name, const void* p, size_t bytes, size_t item, const char* shape) {
+    if (!bytes) return;
+    const Busy here;
+    int i = 0;
+    while (i < region_count && regions[i]->begin < (Address(p) & ~Address(3))) i++;
+    if (i == region_count || regions[i]->begin != (Address(p) & ~Address(3))) {
+        if (region_count == 4096) abort();
+        std::fill_n(elsewhere, 512, 0);
+        std::copy_backward(regions + i, regions + region_count, regions + region_count + 1);
+        regions[i] = new Region(Address(p), bytes);
+        region_count++;
+    } else regions[i]->clear();
+    regions[i]->shared = true;
+    regions[i]->name = name, regions[i]->item = std::to_string(item), regions[i]->shape = shape;
+}
+template <class T> QUIET void shared_variable(const char* name, const T& variable) {
+    const Busy here;
+    std::string shape;
+    if constexpr (std::is_array_v<T>) {
+        shape = std::to_string(std::extent_v<T>);
+        if (std::rank_v<T> > 1) shape += "," + std::to_string(std::extent_v<T, 1>);
+        if (std::rank_v<T> > 2) shape += "," + std::to_string(std::extent_v<T, 2>);
+    }
+    shared_variable(name, &variable, sizeof(T), sizeof(std::remove_all_extents_t<T>), shape.c_str());
+}
+
+// A kernel has a name for its dynamic shared memory. It stays the first one's.
+QUIET inline void dynamic_name(const char* name, const void* p, size_t item) {
+    const Busy here;
+    Region* region = region_of(Address(p));
+    if (region && region->name.empty()) region->name = name, region->item = std::to_string(item);
+}
+
+static Address base;
+static std::string report;
+
+// Where this library lies, and its variables.
+inline int find_library(dl_phdr_info* info, size_t, void*) {
+    Address low = 0, high = 0;
+    bool ours = false;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const auto& part = info->dlpi_phdr[i];
+        const Address begin = info->dlpi_addr + part.p_vaddr, end = begin + part.p_memsz;
+        if (part.p_type != PT_LOAD) continue;
+        ours |= begin <= Address(&report) && Address(&report) < end;
+        if (part.p_flags & PF_W) low = low ? min(low, begin) : begin, high = max(high, end);
+    }
+    if (!ours) return 0;
+    base = info->dlpi_addr;
+    variables = new Region(low, high - low);
+    return 1;
+}
+
+}  // namespace races
+}  // namespace cuda_on_cpu
+
+// The arrays of the next launch, without overlaps and in order.
+extern "C" __attribute__((visibility("default"))) void races_watch(int n, const size_t* begins, const size_t* bytes) {
+    using namespace cuda_on_cpu::races;
+    for (int i = 0; i < region_count; i++) delete regions[i];
+    delete variables;
+    latest = variables = nullptr;
+    std::fill_n(elsewhere, 512, 0);
+    dl_iterate_phdr(find_library, nullptr);
+    for (region_count = 0; region_count < n; region_count++)
+        regions[region_count] = new Region(begins[region_count], bytes[region_count]);
+    now = 1, place = 0, first.there = second.there = false;
+    clocks.clear(), published.clear();
+}
+
+// JSON that says what race the last launch had, or null.
+extern "C" __attribute__((visibility("default"))) const char* races_found() {
+    using namespace cuda_on_cpu::races;
+    if (!place) return nullptr;
+    auto said = [](const char* name, const Access& x) {
+        const unsigned b = x.block;
+        char text[300];
+        snprintf(text, sizeof text, "\"%s\": {\"block\": [%u, %u, %u], \"thread\": %u, \"writes\": %d, \"atomic\": %d, "
+                 "\"copies\": %d, \"under_way\": %d, \"bytes\": %d, \"pc\": %zu}, ", name, b % gridDim.x,
+                 b / gridDim.x % gridDim.y, b / gridDim.x / gridDim.y, unsigned(x.thread), x.writes, x.atomic,
+                 x.copies, x.under_way, x.bytes, Address(x.pc) - base);
+        return std::string(text);
+    };
+    const Region& region = *region_of(place);
+    report = "{" + said("first", first) + said("second", second) + "\"address\": " + std::to_string(place) +
+             ", \"in_library\": " + std::to_string(&region == variables ? place - base : 0);
+    if (region.shared) report += ", \"name\": \"" + region.name + "\", \"at\": " +
+        std::to_string(place - region.begin) + ", \"item\": " + region.item + ", \"shape\": [" + region.shape + "]";
+    return (report += "}").c_str();
+}
+
+// For tests: from now on the barrier at this line of this file counts for nothing. null: all count again.
+extern "C" __attribute__((visibility("default"))) void races_ignore(const char* file, int line) {
+    static std::string name;
+    name = file ? file : "";
+    cuda_on_cpu::races::ignored_file = file ? name.c_str() : nullptr, cuda_on_cpu::races::ignored_line = line;
+}
+
+// ---- the compiler's hooks ----
+
+#define PC __builtin_return_address(0)
+#define PLAIN_HOOKS(n)                                                                                          \
+    extern "C" QUIET void __tsan_read##n(void* p) { cuda_on_cpu::races::touch(p, n, false, PC); }                 \
+    extern "C" QUIET void __tsan_write##n(void* p) { cuda_on_cpu::races::touch(p, n, true, PC); }                 \
+    extern "C" QUIET void __tsan_unaligned_read##n(void* p) { cuda_on_cpu::races::touch(p, n, false, PC); }       \
+    extern "C" QUIET void __tsan_unaligned_write##n(void* p) { cuda_on_cpu::races::touch(p, n, true, PC); }       \
+    extern "C" QUIET void __tsan_volatile_read##n(void* p) {                                                      \
+        cuda_on_cpu::races::touch_atomic(p, n, true, false, PC);                                                  \
+    }                                                                                                           \
+    extern "C" QUIET void __tsan_volatile_write##n(void* p) {                                                     \
+        cuda_on_cpu::races::touch_atomic(p, n, false, true, PC);                                                  \
+    }
+PLAIN_HOOKS(1) PLAIN_HOOKS(2) PLAIN_HOOKS(4) PLAIN_HOOKS(8) PLAIN_HOOKS(16)
+extern "C" QUIET void __tsan_read_range(void* p, size_t n) { cuda_on_cpu::races::touch(p, n, false, PC); }
+extern "C" QUIET void __tsan_write_range(void* p, size_t n) { cuda_on_cpu::races::touch(p, n, true, PC); }
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" void __tsan_vptr_update(void**, void*) {}
+extern "C" void __tsan_vptr_read(void**) {}
+extern "C" QUIET void __tsan_atomic_thread_fence(int) { cuda_on_cpu::races::fence(); }
+extern "C" void __tsan_atomic_signal_fence(int) {}
+
+#define ATOMIC_HOOK(bits, T, name, after)                                                                       \
+    extern "C" QUIET T __tsan_atomic##bits##_##name(volatile T* p, T x, int) {                                   \
+        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
+        const T before = *p;                                                                                    \
+        *p = after;                                                                                             \
+        return before;                                                                                          \
+    }
+#define COMPARE_HOOK(bits, T, name)                                                                             \
+    extern "C" QUIET bool __tsan_atomic##bits##_compare_exchange_##name(volatile T* p, T* e, T x, int, int) {    \
+        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
+        const bool same = *p == *e;                                                                             \
+        if (same) *p = x;                                                                                       \
+        else *e = *p;                                                                                           \
+        return same;                                                                                            \
+    }
+#define ATOMIC_HOOKS(bits, T)                                                                                   \
+    extern "C" QUIET T __tsan_atomic##bits##_load(const volatile T* p, int) {                                    \
+        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, false, PC);                                          \
+        return *p;                                                                                              \
+    }                                                                                                           \
+    extern "C" QUIET void __tsan_atomic##bits##_store(volatile T* p, T x, int) {                                 \
+        cuda_on_cpu::races::touch_atomic(p, sizeof(T), false, true, PC);                                          \
+        *p = x;                                                                                                 \
+    }                                                                                                           \
+    ATOMIC_HOOK(bits, T, exchange, x) ATOMIC_HOOK(bits, T, fetch_add, before + x)                             \
+    ATOMIC_HOOK(bits, T, fetch_sub, before - x) ATOMIC_HOOK(bits, T, fetch_and, before & x)                \
+    ATOMIC_HOOK(bits, T, fetch_or, before | x) ATOMIC_HOOK(bits, T, fetch_xor, before ^ x)                 \
+    ATOMIC_HOOK(bits, T, fetch_nand, ~(before & x)) COMPARE_HOOK(bits, T, strong) COMPARE_HOOK(bits, T, weak) \
+    extern "C" QUIET T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T x, int, int) {           \
+        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
+        const T before = *p;                                                                                    \
+        if (before == e) *p = x;                                                                                \
+        return before;                                                                                          \
+    }
+ATOMIC_HOOKS(8, unsigned char) ATOMIC_HOOKS(16, unsigned short) ATOMIC_HOOKS(32, unsigned)
+ATOMIC_HOOKS(64, unsigned long)
+
+#else  // no hooks, nothing to tell
+inline void block_begins(unsigned, unsigned) {}
+inline void block_ends() {}
+inline void arrives_in(const char*) {}
+inline void all_wait(int) {}
+inline void warp_meets(unsigned, int) {}
+inline void works_for_warp(bool) {}
+inline void copy(const void*, size_t, bool, bool, const void*) {}
+template <class... A> void shared_variable(A&&...) {}
+#define QUIET
+
+}  // namespace races
+}  // namespace cuda_on_cpu
+#endif

@@ -1,0 +1,478 @@
+"""Test that races are found, and nothing else: in small kernels, in exercises, in all versions of the lab, and where a
+barrier counts for nothing.
+
+    python -m dev.tests.test_races
+    python -m dev.tests.test_races barriers  # only the tests with this word in their names
+"""
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dev.common.devices import make_device
+from dev.cpu import races
+from dev.cpu.device import compiler_of
+from dev.lab import grade, workers
+from dev.lab.bench import Bench
+from dev.lab.explain import complaint_lines
+from dev.lab.ladder import find_ladder, kernel_names, model_of, parse_sizes
+from dev.tests import mutants
+from dev.tests.checks import check, run_program
+from dev.tests.student import filled, said
+from train_gpt2 import Config
+
+FLAGS = f"-O1 {races.FLAG}"
+HEAD = """#define BLOCK(threads, ...)
+extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
+struct half { unsigned short bits; };
+struct Two { half x[2]; };
+__device__ float scratch[256];
+"""
+SHARED, WARP, BLOCKS, ATOMIC, COPY = ("no __syncthreads.. comes between", "of one warp, and no __syncwarp",
+                                      "Blocks run in any order", "An atomic access does not protect", "on its way")
+WITHIN = f"block (.) .*block \\1 .*({SHARED}|{WARP})"  # of one block
+BETWEEN = r"block (.) .*block (?!\1)"
+
+
+class Small(NamedTuple):
+    """A kernel of four blocks of 64 threads. Lines that end in //! must be named."""
+    name: str
+    wish: str  # what is said, or "" if nothing
+    body: str
+
+
+SMALL = (
+    Small("one sum for all threads", rf"sum: .*{WARP}", """
+    __shared__ float sum;
+    sum = inp[i];  //!
+    out[i] = 2 * sum;
+"""),
+    Small("a sum that one thread writes", rf"sum: .*thread 0 .*({SHARED}|{WARP})", """
+    __shared__ float sum;
+    if (t == 0) sum = inp[b];  //!
+    out[i] = sum;  //!
+"""),
+    Small("and waits", "", """
+    __shared__ float sum;
+    if (t == 0) sum = inp[b];
+    __syncthreads();
+    out[i] = sum;
+"""),
+    Small("scratch of all threads", rf"scratch.0.: .*{WITHIN}", """
+    scratch[0] = inp[i];  //!
+    out[i] = scratch[0];
+"""),
+    Small("scratch of a thread of each block", rf"scratch.5.: .*{BETWEEN}.*{BLOCKS}", """
+    if (t != 5) return;
+    scratch[t] = inp[i];  //!
+    out[i] = scratch[t];
+"""),
+    Small("scratch of each thread", "", """
+    scratch[i] = inp[i];
+    out[i] = scratch[i];
+"""),
+    Small("no __syncthreads", rf"part.\d+.: .*{WITHIN}", """
+    __shared__ float part[64];
+    part[t] = inp[i];  //!
+    out[i] = part[63 - t];  //!
+"""),
+    Small("no __syncthreads before the next round", rf"part.\d+.: .*{SHARED}", """
+    __shared__ float part[64];
+    for (int round = 0; round < 2; round++) {
+        part[t] = inp[i] + round;  //!
+        __syncthreads();
+        out[i] += part[63 - t];  //!
+    }
+"""),
+    Small("two buffers", "", """
+    __shared__ float part[2][64];
+    for (int round = 0; round < 4; round++) {
+        part[round % 2][t] = inp[i] + round;
+        __syncthreads();
+        out[i] += part[round % 2][63 - t];
+    }
+"""),
+    Small("one of two buffers too early", rf"part.1,\d+.: .*{SHARED}", """
+    __shared__ float part[2][64];
+    part[0][t] = inp[i];
+    __syncthreads();
+    part[1][t] = part[0][63 - t];  //!
+    out[i] = part[1][(t + 32) % 64];  //!
+"""),
+    Small("a barrier for one branch only", rf"part.\d+.: .*{SHARED}", """
+    __shared__ float part[64];
+    part[t] = inp[i];  //!
+    if (i < 0) __syncthreads();
+    out[i] = part[(t + 32) % 64];  //!
+"""),
+    Small("no __syncwarp", rf"part.\d+.: .*{WARP}", """
+    __shared__ float part[64];
+    part[t] = inp[i];  //!
+    out[i] = part[t ^ 1];  //!
+"""),
+    Small("__syncwarp", "", """
+    __shared__ float part[64];
+    part[t] = inp[i];
+    __syncwarp();
+    out[i] = part[t ^ 1];
+"""),
+    Small("__syncwarp between two warps", rf"part.\d+.: .*{SHARED}", """
+    __shared__ float part[64];
+    part[t] = inp[i];  //!
+    __syncwarp();
+    out[i] = part[t ^ 32];  //!
+"""),
+    Small("shuffles", "", """
+    float x = inp[i];
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+    out[i] = x;
+"""),
+    Small("atomics alone", "", """
+    __shared__ float sum;
+    if (t == 0) sum = 0.0f;
+    __syncthreads();
+    atomicAdd(&sum, inp[i]);
+    __syncthreads();
+    if (t == 0) atomicAdd(out, sum);
+"""),
+    Small("a sum half atomic", rf"out.0.: .*atomically.*{ATOMIC}", """
+    if (t % 2) atomicAdd(out, inp[i]);  //!
+    else out[0] += inp[i];  //!
+"""),
+    Small("a sum by blocks, half atomic", rf"out.0.: .*{BETWEEN}.*{ATOMIC}", """
+    if (t) return;
+    if (b % 2 == 0) atomicAdd(out, inp[i]);  //!
+    else out[0] += inp[i];  //!
+"""),
+    Small("a float race beside an unrelated atomic", rf"part.\d+.: .*{SHARED}", """
+    __shared__ float part[64];
+    atomicAdd(counter, 1);
+    part[t] = inp[i];  //!
+    out[i] = part[63 - t];  //!
+"""),
+    Small("an atomic sum, read too early", rf"sum: .*{ATOMIC}", """
+    __shared__ float sum;
+    if (t == 0) sum = 0.0f;
+    __syncthreads();
+    atomicAdd(&sum, inp[i]);  //!
+    out[i] = sum;  //!
+"""),
+    Small("blocks that write one place", rf"out.0.: .*{BETWEEN}.*{BLOCKS}", """
+    if (t == 0) out[0] = inp[b];  //!
+"""),
+    Small("a block that reads what another one writes", rf"out.\d+.: .*{BLOCKS}", """
+    out[i] = inp[i];  //!
+    if (i > 0) out[256 + i] = out[i - 1];  //!
+""".replace("if (i > 0)", "__syncthreads();\n    if (t == 0 && b > 0)")),
+    Small("neighbours of 16 bits", "", """
+    low[i].bits = t;
+    out[i] = low[i].bits;
+"""),
+    Small("two of 16 bits at once", rf"low.\d+.: .*{WARP}", """
+    low[i].bits = t;  //!
+    if (t % 2 == 0) *reinterpret_cast<Two*>(low + i) = Two{};  //!
+"""),
+    Small("16 bytes at once", rf"part.\d+.: .*{WITHIN}", """
+    __shared__ __align__(16) float part[64];
+    part[t] = inp[i];  //!
+    uint4 four = *reinterpret_cast<uint4*>(part + (4 * t + 32) % 64);  //!
+    out[i] = four.x;
+"""),
+    Small("the last block adds up", "", """
+    __shared__ bool last;
+    if (t == 0) {
+        scratch[b] = inp[i];
+        __threadfence();
+        last = atomicAdd(counter, 1) == gridDim.x - 1;
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    if (last && t == 0) for (int j = 0; j < gridDim.x; j++) out[0] += scratch[j];
+"""),
+    Small("the last block, and all threads store", "", """
+    __shared__ bool last;
+    scratch[i] = inp[i];
+    __syncthreads();
+    if (t == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last) for (int j = t; j < 256; j += 64) out[j] = scratch[255 - j];
+"""),
+    Small("the last block, and each thread fences", "", """
+    __shared__ bool last;
+    scratch[i] = inp[i];
+    __threadfence();
+    __syncthreads();
+    if (t == 0) last = atomicAdd(counter, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (last) for (int j = t; j < 256; j += 64) out[j] = scratch[255 - j];
+"""),
+    Small("the last block without a fence", rf"scratch.\d+.: .*{BLOCKS}", """
+    __shared__ bool last;
+    if (t == 0) {
+        scratch[b] = inp[i];  //!
+        last = atomicAdd(counter, 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && t == 0) for (int j = 0; j < gridDim.x; j++) out[0] += scratch[j];  //!
+"""),
+    Small("the last block, with the fence too early", rf"scratch.\d+.: .*{BLOCKS}", """
+    __shared__ bool last;
+    if (t == 0) {
+        __threadfence();
+        scratch[b] = inp[i];  //!
+        last = atomicAdd(counter, 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && t == 0) for (int j = 0; j < gridDim.x; j++) out[0] += scratch[j];  //!
+"""),
+    Small("the last block, which does not wait for its own", rf"scratch.\d+.: .*{BLOCKS}", """
+    __shared__ bool last;
+    scratch[i] = inp[i];  //!
+    if (t == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last) for (int j = t; j < 192; j += 64) out[j] = scratch[j];  //!
+"""),
+    Small("a counter, and every block reads", rf"scratch.\d+.: .*{BLOCKS}", """
+    if (t) return;
+    scratch[b] = inp[i];  //!
+    __threadfence();
+    atomicAdd(counter, 1);
+    for (int j = 0; j < gridDim.x; j++) out[b] += scratch[j];  //!
+"""),
+    Small("a flag", "", """
+    if (t) return;
+    if (b > 0) while (*(volatile int*)counter < b) {}
+    out[0] += inp[b];
+    __threadfence();
+    *(volatile int*)counter = b + 1;
+"""),
+    Small("a flag without a fence", rf"out.0.: .*{BLOCKS}", """
+    if (t) return;
+    if (b > 0) while (*(volatile int*)counter < b) {}
+    out[0] += inp[b];  //!
+    *(volatile int*)counter = b + 1;
+"""),
+    Small("a copy of one's own", "", """
+    __shared__ float part[64];
+    copy4(part + t, inp + i, true);
+    copies_end();
+    copies_arrive<0>();
+    out[i] = part[t];
+"""),
+    Small("a copy, and all wait", "", """
+    __shared__ float part[64];
+    copy4(part + t, inp + i, true);
+    copies_end();
+    copies_arrive<0>();
+    __syncthreads();
+    out[i] = part[63 - t];
+"""),
+    Small("a copy that is not waited for", rf"part.\d+.: .*copies asynchronously to.*{COPY}", """
+    __shared__ float part[64];
+    copy4(part + t, inp + i, true);  //!
+    copies_end();
+    __syncthreads();
+    out[i] = part[t];  //!
+"""),
+    Small("a copy that only its thread waits for", rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
+    __shared__ float part[64];
+    copy4(part + t, inp + i, true);  //!
+    copies_end();
+    copies_arrive<0>();
+    out[i] = part[63 - t];  //!
+"""),
+    Small("a copy of the next round that comes too early", rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
+    __shared__ float part[64];
+    for (int round = 0; round < 2; round++) {
+        copy4(part + t, inp + i, true);  //!
+        copies_end();
+        copies_arrive<0>();
+        __syncthreads();
+        out[i] += part[63 - t];  //!
+    }
+"""),
+    Small("a copy whose source changes", rf"inp.\d+.: .*copies asynchronously from.*{COPY}", """
+    __shared__ float part[64];
+    copy4(part + t, inp + i, true);  //!
+    copies_end();
+    inp[i] = 0.0f;  //!
+    copies_arrive<0>();
+    out[i] = part[t];
+"""),
+    Small("dynamic shared memory", rf"more.\d+.: .*{SHARED}", """
+    DYNAMIC_SHARED(float, more);
+    more[t] = inp[i];  //!
+    out[i] = more[63 - t];  //!
+"""),
+)
+
+
+def small_kernels(folder):
+    """In small kernels: the place, both lines, and why; or nothing."""
+    path, text, marked = folder / "small.cu", HEAD, {}
+    for number, (_, _, body) in enumerate(SMALL):
+        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}(float* out, float* inp, int* counter, '
+                 "half* low) {\n    [[maybe_unused]] int t = threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
+        marked[number] = {text.count("\n") + j + 1 for j, line in enumerate(body.split("\n")) if line.endswith("//!")}
+        text += f"{body}}}\n"
+    path.write_text(text)
+
+    class Kernels(Config):
+        SOURCES = (path,)
+
+    device = make_device("cpu", "fp32", Kernels(), plain=True)
+    for order in ("forward", "reverse", 1):
+        device.set_order(order)
+        for number, (name, wish, _) in enumerate(SMALL):
+            if order != "forward" and "counter" in SMALL[number].body:
+                continue  # a block that waits for one that has not begun; a last block that is not the last
+            out, inp = (np.ones(512, np.float32) for _ in range(2))
+            counter, low = np.zeros(4, np.int32), np.zeros(512, np.uint16)
+            found, lines = "", set()
+            try:
+                device.launch(f"kernel{number}", 256, out, inp, counter, low, shared=256)
+            except races.Race as e:
+                found, lines = str(e), {side.places[0][1] for side in (e.first, e.second)}
+            ok = re.search(f"has a race on {wish}", found) if wish else not found
+            check(f"{order}: {name}", ok and (lines == marked[number] or not wish),
+                  f"{found}; lines {lines}, expected {marked[number]}")
+
+
+ENCODER = """
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (size_t)N * C) return;
+    int row = i / C, c = i % C;
+    float d = to_float(dout[i]);
+    atomicAdd(dwte + (size_t)tokens[row] * C + c, d);
+    ADD
+"""
+ATTENTION = """
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= B * NH * T) return;
+    int t = i % T, h = i / T % NH, b = i / T / NH;
+    const real* q = qkv + ((size_t)b * T + t) * 3 * NH * HS + h * HS;
+    float* a = att + (size_t)ROW * T;
+    float top = LOWEST, sum = 0.0f;
+    for (int s = 0; s <= t; s++) {
+        const real* k = qkv + ((size_t)b * T + s) * 3 * NH * HS + (NH + h) * HS;
+        float score = 0.0f;
+        for (int c = 0; c < HS; c++) score += to_float(q[c]) * to_float(k[c]);
+        a[s] = scale * score;
+        top = fmaxf(top, a[s]);
+    }
+    for (int s = 0; s <= t; s++) {
+        a[s] = expf(a[s] - top);
+        sum += a[s];
+    }
+    for (int c = 0; c < HS; c++) {
+        float x = 0.0f;
+        for (int s = 0; s <= t; s++)
+            x += a[s] * to_float(qkv[((size_t)b * T + s) * 3 * NH * HS + (2 * NH + h) * HS + c]);
+        from_float(out[(((size_t)b * T + t) * NH + h) * HS + c], x / sum);
+    }
+"""
+EXERCISES = (  # name, exercise, body, what is said, or "" if it is right
+    ("atomic", "encoder_backward", ENCODER.replace("ADD", "atomicAdd(dwpe + (size_t)(row % T) * C + c, d);"), ""),
+    ("half atomic", "encoder_backward", ENCODER.replace("ADD", "dwpe[(size_t)(row % T) * C + c] += d;"),
+     r"race on dwpe\[\d+,\d+\]: .*line (\d+): dwpe.*line \1: dwpe.*"),
+    ("half of the sums atomic", "encoder_backward", ENCODER.replace("ADD", """
+    float* p = dwpe + (size_t)(row % T) * C + c;
+    if (row % 2) atomicAdd(p, d);
+    else *p += d;"""), r"race on dwpe\[\d+,\d+\]: .*line \d+: .*An atomic access does not protect"),
+    ("a row of scores each", "attention_forward", ATTENTION.replace("ROW", "i"), ""),
+    ("two heads share a row of scores", "attention_forward", ATTENTION.replace("ROW", "(b * T + t)"),
+     r"race on att\[\d+,\d+,\d+,\d+\]: .*line \d+: .*line \d+: "),
+)
+
+
+def exercises(folder):
+    """A student's file: both lines of the race, in words."""
+    paths = {}
+    for number, (_, kernel, body, _) in enumerate(EXERCISES):
+        paths[number] = folder / f"my_{kernel}_{number}.cu"
+        paths[number].write_text(filled(kernel, body, f"_{number}"))
+    every = [str(path) for path in paths.values()]
+    job = dict(compile=every, run=every, look_for=grade.RACES, dtypes=["fp32"], limit=60)
+    result = grade.run_child(job, grade.race_variables())
+    for number, (name, kernel, _, wish) in enumerate(EXERCISES):
+        lines = complaint_lines(paths[number], *result, False)
+        check(f"{kernel}: {name}", re.search(wish, said(lines)) if wish else lines == [], lines)
+
+
+def compiled_lab(dtype="fp32"):
+    """(the task, the names of the kernels) of the lab, compiled."""
+    task = workers.Task("cpu", {}, None, None, (dtype,), False, False, True)
+    names, compiled, failures = workers.compile_together(kernel_names(), task)
+    check("the lab is compiled", not failures, failures)
+    return task._replace(compiled=compiled), names
+
+
+def lab(folder):
+    """All versions of the lab's kernels, the trainer's among them, are without races."""
+    task, names = compiled_lab()
+    for name in names:
+        report = workers.run_ladder(find_ladder(name), task, lambda line: None, lambda what: None, {})
+        check(f"{name}: {report.checks} launches", report.checks and not report.failures, report.failures or "")
+
+
+# Where a kernel's usual shape does not come by a barrier: (function, number) -> sizes.
+SIZES = {("layernorm_backward", 1): "B=2,T=10,C=1600", ("sum_over_row", 1): "B=1,T=5,C=4096"}
+HOPPER = "only Hopper has it"
+NOT_FOUND = {  # (function, number): why not
+    ("block_reduce", 2): "no kernel has two of a kind without a barrier between them: see twice()",
+    ("skip_outliers", 1): "the sums of z_score wait for all lanes behind what they read",
+    ("arrivals_start", 1): HOPPER, ("tiles_arrive", 2): HOPPER,
+    ("matmul_forward6", 1): HOPPER, ("matmul_forward6", 2): HOPPER, ("matmul_forward6", 3): HOPPER,
+    ("weights_to_fp8", 1): "FP8 is compiled apart",
+}
+
+
+def barriers(folder):
+    """Each barrier that counts for nothing is noticed, in a run of the kernel as it is."""
+    task, _ = compiled_lab()
+    for mutant in mutants.barriers(every=True):
+        barrier = mutant.where, int(mutant.kind.split()[1])
+        if barrier in NOT_FOUND:
+            continue
+        ladder = find_ladder(mutant.kernel)
+        sizes = parse_sizes(SIZES[barrier]) if barrier in SIZES else workers.shape_for_races(ladder)
+        key = ("fp32", *model_of(ladder, sizes))
+        device = workers.device_of("cpu", *key, task.compiled.get(key, (mutant.kernel,)))
+        found = without_barrier(device, ladder, sizes, mutant)
+        check(f"{Path(mutant.file).name}, {mutant.where}, {mutant.kind}", found, found)
+
+
+def without_barrier(device, ladder, sizes, mutant):
+    """The first race in a ladder's versions if a barrier counts for nothing, or None. What has a number is of that
+    version, and what has none of a late one."""
+    bench, number = Bench(ladder, device, sizes), re.search(r"_\w+?(\d)", mutant.where)
+    versions = ladder.versions[int(number[1]) - 1 :][:1] if number else ladder.versions[::-1]
+    device.library.races_ignore(mutant.file.encode(), mutants.line_of(mutant))
+    try:
+        for version in versions:
+            for choice in version.choices(device, few=True) if bench.fits(version) else ():
+                try:
+                    bench.check(version, choice)
+                except races.Race as e:
+                    return str(e)
+    finally:
+        device.library.races_ignore(None, 0)
+
+
+TESTS = (small_kernels, exercises, lab, barriers)
+
+
+if __name__ == "__main__":
+    os.environ["CXXFLAGS"] = FLAGS
+    can = races.finds_races(compiler_of())
+    if not can:
+        print(f"skipped: {compiler_of()} cannot look for races")
+    run_program(TESTS * can)
