@@ -1,6 +1,6 @@
 """Run the tests, on the CPU.
 
-    python -m dev.tests.run                    # all of them, as CI does: ten minutes on two cores
+    python -m dev.tests.run                    # all of them, as CI does: a quarter of an hour
     python -m dev.tests.run plot runs          # the programs with one of these words in their names
     python -m dev.tests.run --fast             # the most important, in a minute: after each change
     python -m dev.tests.run --fast schedules   # those of them with this word in their names, with all their output
