@@ -423,8 +423,8 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights",
             "skip_outliers": "outliers", "arrivals_start": "attention_forward"}
 
-# (function, number of the barrier in it): why no order of threads can show that it is missing. dev/tests/test_races.py
-# looks at these, too.
+# (function, number of the barrier in it): why no order of threads can show that it is missing. Whoever looks at each
+# access can: dev/tests/test_races.py.
 UNSEEN = {
     ("arrivals_start", 1): "only Hopper has it, where a barrier that is not there yet may let a thread pass or not",
     ("tiles_arrive", 2): "only Hopper has it",
@@ -436,7 +436,7 @@ UNSEEN = {
     ("last_of", 1): "one block counts itself too early, and another must read what it has not stored yet, at that time",
     ("backward_of_keys", 3): "as in last_of: the next block must begin its turn before the block has stored its sums",
 }
-# __threadfence is as unseen, for the same reason: on a CPU what is stored is there.
+# __threadfence is as unseen, for the same reason: on a CPU what is stored is there. test_races.py has that, too.
 
 BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
