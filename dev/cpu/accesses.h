@@ -1,8 +1,6 @@
 // What is kept of a kernel's accesses, and what orders two of them. For races.h.
 #pragma once
 
-#define QUIET __attribute__((no_sanitize("thread")))
-
 namespace cuda_on_cpu {
 namespace races {
 

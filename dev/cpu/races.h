@@ -79,7 +79,7 @@ QUIET inline Region* region_of(Address p) {
 
 // Does something to the cells of an access.
 template <class Do> QUIET inline void each_cell(Region& region, Address p, size_t bytes, Do&& act) {
-    for (const Address end = min(p + bytes, region.end); p < end;) {
+    for (const Address end = p + bytes < region.end ? p + bytes : region.end; p < end;) {
         Word& word = region.words[(p - region.begin) / 4];
         if (!word.each && p % 4 == 0 && end - p >= 4) {
             act(word.all, p);
@@ -147,6 +147,7 @@ QUIET inline void join(Clock& into, const Clock& from) {
 
 // What an atomic access of a place by this thread learns, and what it hands on.
 QUIET inline void hand_on(Address p, bool reads, bool writes) {
+    if (!fenced && clocks.empty()) return;
     const unsigned t = thread_number(), threads = blockDim.x * blockDim.y * blockDim.z;
     const auto before = clocks.find(p);
     if (reads && before != clocks.end() &&
@@ -363,7 +364,6 @@ inline void hand_over(const void*) {}
 inline void look_at(const void*) {}
 inline void take_over(const void*) {}
 template <class... A> void shared_variable(A&&...) {}
-#define QUIET
 
 }  // namespace races
 }  // namespace cuda_on_cpu
