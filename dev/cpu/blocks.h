@@ -94,7 +94,7 @@ struct AsyncCopy {
     size_t bytes;      // at most 16
     size_t group;
     char value[16];    // what was in `from` when the copy began
-    const void* pc;    // whence it was asked for
+    races::Asked asked;
 };
 
 struct Copies {
@@ -102,15 +102,15 @@ struct Copies {
     size_t closed = 0;            // groups
 
     QUIET __attribute__((noinline)) void begin(void* to, const void* from, size_t bytes) {
-        AsyncCopy copy = {to, from, bytes, closed, {}, __builtin_return_address(0)};
+        AsyncCopy copy = {to, from, bytes, closed, {}, races::asked(__builtin_return_address(0))};
         tell_races(copy, true);
         if (from) memcpy(copy.value, from, bytes);
         memset(to, 0xff, bytes);  // a GPU may write there from now on
         begun.push_back(copy);
     }
     static void tell_races(const AsyncCopy& copy, bool begins) {
-        if (copy.from) races::copy(copy.from, copy.bytes, false, begins, copy.pc);
-        races::copy(copy.to, copy.bytes, true, begins, copy.pc);
+        if (copy.from) races::copy(copy.from, copy.bytes, false, begins, copy.asked);
+        races::copy(copy.to, copy.bytes, true, begins, copy.asked);
     }
     // Completes all copies but those of the newest `pending` groups, and of the group that is not closed yet. A GPU may
     // read the source at any time until then, so if it has changed, nobody knows what arrives.
@@ -119,6 +119,7 @@ struct Copies {
         for (; copy != begun.end() && copy->group + pending < closed; ++copy) {
             if (copy->from && memcmp(copy->value, copy->from, copy->bytes)) memset(copy->to, 0xff, copy->bytes);
             else memcpy(copy->to, copy->value, copy->bytes);
+            copy->asked.time = races::time();
             tell_races(*copy, false);
         }
         begun.erase(begun.begin(), copy);

@@ -24,12 +24,14 @@ struct WarpGroup {
         unsigned place;
         size_t group;
         char value[16];
+        races::Asked asked;
     };
     Barrier barrier;
     float (*first[128])[4] = {}, (*end[128])[4] = {};  // of each thread: of which D wgmma_fence was told
     std::vector<Product> asked[128];
     std::vector<Result> results[128];  // not yet in the thread's d
     std::vector<Reading> readings;     // of groups that some warp has not waited for
+    const void* pc;                    // whence the last group was asked for
     size_t groups = 0, arrived[4] = {};  // how many have begun, and how many each warp has waited for
 
     // Where 16 bytes of a described matrix are: 64 bf16 of each of 8 rows are together, in the 128-byte swizzle.
@@ -39,8 +41,9 @@ struct WarpGroup {
         return place ^ (place / 8 & 7);
     }
     // Columns 8 piece..8 piece+7 of a row.
-    void read(float* to, const char* shared, unsigned long long description, unsigned row, unsigned piece) {
-        Reading reading = {place_of(description, row, piece), groups, {}};
+    QUIET void read(float* to, const char* shared, unsigned long long description, unsigned row, unsigned piece) {
+        Reading reading = {place_of(description, row, piece), groups, {}, races::asked(pc)};
+        races::copy(shared + 16 * reading.place, 16, false, true, reading.asked);
         memcpy(reading.value, shared + 16 * reading.place, 16);
         unsigned short bits[8];
         memcpy(bits, reading.value, 16);
@@ -50,8 +53,9 @@ struct WarpGroup {
     }
 
     // Computes a group of products, for all threads, and poisons their D until it arrives.
-    void multiply(const char* shared) {
+    QUIET __attribute__((noinline)) void multiply(const char* shared) {
         groups++;
+        pc = __builtin_return_address(0);
         for (size_t i = 0; i < asked[0].size(); i++) {
             const Product& product = asked[0][i];
             bool right = true;
@@ -102,7 +106,7 @@ struct WarpGroup {
 
     // Gives the lanes of one of the four warps the results in d[lane], which has so many parts, but those of the newest
     // `pending` groups. The others may be there too, but a compiler may not know that yet.
-    void arrive(int warp, unsigned pending, const char* shared, float (**d)[4], int parts) {
+    QUIET void arrive(int warp, unsigned pending, const char* shared, float (**d)[4], int parts) {
         if (groups < pending) return;
         const size_t all = groups - pending;
         bool right = true;
@@ -123,8 +127,12 @@ struct WarpGroup {
             }
         arrived[warp] = max(arrived[warp], all);
         const size_t by_all = *std::min_element(arrived, arrived + 4);
-        readings.erase(readings.begin(), std::find_if(readings.begin(), readings.end(),
-                                                      [&](Reading& r) { return r.group > by_all; }));
+        const auto end = std::find_if(readings.begin(), readings.end(), [&](Reading& r) { return r.group > by_all; });
+        for (auto r = readings.begin(); r != end; ++r) {
+            r->asked.time = races::time();
+            races::copy(shared + 16 * r->place, 16, false, false, r->asked);
+        }
+        readings.erase(readings.begin(), end);
     }
 };
 
@@ -143,8 +151,14 @@ struct Box {
     size_t stride;     // bytes from row to row
     int column, row;   // where the box begins
     Mbarrier* mbarrier;
+    races::Asked asked;
 
-    void deliver() const {
+    QUIET void tell_races(bool begins) const {
+        races::copy(to, 8192, true, begins, asked);
+        for (int r = max(row, 0); r < min(row + 64, rows); r++)
+            races::copy(from + r * stride + 2 * column, 2 * max(min(64, columns - column), 0), false, begins, asked);
+    }
+    QUIET void deliver() const {
         char* shared = static_cast<char*>(dynamic_shared);
         for (int i = 0; i < 64 * 64; i++) {
             const int r = row + i / 64, c = column + i % 64;
@@ -153,6 +167,7 @@ struct Box {
             if (r < rows && c < columns) memcpy(at, from + r * stride + 2 * c, 2);
             else memset(at, 0, 2);
         }
+        tell_races(false);
     }
 };
 
@@ -164,19 +179,19 @@ struct Hopper {
     std::vector<std::pair<Mbarrier*, unsigned>> waiting;  // threads, and at which mbarrier
 
     // Lets all threads that wait at an mbarrier look again.
-    void wake(Mbarrier& mbarrier) {
+    QUIET void wake(Mbarrier& mbarrier) {
         for (auto& [at, t] : waiting)
             if (at == &mbarrier) cuda_on_cpu::block->warps[t / 32].waiting &= ~(1u << t % 32);
         waiting.erase(std::remove_if(waiting.begin(), waiting.end(), [&](auto& w) { return w.first == &mbarrier; }),
                       waiting.end());
     }
-    void complete(Mbarrier& mbarrier) {
+    QUIET void complete(Mbarrier& mbarrier) {
         if (mbarrier.arrivals || mbarrier.bytes) return;
         mbarrier.arrivals = 1, mbarrier.phase ^= 1;
         wake(mbarrier);
     }
     // Delivers the boxes that have begun.
-    void deliver(Mbarrier& mbarrier) {
+    QUIET void deliver(Mbarrier& mbarrier) {
         const auto arrived = std::stable_partition(boxes.begin(), boxes.end(),
                                                    [&](Box& box) { return box.mbarrier != &mbarrier; });
         if (arrived == boxes.end()) return;
@@ -250,30 +265,40 @@ template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int l
 }
 
 inline Mbarrier& as_mbarrier(unsigned long long& mbarrier) { return reinterpret_cast<Mbarrier&>(mbarrier); }
-inline void mbarrier_start(unsigned long long& mbarrier) { as_mbarrier(mbarrier) = {0, 1, 0}; }
-inline void mbarrier_arrive(unsigned long long& mbarrier) {
+__device__ void mbarrier_start(unsigned long long& mbarrier) { as_mbarrier(mbarrier) = {0, 1, 0}; }
+QUIET inline void mbarrier_arrive(unsigned long long& mbarrier) {
+    races::hand_over(&mbarrier);
     as_mbarrier(mbarrier).arrivals--;
     state().complete(as_mbarrier(mbarrier));
+}
+// Is a phase of this parity over? If it can be over, it is from now on.
+QUIET inline bool is_over(unsigned long long& mbarrier, int parity) {
+    races::look_at(&mbarrier);
+    if (as_mbarrier(mbarrier).phase == unsigned(parity)) state().deliver(as_mbarrier(mbarrier));
+    if (as_mbarrier(mbarrier).phase == unsigned(parity)) return false;
+    races::take_over(&mbarrier);
+    return true;
 }
 __device__ void mbarrier_wait(unsigned long long& mbarrier, int parity, int line = __builtin_LINE()) {
     Block& b = *block;
     const unsigned t = thread_number();
     b.next = max(b.next, b.place[t] + 1);
-    for (;;) {
-        if (as_mbarrier(mbarrier).phase == unsigned(parity)) state().deliver(as_mbarrier(mbarrier));
-        if (as_mbarrier(mbarrier).phase != unsigned(parity)) break;
+    while (!is_over(mbarrier, parity)) {
         state().waiting.push_back({&as_mbarrier(mbarrier), t});
         b.wait(t, "a wait for a barrier", line);
     }
     waited = true;
 }
-inline void copy_box(void* box, const void* map, int channel, int t, int b, unsigned long long& mbarrier) {
+QUIET inline __attribute__((noinline)) void copy_box(void* box, const void* map, int channel, int t, int b,
+                                                     unsigned long long& mbarrier) {
     auto* m = static_cast<const unsigned long long*>(map);  // as Cpu.tensor_map in device.py makes it
     const size_t stride = 2 * m[1];
+    state().boxes.push_back({static_cast<char*>(box), reinterpret_cast<const char*>(m[0]) + b * m[2] * stride,
+                             int(m[1]), int(m[2]), stride, channel, t, &as_mbarrier(mbarrier),
+                             races::asked(__builtin_return_address(0))});
+    state().boxes.back().tell_races(true);
     memset(box, 0xff, 8192);
     as_mbarrier(mbarrier).bytes += 8192;
-    state().boxes.push_back({static_cast<char*>(box), reinterpret_cast<const char*>(m[0]) + b * m[2] * stride,
-                             int(m[1]), int(m[2]), stride, channel, t, &as_mbarrier(mbarrier)});
     state().wake(as_mbarrier(mbarrier));
 }
 

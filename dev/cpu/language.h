@@ -32,7 +32,7 @@ struct alignas(16) uint4 { unsigned x, y, z, w; };
 // and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
 // are, and that includes the __shared__ arrays.
 static thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
-inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
+QUIET inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 
 using std::max;
 using std::min;

@@ -92,7 +92,9 @@ __device__ void copy_later(void* shared, const void* global, size_t bytes) {
     b.copied = true;
     b.copies[thread_number()].begin(shared, global, bytes);
 }
-__device__ void copy16(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 16); }
+__device__ void copy16(void* shared, const void* global, bool there) {
+    copy_later(shared, there ? global : nullptr, 16);
+}
 __device__ void copy4(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 4); }
 inline void copies_end() { cuda_on_cpu::block->copies[thread_number()].closed++; }
 template <int pending> void copies_arrive() { cuda_on_cpu::block->copies[thread_number()].arrive(pending); }

@@ -1,5 +1,5 @@
-// Finds races, where the compiler calls a hook at every access: with g++ -fsanitize=thread, whose hooks are here in place
-// of libtsan's. For cuda.h. races.py puts what was found into words.
+// Finds races, where the compiler calls a hook at every access: with g++ -fsanitize=thread. The hooks are in hooks.h, in
+// place of libtsan's. For cuda.h. races.py puts what was found into words.
 //
 // Two accesses to a byte are a race if they are of two threads, one of them writes, not both are atomic, and nothing
 // orders them. What orders them, whatever order the CPU runs the threads in:
@@ -9,189 +9,17 @@
 //     other: a flag, or a counter of blocks. Each side may hand on by a barrier what it knows, or what it has seen.
 // An asynchronous copy reads and writes from its beginning until its thread has waited for it: nobody else may write
 // what it reads, or touch what it writes, in between. volatile accesses, and __ldcg, count as atomic: a GPU does them
-// in L2. Of the accesses of one kind to a byte since the last write only a few are kept: if there is a race, a third
-// thread in it may go unnamed, but not the race.
+// in L2. Of the accesses of one kind to a byte since the last write only a few are kept: enough to find a race, if not
+// all of its threads. Only where some threads of a block fence and others do not, one may be missed.
 #pragma once
+#ifdef __SANITIZE_THREAD__
+#include "accesses.h"
+#endif
 
 namespace cuda_on_cpu {
 namespace races {
 
 #ifdef __SANITIZE_THREAD__
-#define QUIET __attribute__((no_sanitize("thread")))
-using Address = size_t;
-
-// `time` counts what may order accesses, in the order in which the CPU does it. Blocks run one after another here.
-struct Access {
-    const char* pc;
-    unsigned time, block;
-    unsigned short thread;
-    bool there : 1, writes : 1, atomic : 1;
-    bool exchanges : 1;  // atomic, and it also reads
-    bool by_warp : 1;    // of all lanes at once
-    bool copies : 1;     // asynchronously,
-    bool under_way : 1;  // and nobody has waited for it yet
-    unsigned char bytes;
-};
-
-// What atomics have handed from block to block: of each thread of a block, the time before which its accesses are seen.
-using Clock = std::map<unsigned, std::vector<unsigned>>;
-struct Seen {
-    unsigned thread, time;
-    std::shared_ptr<const Clock> clock;
-};
-struct Fence { unsigned time, epoch, meeting; };
-
-static unsigned now = 1, number;            // the time; the running block
-static unsigned epoch, meeting[32];         // when its last __syncthreads ended, and the last meeting of each warp
-static Fence fences[1024];                  // the last of each thread; time 0: none
-static std::vector<Seen> seen;              // by the threads of this block
-static std::map<Address, std::shared_ptr<const Clock>> clocks;  // what an atomic access of a place hands on
-static std::vector<bool> published;         // which blocks have a fence
-static bool running, warp_works, fenced;    // fenced: this block is
-static int busy = 0;                        // the finder's own accesses are none of a kernel's
-static Access first, second;                // the race that was found first
-static Address place;                       // of the second, if it is not 0
-static const char* ignored_file = nullptr;  // a barrier that is taken for absent, for tests
-static int ignored_line;
-static const char* file = nullptr;          // of the barrier that threads arrive at
-
-struct Busy {
-    QUIET Busy() { busy++; }
-    QUIET ~Busy() { busy--; }
-};
-
-QUIET inline bool same_warp(const Access& a, const Access& b) { return a.thread / 32 == b.thread / 32; }
-
-// Is an access before another one, which happens now?
-QUIET inline bool ordered(const Access& a, const Access& b) {
-    if (a.block == b.block) {
-        if (a.time < epoch) return true;
-        if (a.thread == b.thread && !a.by_warp && !b.by_warp) return true;
-        if (same_warp(a, b) && a.time < meeting[b.thread / 32]) return true;
-    }
-    for (const Seen& s : seen) {
-        const bool known = s.thread == b.thread || s.time < epoch ||
-                           (s.thread / 32 == b.thread / 32u && s.time < meeting[b.thread / 32]);
-        const auto of_block = known ? s.clock->find(a.block) : s.clock->end();
-        if (of_block != s.clock->end() && a.time < of_block->second[a.thread]) return true;
-    }
-    return false;
-}
-
-// Accesses of one kind to a byte since its last write. A write is a race with one of all if it is one with one of these:
-// of the running block two are enough, of two warps if there are, else of two lanes since their last meeting. Of an
-// earlier block without a fence, which nothing orders, one is enough.
-struct Accesses {
-    Access newest[2], unordered;
-    std::vector<Access>* others;  // of blocks with a fence
-
-    QUIET void add(const Access& x) {
-        Access &a = newest[0], &b = newest[1];
-        if (a.there && a.block != x.block) {
-            for (Access* old : {&a, &b}) {
-                if (!old->there) continue;
-                if (!published[old->block]) unordered = *old;
-                else {
-                    if (!others) others = new std::vector<Access>;
-                    others->push_back(*old);
-                }
-                old->there = false;
-            }
-        }
-        if (b.there && b.time < epoch) b.there = false;
-        if (a.there && a.time < epoch) a = b, b.there = false;
-        const unsigned met = meeting[x.thread / 32];
-        if (!a.there || (a.thread == x.thread)) a = x;
-        else if (b.there && b.thread == x.thread) b = x;
-        else if (!b.there) (same_warp(a, x) && a.time < met ? a : b) = x;
-        else if (same_warp(a, b)) {
-            if (!same_warp(a, x)) b = x;
-            else if (a.time < met) a = x;
-            else if (b.time < met) b = x;
-        }
-    }
-    QUIET const Access* clash(const Access& x) const {
-        for (const Access* old : {&newest[0], &newest[1], &unordered})
-            if (old->there && !ordered(*old, x)) return old;
-        if (others)
-            for (const Access& old : *others)
-                if (!ordered(old, x)) return &old;
-        return nullptr;
-    }
-    QUIET void clear() {
-        newest[0].there = newest[1].there = unordered.there = false;
-        if (others) others->clear();
-    }
-};
-
-struct Rare {
-    Accesses atomic_writes, atomic_reads;
-    Access last_exchange;
-    std::vector<Access> sources;  // of copies under way
-
-    QUIET void clear() { atomic_writes.clear(), atomic_reads.clear(), last_exchange.there = false; }
-};
-
-// What has happened to a byte, or to four.
-struct Cell {
-    Access write;  // the last that is not atomic
-    Accesses reads;
-    Rare* rare;
-
-    QUIET void clear() {
-        write.there = false;
-        reads.clear();
-        if (rare) rare->clear(), rare->sources.clear();
-    }
-    QUIET void free() {
-        delete reads.others;
-        if (rare) delete rare->atomic_writes.others, delete rare->atomic_reads.others;
-        delete rare;
-    }
-    QUIET const Access* clash(const Access& x) const {
-        if (write.there && (write.under_way || !ordered(write, x))) return &write;
-        const Access* old = x.writes ? reads.clash(x) : nullptr;
-        if (old || !rare) return old;
-        // Whoever was the last to add to a counter comes after all that it has counted, and may set it to 0.
-        const Access& last = rare->last_exchange;
-        if (!x.atomic && !(last.there && last.block == x.block && ordered(last, x))) old = rare->atomic_writes.clash(x);
-        if (!old && x.writes && !x.atomic) old = rare->atomic_reads.clash(x);
-        if (!old && x.writes)
-            for (const Access& source : rare->sources)
-                if (source.block == x.block || !ordered(source, x)) return &source;
-        return old;
-    }
-    QUIET Rare& with_rare() {
-        if (!rare) rare = new Rare{};
-        return *rare;
-    }
-    QUIET void access(const Access& x) {
-        if (const Access* old = clash(x)) first = *old, second = x;
-        if (x.atomic) {
-            (x.writes ? with_rare().atomic_writes : with_rare().atomic_reads).add(x);
-            if (x.exchanges) rare->last_exchange = x;
-        } else if (!x.writes) {
-            reads.add(x);
-            if (x.under_way) with_rare().sources.push_back(x);
-        } else {  // whoever comes after it comes after all before it
-            write = x;
-            reads.clear();
-            if (rare) rare->clear();
-        }
-    }
-    // The copy whose beginning was x is complete.
-    QUIET void land(const Access& x) {
-        if (x.writes && write.there && write.under_way) write.time = x.time, write.under_way = false;
-        if (x.writes || !rare) return;
-        for (auto source = rare->sources.begin(); source != rare->sources.end(); ++source)
-            if (source->thread == x.thread && source->pc == x.pc) {
-                rare->sources.erase(source);
-                break;
-            }
-        reads.add(x);
-    }
-};
-
 // Four bytes. They are one cell until an access takes only some of them: two bf16 are not one place.
 struct Word {
     Cell all;
@@ -251,7 +79,7 @@ QUIET inline Region* region_of(Address p) {
 
 // Does something to the cells of an access.
 template <class Do> QUIET inline void each_cell(Region& region, Address p, size_t bytes, Do&& act) {
-    for (const Address end = min(p + bytes, region.end); p < end;) {
+    for (const Address end = p + bytes < region.end ? p + bytes : region.end; p < end;) {
         Word& word = region.words[(p - region.begin) / 4];
         if (!word.each && p % 4 == 0 && end - p >= 4) {
             act(word.all, p);
@@ -319,6 +147,7 @@ QUIET inline void join(Clock& into, const Clock& from) {
 
 // What an atomic access of a place by this thread learns, and what it hands on.
 QUIET inline void hand_on(Address p, bool reads, bool writes) {
+    if (!fenced && clocks.empty()) return;
     const unsigned t = thread_number(), threads = blockDim.x * blockDim.y * blockDim.z;
     const auto before = clocks.find(p);
     if (reads && before != clocks.end() &&
@@ -383,14 +212,40 @@ QUIET inline void warp_meets(unsigned warp, int line) {
 }
 QUIET inline void works_for_warp(bool begins) { warp_works = begins; }
 
-QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, const void* pc) {
+// Who has asked for an asynchronous access, when, and in which line.
+struct Asked {
+    const void* pc;
+    unsigned thread, time;
+};
+QUIET inline Asked asked(const void* pc) { return {pc, thread_number(), now}; }
+QUIET inline unsigned time() { return now; }
+QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, const Asked& by) {
     const Busy here;
     Region* region = running && !place ? region_of(Address(p)) : nullptr;
     if (!region) return;
-    Access x = access_of(pc, bytes, writes, false);
-    x.copies = true, x.under_way = begins;
+    Access x = access_of(by.pc, bytes, writes, false);
+    x.copies = true, x.under_way = begins, x.thread = static_cast<unsigned short>(by.thread), x.time = by.time;
     if (begins) access(Address(p), bytes, x);
     else each_cell(*region, Address(p), bytes, [&](Cell& cell, Address) QUIET { cell.land(x); });
+}
+
+// A thread arrives at an mbarrier, and others wait there: what it did before, it has done.
+QUIET inline void hand_over(const void* mbarrier) {
+    const Busy here;
+    const unsigned t = thread_number();
+    std::vector<unsigned> until(1024, epoch);
+    std::fill_n(until.begin() + t / 32 * 32, 32, meeting[t / 32]);
+    until[t] = ++now;
+    clocks[Address(mbarrier)] = std::make_shared<const Clock>(Clock{{number, until}});
+    if (!place) access(Address(mbarrier), 8, access_of(__builtin_return_address(0), 8, true, true));
+}
+QUIET inline void look_at(const void* mbarrier) {
+    const Busy here;
+    if (!place) access(Address(mbarrier), 8, access_of(__builtin_return_address(0), 8, false, true));
+}
+QUIET inline void take_over(const void* mbarrier) {
+    const Busy here;
+    seen.push_back({thread_number(), now, clocks[Address(mbarrier)]});
 }
 
 // A shared variable of the block that begins, or all of its dynamic shared memory. What earlier blocks did is gone.
@@ -492,67 +347,7 @@ extern "C" __attribute__((visibility("default"))) void races_ignore(const char* 
     cuda_on_cpu::races::ignored_file = file ? name.c_str() : nullptr, cuda_on_cpu::races::ignored_line = line;
 }
 
-// ---- the compiler's hooks ----
-
-#define PC __builtin_return_address(0)
-#define PLAIN_HOOKS(n)                                                                                          \
-    extern "C" QUIET void __tsan_read##n(void* p) { cuda_on_cpu::races::touch(p, n, false, PC); }                 \
-    extern "C" QUIET void __tsan_write##n(void* p) { cuda_on_cpu::races::touch(p, n, true, PC); }                 \
-    extern "C" QUIET void __tsan_unaligned_read##n(void* p) { cuda_on_cpu::races::touch(p, n, false, PC); }       \
-    extern "C" QUIET void __tsan_unaligned_write##n(void* p) { cuda_on_cpu::races::touch(p, n, true, PC); }       \
-    extern "C" QUIET void __tsan_volatile_read##n(void* p) {                                                      \
-        cuda_on_cpu::races::touch_atomic(p, n, true, false, PC);                                                  \
-    }                                                                                                           \
-    extern "C" QUIET void __tsan_volatile_write##n(void* p) {                                                     \
-        cuda_on_cpu::races::touch_atomic(p, n, false, true, PC);                                                  \
-    }
-PLAIN_HOOKS(1) PLAIN_HOOKS(2) PLAIN_HOOKS(4) PLAIN_HOOKS(8) PLAIN_HOOKS(16)
-extern "C" QUIET void __tsan_read_range(void* p, size_t n) { cuda_on_cpu::races::touch(p, n, false, PC); }
-extern "C" QUIET void __tsan_write_range(void* p, size_t n) { cuda_on_cpu::races::touch(p, n, true, PC); }
-extern "C" void __tsan_init() {}
-extern "C" void __tsan_func_entry(void*) {}
-extern "C" void __tsan_func_exit() {}
-extern "C" void __tsan_vptr_update(void**, void*) {}
-extern "C" void __tsan_vptr_read(void**) {}
-extern "C" QUIET void __tsan_atomic_thread_fence(int) { cuda_on_cpu::races::fence(); }
-extern "C" void __tsan_atomic_signal_fence(int) {}
-
-#define ATOMIC_HOOK(bits, T, name, after)                                                                       \
-    extern "C" QUIET T __tsan_atomic##bits##_##name(volatile T* p, T x, int) {                                   \
-        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
-        const T before = *p;                                                                                    \
-        *p = after;                                                                                             \
-        return before;                                                                                          \
-    }
-#define COMPARE_HOOK(bits, T, name)                                                                             \
-    extern "C" QUIET bool __tsan_atomic##bits##_compare_exchange_##name(volatile T* p, T* e, T x, int, int) {    \
-        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
-        const bool same = *p == *e;                                                                             \
-        if (same) *p = x;                                                                                       \
-        else *e = *p;                                                                                           \
-        return same;                                                                                            \
-    }
-#define ATOMIC_HOOKS(bits, T)                                                                                   \
-    extern "C" QUIET T __tsan_atomic##bits##_load(const volatile T* p, int) {                                    \
-        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, false, PC);                                          \
-        return *p;                                                                                              \
-    }                                                                                                           \
-    extern "C" QUIET void __tsan_atomic##bits##_store(volatile T* p, T x, int) {                                 \
-        cuda_on_cpu::races::touch_atomic(p, sizeof(T), false, true, PC);                                          \
-        *p = x;                                                                                                 \
-    }                                                                                                           \
-    ATOMIC_HOOK(bits, T, exchange, x) ATOMIC_HOOK(bits, T, fetch_add, before + x)                             \
-    ATOMIC_HOOK(bits, T, fetch_sub, before - x) ATOMIC_HOOK(bits, T, fetch_and, before & x)                \
-    ATOMIC_HOOK(bits, T, fetch_or, before | x) ATOMIC_HOOK(bits, T, fetch_xor, before ^ x)                 \
-    ATOMIC_HOOK(bits, T, fetch_nand, ~(before & x)) COMPARE_HOOK(bits, T, strong) COMPARE_HOOK(bits, T, weak) \
-    extern "C" QUIET T __tsan_atomic##bits##_compare_exchange_val(volatile T* p, T e, T x, int, int) {           \
-        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
-        const T before = *p;                                                                                    \
-        if (before == e) *p = x;                                                                                \
-        return before;                                                                                          \
-    }
-ATOMIC_HOOKS(8, unsigned char) ATOMIC_HOOKS(16, unsigned short) ATOMIC_HOOKS(32, unsigned)
-ATOMIC_HOOKS(64, unsigned long)
+#include "hooks.h"
 
 #else  // no hooks, nothing to tell
 inline void block_begins(unsigned, unsigned) {}
@@ -561,9 +356,14 @@ inline void arrives_in(const char*) {}
 inline void all_wait(int) {}
 inline void warp_meets(unsigned, int) {}
 inline void works_for_warp(bool) {}
-inline void copy(const void*, size_t, bool, bool, const void*) {}
+struct Asked { unsigned time; };
+inline Asked asked(const void*) { return {}; }
+inline unsigned time() { return 0; }
+inline void copy(const void*, size_t, bool, bool, const Asked&) {}
+inline void hand_over(const void*) {}
+inline void look_at(const void*) {}
+inline void take_over(const void*) {}
 template <class... A> void shared_variable(A&&...) {}
-#define QUIET
 
 }  // namespace races
 }  // namespace cuda_on_cpu

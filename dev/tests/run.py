@@ -34,7 +34,8 @@ PROGRAMS = (  # the longest first; the other test files follow
 )
 IN_TEST_GPT2 = {f"dev.tests.test_{name}" for name in ("files", "cpu", "gpu", "command_line")}
 LONGEST = (
-    "dev.tests.mutants", "dev.tools.compile_kernels", "dev.tests.test_kills --only killed_runs --kills 200",
+    "dev.tests.mutants", "dev.tools.compile_kernels", "dev.lab --check --races --dtype bf16",
+    "dev.lab --check --races --dtype tf32", "dev.tests.test_kills --only killed_runs --kills 200",
     "dev.tests.test_ranks --only killed_ranks --kills 50",
 )
 

@@ -417,11 +417,19 @@ def whole(folder):
     status, text, _ = exercise(folder, path.name)
     check("right", status == 0 and "right, at all sizes, in fp32 and bf16" in text, text)
     check("its accesses", ("no access is out of bounds" in text) == (sanitizer is not None), text)
+    check("its races", ("no two threads are in a race" in text) == (grade.race_variables() is not None), text)
+    with mock.patch.multiple("dev.lab.grade", sanitizer_variables=lambda: None, race_variables=lambda: None):
+        status, text, _ = exercise(folder, path.name)
+    check("no sanitizer, no hooks", status == 0 and re.search(
+        "no AddressSanitizer\n.*races were not looked for, which needs g.. 11", text), text)
+    path.write_text(filled("rmsnorm_forward", BLOCK_ROW.replace("part[threadIdx.x] = sum;\n    __syncthreads();",
+                                                                "part[threadIdx.x] = sum;"), block=ROW))
+    status, text, _ = exercise(folder, path.name)
+    check("a race", status == 1 and (not grade.race_variables() or re.search(
+        r"race on part\[32\]:\n.*line \d+: if .*half\].*\n.*line \d+: part\[threadIdx.x\] = sum", text)), text)
+    path.write_text(right.replace(") + to", ") - to"))
     with mock.patch("dev.lab.grade.sanitizer_variables", return_value=None):
         status, text, _ = exercise(folder, path.name)
-    check("no sanitizer", status == 0 and "no AddressSanitizer" in text, text)
-    path.write_text(right.replace(") + to", ") - to"))
-    status, text, _ = exercise(folder, path.name)
     check("wrong", status == 1 and "wrong: out[0,0]" in text, text)
 
 

@@ -4,24 +4,28 @@ barrier counts for nothing.
     python -m dev.tests.test_races
     python -m dev.tests.test_races barriers  # only the tests with this word in their names
 """
+import functools
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 
 from dev.common.devices import make_device
 from dev.cpu import races
-from dev.cpu.device import compiler_of
+from dev.cpu.device import Cpu, compiler_of
 from dev.lab import grade, workers
 from dev.lab.bench import Bench
 from dev.lab.explain import complaint_lines
 from dev.lab.ladder import find_ladder, kernel_names, model_of, parse_sizes
+from dev.precision.fp8 import SOURCE as FP8
+from dev.precision.fp8 import with_fp8
 from dev.tests import mutants
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check, refusal, run_program
 from dev.tests.student import filled, said
-from train_gpt2 import Config
+from train_gpt2 import BF16, Config
 
 FLAGS = f"-O1 {races.FLAG}"
 HEAD = """#define BLOCK(threads, ...)
@@ -425,13 +429,14 @@ def lab(folder):
 
 # Where a kernel's usual shape does not come by a barrier: (function, number) -> sizes.
 SIZES = {("layernorm_backward", 1): "B=2,T=10,C=1600", ("sum_over_row", 1): "B=1,T=5,C=4096"}
-HOPPER = "only Hopper has it"
+ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
+             ("tiles_arrive", 2): "tiles_arrive(Arrivals& arrivals) {"}
+APART = "see barriers_of_others"
 NOT_FOUND = {  # (function, number): why not
-    ("block_reduce", 2): "no kernel has two of a kind without a barrier between them: see twice()",
-    ("skip_outliers", 1): "the sums of z_score wait for all lanes behind what they read",
-    ("arrivals_start", 1): HOPPER, ("tiles_arrive", 2): HOPPER,
-    ("matmul_forward6", 1): HOPPER, ("matmul_forward6", 2): HOPPER, ("matmul_forward6", 3): HOPPER,
-    ("weights_to_fp8", 1): "FP8 is compiled apart",
+    ("skip_outliers", 1): "no race: the sums of z_score wait for all lanes, behind what they read before",
+    ("block_reduce", 2): f"no race: no kernel has two of a kind without a barrier between them; {APART}",
+    ("weights_to_fp8", 1): APART,
+    **{("matmul_forward6", number): "its PTX is for GPUs alone" for number in (1, 2, 3)},
 }
 
 
@@ -442,12 +447,42 @@ def barriers(folder):
         barrier = mutant.where, int(mutant.kind.split()[1])
         if barrier in NOT_FOUND:
             continue
-        ladder = find_ladder(mutant.kernel)
+        ladder, dtype, flag = find_ladder(mutant.kernel), "fp32", ""
+        if barrier in ON_HOPPER:
+            mutant, dtype, flag = mutant._replace(kind="barrier 1", where=ON_HOPPER[barrier]), "bf16", " -DHOPPER"
         sizes = parse_sizes(SIZES[barrier]) if barrier in SIZES else workers.shape_for_races(ladder)
-        key = ("fp32", *model_of(ladder, sizes))
-        device = workers.device_of("cpu", *key, task.compiled.get(key, (mutant.kernel,)))
+        key = (dtype, *model_of(ladder, sizes))
+        with mock.patch.dict(os.environ, CXXFLAGS=FLAGS + flag):
+            device = workers.device_of("cpu", *key, task.compiled.get(key, (mutant.kernel,)))
         found = without_barrier(device, ladder, sizes, mutant)
-        check(f"{Path(mutant.file).name}, {mutant.where}, {mutant.kind}", found, found)
+        check(f"{Path(mutant.file).name}, {barrier[0]}, barrier {barrier[1]}", found, found)
+
+
+TWICE = """
+BLOCK(64, threads)
+extern "C" __global__ void twice(float* out, const float* inp) {
+    float x = block_reduce<warp_sum>(inp[threadIdx.x], 0.0f);
+    out[threadIdx.x] = block_reduce<warp_sum>(x, 0.0f);
+}
+"""
+
+
+def barriers_of_others(folder):
+    """The same for two that no kernel of the lab comes by."""
+    (folder / "twice.cu").write_text(TWICE)
+    twice = Cpu("fp32", Config(C=64, NH=1), [folder / "twice.cu"], {"twice"})
+    few = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only={"weights_to_fp8"})))
+    in_fp8 = with_fp8(few)("fp8", Config(C=64, NH=1), (FP8,))
+    numbers = np.ones((2, 64), np.float32)
+    twins, weights, scales = np.zeros((2, 64, 64), np.uint8), np.zeros((64, 64), BF16), np.ones((1, 4), np.float32)
+    for device, barrier, name, *arguments in (
+            (twice, ("block_reduce", 2), "twice", 64, *numbers),
+            (in_fp8, ("weights_to_fp8", 1), "weights_to_fp8", (64, 1), *twins, weights, scales, 64, 64)):
+        [mutant] = (m for m in mutants.barriers(every=True) if (m.where, int(m.kind.split()[1])) == barrier)
+        device.launch(name, *arguments)
+        device.library.races_ignore(mutant.file.encode(), mutants.line_of(mutant))
+        found = refusal(device.launch, name, *arguments)
+        check(f"{name}: {mutant.where}, {mutant.kind}", found and "has a race" in found, found)
 
 
 def without_barrier(device, ladder, sizes, mutant):
@@ -467,7 +502,7 @@ def without_barrier(device, ladder, sizes, mutant):
         device.library.races_ignore(None, 0)
 
 
-TESTS = (small_kernels, exercises, lab, barriers)
+TESTS = (small_kernels, exercises, lab, barriers, barriers_of_others)
 
 
 if __name__ == "__main__":

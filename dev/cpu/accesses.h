@@ -1,0 +1,182 @@
+// What is kept of a kernel's accesses, and what orders two of them. For races.h.
+#pragma once
+
+namespace cuda_on_cpu {
+namespace races {
+
+using Address = size_t;
+
+// `time` counts what may order accesses, in the order in which the CPU does it. Blocks run one after another here.
+struct Access {
+    const char* pc;
+    unsigned time, block;
+    unsigned short thread;
+    bool there : 1, writes : 1, atomic : 1;
+    bool exchanges : 1;  // atomic, and it also reads
+    bool by_warp : 1;    // of all lanes at once
+    bool copies : 1;     // asynchronously,
+    bool under_way : 1;  // and nobody has waited for it yet
+    unsigned char bytes;
+};
+
+// What atomics have handed from block to block: of each thread of a block, the time before which its accesses are seen.
+using Clock = std::map<unsigned, std::vector<unsigned>>;
+struct Seen {
+    unsigned thread, time;
+    std::shared_ptr<const Clock> clock;
+};
+struct Fence { unsigned time, epoch, meeting; };
+
+static unsigned now = 1, number;            // the time; the running block
+static unsigned epoch, meeting[32];         // when its last __syncthreads ended, and the last meeting of each warp
+static Fence fences[1024];                  // the last of each thread; time 0: none
+static std::vector<Seen> seen;              // by the threads of this block
+static std::map<Address, std::shared_ptr<const Clock>> clocks;  // what an atomic access of a place hands on
+static std::vector<bool> published;         // which blocks have a fence
+static bool running, warp_works, fenced;    // fenced: this block is
+static int busy = 0;                        // the finder's own accesses are none of a kernel's
+static Access first, second;                // the race that was found first
+static Address place;                       // of the second, if it is not 0
+static const char* ignored_file = nullptr;  // a barrier that is taken for absent, for tests
+static int ignored_line;
+static const char* file = nullptr;          // of the barrier that threads arrive at
+
+struct Busy {
+    QUIET Busy() { busy++; }
+    QUIET ~Busy() { busy--; }
+};
+
+QUIET inline bool same_warp(const Access& a, const Access& b) { return a.thread / 32 == b.thread / 32; }
+
+// Is an access before another one, which happens now?
+QUIET inline bool ordered(const Access& a, const Access& b) {
+    if (a.block == b.block) {
+        if (a.time < epoch) return true;
+        if (a.thread == b.thread && !a.by_warp && !b.by_warp) return true;
+        if (same_warp(a, b) && a.time < meeting[b.thread / 32]) return true;
+    }
+    for (const Seen& s : seen) {
+        const bool known = s.thread == b.thread || s.time < epoch ||
+                           (s.thread / 32 == b.thread / 32u && s.time < meeting[b.thread / 32]);
+        const auto of_block = known ? s.clock->find(a.block) : s.clock->end();
+        if (of_block != s.clock->end() && a.time < of_block->second[a.thread]) return true;
+    }
+    return false;
+}
+
+// Accesses of one kind to a byte since its last write. A write is a race with one of all if it is one with one of these:
+// of the running block two are enough, of two warps if there are, else of two lanes since their last meeting. Of an
+// earlier block without a fence, which nothing orders, one is enough.
+struct Accesses {
+    Access newest[2], unordered;
+    std::vector<Access>* others;  // of blocks with a fence
+
+    QUIET void add(const Access& x) {
+        Access &a = newest[0], &b = newest[1];
+        if (a.there && a.block != x.block) {
+            for (Access* old : {&a, &b}) {
+                if (!old->there) continue;
+                if (!published[old->block]) unordered = *old;
+                else {
+                    if (!others) others = new std::vector<Access>;
+                    others->push_back(*old);
+                }
+                old->there = false;
+            }
+        }
+        if (b.there && b.time < epoch) b.there = false;
+        if (a.there && a.time < epoch) a = b, b.there = false;
+        const unsigned met = meeting[x.thread / 32];
+        if (!a.there || (a.thread == x.thread)) a = x;
+        else if (b.there && b.thread == x.thread) b = x;
+        else if (!b.there) (same_warp(a, x) && a.time < met ? a : b) = x;
+        else if (same_warp(a, b)) {
+            if (!same_warp(a, x)) b = x;
+            else if (a.time < met) a = x;
+            else if (b.time < met) b = x;
+        }
+    }
+    QUIET const Access* clash(const Access& x) const {
+        for (const Access* old : {&newest[0], &newest[1], &unordered})
+            if (old->there && !ordered(*old, x)) return old;
+        if (others)
+            for (const Access& old : *others)
+                if (!ordered(old, x)) return &old;
+        return nullptr;
+    }
+    QUIET void clear() {
+        newest[0].there = newest[1].there = unordered.there = false;
+        if (others) others->clear();
+    }
+};
+
+struct Rare {
+    Accesses atomic_writes, atomic_reads;
+    Access last_exchange;
+    std::vector<Access> sources;  // of copies under way
+
+    QUIET void clear() { atomic_writes.clear(), atomic_reads.clear(), last_exchange.there = false; }
+};
+
+// What has happened to a byte, or to four.
+struct Cell {
+    Access write;  // the last that is not atomic
+    Accesses reads;
+    Rare* rare;
+
+    QUIET void clear() {
+        write.there = false;
+        reads.clear();
+        if (rare) rare->clear(), rare->sources.clear();
+    }
+    QUIET void free() {
+        delete reads.others;
+        if (rare) delete rare->atomic_writes.others, delete rare->atomic_reads.others;
+        delete rare;
+    }
+    QUIET const Access* clash(const Access& x) const {
+        if (write.there && (write.under_way || !ordered(write, x))) return &write;
+        const Access* old = x.writes ? reads.clash(x) : nullptr;
+        if (old || !rare) return old;
+        // Whoever was the last to add to a counter comes after all that it has counted, and may set it to 0.
+        const Access& last = rare->last_exchange;
+        if (!x.atomic && !(last.there && last.block == x.block && ordered(last, x))) old = rare->atomic_writes.clash(x);
+        if (!old && x.writes && !x.atomic) old = rare->atomic_reads.clash(x);
+        if (!old && x.writes)
+            for (const Access& source : rare->sources)
+                if (source.block == x.block || !ordered(source, x)) return &source;
+        return old;
+    }
+    QUIET Rare& with_rare() {
+        if (!rare) rare = new Rare{};
+        return *rare;
+    }
+    QUIET void access(const Access& x) {
+        if (const Access* old = clash(x)) first = *old, second = x;
+        if (x.atomic) {
+            (x.writes ? with_rare().atomic_writes : with_rare().atomic_reads).add(x);
+            if (x.exchanges) rare->last_exchange = x;
+        } else if (!x.writes) {
+            reads.add(x);
+            if (x.under_way) with_rare().sources.push_back(x);
+        } else {  // whoever comes after it comes after all before it
+            write = x;
+            reads.clear();
+            if (rare) rare->clear();
+        }
+    }
+    // The copy whose beginning was x is complete.
+    QUIET void land(const Access& x) {
+        if (x.writes && write.there && write.under_way) write.time = x.time, write.under_way = false;
+        if (x.writes || !rare) return;
+        for (auto source = rare->sources.begin(); source != rare->sources.end(); ++source)
+            if (source->thread == x.thread && source->pc == x.pc) {
+                rare->sources.erase(source);
+                break;
+            }
+        reads.add(x);
+    }
+};
+
+}  // namespace races
+}  // namespace cuda_on_cpu
