@@ -77,8 +77,8 @@ PREFIX = """
 OF_ROW, OF_TILE = "BLOCK(256, 1)", "BLOCK(1024, 32, 32)"
 NUMPY, RACES, BOUNDS = None, grade.RACES, grade.BOUNDS  # who finds the mistake
 
-# The exercise, what is tried, a right body, what is replaced in it by what, who finds it, and what he
-# says (a regular expression). A right one is shown to all three.
+# The exercise, what is tried, a right body, what is replaced in it by what, who finds it, and what
+# is said (a regular expression). A right one is shown to all three.
 TRIES = (
     ("shift", "right", SHIFT, "", "", None, None),
     ("shift", "only the first number is an edge", SHIFT,
