@@ -1,7 +1,7 @@
 """Test dev/lab/first_evening.ipynb: run its cells as a student without a GPU would.
 
-    python -m dev.tests.test_first_evening              # of the judge's cells only the first
-    python -m dev.tests.test_first_evening --judged 99  # all of them: two minutes of a core
+    python -m dev.tests.test_first_evening               # of the cells that call the checker, one
+    python -m dev.tests.test_first_evening --checked 99  # all of them: two minutes of a core
 
 A notebook is JSON, so Jupyter is not needed: its code cells run in one namespace, in order.
 """
@@ -22,16 +22,16 @@ SAYS = (  # what begins a code cell, and what it prints
     ("import importlib", "^$"),
     ('task("residual_forward")',
      r"^// Exercise residual_forward: .*\n    real\* out, const real\* inp1, .*{\n\n}\n"),
-    ('judge("my_residual_forward.cu"',
+    ('check("my_residual_forward.cu"',
      r"it reads inp[12]\[2592\], and the last is inp[12]\[2591\] \(27 rows of 96 numbers\)\n"
      r" +line 5: from_float\(out\[i\], .*\n +at the sizes B=3,T=9,C=96, in fp32\n"),
-    ('judge("my_residual_forward.cu"', RIGHT),
-    ('judge("my_gelu_forward.cu"', RIGHT),
-    ('judge("my_gelu_forward.cu"', r"wrong: out\[.* is nan, expected "),
-    ('judge("my_softmax_forward.cu"', RIGHT),
-    ('judge("my_softmax_forward.cu"', RIGHT),
+    ('check("my_residual_forward.cu"', RIGHT),
+    ('check("my_gelu_forward.cu"', RIGHT),
+    ('check("my_gelu_forward.cu"', r"wrong: out\[.* is nan, expected "),
+    ('check("my_softmax_forward.cu"', RIGHT),
+    ('check("my_softmax_forward.cu"', RIGHT),
     ('task("shift")', r"Exercise shift: .*void my_shift\("),
-    ('judge("my_shift.cu"', r"out\[0,0\] was never written"),
+    ('check("my_shift.cu"', r"out\[0,0\] was never written"),
     ("lab()", r" 1  residual_forward .* shift .* attention_backward "),
 )
 
@@ -54,17 +54,17 @@ def stored(folder):
         check(f"begins with {begins}", code.startswith(begins) and narrow)
 
 
-def executed(folder, judged):
-    """Its cells, and this many of those that call the judge, print in a copy of the repository what
-    the text around them says."""
+def executed(folder, checked):
+    """Its cells, and this many of those that call the checker, print in a copy of the repository
+    what the text around them says."""
     top, names = Copy(folder / "copy").top, {"__name__": "__main__"}
     os.chdir(top / "dev/lab")  # as Jupyter does
     with mock.patch.dict(os.environ), mock.patch.object(sys, "path", sys.path[:]):
         os.environ.pop("PYTHONPATH")  # the notebook finds the repository by itself
         for cell, (begins, wish) in zip(cells_of(top), SAYS):
-            if begins.startswith("judge("):
-                judged -= 1
-                if judged < 0:
+            if begins.startswith("check("):
+                checked -= 1
+                if checked < 0:
                     continue
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec("".join(cell["source"]), names)
@@ -75,4 +75,4 @@ def executed(folder, judged):
 
 
 if __name__ == "__main__":
-    run_program((stored, executed), judged=1)
+    run_program((stored, executed), checked=1)
