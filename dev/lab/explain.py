@@ -58,6 +58,16 @@ def beyond(verb, name, number, shape):
     return f"it {verb} {name}[{number}], and the last is {name}[{math.prod(shape) - 1}]{rows}"
 
 
+def misaligned(said):
+    """The sentence on UBSan's "load of misaligned address 0x... for type ..., which requires 8 byte alignment"."""
+    verb = "writes" if said.startswith("store") else "reads"
+    wide = re.search(r"requires (\d+) byte alignment", said)
+    if not wide:
+        return said.split(",")[0]
+    return (f"it {verb} {wide[1]} bytes at once, at an address that is no multiple of {wide[1]}. A GPU stops there: "
+            "is the index a multiple of the numbers that are moved at once, and is the length of a row?")
+
+
 def sanitizer_lines(path, begun, text):
     """The two lines on a report of AddressSanitizer or UBSan; None if there is none."""
     match = re.search(r"runtime error: (.*)", text)
@@ -65,8 +75,7 @@ def sanitizer_lines(path, begun, text):
         said = match[1]
         bounds = re.search(r"index (-?\d+) out of bounds for type '(.*)'", said)
         what = (f"index {bounds[1]} is out of bounds: the array is {bounds[2]}" if bounds else
-                f"{said.split(',')[0]}: 16 bytes at once need an address that is a multiple of 16"
-                if "misaligned" in said else said)
+                misaligned(said) if "misaligned" in said else said)
         return [what, line_of(path, text)]
     match = re.search(r"AddressSanitizer: (\S+)", text)
     if not match:
@@ -137,6 +146,15 @@ def race_lines(path, found):
     return [*lines, found["why"]]
 
 
+def order_lines(text):
+    """The lines on what Bench.check says: results that depend on the order of the threads, or a changed input."""
+    if text.startswith("changed"):
+        return [f"it {text}", "usually: it is on the left of an =, or an index of another array is far too large"]
+    return [f"its result depends on the order in which threads run: {text.removeprefix('has a race: ')}",
+            "usually: a variable is read before it has a value (float sum; where float sum = 0.0f; is meant), or one "
+            "thread uses what another one writes, and no barrier or atomicAdd orders them"]
+
+
 def complaint_lines(path, events, status, stderr, sanitize):
     """The lines on what a run found; [] if the file is right, None if the run says nothing about it."""
     compiler = [event for event in events if event["event"] == "compiler"]
@@ -157,11 +175,7 @@ def complaint_lines(path, events, status, stderr, sanitize):
         if kind == "outside":
             return [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"]), at]
         if kind == "race":
-            shared = "__shared__" in code_of(path)
-            cause = ("a missing __syncthreads() between a write to shared memory and another thread's read of it, or "
-                     "between that read and the next write" if shared else "two threads write to one place, or one "
-                     "reads what another one writes")
-            return [f"it {text}" if text.startswith(("has", "changed")) else text, f"usually: {cause}", at]
+            return [*order_lines(text), at]
         return [f"wrong: {text}", *told[0]["lines"], at]
     if status == -signal.SIGALRM:
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]

@@ -12,30 +12,11 @@ from dev.lab import grade
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
 from dev.lab.template import template
-from dev.tests.checks import TOP, check, run_program
-from dev.tests.student import filled, said
+from dev.tests.checks import check, run_program
+from dev.tests.student import filled, said, solution
 from dev.tests.trainings import call
 
 # ---- Solutions
-
-
-# One block adds everything up; the lab's version has many blocks, atomics, and a second kernel for the root.
-OWN = {"global_norm": """
-    float sum = 0.0f;
-    for (size_t i = threadIdx.x; i < n; i += blockDim.x) sum += grads[i] * grads[i];
-    sum = block_reduce<warp_sum>(sum, 0.0f);
-    if (threadIdx.x == 0) norm[0] = sqrtf(sum);
-"""}
-
-
-def solution(name):
-    """An exercise solved with the lab's version of the same signature."""
-    text = (TOP / f"dev/lab/kernels/{name}.cu").read_text()
-    start = re.search(rf"{EXERCISES[name].like}\([^)]*\) \{{", text).end()
-    body = text[start : text.index("\n}", start) + 1]
-    helpers = re.finditer(r"^namespace (\w+) \{\n.*?^\}  // namespace \1\n", text, re.M | re.S)
-    used = [helper[0] for helper in helpers if helper[1] in body]
-    return filled(name, OWN.get(name, body), before="".join(used))
 
 
 def grade_together(folder, texts, dtypes=("fp32",)):
