@@ -2,7 +2,9 @@
 
     python -m dev.tests.test_causes
 """
+import re
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -80,5 +82,167 @@ def own_sentences():
         check(f"{name}: {len(MISTAKES[name])} mistakes", not wrong, wrong or "")
 
 
+# ---- Kernels with a mistake in them
+
+
+class Plant(NamedTuple):
+    name: str
+    wish: str  # what is said, a regular expression
+    changes: tuple  # (old, new) pairs of texts in the lab's first version
+
+
+def plant(name, wish, *texts):
+    return Plant(name, wish, tuple(zip(texts[::2], texts[1::2])))
+
+
+V_LOOP = "v < V; v++) sum"
+PLANTS = (
+    plant("residual_forward", "inp2 is subtracted", ") + to", ") - to"),
+    plant("residual_forward", "every number is wrong", ") + to", ") + 1.5f * to"),
+    plant("gelu_forward", "GELU by erf", "tanhf(SQRT_2_OVER_PI * (x + 0.044715f * x * x * x))",
+          "erff(x * 0.70710678f)"),
+    plant("gelu_forward", "0.044715 is left out", "0.044715f * x", "x"),
+    plant("gelu_forward", "times what they should be: ?|2 times", "0.5f * x", "x"),
+    plant("gelu_forward", "tanhf has no such limit", "tanhf(SQRT_2_OVER_PI * (x + 0.044715f * x * x * x))",
+          "(expf(0.7978846f * (x + 0.044715f * x * x * x)) - expf(-0.7978846f * (x + 0.044715f * x * x * x))) / (expf("
+          "0.7978846f * (x + 0.044715f * x * x * x)) + expf(-0.7978846f * (x + 0.044715f * x * x * x)))"),
+    plant("swiglu_forward", "halves are exchanged", "gate = to_float(up[H])", "gate = to_float(*up)",
+          "to_float(*up) * gate /", "to_float(up[H]) * gate /"),
+    plant("swiglu_forward", "gate is left out", "* gate / (1", "/ (1"),
+    plant("encoder_forward", "wpe is not added", " + to_float(wpe", " + 0 * to_float(wpe"),
+    plant("encoder_forward", "and not row / T", "wpe[(size_t)(row % T)", "wpe[(size_t)(row / T)"),
+    plant("permute", "order of inp", "inp[(((b * T + t) * 3 + which) * NH + h) * head + c]", "inp[i]"),
+    plant("permute", "t and h are exchanged", "t = i / head % T, h = i / head / T % NH",
+          "h = i / head % NH, t = i / head / NH % T"),
+    plant("permute", "the other way", "t = i / head % T, h = i / head / T % NH, sequence = i / head / T / NH;",
+          "h = i / head % NH, which = i / head / NH % 3, t = i / head / NH / 3 % T, b = i / head / NH / 3 / T;",
+          "size_t b = sequence % B, which = sequence / B;", "", "((b * T + t) * 3 + which) * NH + h",
+          "((which * B + b) * NH + h) * T + t"),
+    plant("repeat_kv_forward", "h % NKV", "h / (NH / NKV)", "h % NKV"),
+    plant("repeat_kv_forward", "values are copies of the keys", "(which - 1) * NKV + ", ""),
+    plant("gelu_backward", "is not multiplied", "to_float(dinp[i]) * gelu", "gelu"),
+    plant("gelu_backward", "the 3 is missing", "3.0f * ", ""),
+    plant("swiglu_backward", "halves are exchanged", "from_float(dinp[at], d * gate",
+          "from_float(dinp[at + H], d * gate",
+          "from_float(dinp[at + H], d * up", "from_float(dinp[at], d * up"),
+    plant("swiglu_backward", "only s is there", " * (1.0f + gate * (1.0f - s))", ""),
+    plant("crossentropy_softmax_backward", "1 at the target is not subtracted", " - indicator", ""),
+    plant("crossentropy_softmax_backward", "only the padding is wrong", ": 0.0f);", ": 1.0f);"),
+    plant("crossentropy_softmax_backward", "columns from V on were never", "size_t)N * Vp) return",
+          "size_t)N * Vp || i % Vp >= V) return"),
+    plant("rope_table", "cosines and sines are exchanged", "2 * (size_t)i] = cosf", "2 * (size_t)i + 1] = cosf",
+          "2 * (size_t)i + 1] = sinf", "2 * (size_t)i] = sinf"),
+    plant("rope_table", "error grows with the position", "(float)pow((double)theta, (double)((float)(2 * pair) / HS))",
+          "expf(logf(theta) * (2 * pair) / HS)"),
+    plant("rope_table", "the 2 is left out", "(2 * pair) / HS", "pair / HS"),
+    plant("rope_forward", "from the first one's new value", "float left = to_float(*x), right = to_float(*y);", "",
+          "left * cosine - right * sine", "to_float(*x) * cosine - to_float(*y) * sine", "left * sine + right * cosine",
+          "to_float(*x) * sine + to_float(*y) * cosine"),
+    plant("rope_backward", "turned forward", "left * cosine + right", "left * cosine - right", "right * cosine - left",
+          "right * cosine + left"),
+    plant("adamw", "clip / norm", "adamw_::clip_factor(a, norm[0]) * ", ""),
+    plant("adamw", "correction1 and correction2", " * a.correction1", "", " * a.correction2", ""),
+    plant("adamw", "weight decay is left out", " + (decayed[tensor] ? a.weight_decay : 0.0f) * p[0]", ""),
+    plant("matmul_backward_bias", r"\+= and not =\.", "dbias[o] += sum", "dbias[o] = sum"),
+    plant("matmul_backward_bias", "over rows leaves out its last", "row < N;", "row < N - 1;"),
+    plant("softmax_forward", "the row's largest", "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
+    plant("softmax_forward", "only its last term", "sum += expf", "sum = expf"),
+    plant("softmax_forward", "leaves out its last term", V_LOOP, "v < V - 1; v++) sum"),
+    plant("softmax_forward", "divide them by their sum", " / sum", ""),
+    plant("softmax_forward", "only the padding", ": 0.0f);", ": 1.0f);"),
+    plant("rmsnorm_forward", "eps is left out", " + eps)", ")"),
+    plant("rmsnorm_forward", "branch is not added", " + to_float(branch[start + c])", ""),
+    plant("rmsnorm_forward", "not divided by C", "sum / C", "sum"),
+    plant("layernorm_forward", "eps .1e-5. is left out", " + 1e-5f", ""),
+    plant("layernorm_forward", "x.2 minus mean.2 cancels", "variance += (x[c] - m) * (x[c] - m);",
+          "variance += x[c] * x[c];", "variance / C + 1e-5f", "fmaxf(0.0f, variance / C - m * m) + 1e-5f"),
+    plant("layernorm_forward", "around 0", "variance += (x[c] - m) * (x[c] - m);", "variance += x[c] * x[c];"),
+    plant("layernorm_forward", "bias is left out", " + to_float(bias[c])", ""),
+    plant("layernorm_forward", "C - 1: divide by C", "variance / C", "variance / (C - 1)"),
+    plant("fused_residual_forward", "is warp_sum missing", "warp_sum(sum) / C;", "sum / C;", "warp_sum(sum) / C +",
+          "sum / C +"),
+    plant("fused_residual_forward", "mean is each lane's own|sum for the mean", "warp_sum(sum) / C;", "sum / C;"),
+    plant("fused_residual_forward", "not divided by C", "warp_sum(sum) / C +", "warp_sum(sum) +"),
+    plant("crossentropy_forward", "not added back", " + top -", " -"),
+    plant("crossentropy_forward", "target's logit is not", " - to_float(x[targets[row]])", ""),
+    plant("crossentropy_forward", "largest number before exp", "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
+    plant("classifier_fused", "read when the gradient stood there", "    losses[row] = logf(sum) + top - ",
+          "    float l = logf(sum) + top; //", ": 0.0f);",
+          ": 0.0f);\n    losses[row] = l - to_float(x[targets[row]]);"),
+    plant("classifier_fused", "dloss is left out", "dloss * (expf", "(expf"),
+    plant("classifier_fused", "1 at the target is not", "v == targets[row] ? 1.0f : 0.0f", "0.0f"),
+    plant("global_norm", "root is missing", "sqrtf(sum)", "sum"),
+    plant("matmul_forward", "bias is not added", "sum = to_float(bias[i % OC])", "sum = 0.0f"),
+    plant("matmul_forward", "as if it were .C,OC.", "weight + i % OC * C", "weight + i % OC", "to_float(w[c])",
+          "to_float(w[c * OC])"),
+    plant("matmul_forward", "over c leaves out its first", "int c = 0;", "int c = 1;"),
+    plant("repeat_kv_backward", "only the first copy", "j < copies", "j < 1"),
+    plant("repeat_kv_backward", "h % NKV", "(h - NH) % NKV * copies", "(h - NH) % NKV", "first + j)",
+          "first + j * (h < NH ? 1 : NKV))"),
+    plant("encoder_backward", "and not row / T", "(row % T)", "(row / T)"),
+    plant("encoder_backward", "one position wrote", "atomicAdd(dwte + (size_t)tokens[row] * C + c, d)",
+          "dwte[(size_t)tokens[row] * C + c] = d", "atomicAdd(dwpe + (size_t)(row % T) * C + c, d)",
+          "dwpe[(size_t)(row % T) * C + c] = d"),
+    plant("rmsnorm_backward", "not divided by C", "norm * sum / C", "norm * sum"),
+    plant("rmsnorm_backward", r"\+= and not =", "to_float(dx[c]) + s", "s"),
+    plant("layernorm_backward", "average of dnorm is not subtracted", " - sum_dnorm / C", ""),
+    plant("layernorm_backward", "mean is not subtracted", "float norm = (to_float(x[c]) - m) * s",
+          "float norm = to_float(x[c]) * s", "dnorm * (to_float(x[c]) - m) * s", "dnorm * to_float(x[c]) * s"),
+    plant("layernorm_backward", "and not only what is added", "atomicAdd(before + c, g)",
+          "atomicAdd(before + c, g - to_float(dx[c]))"),
+    plant("relu_attention_forward", "s <= t", "s <= t", "s < t"),
+    plant("relu_attention_forward", "max.0, score. is missing", "fmaxf(0.0f, scale * score)", "scale * score"),
+    plant("trimat_forward", "scale is left out", "scale * sum", "sum"),
+    plant("attention_forward", "s <= t", "s <= t; s++) {\n        float score", "s < t; s++) {\n        float score",
+          "s <= t; s++) {\n        a[s] =", "s < t; s++) {\n        a[s] =", "s <= t; s++) o", "s < t; s++) o"),
+    plant("attention_forward", "not divided by their sum", "o / sum", "o"),
+    plant("attention_forward", "largest score", "top = fmaxf(top, a[s])", "top = 0.0f"),
+    plant("attention_forward", "head 0", "*k = head + C", "*k = qkv + (size_t)b * T * 3 * C + C"),
+    plant("gqa_forward", "h % NKV", "NH + h / (NH / NKV)", "NH + h % NKV"),
+    plant("gqa_forward", "scale is left out", "score *= scale;", ""),
+    plant("attention_backward", "delta.* is not subtracted", "(dweight - delta)", "dweight"),
+    plant("attention_backward", "base 2", "exp2f(LOG2_E * scale * score - lse[i])", "expf(scale * score - lse[i])"),
+    plant("attention_backward", "LOG2_E", "LOG2_E * ", ""),
+    plant("gqa_backward", "scale is left out of dscore", "dscore = scale * weight", "dscore = weight"),
+    plant("gqa_backward", "h % NKV", "NH + h / (NH / NKV)", "NH + h % NKV"),
+)
+# Mistakes that no table has. What must not be said of them.
+UNUSUAL = (
+    plant("encoder_backward", "padding|mean|eps", "atomicAdd(dwte + (size_t)tokens[row] * C + c, d)",
+          "if (row % 5) atomicAdd(dwte + (size_t)tokens[row] * C + c, d)"),
+    plant("layernorm_backward", "why:|deviations|padding", "atomicAdd(dweight + c, d * norm)",
+          "if (row % 4) atomicAdd(dweight + c, d * norm)"),
+    plant("attention_forward", "variance|why:|padding", "sum += a[s];", "sum += a[s] * a[s];"),
+    plant("softmax_forward", "why:|padding", V_LOOP, "v < V; v += 2) sum"),
+    plant("layernorm_forward", "why:|padding", "variance / C + 1e-5f", "variance / C + 0.01f"),
+    plant("rmsnorm_forward", "why:|mean of the", "sum += x * x", "sum += x * x * x"),
+    plant("matmul_forward", "why:|padding", "sum += to_float(x[c])", "sum += c * to_float(x[c])"),
+)
+
+
+def build(folder, plants):
+    """(the CPU with all plants, their files)."""
+    paths = [folder / f"{i}.cu" for i in range(len(plants))]
+    for i, (path, each) in enumerate(zip(paths, plants)):
+        path.write_text(solution(each.name, f"_{i}", *each.changes))
+    only = {exercise_of(path)[1] for path in paths}
+    return Cpu("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", *paths], only), paths
+
+
+def planted(folder):
+    """Kernels with the usual mistakes, and with others, compiled and judged."""
+    cpu, paths = build(folder, PLANTS + UNUSUAL)
+    for path, each in zip(paths, PLANTS + UNUSUAL):
+        ladder, version = read_submission(path)
+        version, lines = version._replace(atomics=True), []
+        for sizes in checks_of(EXERCISES[each.name], ladder):
+            if not lines:
+                bench = Bench(ladder._replace(compiled_for=""), cpu, sizes)
+                lines = told(bench, version, dict(threads=version.threads[0]), code_of(path))
+        found, usual = re.search(each.wish, said(lines)), each in PLANTS
+        check(f"{each.name}: {'' if usual else 'not '}{each.wish}", lines and bool(found) == usual and len(lines) < 5,
+              "" if lines and bool(found) == usual and len(lines) < 5 else lines)
+
+
 if __name__ == "__main__":
-    run_program((own_sentences,))
+    run_program((own_sentences, planted))

@@ -29,13 +29,15 @@ def average(x):
     return x.mean(-1, keepdims=True)
 
 
-def by_lanes(x, f=np.sum):
-    """At each place the sum (or maximum) of the numbers of one lane: every 32nd of a row."""
-    packs, C = -(-x.shape[-1] // 32), x.shape[-1]
-    rows = np.full((*x.shape[:-1], 32 * packs), 0.0 if f is np.sum else -np.inf)
+def by_lanes(x, f=np.sum, width=1):
+    """At each place of a row the sum (or maximum) of the numbers of its lane. A lane has `width` numbers next to each
+    other, and then those that come 32 * width later."""
+    C = x.shape[-1]
+    turns = -(-C // (32 * width))
+    rows = np.full((*x.shape[:-1], turns * 32 * width), 0.0 if f is np.sum else -np.inf)
     rows[..., :C] = x
-    lanes = f(rows.reshape(*x.shape[:-1], packs, 32), -2)
-    return np.tile(lanes, packs)[..., :C]
+    lanes = f(f(rows.reshape(*x.shape[:-1], turns, 32, width), -1), -2)
+    return np.tile(lanes.repeat(width, -1), turns)[..., :C]
 
 
 PARTS = (("has only its last term. Write += and not =", slice(-1, None)),
@@ -48,11 +50,11 @@ def sums(formula, piece, name, divide=False):
     def part_of(part, x):
         return whole(x[..., part]) / (x.shape[-1] if divide else 1)
 
-    def lanes(x):
-        return by_lanes(x) / (x.shape[-1] if divide else 1)
+    def lanes(width, x):
+        return by_lanes(x, width=width) / (x.shape[-1] if divide else 1)
 
     rows = [(f"{name} {why}", {piece: partial(part_of, part)}) for why, part in PARTS]
-    rows.append((f"{name} is each lane's own: is warp_sum missing?", {piece: lanes}))
+    rows += [(f"{name} is each lane's own: is warp_sum missing?", {piece: partial(lanes, width)}) for width in (1, 4)]
     return of(formula, *rows)
 
 

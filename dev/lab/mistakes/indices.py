@@ -94,18 +94,20 @@ def embedding_gradient(a, dwte=1, position=lambda a, row: row % a.T):
     return new
 
 
-def embedding_last(a):
-    """With = in place of +=, and threads in order: what the last position left."""
-    new, rows = dict(dwte=a.dwte.copy(), dwpe=a.dwpe.copy()), a.dout.reshape(a.N, a.C)
-    new["dwte"][a.tokens.reshape(-1)], new["dwpe"][np.arange(a.N) % a.T] = rows, rows
-    return new
+def of_one_position(a, found):
+    """Rows that a single position wrote, whichever was the last."""
+    alone = {name: np.zeros(numbers.shape, bool) for name, numbers in found.items()}
+    for row, (token, dout) in enumerate(zip(a.tokens.reshape(-1), a.dout.reshape(a.N, a.C))):
+        for name, place in (("dwte", token), ("dwpe", row % a.T)):
+            alone[name][place] |= np.isclose(found[name][place], dout, rtol=1e-5)
+    return alone
 
 
 EMBEDDING_GRADIENT = [
     *of(embedding_gradient, ("it subtracts where it should add", dict(dwte=-1)),
         ("the row of dwpe is the position, row % T, and not row / T", dict(position=lambda a, row: row // a.T))),
     Mistake("each row has what one position wrote: several have the same token, so add with atomicAdd",
-            embedding_last)]
+            places=of_one_position)]
 
 
 # ---- Rotations

@@ -142,9 +142,9 @@ def layernorm_mistakes(formula):
                 lambda a: formula(a, rstd=lambda v: (average(a.truth["copy"] ** 2) + 1e-5) ** -0.5)),
         Mistake("only rows with a mean of many deviations are wrong: the average of x^2 minus mean^2 cancels "
                 "there. Take the average of (x - mean)^2", places=cancels),
-        Mistake("each lane has only its own numbers: is warp_sum missing?",
-                partial(formula, mean=lambda x: by_lanes(x) / x.shape[-1],
-                        variance=lambda d: by_lanes(d * d) / d.shape[-1])),
+        *(Mistake("each lane has only its own sums: is warp_sum missing?",
+                  partial(formula, mean=lambda x, n=width: by_lanes(x, width=n) / x.shape[-1],
+                          variance=lambda d, n=width: by_lanes(d * d, width=n) / d.shape[-1])) for width in (1, 4)),
         *sums(formula, "mean", "the sum for the mean", divide=True),
         *(m._replace(numbers=partial(formula, variance=squares(m.numbers.keywords["variance"])))
           for m in sums(formula, "variance", "the sum of squares", divide=True))]
