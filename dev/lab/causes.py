@@ -50,12 +50,14 @@ def facts_of(bench, comparison, code):
         never=int(never.sum()), never_there=bool(never[comparison.place]),
         sizes={key: value for key, value in vars(bench.given).items() if type(value) is int},
         at={key: float(value[comparison.place]) for key, value in given.items()
-            if key != name and value.shape == truth.shape},
-        row=row_of(exercise, name, given, comparison.place))
+            if key != name and value.shape == truth.shape and exercise.item.startswith("a number")})
     with np.errstate(all="ignore"):
         wrong, alike = wrong_places(bench, comparison, found, cared), likeness(array, truth)
         f.wrong, f.axes = int(wrong.sum()), [np.flatnonzero(wrong.any(tuple(
             other for other in range(truth.ndim) if other != axis))) for axis in range(truth.ndim)]
+        f.row, f.smallest = np.array([]), False
+        if exercise.rows and name in exercise.rows[1].split():
+            f.row, f.smallest = rows_of(given[exercise.rows[0]], f.axes[0], comparison.place[0])
         f.nan, f.infinite = bool(np.isnan(f.found)), bool(np.isinf(f.found))
         f.zero = bool((found[cared] == 0).all())
         flat = wrong[cared]
@@ -110,12 +112,14 @@ def own_mistake(bench, name, arrays, wrong):
     return min(fits, key=lambda fit: fit[0], default=(0, ""))[1]
 
 
-def row_of(exercise, name, given, place):
-    """{name: the finite numbers of a row} of the exercise's input of rows, if the output belongs to such rows."""
-    if not exercise.rows or name not in exercise.rows[1].split():
-        return {}
-    x = given[exercise.rows[0]][place[0]]
-    return {exercise.rows[0]: x[np.isfinite(x)]}
+def rows_of(x, wrong, first):
+    """(the finite numbers of the first wrong row of an input, whether the wrong rows are those of the smallest
+    deviations), where some rows are right; else (no numbers, False)."""
+    right = np.setdiff1d(np.arange(len(x)), wrong)
+    if not right.size:
+        return np.array([]), False
+    deviations = x.std(1)
+    return x[first][np.isfinite(x[first])], bool(deviations[wrong].max() < deviations[right].min())
 
 
 def shifts(found):
@@ -148,7 +152,7 @@ def factor(f):
     """"4, which is NH": a factor, and the size that it is."""
     names = {**f.sizes, **{f"1/{name}": 1 / size for name, size in f.sizes.items() if size}}
     same = [name for name, size in names.items() if abs(f.ratio - size) < 0.002 * abs(size) and size not in (0, 1)]
-    return f"{f.ratio:.4g}{f', which is {same[0]}' if same else ''}"
+    return f"{f.ratio:.4g}{f', which is {same[0]},' if same else ''}"
 
 
 # What usually causes a wrong result in any exercise: (condition, sentence). The first whose condition holds is said.
@@ -182,10 +186,12 @@ GENERAL = [
      "off by roundings to bf16. Compute in float, and round once, at the end."),
     (end_of, "only the last columns are wrong. Does the loop over a row end right: < or <=, and {end} or another "
      "size?"),
+    (lambda f: f.smallest and "deviation" in f.exercise.rows, "only the rows with the smallest deviations are wrong. "
+     "Is it the right eps, inside the root?"),
     (lambda f: f.tail, "the beginning is right, and from some number on all are wrong. Check the number of items in "
      "BLOCK, and the index."),
-    (lambda f: f.wrong == f.cares, "every number is wrong. Compare the line that computes it with the formula."),
-    (lambda f: f.wrong == 1, "only this number is wrong. Follow the thread that writes it."),
+    (lambda f: f.wrong == f.cares, "compare the line that computes it with the formula."),
+    (lambda f: f.wrong == 1, "follow the thread that writes this number."),
     (lambda f: True, "see what these places have in common, and follow the thread that writes the first of them."),
 ]
 
@@ -196,12 +202,12 @@ def place_of(f):
     if len(axes) == len(f.place):
         return ", ".join(head_of(f, index) if axis == "head" else f"{axis} = {index}"
                          for axis, index in zip(axes, f.place))
-    if len(f.place) != 2:
-        return ""
-    row, column = f.place
+    row = f"row {f.place[0]} of {f.shape[0]}"
+    if len(f.place) == 1:
+        return row if f.row.size else ""
+    column = f.place[1]
     ends = [name for name, size in f.sizes.items() if size == column + 1 > 4]
-    return f"row {row} of {f.shape[0]}, column {column}, " + (
-        f"the last before {ends[0]} = {column + 1}" if ends else f"of {f.shape[1]}")
+    return f"{row}, column {column}" + (f", the last before {ends[0]} = {column + 1}" if ends else f" of {f.shape[1]}")
 
 
 def head_of(f, index):
@@ -213,30 +219,38 @@ def head_of(f, index):
 
 
 def note_on(f):
-    """What is special about the row, or the inputs at the same place."""
-    for key, x in f.row.items():
-        mean, deviation = float(x.mean()), float(x.std())
+    """What is special about the row, where others are right; or the inputs at the place, if the cause is not known."""
+    if f.row.size:
+        mean, deviation = float(f.row.mean()), float(f.row.std())
+        if f.exercise.rows[2] == "range":
+            return f"that row of {f.exercise.rows[0]} has numbers from {f.row.min():.4g} to {f.row.max():.4g}"
         if abs(mean) > 20 * deviation > 0:
-            return f"that row of {key} has a mean of {abs(mean / deviation):.0f} deviations"
-        if x.max() > 88.7 or x.max() < -103:
-            return f"that row of {key} has numbers from {x.min():.4g} to {x.max():.4g}"
-        if 0 < deviation < 0.02:
-            return f"that row of {key} has a deviation of {deviation:.2g}"
-    return " and ".join(f"{key} is {value:.6g}" for key, value in f.at.items()) + " there" if f.at else ""
+            return f"that row of {f.exercise.rows[0]} has a mean of {abs(mean / deviation):.0f} deviations"
+        return f"that row of {f.exercise.rows[0]} has a deviation of {deviation:.2g}"
+    known = [f"{key} is {value:.6g}" for key, value in f.at.items() if np.isfinite(value)]
+    return "" if f.why or not known else f"{' and '.join(known)} there"
+
+
+AXES = dict(b="sequences", t="positions", h="heads", head="heads", c="channels", s="keys", which="parts (q, k, v)",
+            row="rows", column="columns")
 
 
 def spread(f):
     """In which rows and columns, or along which axes, the wrong numbers are, where not in all."""
     own = f.exercise.axes.split()
     names = own if len(own) == len(f.shape) else ["row", "column"] if len(f.shape) == 2 else []
-    said = []
-    for name, indices, size in zip(names, f.axes, f.shape):
-        if len(indices) == 1 < size:
-            said.append(f"in {name} {indices[0]}" if not own else f"at {name} = {indices[0]}")
-        elif len(indices) < size:
-            said.append(f"in {len(indices)} of {size} {name}s" if not own else
-                        f"at {len(indices)} of {size} values of {name}")
-    return ", " + " and ".join(said) if said else ""
+    one = [f"{name} {indices[0]}" for name, indices, size in zip(names, f.axes, f.shape) if len(indices) == 1 < size]
+    some = [f"{len(indices)} of {size} {AXES[name]}" for name, indices, size in zip(names, f.axes, f.shape)
+            if 1 < len(indices) < size]
+    return (f", all in {', '.join(one)}" if one else "") + (f", in {' and '.join(some)}" if some else "")
+
+
+def how_many(f):
+    if f.wrong == f.cares:
+        return f"all {f.cares:,} numbers are wrong"
+    if f.wrong == 1:
+        return f"this one of {f.cares:,} numbers is wrong"
+    return f"{f.wrong:,} of {f.cares:,} numbers are wrong{spread(f)}"
 
 
 def describe_wrong(f):
@@ -244,7 +258,7 @@ def describe_wrong(f):
     where = "; ".join(filter(None, (place_of(f), note_on(f))))
     lines = [f"where: {where}"] if where else []
     if f.cares > 2:
-        lines.append(f"how many: {f.wrong:,} of {f.cares:,} numbers are wrong{spread(f)}")
+        lines.append(f"how many: {how_many(f)}")
     if f.why:
         return [*lines, f"why: {f.why}"]
     cause = next(text for condition, text in GENERAL if condition(f))

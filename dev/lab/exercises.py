@@ -51,7 +51,7 @@ class Exercise(NamedTuple):
     checks: tuple = ()  # sizes, if not the Ladder's
     note: tuple = ()  # a remark on NumPy's formula
     # For causes.py; the exercise's usual mistakes are in mistakes.py.
-    rows: tuple = ()  # (the input whose rows count, the outputs with a number or a row for each of them)
+    rows: tuple = ()  # (the input whose rows count, the outputs with a number or a row for each, what rows differ in)
     padded: str = ""  # the outputs whose columns from V on must be 0
     axes: str = ""  # the axes of an output of more than two; "head" of queries, keys and values side by side
     shapes: dict = {}  # {argument: its shape in words}, where a check's own sizes would mislead
@@ -120,28 +120,28 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("softmax_forward", "softmax_forward1", "the maximum of a row, a sum, and how exp overflows", "a row",
              ("exp(x) is infinite in fp32 from x = 89 on. exp(x - largest) never is, and the quotient is the same.",
               "Three loops over the row: the largest number, the sum of the exponentials, the quotients."),
-             f"{NUMBERS} {WARPS} {BLOCKS} math", rows=("inp", "out"), padded="out"),
+             f"{NUMBERS} {WARPS} {BLOCKS} math", rows=("inp", "out", "range"), padded="out"),
     Exercise("rmsnorm_forward", "rmsnorm_forward1", "the sum of a row, with one thread and then with a warp", "a row",
              ("A thread can take a whole row. That is correct but slow.",
               "With one warp per row, each thread adds every 32nd number: for (int c = lane; c < C; c += 32)."),
-             f"{NUMBERS} {WARPS} math", rows=("residual", "out rstd")),
+             f"{NUMBERS} {WARPS} math", rows=("residual", "out rstd", "deviation")),
     Exercise("layernorm_forward", "layernorm_forward1", "two sums over a row, and a difference that may cancel",
              "a row",
              ("First the mean, then the average of (x - mean)^2: the average of x^2 minus mean^2 would cancel.",
               "With one warp per row, each thread adds every 32nd number: for (int c = lane; c < C; c += 32)."),
-             f"{NUMBERS} {WARPS} {BLOCKS} math", rows=("residual", "out mean rstd copy")),
+             f"{NUMBERS} {WARPS} {BLOCKS} math", rows=("residual", "out mean rstd copy", "deviation")),
     Exercise("fused_residual_forward", "fused_residual_forward2", "two kernels in one: the row is read once", "a row",
              ("residual += branch first, and the mean is that of the new residual.",
               "A thread or a warp that has written a number may read it again."), f"{NUMBERS} {WARPS} dynamic math",
-             rows=("residual", "out mean rstd copy")),
+             rows=("residual", "out mean rstd copy", "deviation")),
     Exercise("crossentropy_forward", "crossentropy_forward1", "a loss without overflow: log(sum(exp))", "a row",
              ("The loss is log(sum of exp(x - largest)) + largest - x[target].",
               "Only the first V columns count."), f"{NUMBERS} {WARPS} {BLOCKS} math",
-             rows=("logits", "losses")),
+             rows=("logits", "losses", "range")),
     Exercise("classifier_fused", "classifier_fused1", "a loss and its gradient in place: what to read first", "a row",
              ("The gradient is dloss * (softmax - 1 at the target), and 0 in the columns from V to Vp - 1.",
               "Read the target's logit before you overwrite it."), f"{NUMBERS} {WARPS} {BLOCKS} math",
-             rows=("logits", "logits losses"), padded="logits"),
+             rows=("logits", "logits losses", "range"), padded="logits"),
     Exercise("global_norm", "global_norm2", "a sum over everything, by one block and its shared memory", "one, for all",
              ("There is one block. Each of its threads adds every blockDim.x-th square.",
               "block_reduce adds up the sums of the threads. One of them stores the root."),
@@ -161,13 +161,13 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("rmsnorm_backward", "rmsnorm_backward1", "a gradient of a row, and one of all rows", "a row",
              ("With dnorm = dout * weight, dinp += rstd * (dnorm - x * rstd^2 * average of (dnorm * x)).",
               "Every row adds a term to dweight[c]: atomicAdd."), f"{NUMBERS} {WARPS} atomicAdd",
-             rows=("inp", "dinp")),
+             rows=("inp", "dinp", "deviation")),
     Exercise("layernorm_backward", "layernorm_backward1", "three gradients, of which two are sums over rows",
              "a row",
              ("With norm = (x - mean) * rstd and dnorm = dout * weight, the input's gradient is rstd * (dnorm - "
               "average of dnorm - norm * average of (dnorm * norm)).",
               "Every row adds a term to dweight, dbias and before: atomicAdd."), f"{NUMBERS} {WARPS} atomicAdd",
-             rows=("inp", "dresidual")),
+             rows=("inp", "dresidual", "deviation")),
     Exercise("relu_attention_forward", "relu_attention_forward1", "attention's two products, without the softmax",
              "a query: one (b, h, t)", ("t = i % T, h = i / T % NH, b = i / T / NH.",
                                                "Query t sees the keys 0 to t. HS, a head's channels, is a constant."),

@@ -98,7 +98,7 @@ def plant(name, wish, *texts):
 V_LOOP = "v < V; v++) sum"
 PLANTS = (
     plant("residual_forward", "inp2 is subtracted", ") + to", ") - to"),
-    plant("residual_forward", "every number is wrong", ") + to", ") + 1.5f * to"),
+    plant("residual_forward", "all 2,592 numbers.*compare the line", ") + to", ") + 1.5f * to"),
     plant("gelu_forward", "GELU by erf", "tanhf(SQRT_2_OVER_PI * (x + 0.044715f * x * x * x))",
           "erff(x * 0.70710678f)"),
     plant("gelu_forward", "0.044715 is left out", "0.044715f * x", "x"),
