@@ -47,7 +47,7 @@ def facts_of(bench, comparison, code):
     f = SimpleNamespace(
         name=name, exercise=exercise, shape=truth.shape, place=comparison.place, found=comparison.found,
         expected=comparison.expected, bf16=array.itemsize == 2, code=code, cares=int(cared.sum()),
-        never=int(never.sum()), never_there=bool(never[comparison.place]),
+        never=int(never.sum()), never_there=bool(never[comparison.place]) and not shared_in(code),
         sizes={key: value for key, value in vars(bench.given).items() if type(value) is int},
         at={key: float(value[comparison.place]) for key, value in given.items()
             if key != name and value.shape == truth.shape and exercise.item.startswith("a number")})
@@ -55,6 +55,7 @@ def facts_of(bench, comparison, code):
         wrong, alike = wrong_places(bench, comparison, found, cared), likeness(array, truth)
         f.wrong, f.axes = int(wrong.sum()), [np.flatnonzero(wrong.any(tuple(
             other for other in range(truth.ndim) if other != axis))) for axis in range(truth.ndim)]
+        f.shared = shared_in(code)
         f.row, f.smallest = np.array([]), False
         if exercise.rows and name in exercise.rows[1].split():
             f.row, f.smallest = rows_of(given[exercise.rows[0]], f.axes[0], comparison.place[0])
@@ -77,6 +78,13 @@ def facts_of(bench, comparison, code):
             (abs(found) <= abs(truth) * (1 + 2**-9))[cared].mean() > 0.99)
         f.why = "" if f.never else own_mistake(bench, name, arrays, wrong)
     return f
+
+
+def shared_in(code):
+    """The names of the __shared__ variables and arrays of a text. They start with the bits of memory that nobody wrote,
+    as outputs do, and a sum with them keeps those bits."""
+    found = re.findall(r"__shared__\s+\w+\s+(\w+)|DYNAMIC_SHARED\(\s*\w+\s*,\s*(\w+)", code)
+    return " and ".join(first or second for first, second in found)
 
 
 def wrong_places(bench, comparison, found, cared):
@@ -157,10 +165,12 @@ def factor(f):
 
 # What usually causes a wrong result in any exercise: (condition, sentence). The first whose condition holds is said.
 GENERAL = [
+    (lambda f: f.never == f.wrong and f.shared and (f.never == f.cares or not f.tail), "these are the bits of memory "
+     "that nobody wrote. Is {f.name} stored? Is {f.shared} set before it is read? Shared memory does not start at 0."),
     (lambda f: f.never == f.cares, "nothing was written to {f.name}. Is there a line that stores to it, and do the "
      "threads reach it?"),
-    (lambda f: f.never and "blockIdx" not in f.code, "the end of {f.name} was never written. The index leaves out "
-     "blockIdx.x, so every block does the work of the first."),
+    (lambda f: f.never and "blockIdx" not in f.code and f.exercise.items != "1", "the end of {f.name} was never "
+     "written. The index leaves out blockIdx.x, so every block does the work of the first."),
     (lambda f: f.never and in_padding(f), "the columns from V on were never written. They must become 0."),
     (lambda f: f.never and end_of(f), "the last columns were never written. Does the loop over a row stop too early?"),
     (lambda f: f.never == f.wrong and f.tail, "the end of {f.name} was never written. Is the bound of the if right? "
@@ -177,6 +187,7 @@ GENERAL = [
      "many?"),
     (lambda f: f.shifted, "all numbers are {f.shifted}. Check the index."),
     (in_padding, "only the padding is wrong, the columns from V on. They must be 0."),
+    (lambda f: 1.6e38 < abs(f.found) < 1.8e38, "this comes from a variable without a first value: write sum = 0.0f."),
     (lambda f: f.nan, "NaN is 0/0, infinity - infinity, infinity/infinity, the root of a negative number, or memory "
      "that no thread wrote."),
     (lambda f: f.infinite, "a number overflowed: e^x is infinite in fp32 from x = 89 on, and x/0 is too."),

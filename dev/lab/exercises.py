@@ -30,6 +30,8 @@ HELPERS = {
     "dynamic": "DYNAMIC_SHARED(float, x);  more shared memory; its size in bytes: {shared}",
     "atomicAdd": "atomicAdd(p, x)       adds the float x to *p, even if other threads add to it at the same time.",
     "master": "x = load_master<1>(params, low, i)  gives number i as x[0]; store_master(params, low, i, x) stores it.",
+    "trigonometry": "pow(x, y) of doubles; cosf(x), sinf(x) of floats",
+    "exp2": "exp2f(x), LOG2_E      2^x, and the logarithm of e to base 2: e^x = exp2f(LOG2_E * x).",
     "math": "expf(x), logf(x), sqrtf(x), tanhf(x), fmaxf(x, y)  C's functions for float.",
 }
 NUMBERS, WARPS, BLOCKS = "to_float from_float", "warp_sum warp_max", "block_sum block_max shared"
@@ -54,10 +56,31 @@ class Exercise(NamedTuple):
     rows: tuple = ()  # (the input whose rows count, the outputs with a number or a row for each, what rows differ in)
     padded: str = ""  # the outputs whose columns from V on must be 0
     axes: str = ""  # the axes of an output of more than two; "head" of queries, keys and values side by side
-    shapes: dict = {}  # {argument: its shape in words}, where a check's own sizes would mislead
+    shapes: dict = {}  # {argument: its shape, or what the number is}, where the checks do not say it
+    numpy: bool = True  # whether the file shows the formulas that the kernel's .py imports
 
 
 TURNS = tuple(f"B=2,T=33,NH=6,NKV=2,HS=64,theta=3,half={half}" for half in (0, 1))
+
+ROPE = dict(qkv="B,T,NH+2*NKV,HS", dqkv="B,T,NH+2*NKV,HS", N="B*T", heads="NH + NKV: those that are turned",
+            row="(NH + 2*NKV) * HS", half="1: numbers i and i + HS/2 of a head are a pair; 0: 2i and 2i + 1")
+QKV = dict(qkv="B,T,3,NH,HS", dqkv="B,T,3,NH,HS", scale="1/sqrt(HS)")
+# Of one head, with q, k, v (T,HS).
+ONE_HEAD = "In NumPy, for the q, k and v (T,HS) of one head"
+ATTEND = (ONE_HEAD, "    score = scale * q @ k.T  # (T,T), row t for query t; -inf where s > t",
+          "    out = softmax(score) @ v")
+GRADIENT = (ONE_HEAD + ", and its out, dout and lse (T,1)",
+            "    delta = (dout * out).sum(-1)                             # (T,1)",
+            "    weight = exp2(LOG2_E * scale * q @ k.T - lse)            # (T,T); 0 where s > t",
+            "    dscore = scale * weight * (dout @ v.T - delta)           # (T,T)",
+            "    dq, dk, dv = dscore @ k, dscore.T @ q, weight.T @ dout")
+ADAMW_NOTE = (
+    "For each number, with the fields of settings:",
+    "    g = grads[i] * (clip / norm if 0 < clip < norm else 1)",
+    "    m += rate1 * (g - m), and v += rate2 * (g * g - v)",
+    "    change = m * correction1 / (sqrt(v * correction2) + eps)",
+    "    params -= learning_rate * (change + weight_decay * params), the decay only if decayed[tensor]",
+    "Tensor j is the numbers from starts[j] to starts[j + 1] - 1.")
 
 EXERCISES = {row.kernel: row for row in (
     Exercise("residual_forward", "residual_forward1", "which thread does what, and which threads have nothing to do",
@@ -76,7 +99,8 @@ EXERCISES = {row.kernel: row for row in (
                                  "The first half of a row is up, the second half is gate."), NUMBERS + " math"),
     Exercise("encoder_forward", "encoder_forward2", "an index from another array: the embedding of a token",
              "a number of out", ("The row is i / C: tokens[row] is a row of wte, and row % T is a row of wpe.",
-                                 "out is fp32, so it needs no from_float."), axes="b t c"),
+                                 "out is fp32, so it needs no from_float."), axes="b t c",
+             shapes=dict(wpe="maxT,C", N="B*T")),
     Exercise("permute", "permute1", "an index of five dimensions, taken apart by / and %", "a number of out",
              ("Take the index of out apart, last dimension first: c = i % head, then i / head % T, and so on.",
               "Build the index of inp, first dimension first: ((b*T + t)*3 + which)*NH + h, and so on."),
@@ -98,22 +122,26 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("crossentropy_softmax_backward", "crossentropy_softmax_backward1", "padding: columns that must be zero",
              "a number of dlogits", ("The gradient is (probability - 1 at the target) * dlosses[row].",
                                      "The columns from V to Vp - 1 are padding."), padded="dlogits"),
-    Exercise("rope_table", "rope_table1", "where fp32 is not enough", "a pair of channels",
+    Exercise("rope_table", "rope_table1", "where fp32 is not enough", "a pair of numbers of table",
              ("Thread i has position i / (HS/2) and pair i % (HS/2).",
               "The power needs double: pow((double)theta, ...), and the frequency is rounded to float again."),
-             "math", checks=("T=33,HS=64", "T=5000,HS=64")),
+             "trigonometry", checks=("T=33,HS=64", "T=5000,HS=64"), numpy=False, note=(
+                 "Row t has the cosine and the sine of the angle of each pair i, side by side:",
+                 "    power = theta^(2i/HS) in double, rounded to float",
+                 "    angle = t * (1 / power) in float",
+                 "    table[t, 2i] = cos(angle) and table[t, 2i + 1] = sin(angle)")),
     Exercise("rope_forward", "rope_forward2", "pairs: a thread reads two numbers and writes two", "a pair",
              ("Turning (x, y) by an angle gives (x cos - y sin, x sin + y cos). table has cos and sin side by side.",
               "Read both numbers before you write one."),
-             checks=TURNS, axes="b t head c"),
+             checks=TURNS, axes="b t head c", shapes=ROPE),
     Exercise("rope_backward", "rope_backward1", "a rotation's gradient is the rotation back", "a pair",
              ("The inverse of a rotation by an angle is one by minus the angle.",
               "The rest is as in rope_forward."),
-             checks=TURNS, axes="b t head c"),
+             checks=TURNS, axes="b t head c", shapes=ROPE),
     Exercise("adamw", "adamw2", "an update of many arrays in one pass", "a number",
              ("settings is a struct in device memory: AdamW a = *settings, then a.learning_rate, a.rate1, and so on.",
-              "Look at kernels.cu for what its fields mean. A tensor i has weight decay if decayed[i]."),
-             "master math"),
+              "Which tensor has number i? starts is sorted: go through it, or bisect it."),
+             "master math", note=ADAMW_NOTE, shapes=dict(settings="1", norm="1")),
     Exercise("matmul_backward_bias", "matmul_backward_bias1", "a sum over a column, whose numbers are far apart",
              "a column", ("A thread takes a column and adds up its N numbers in a float.",
                           "dbias is added to (+=), since micro-batches add up.")),
@@ -142,10 +170,11 @@ EXERCISES = {row.kernel: row for row in (
              ("The gradient is dloss * (softmax - 1 at the target), and 0 in the columns from V to Vp - 1.",
               "Read the target's logit before you overwrite it."), f"{NUMBERS} {WARPS} {BLOCKS} math",
              rows=("logits", "logits losses", "range"), padded="logits"),
-    Exercise("global_norm", "global_norm2", "a sum over everything, by one block and its shared memory", "one, for all",
-             ("There is one block. Each of its threads adds every blockDim.x-th square.",
+    Exercise("global_norm", "global_norm2", "a sum over everything, by one block and its shared memory",
+             "the whole sum", ("There is one block. Each of its threads adds every blockDim.x-th square.",
               "block_reduce adds up the sums of the threads. One of them stores the root."),
-             "block_sum shared math", items="1", args="norm grads n", shapes=dict(norm="1")),
+             "block_sum shared math", items="1", args="norm grads n", zeroed="norm",
+             shapes=dict(norm="1")),
     Exercise("matmul_forward", "matmul_forward1", "a matrix product, first naive and then in tiles of shared memory",
              "a number of out", ("A thread takes the row n = i / OC of inp and the row oc = i % OC of weight.",
                                  "For tiles write BLOCK(1024, 32, 32): then blockIdx.x counts tiles of columns, and "
@@ -157,7 +186,7 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("encoder_backward", "encoder_backward1", "many threads that add to one place", "a number of dout",
              ("Two positions may have the same token, and then both add to the same row of dwte.",
               "atomicAdd allows that, in an order that varies."), NUMBERS + " atomicAdd",
-             shapes=dict(dwpe="maxT,C")),
+             shapes=dict(dwpe="maxT,C", N="B*T")),
     Exercise("rmsnorm_backward", "rmsnorm_backward1", "a gradient of a row, and one of all rows", "a row",
              ("With dnorm = dout * weight, dinp += rstd * (dnorm - x * rstd^2 * average of (dnorm * x)).",
               "Every row adds a term to dweight[c]: atomicAdd."), f"{NUMBERS} {WARPS} atomicAdd",
@@ -166,35 +195,40 @@ EXERCISES = {row.kernel: row for row in (
              "a row",
              ("With norm = (x - mean) * rstd and dnorm = dout * weight, the input's gradient is rstd * (dnorm - "
               "average of dnorm - norm * average of (dnorm * norm)).",
-              "Every row adds a term to dweight, dbias and before: atomicAdd."), f"{NUMBERS} {WARPS} atomicAdd",
+              "Every row adds a term to dweight, dbias and before: atomicAdd. before gets the new dresidual."),
+             f"{NUMBERS} {WARPS} atomicAdd",
              rows=("inp", "dresidual", "deviation")),
     Exercise("relu_attention_forward", "relu_attention_forward1", "attention's two products, without the softmax",
              "a query: one (b, h, t)", ("t = i % T, h = i / T % NH, b = i / T / NH.",
                                                "Query t sees the keys 0 to t. HS, a head's channels, is a constant."),
-             axes="b t h c"),
+             axes="b t h c", note=(ONE_HEAD, "    weight = maximum(0, scale * q @ k.T)  # (T,T); 0 where s > t",
+                                   "    out = weight @ v"), shapes=QKV),
     Exercise("trimat_forward", "trimat_forward1", "the scores of attention: half of a matrix", "a number of att",
              ("Nothing has to be written above the diagonal.", "There are T*T numbers for each head: use size_t."),
-             axes="b h t s"),
+             axes="b h t s", numpy=False, note=(ONE_HEAD, "    att = scale * q @ k.T  # (T,T), row t for query t"),
+             shapes=QKV),
     Exercise("attention_forward", "attention_forward1", "attention with its softmax", "a query: one (b, h, t)",
              ("att (B,NH,T,T) is scratch memory for your weights: row i belongs to item i.",
               "Without it: keep the largest score so far, and scale down your sums when it grows."),
-             f"{NUMBERS} {WARPS} {BLOCKS} math", axes="b t h c"),
+             f"{NUMBERS} {WARPS} {BLOCKS} math", axes="b t h c", note=ATTEND, shapes=QKV),
     Exercise("gqa_forward", "gqa_forward1", "Llama's attention: query heads that share keys and values",
              "a query: one (b, h, t)",
              ("Head h reads the key head h / (NH / NKV).",
               "Keep the largest score so far, and scale down your sums when it grows."),
-             f"{NUMBERS} {WARPS} {BLOCKS} math", axes="b t h c"),
+             f"{NUMBERS} {WARPS} {BLOCKS} math", axes="b t h c", note=ATTEND,
+             shapes=dict(scale="1/sqrt(HS)")),
     Exercise("attention_backward", "attention_backward1", "attention's gradient: the hardest kernel of the trainer",
              "a query: one (b, h, t)",
              ("The weight of a pair is exp2f(LOG2_E * scale * q.k - lse): lse is a logarithm to base 2.",
               "dqkv is zero at the start. Add to keys and values with atomicAdd."),
-             NUMBERS + " atomicAdd math", items="B*NH*T", args="dqkv dout out qkv lse scale B T NH", zeroed="dqkv",
-             axes="b t head c"),
+             NUMBERS + " atomicAdd exp2", items="B*NH*T", args="dqkv dout out qkv lse scale B T NH", zeroed="dqkv",
+             axes="b t head c", note=GRADIENT, shapes=QKV),
     Exercise("gqa_backward", "gqa_backward1", "the same, where several heads share keys and values",
              "a query: one (b, h, t)",
              ("Begin with attention_backward. Only the place of the keys and values changes.",
-              "dqkv is zero at the start."), NUMBERS + " atomicAdd math", items="B*NH*T",
-             args="dqkv dout out qkv lse scale B T NH NKV", zeroed="dqkv", axes="b t head c"),
+              "dqkv is zero at the start."), NUMBERS + " atomicAdd exp2", items="B*NH*T",
+             args="dqkv dout out qkv lse scale B T NH NKV", zeroed="dqkv", axes="b t head c", note=GRADIENT,
+             shapes=dict(scale="1/sqrt(HS)")),
 )}
 
 

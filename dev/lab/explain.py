@@ -146,13 +146,25 @@ def race_lines(path, found):
     return [*lines, found["why"]]
 
 
-def order_lines(text):
+def without_value(path):
+    """The lines of a student's file that declare a variable and give it no value."""
+    for number, line in enumerate(code_of(path).splitlines(), 1):
+        for _ in range(3):  # brackets within brackets
+            line = re.sub(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]", "@", line)
+        declared_there = re.match(r"\s*(?:float|double|int|unsigned|size_t)\s+([^;(]*);", line)
+        if declared_there and any(re.fullmatch(r"\s*\w+\s*", name) for name in declared_there[1].split(",")):
+            yield quoted(path, number)
+
+
+def order_lines(path, text):
     """The lines on what Bench.check says: results that depend on the order of the threads, or a changed input."""
     if text.startswith("changed"):
         return [f"it {text}", "usually: it is on the left of an =, or an index of another array is far too large"]
-    return [f"its result depends on the order in which threads run: {text.removeprefix('has a race: ')}",
-            "usually: a variable is read before it has a value (float sum; where float sum = 0.0f; is meant), or one "
-            "thread uses what another one writes, and no barrier or atomicAdd orders them"]
+    unset = list(without_value(path))[:1]
+    usual = ("a variable is read before it has a first value, such as sum = 0.0f" if unset else
+             "one thread reads what another one writes, and no barrier or atomicAdd orders them")
+    return [f"its result depends on the order in which threads run: {text.removeprefix('has a race: ')}", *unset,
+            f"usually: {usual}"]
 
 
 def complaint_lines(path, events, status, stderr, sanitize):
@@ -175,7 +187,7 @@ def complaint_lines(path, events, status, stderr, sanitize):
         if kind == "outside":
             return [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"]), at]
         if kind == "race":
-            return [*order_lines(text), at]
+            return [*order_lines(path, text), at]
         return [f"wrong: {text}", *told[0]["lines"], at]
     if status == -signal.SIGALRM:
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]

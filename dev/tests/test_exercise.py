@@ -12,7 +12,7 @@ from dev.lab import grade
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
 from dev.lab.template import template
-from dev.tests.checks import check, run_program
+from dev.tests.checks import TOP, check, run_program
 from dev.tests.student import filled, said, solution
 from dev.tests.trainings import call
 
@@ -354,6 +354,10 @@ def files(folder):
         text = template(name)
         shapes = re.findall(r"(?:real|float|int|size_t) \(([^)]*)\)", text)
         check(f"{name}: its file", shapes and max(map(len, text.splitlines())) <= 120, shapes)
+
+    first = filled("residual_forward", RESIDUAL.replace("if (i < (size_t)N * C) ", "")).splitlines()
+    line = next(f"line {i}: {text.strip()}" for i, text in enumerate(first, 1) if "from_float(out[i], to_" in text)
+    check("the README's first line", line in (TOP / "dev/lab/README.md").read_text(), line)
 
     written = path.read_text()
     path.write_text(written + "// mine\n")
