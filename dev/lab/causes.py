@@ -19,7 +19,7 @@ def wrong_number(comparison, never):
     """The sentence on the first wrong number. never: the number was never written."""
     place = ",".join(map(str, comparison.place))
     with np.errstate(over="ignore", under="ignore"):  # a number below fp32's smallest is 0
-        expected = float(np.float32(comparison.expected))
+        expected = float(np.float32(comparison.expected)) + 0.0  # and -0 is 0
     if never:
         return f"{comparison.name}[{place}] was never written, expected {expected:.6g}"
     return f"{comparison.name}[{place}] is {comparison.found:.9g}, expected {expected:.9g}"
@@ -46,7 +46,8 @@ def facts_of(bench, comparison, code):
     before = np.zeros_like(truth) if exercise.zeroed == name else given.get(name)
     f = SimpleNamespace(
         name=name, exercise=exercise, shape=truth.shape, place=comparison.place, found=comparison.found,
-        expected=comparison.expected, bf16=array.itemsize == 2, code=code, cares=int(cared.sum()),
+        expected=comparison.expected, bf16=array.itemsize == 2, in_bf16=bench.device.dtype == "bf16", code=code,
+        cares=int(cared.sum()),
         never=int(never.sum()), never_there=bool(never[comparison.place]) and not shared_in(code),
         sizes={key: value for key, value in vars(bench.given).items() if type(value) is int},
         at={key: float(value[comparison.place]) for key, value in given.items()
@@ -71,7 +72,8 @@ def facts_of(bench, comparison, code):
             lambda: before, lambda: truth - before, lambda: 2 * truth - before))
         ratio = (found / truth)[wrong & np.isfinite(found) & (truth != 0)]
         steady = ratio.size > 3 and float(np.ptp(ratio)) < 0.02 * abs(float(np.median(ratio)))
-        f.ratio = float(np.median(ratio)) if steady else None
+        f.ratio = float(np.median(ratio)) if steady and abs(np.median(ratio) - 1) > 0.02 else None
+        f.every = every_nth(np.flatnonzero(wrong))
         f.shifted = "" if f.wrong <= 3 else next((how for how, moved in shifts(found) if (
             alike(moved, truth)[wrong].mean() > 0.9)), "")
         f.cut = f.bf16 and np.isfinite(found).all() and bool(
@@ -128,6 +130,12 @@ def rows_of(x, wrong, first):
         return np.array([]), False
     deviations = x.std(1)
     return x[first][np.isfinite(x[first])], bool(deviations[wrong].max() < deviations[right].min())
+
+
+def every_nth(places):
+    """n, if places are a number, the n-th behind it, and so on; else 0."""
+    steps = set(np.diff(places).tolist())
+    return steps.pop() if len(steps) == 1 and len(places) > 2 and 1 not in steps else 0
 
 
 def shifts(found):
@@ -193,14 +201,16 @@ GENERAL = [
     (lambda f: f.infinite, "a number overflowed: e^x is infinite in fp32 from x = 89 on, and x/0 is too."),
     (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-7 * abs(f.expected) and f.cut, "bf16 was cut off where it "
      "should be rounded; from_float rounds."),
-    (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result is right in fp32, and here "
-     "off by roundings to bf16. Compute in float, and round once, at the end."),
+    (lambda f: f.in_bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result is right in fp32, and "
+     "here off by roundings to bf16. Compute in float, and round once, at the end."),
     (end_of, "only the last columns are wrong. Does the loop over a row end right: < or <=, and {end} or another "
      "size?"),
     (lambda f: f.smallest and "deviation" in f.exercise.rows, "only the rows with the smallest deviations are wrong. "
      "Is it the right eps, inside the root?"),
     (lambda f: f.tail, "the beginning is right, and from some number on all are wrong. Check the number of items in "
      "BLOCK, and the index."),
+    (lambda f: f.exercise.rows and f.name in f.exercise.rows[1].split(), "compare the sums over the row with the "
+     "formula, and then the line that writes each number."),
     (lambda f: f.wrong == f.cares, "compare the line that computes it with the formula."),
     (lambda f: f.wrong == 1, "follow the thread that writes this number."),
     (lambda f: True, "see what these places have in common, and follow the thread that writes the first of them."),
@@ -230,16 +240,18 @@ def head_of(f, index):
 
 
 def note_on(f):
-    """What is special about the row, where others are right; or the inputs at the place, if the cause is not known."""
+    """What is special about the row, where others are right; or the inputs at the place, where they may say more."""
     if f.row.size:
         mean, deviation = float(f.row.mean()), float(f.row.std())
-        if f.exercise.rows[2] == "range":
-            return f"that row of {f.exercise.rows[0]} has numbers from {f.row.min():.4g} to {f.row.max():.4g}"
-        if abs(mean) > 20 * deviation > 0:
-            return f"that row of {f.exercise.rows[0]} has a mean of {abs(mean / deviation):.0f} deviations"
-        return f"that row of {f.exercise.rows[0]} has a deviation of {deviation:.2g}"
+        name, _, kind = f.exercise.rows
+        if kind == "range" and (f.row.max() > 88.7 or f.row.max() < -103):
+            return f"that row of {name} has numbers from {f.row.min():.4g} to {f.row.max():.4g}"
+        if kind == "deviation" and abs(mean) > 20 * deviation > 0:
+            return f"that row of {name} has a mean of {abs(mean / deviation):.0f} deviations"
+        if kind == "deviation" and deviation < 0.02:
+            return f"that row of {name} has a deviation of {deviation:.2g}"
     known = [f"{key} is {value:.6g}" for key, value in f.at.items() if np.isfinite(value)]
-    return "" if f.why or not known else f"{' and '.join(known)} there"
+    return "" if f.why and np.isfinite(f.found) or not known else f"{' and '.join(known)} there"
 
 
 AXES = dict(b="sequences", t="positions", h="heads", head="heads", c="channels", s="keys", which="parts (q, k, v)",
@@ -261,7 +273,8 @@ def how_many(f):
         return f"all {f.cares:,} numbers are wrong"
     if f.wrong == 1:
         return f"this one of {f.cares:,} numbers is wrong"
-    return f"{f.wrong:,} of {f.cares:,} numbers are wrong{spread(f)}"
+    where = f", every {f.every:,}th" if f.every and f.every not in f.shape else spread(f)
+    return f"{f.wrong:,} of {f.cares:,} numbers are wrong{where}"
 
 
 def describe_wrong(f):

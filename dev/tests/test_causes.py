@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dev.cpu.device import Cpu
-from dev.lab.bench import Bench
+from dev.lab.bench import Bench, Comparison
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
+from dev.lab.explain import order_lines, own_names, sanitizer_lines, stuck_lines
 from dev.lab.inputs import ANY, stored
 from dev.lab.ladder import LAB, find_ladder
 from dev.lab.mistakes import MISTAKES
@@ -35,13 +36,13 @@ def told(bench, version, choice, code):
 
 def device(dtype):
     """As much of a device as Bench needs."""
-    real = BF16 if dtype == "bf16" else np.dtype(np.float32)
+    real = np.dtype(BF16 if dtype == "bf16" else np.float32)
     return SimpleNamespace(
         name="cpu", dtype=dtype, real=real, W=16 // real.itemsize, empty=lambda nbytes: np.empty(nbytes, np.uint8),
         put=lambda array, values: array.__setitem__(..., values), set_order=lambda order: None)
 
 
-def judged(name, results, dtype="fp32", sizes=None):
+def judged(name, results, dtype="fp32", sizes=None, code="blockIdx"):
     """What is said of results(a) {output: numbers}, at the first sizes where they are wrong; [] if they are right.
     The other outputs are right."""
     ladder, lines = find_ladder(name), []
@@ -59,7 +60,7 @@ def judged(name, results, dtype="fp32", sizes=None):
                 array[...] = stored(np.broadcast_to(numbers[output], array.shape), array.dtype)
 
         with np.errstate(all="ignore"):
-            lines = told(bench, version._replace(run=run, scratch=None, atomics=True), {}, "blockIdx")
+            lines = told(bench, version._replace(run=run, scratch=None, atomics=True), {}, code)
         if lines:
             break
     return lines
@@ -98,6 +99,8 @@ def plant(name, wish, *texts):
 V_LOOP = "v < V; v++) sum"
 PLANTS = (
     plant("residual_forward", "inp2 is subtracted", ") + to", ") - to"),
+    plant("residual_forward", "10 of 2,592 numbers are wrong, every 256th", "(i < (size_t)N * C)",
+          "(i < (size_t)N * C && threadIdx.x < 255)"),
     plant("residual_forward", "all 2,592 numbers.*compare the line", ") + to", ") + 1.5f * to"),
     plant("gelu_forward", "GELU by erf", "tanhf(SQRT_2_OVER_PI * (x + 0.044715f * x * x * x))",
           "erff(x * 0.70710678f)"),
@@ -121,6 +124,9 @@ PLANTS = (
     plant("repeat_kv_forward", "h % NKV", "h / (NH / NKV)", "h % NKV"),
     plant("repeat_kv_forward", "values are copies of the keys", "(which - 1) * NKV + ", ""),
     plant("gelu_backward", "is not multiplied", "to_float(dinp[i]) * gelu", "gelu"),
+    plant("gelu_backward", "overwritten before", "from_float(dinp[i], to_float(dinp[i])",
+          "from_float(dinp[i], gelu_backward_::derivative(to_float(inp[i]))), from_float(dinp[i], to_float("
+          "dinp[i])"),
     plant("gelu_backward", "the 3 is missing", "3.0f * ", ""),
     plant("swiglu_backward", "halves are exchanged", "from_float(dinp[at], d * gate",
           "from_float(dinp[at + H], d * gate",
@@ -150,6 +156,8 @@ PLANTS = (
     plant("softmax_forward", "leaves out its last term", V_LOOP, "v < V - 1; v++) sum"),
     plant("softmax_forward", "divide them by their sum", " / sum", ""),
     plant("softmax_forward", "only the padding", ": 0.0f);", ": 1.0f);"),
+    plant("rmsnorm_forward", "last columns were never written", "int c = 0; c < C; c++) {\n        float x",
+          "int c = 0; c < C - 8; c++) {\n        float x"),
     plant("rmsnorm_forward", "eps is left out", " + eps)", ")"),
     plant("rmsnorm_forward", "branch is not added", " + to_float(branch[start + c])", ""),
     plant("rmsnorm_forward", "not divided by C", "sum / C", "sum"),
@@ -172,6 +180,10 @@ PLANTS = (
     plant("classifier_fused", "dloss is left out", "dloss * (expf", "(expf"),
     plant("classifier_fused", "1 at the target is not", "v == targets[row] ? 1.0f : 0.0f", "0.0f"),
     plant("global_norm", "root is missing", "sqrtf(sum)", "sum"),
+    plant("global_norm", "Is total set before it is read.*does not start at 0",
+          "sum = block_reduce<warp_sum>(sum, 0.0f);",
+          "__shared__ float total;\n    atomicAdd(&total, sum);\n    __syncthreads();\n    sum = total;"),
+    plant("global_norm", "only the first warp's sum", "block_reduce<warp_sum>(sum, 0.0f)", "warp_sum(sum)"),
     plant("matmul_forward", "bias is not added", "sum = to_float(bias[i % OC])", "sum = 0.0f"),
     plant("matmul_forward", "as if it were .C,OC.", "weight + i % OC * C", "weight + i % OC", "to_float(w[c])",
           "to_float(w[c * OC])"),
@@ -244,5 +256,61 @@ def planted(folder):
               "" if lines and bool(found) == usual and len(lines) < 5 else lines)
 
 
+# ---- Sentences
+
+
+MISALIGNED = "x.cu:3:5: runtime error: {} of misaligned address 0x7f for type 'const struct {}', which requires {} byte"
+OUT_OF_ORDER = "has a race: out[0, 3] is 2 when threads run in the order 1, and 3 in the order forward"
+
+
+def sentences(folder):
+    """What is said where numbers are not the matter, or say little."""
+    zeros = lambda a: dict(out=np.zeros(a.truth["out"].shape))
+    for name, wish, lines in (
+            ("0 everywhere", "0 everywhere. Does each loop run", judged("softmax_forward", zeros)),
+            ("0 everywhere, and 1 / 2", "1/2 is 0", judged("gelu_forward", zeros, code="1 / 2 * x")),
+            ("never changed", "still has the value", judged("gelu_backward", lambda a: dict(dinp=a.dinp))),
+            ("added twice", "added twice", judged("matmul_backward_bias", lambda a: dict(
+                dbias=2 * a.truth["dbias"] - a.dbias))),
+            ("a factor that is a size", "0.3333, which is 1/B, times", judged("residual_forward", lambda a: dict(
+                out=a.truth["out"] / a.B))),
+            ("a row off", "one row behind", judged("softmax_forward", lambda a: dict(
+                out=np.roll(a.truth["out"], 1, 0)))),
+            ("a place off", "one place before", judged("residual_forward", lambda a: dict(
+                out=np.roll(a.truth["out"], -1)))),
+            ("rounded twice", "in bf16|here off by roundings", judged("residual_forward", lambda a: dict(
+                out=a.truth["out"] * (1 + 2**-7)), "bf16")),
+            ("no first value", "without a first value", judged("matmul_forward", lambda a: dict(
+                out=a.truth["out"] - 1.6947e38)))):
+        check(f"sentence: {name}", re.search(wish, said(lines)) and len(lines) < 5, lines)
+
+    tiny = Comparison("out", 1.0, 1e-5, (0, 4), found=1.0, expected=4e-303)
+    check("sentence: no number that fp32 has not", wrong_number(tiny, False) == "out[0,4] is 1, expected 0",
+          wrong_number(tiny, False))
+    path = folder / "my_softmax_forward.cu"
+    path.write_text(solution("softmax_forward", "", (", sum = 0.0f", ", sum")))
+    for n, kind in ((8, "uint2"), (16, "uint4")):
+        lines = sanitizer_lines(path, {}, MISALIGNED.format("load", kind, n) + f" alignment\n    #0 {path}:3")
+        check(f"sentence: {n} bytes at once", f"reads {n} bytes at once, at an address that is no multiple of {n}" in
+              lines[0] and lines[1].startswith("line 3"), lines)
+    lines = order_lines(path, OUT_OF_ORDER)
+    check("sentence: another order", "race" not in said(lines) and "in a random order" in lines[0] and re.match(
+        r"line \d+: float top = LOWEST, sum;", lines[1]) and "first value" in lines[2], lines)
+    path.write_text(solution("softmax_forward"))
+    lines = order_lines(path, OUT_OF_ORDER)
+    check("sentence: another order, and all have values", "no barrier" in said(lines) and len(lines) == 2, lines)
+    lines = order_lines(path, "changed inp, which is only to be read")
+    check("sentence: a changed input", "it changed inp" in lines[0] and "left of an =" in lines[1], lines)
+    path = folder / "my_gqa_forward.cu"
+    path.write_text(solution("gqa_forward"))
+    lines = own_names(path, ["it reads qkv[9]", "line 1: qkv"])
+    check("sentence: the student's names", lines == ["it reads inp[9]", "line 1: qkv"], lines)
+    path.write_text(solution("gqa_forward"))
+    lines = stuck_lines(path, "kernels.cu: my_gqa_forward: block (0, 0, 0): threads 0-9 wait in warp_max at line 3 of "
+                        "my_gqa_forward.cu, called at line 5; threads 10-63 have returned")
+    check("sentence: a stuck block", [each.split(":")[0] for each in lines[1:3]] == ["line 3", "line 5"] and
+          "10 of the 64" in lines[0] and "of the warp must" in lines[-1] and len(lines) == 5, lines)
+
+
 if __name__ == "__main__":
-    run_program((own_sentences, planted))
+    run_program((own_sentences, planted, sentences))

@@ -43,6 +43,7 @@ def gelu_gradient(a, dout=lambda a: a.dinp, inner=lambda x: 1 + 3 * 0.044715 * x
     return dict(dinp=dout(a) * s * (1 + tail * x * (1 - s) * root * inner(x)))
 
 
+READ_FIRST = "dinp was overwritten before the gradient that it held was read"
 GELU_GRADIENT = [
     *of(gelu_gradient, ("the gradient of the output, which dinp held, is not multiplied", dict(dout=lambda a: 1)),
         ("only the first term of the derivative is there: that of tanh(u) is missing", dict(tail=0)),
@@ -52,6 +53,9 @@ GELU_GRADIENT = [
         ("du/dx has (1 + 3 * 0.044715 x^2), which is left out", dict(inner=lambda x: 1))),
     Mistake("this is GELU itself, and not its derivative, times the gradient",
             lambda a: dict(dinp=a.dinp * gelu(a.inp))),
+    *of(gelu_gradient, *((READ_FIRST, dict(dout=dout)) for dout in (
+        lambda a: sigmoid(ROOT * (a.inp + 0.044715 * a.inp**3)),
+        lambda a: gelu_gradient(a, dout=lambda a: 1)["dinp"]))),
     Mistake("this is GELU of inp, and not a gradient", lambda a: dict(dinp=gelu(a.inp)))]
 
 

@@ -257,6 +257,9 @@ def norm_of(a, f):
 
 NORM_OF = of(
     norm_of, ("this is the sum of the squares: its root is missing", dict(f=lambda x: (x * x).sum())),
+    *(("only the first warp's sum is there: is block_reduce missing, or its barrier?",
+       dict(f=lambda x, n=threads: np.sqrt((x[np.arange(len(x)) % n < 32] ** 2).sum())))
+      for threads in (64, 128, 256, 512, 1024)),
     ("these are no squares: the sum is of the numbers", dict(f=lambda x: np.sqrt(x.sum()))),
     ("these are no squares: the sum is of the absolute numbers", dict(f=lambda x: np.sqrt(abs(x).sum()))),
     ("this is the average of the squares: do not divide by n", dict(f=lambda x: np.sqrt((x * x).mean()))))
