@@ -1,4 +1,5 @@
 """The file that an exercise begins with: the task, the arguments and hints as a comment, and an empty kernel."""
+import functools
 import importlib
 import inspect
 import itertools
@@ -114,6 +115,7 @@ def ways(exercise, threads):
     return lines
 
 
+@functools.cache  # it computes all problems of the exercise
 def template(name):
     """The text of my_<name>.cu."""
     exercise, ladder = EXERCISES[name], find_ladder(name)
