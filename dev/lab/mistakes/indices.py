@@ -82,7 +82,7 @@ EMBEDDING = [
         ("each sequence has its own tokens: tokens[row], and not tokens[row % T]",
          dict(tokens=lambda a: np.broadcast_to(a.tokens[:1], a.tokens.shape))),
         ("the row of wpe is the position, row % T, and not row / T",
-         dict(position=lambda a, row: row // a.T))),
+         dict(position=lambda a, row: row // a.T % a.T))),
     Mistake("this is wpe alone: wte is not added",
             lambda a: dict(out=np.broadcast_to(a.wpe, (a.B, a.T, a.C))))]
 
@@ -105,7 +105,7 @@ def of_one_position(a, found):
 
 EMBEDDING_GRADIENT = [
     *of(embedding_gradient, ("it subtracts where it should add", dict(dwte=-1)),
-        ("the row of dwpe is the position, row % T, and not row / T", dict(position=lambda a, row: row // a.T))),
+        ("the row of dwpe is the position, row % T, and not row / T", dict(position=lambda a, row: row // a.T % a.T))),
     Mistake("each row has what one position wrote: several have the same token, so add with atomicAdd",
             places=of_one_position)]
 
