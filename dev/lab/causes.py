@@ -1,6 +1,6 @@
 """What is wrong with a result, and its cause, from the numbers.
 
-An exercise's own mistakes are recognised by their numbers: see mistakes.py. For all exercises there is a short
+An exercise's own mistakes are recognised by their numbers: see mistakes/. For all exercises there is a short
 list of causes, GENERAL, from the places and kinds of the wrong numbers.
 """
 import re

@@ -15,7 +15,8 @@ from dev.lab.mistakes.indices import (
     EMBEDDING, EMBEDDING_GRADIENT, REPEATED, SUMMED, TABLE, permutation, turns)
 from dev.lab.mistakes.numbers import ADAMW_STEP, GELU, GELU_GRADIENT, RESIDUAL, SWIGLU, SWIGLU_GRADIENT
 from dev.lab.mistakes.rows import (
-    CLASSIFIER, FUSED, LAYERNORM_GRADIENT, LOSS, LOSS_GRADIENT, NORM_OF, PRODUCT, RMSNORM, RMSNORM_GRADIENT,
+    CLASSIFIER, FUSED, LAYERNORM_GRADIENT, LOSS, LOSS_GRADIENT, NORM_OF, PRODUCT, RMSNORM,
+    RMSNORM_GRADIENT,
     SOFTMAX, column_sums, layernorm, layernorm_mistakes)
 
 MISTAKES = dict(
@@ -24,11 +25,17 @@ MISTAKES = dict(
                         ("b and which are exchanged: out is (3,B,NH,T,HS)", (0, 2, 3, 1, 4))),
     unpermute=permutation((0, 2, 1, 3)), repeat_kv_forward=REPEATED, gelu_backward=GELU_GRADIENT,
     swiglu_backward=SWIGLU_GRADIENT, crossentropy_softmax_backward=LOSS_GRADIENT, rope_table=TABLE,
-    rope_forward=turns("qkv", 1, "backward"), rope_backward=turns("dqkv", -1, "forward"), adamw=ADAMW_STEP,
+    rope_forward=turns("qkv", 1, "backward"), rope_backward=turns("dqkv", -1, "forward"),
+    adamw=ADAMW_STEP,
     matmul_backward_bias=parts(column_sums, "the sum over rows"), softmax_forward=SOFTMAX,
-    rmsnorm_forward=RMSNORM, layernorm_forward=layernorm_mistakes(layernorm), fused_residual_forward=FUSED,
-    crossentropy_forward=LOSS, classifier_fused=CLASSIFIER, global_norm=NORM_OF, matmul_forward=PRODUCT,
-    repeat_kv_backward=SUMMED, encoder_backward=EMBEDDING_GRADIENT, rmsnorm_backward=RMSNORM_GRADIENT,
-    layernorm_backward=LAYERNORM_GRADIENT, relu_attention_forward=RELU_ATTENTION, trimat_forward=SCORES,
+    rmsnorm_forward=RMSNORM, layernorm_forward=layernorm_mistakes(layernorm),
+    fused_residual_forward=FUSED,
+    crossentropy_forward=LOSS, classifier_fused=CLASSIFIER, global_norm=NORM_OF,
+    matmul_forward=PRODUCT,
+    repeat_kv_backward=SUMMED, encoder_backward=EMBEDDING_GRADIENT,
+    rmsnorm_backward=RMSNORM_GRADIENT,
+    layernorm_backward=LAYERNORM_GRADIENT, relu_attention_forward=RELU_ATTENTION,
+    trimat_forward=SCORES,
     attention_forward=ATTENTION, gqa_forward=[*ATTENTION, *of(attend, GROUPED)],
-    attention_backward=ATTENTION_GRADIENT, gqa_backward=[*ATTENTION_GRADIENT, *of(attention_gradient, GROUPED)])
+    attention_backward=ATTENTION_GRADIENT, gqa_backward=[*ATTENTION_GRADIENT,
+                                                         *of(attention_gradient, GROUPED)])

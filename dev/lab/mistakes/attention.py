@@ -40,7 +40,8 @@ def groups(a, head=None):
 
 def attend(a, weights=softmax32, mask=np.tri, scale=None, head=None, values=lambda k, v: v):
     q, k, v = groups(a, head)
-    score = np.where(seen(a.T, mask), (a.scale if scale is None else scale) * q @ transposed(k), -np.inf)
+    score = np.where(seen(a.T, mask), (a.scale if scale is None else scale) * q @ transposed(k),
+                     -np.inf)
     return dict(out=join(weights(score) @ values(k, v)))
 
 
@@ -49,10 +50,12 @@ def exponentials(score):
 
 
 def only_last(score):
-    return exponentials(score) / exp32(np.diagonal(score, axis1=-2, axis2=-1)[..., None] - largest(score))
+    return exponentials(score) / exp32(np.diagonal(score, axis1=-2,
+                                                   axis2=-1)[..., None] - largest(score))
 
 
-CAUSAL = [("a query does not see its own key: s goes up to t, so write s <= t", dict(mask=strictly)),
+CAUSAL = [("a query does not see its own key: s goes up to t, so write s <= t",
+           dict(mask=strictly)),
           ("every query sees all keys: s ends at t", dict(mask=everything)),
           ("scale is left out", dict(scale=1)),
           ("all heads use the keys and values of head 0", dict(head=lambda h, a: h * 0))]
@@ -61,7 +64,8 @@ ATTENTION = of(
     attend, *CAUSAL, KEYS, ("the weights are not divided by their sum", dict(weights=exponentials)),
     ("e^x is infinite in fp32 from x = 89 on. Subtract the largest score of the query before exp",
      dict(weights=partial(softmax32, top=nought))),
-    ("the sum of the exponentials has only its last term. Write += and not =", dict(weights=only_last)))
+    ("the sum of the exponentials has only its last term. Write += and not =",
+     dict(weights=only_last)))
 
 
 def relu_attend(a, **pieces):
@@ -70,7 +74,8 @@ def relu_attend(a, **pieces):
 
 RELU_ATTENTION = of(
     relu_attend, *CAUSAL, KEYS,
-    ("max(0, score) is missing", dict(weights=lambda score: np.where(np.isfinite(score), score, 0))),
+    ("max(0, score) is missing", dict(weights=lambda score: np.where(np.isfinite(score), score,
+                                                                     0))),
     ("this is softmax: here a weight is max(0, score)", dict(weights=softmax32)))
 
 
@@ -83,11 +88,13 @@ def scores(a, scale=None, key=lambda q, k, v: k, query=lambda q, k, v: q):
 SCORES = of(
     scores, ("scale is left out", dict(scale=1)),
     ("the values stand where the keys should: k lies right behind q", dict(key=lambda q, k, v: v)),
-    ("q and k are exchanged: row t of att belongs to query t", dict(query=lambda q, k, v: k, key=lambda q, k, v: q)),
+    ("q and k are exchanged: row t of att belongs to query t",
+     dict(query=lambda q, k, v: k, key=lambda q, k, v: q)),
     ("all heads use the keys of head 0", dict(key=lambda q, k, v: k[:, :1])))
 
 
-def attention_gradient(a, mask=np.tri, delta=1, scale=None, weight=lambda score, lse: exp32(score - lse * np.log(2)),
+def attention_gradient(a, mask=np.tri, delta=1, scale=None,
+                       weight=lambda score, lse: exp32(score - lse * np.log(2)),
                        score_scale=None, head=None, only=(), q_terms=lambda dscore, k: dscore @ k):
     q, k, v = groups(a, head)
     dout, out = a.dout.swapaxes(1, 2), a.out.swapaxes(1, 2)

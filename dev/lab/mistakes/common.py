@@ -54,7 +54,8 @@ def sums(formula, piece, name, divide=False):
         return by_lanes(x, width=width) / (x.shape[-1] if divide else 1)
 
     rows = [(f"{name} {why}", {piece: partial(part_of, part)}) for why, part in PARTS]
-    rows += [(f"{name} is each lane's own: is warp_sum missing?", {piece: partial(lanes, width)}) for width in (1, 4)]
+    rows += [(f"{name} is each lane's own: is warp_sum missing?",
+              {piece: partial(lanes, width)}) for width in (1, 4)]
     return of(formula, *rows)
 
 

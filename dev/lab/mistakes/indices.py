@@ -32,7 +32,8 @@ def permutation(axes, *rows):
     def other(order, a):
         return dict(out=a.inp.transpose(order).reshape(a.truth["out"].shape))
 
-    return [Mistake(ORDER, unchanged), *(Mistake(why, partial(other, order)) for why, order in rows),
+    return [Mistake(ORDER, unchanged), *(Mistake(why, partial(other,
+                                                              order)) for why, order in rows),
             Mistake(BACK, backward)]
 
 
@@ -59,10 +60,12 @@ REPEATED = of(
 def summed(a, part=slice(None), axis=4):
     """axis: of a group's copies, in (B,T,2,NKV,copies,HS); with 3, in (B,T,2,copies,NKV,HS)."""
     copies = a.NH // a.NKV
-    kv = a.dout[:, :, 1:].reshape(a.B, a.T, 2, *((a.NKV, copies) if axis == 4 else (copies, a.NKV)), a.HS)
+    kv = a.dout[:, :, 1:].reshape(a.B, a.T, 2, *((a.NKV, copies) if axis == 4 else (copies, a.NKV)),
+                                  a.HS)
     if axis == 4:
         kv = kv[:, :, :, :, part]
-    return dict(dinp=np.concatenate([a.dout[:, :, 0], kv.sum(axis).reshape(a.B, a.T, 2 * a.NKV, a.HS)], 2))
+    return dict(dinp=np.concatenate([a.dout[:, :, 0], kv.sum(axis).reshape(a.B, a.T, 2 * a.NKV,
+                                                                           a.HS)], 2))
 
 
 SUMMED = [
@@ -105,8 +108,10 @@ def of_one_position(a, found):
 
 EMBEDDING_GRADIENT = [
     *of(embedding_gradient, ("it subtracts where it should add", dict(dwte=-1)),
-        ("the row of dwpe is the position, row % T, and not row / T", dict(position=lambda a, row: row // a.T % a.T))),
-    Mistake("each row has what one position wrote: several have the same token, so add with atomicAdd",
+        ("the row of dwpe is the position, row % T, and not row / T",
+         dict(position=lambda a, row: row // a.T % a.T))),
+    Mistake("each row has what one position wrote: several have the same token, so add with "
+            "atomicAdd",
             places=of_one_position)]
 
 
@@ -129,21 +134,28 @@ def off_with_position(a, found):
 
 
 TABLE = [
-    *of(table, ("cosines and sines are exchanged", dict(order=lambda x: cosines_and_sines(np.pi / 2 - x))),
+    *of(table,
+        ("cosines and sines are exchanged", dict(order=lambda x: cosines_and_sines(np.pi / 2 - x))),
         ("cosine and sine of a pair are neighbours: table[2 * i] and table[2 * i + 1]",
          dict(order=lambda x: np.concatenate([np.cos(x), np.sin(x)], -1))),
         ("the exponent is 2i/HS: the 2 is left out", dict(angle=partial(with_exponent, -0.5))),
-        ("it is t / theta^(2i/HS), and not t * theta^(2i/HS)", dict(angle=partial(with_exponent, 1)))),
-    Mistake("the error grows with the position: the angle is a large number, and fp32 keeps 24 bits of it. "
-            "Compute the power in double, and round the frequency, 1 / power, to float", places=off_with_position)]
+        ("it is t / theta^(2i/HS), and not t * theta^(2i/HS)",
+         dict(angle=partial(with_exponent, 1)))),
+    Mistake("the error grows with the position: the angle is a large number, and fp32 keeps 24 "
+            "bits of it. "
+            "Compute the power in double, and round the frequency, 1 / power, to float",
+            places=off_with_position)]
 
 
-def turned(name, sign, a, half=lambda half: half, heads=lambda a: a.heads, overwritten=False, turn=None):
+def turned(name, sign, a, half=lambda half: half, heads=lambda a: a.heads, overwritten=False,
+           turn=None):
     x, heads = getattr(a, name), heads(a)
     angle, new = angles(a.T, a.HS, a.theta), x.copy()
-    new[:, :, :heads] = rotate(x[:, :, :heads], (sign if turn is None else turn) * angle, half(a.half))
+    new[:, :, :heads] = rotate(x[:, :, :heads], (sign if turn is None else turn) * angle,
+                               half(a.half))
     if overwritten:
-        first = (slice(0, a.HS // 2), slice(a.HS // 2, None)) if a.half else (slice(0, None, 2), slice(1, None, 2))
+        first = (slice(0, a.HS // 2), slice(a.HS // 2, None)) if a.half else (slice(0, None, 2),
+                                                                              slice(1, None, 2))
         left, right = new[:, :, :heads, first[0]], x[:, :, :heads, first[1]]
         new[:, :, :heads, first[1]] = sign * left * np.sin(angle)[:, None] + right * np.cos(angle)[:, None]
     return {name: new}
@@ -152,9 +164,11 @@ def turned(name, sign, a, half=lambda half: half, heads=lambda a: a.heads, overw
 def turns(name, sign, whither):
     return of(
         partial(turned, name, sign),
-        ("the second number was computed from the first one's new value. Read both before you write",
+        ("the second number was computed from the first one's new value. Read both before you "
+         "write",
          dict(overwritten=True)),
         (f"the pairs are turned {whither}: the sign of sin is wrong", dict(turn=-sign)),
         ("`half` says which two numbers are a pair: neighbours, or numbers HS/2 apart",
          dict(half=lambda half: 1 - half)),
-        ("the values are turned too: only the first `heads` heads are", dict(heads=lambda a: a.heads + a.NKV)))
+        ("the values are turned too: only the first `heads` heads are",
+         dict(heads=lambda a: a.heads + a.NKV)))

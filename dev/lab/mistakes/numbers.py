@@ -25,7 +25,8 @@ GELU = [Mistake("this is GELU by erf. GPT-2's is the one by tanh", lambda a: dic
     ("e^u is infinite in fp32 from u = 89 on, and infinite / infinite is NaN. tanhf has no such "
      "limit; or write the quotient with e^(-2|u|)",
      dict(tanh=lambda u: (exp32(u) - exp32(-u)) / (exp32(u) + exp32(-u)))),
-    ("e^u is infinite in fp32 from u = 89 on, and infinite / infinite is NaN. Divide by 1 + e^(-2u)",
+    ("e^u is infinite in fp32 from u = 89 on, and infinite / infinite is NaN. Divide by 1 + "
+     "e^(-2u)",
      dict(tanh=lambda u: 2 * exp32(2 * u) / (1 + exp32(2 * u)) - 1)),
     ("0.044715 is left out", dict(cube=lambda x: x**3)),
     ("the term 0.044715 x^3 is left out", dict(cube=lambda x: 0)),
@@ -45,9 +46,12 @@ def gelu_gradient(a, dout=lambda a: a.dinp, inner=lambda x: 1 + 3 * 0.044715 * x
 
 READ_FIRST = "dinp was overwritten before the gradient that it held was read"
 GELU_GRADIENT = [
-    *of(gelu_gradient, ("the gradient of the output, which dinp held, is not multiplied", dict(dout=lambda a: 1)),
-        ("only the first term of the derivative is there: that of tanh(u) is missing", dict(tail=0)),
-        ("du/dx has 3 * 0.044715 x^2, and the 3 is missing", dict(inner=lambda x: 1 + 0.044715 * x**2)),
+    *of(gelu_gradient, ("the gradient of the output, which dinp held, is not multiplied",
+                        dict(dout=lambda a: 1)),
+        ("only the first term of the derivative is there: that of tanh(u) is missing",
+         dict(tail=0)),
+        ("du/dx has 3 * 0.044715 x^2, and the 3 is missing",
+         dict(inner=lambda x: 1 + 0.044715 * x**2)),
         ("du/dx is left out: sqrt(2/pi) (1 + 3 * 0.044715 x^2)", dict(inner=lambda x: 1, root=2)),
         ("du/dx begins with sqrt(2/pi), which is left out", dict(root=2)),
         ("du/dx has (1 + 3 * 0.044715 x^2), which is left out", dict(inner=lambda x: 1))),
@@ -73,12 +77,15 @@ SWIGLU = of(
              dict(up=lambda up, gate: gate, gate=lambda up, gate: up)),
     ("up is left out", dict(up=lambda up, gate: 1)),
     ("silu(gate) is gate * s, with s = 1 / (1 + e^-gate): gate is left out", dict(silu=sigmoid)),
-    ("the sign of the exponent is wrong: s = 1 / (1 + e^-gate)", dict(silu=lambda g: g * sigmoid(-g))),
-    ("e^gate is infinite in fp32 from 89 on, and infinite / infinite is NaN. Write 1 / (1 + e^-gate)",
+    ("the sign of the exponent is wrong: s = 1 / (1 + e^-gate)",
+     dict(silu=lambda g: g * sigmoid(-g))),
+    ("e^gate is infinite in fp32 from 89 on, and infinite / infinite is NaN. Write 1 / (1 + "
+     "e^-gate)",
      dict(silu=lambda g: g * exp32(g) / (1 + exp32(g)))))
 
 
-def swiglu_gradient(a, slope=lambda g, s: s * (1 + g * (1 - s)), silu=lambda g, s: g * s, dout=None, swap=False):
+def swiglu_gradient(a, slope=lambda g, s: s * (1 + g * (1 - s)), silu=lambda g, s: g * s, dout=None,
+                    swap=False):
     up, gate = halves(a.inp)
     s, d = sigmoid(gate), a.dout if dout is None else dout
     two = [d * silu(gate, s), d * up * slope(gate, s)]
@@ -86,12 +93,14 @@ def swiglu_gradient(a, slope=lambda g, s: s * (1 + g * (1 - s)), silu=lambda g, 
 
 
 SWIGLU_GRADIENT = of(
-    swiglu_gradient, ("the halves are exchanged: the first is up's gradient, the second gate's", dict(swap=True)),
+    swiglu_gradient, ("the halves are exchanged: the first is up's gradient, the second gate's",
+                      dict(swap=True)),
     ("dout is left out", dict(dout=1)),
     ("silu's derivative is s (1 + gate (1 - s)): only s is there", dict(slope=lambda g, s: s)),
     ("silu's derivative is s (1 + gate (1 - s)): this is the sigmoid's, s (1 - s)",
      dict(slope=lambda g, s: s * (1 - s))),
-    ("silu's derivative is s (1 + gate (1 - s)): the 1 + is missing", dict(slope=lambda g, s: s * g * (1 - s))),
+    ("silu's derivative is s (1 + gate (1 - s)): the 1 + is missing",
+     dict(slope=lambda g, s: s * g * (1 - s))),
     ("up's gradient is dout * silu(gate), and silu(gate) is gate * s: gate is left out",
      dict(silu=lambda g, s: s)))
 
@@ -117,7 +126,8 @@ def adamw(a, clip=True, decay=lambda each: each, g2=lambda g: g * g, m_used=lamb
 
 
 ADAMW_STEP = of(
-    adamw, ("the gradients are not clipped: each is multiplied by min(1, clip / norm)", dict(clip=False)),
+    adamw, ("the gradients are not clipped: each is multiplied by min(1, clip / norm)",
+            dict(clip=False)),
     ("the weight decay is left out", dict(decay=lambda each: each * 0)),
     ("all tensors decay: only those with decayed[i] do", dict(decay=lambda each: each * 0 + 1)),
     ("those tensors decay whose decayed[i] is 0", dict(decay=lambda each: ~each)),
