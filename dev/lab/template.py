@@ -110,7 +110,7 @@ def ways(exercise, threads):
                 "With x = threadIdx.x % 32 and y = threadIdx.x / 32, a thread takes the number",
                 "in column blockIdx.x * 32 + x and row blockIdx.y * 32 + y.")
         lines += [f"    {first:27} {text}" for first, text in zip(("BLOCK(1024, 32, 32)", "", ""), tile)]
-    if not one or exercise.plane:
+    if not one or exercise.plane or "shuffle" in exercise.helpers:
         lines.append("A thread's number in its warp is its lane: threadIdx.x % 32.")
     return lines
 

@@ -8,6 +8,7 @@ The functions get the problem, a: its sizes, its inputs in float64, and a.truth 
 They return {output: numbers} for the outputs that the mistake changes. A mistake in a formula is one
 of its pieces replaced: layernorm(a, rstd=lambda v: v**-0.5) has no eps.
 """
+from dev.lab.mistakes.small import GROUP_SCALE, PREFIX_SUM, ROW_SUM, SHIFT, TRANSPOSE
 from dev.lab.mistakes.attention import (
     ATTENTION, ATTENTION_GRADIENT, GROUPED, RELU_ATTENTION, SCORES, attend, attention_gradient)
 from dev.lab.mistakes.common import of, parts
@@ -20,6 +21,7 @@ from dev.lab.mistakes.rows import (
     SOFTMAX, column_sums, layernorm, layernorm_mistakes)
 
 MISTAKES = dict(
+    shift=SHIFT, row_sum=ROW_SUM, transpose=TRANSPOSE, group_scale=GROUP_SCALE, prefix_sum=PREFIX_SUM,
     residual_forward=RESIDUAL, gelu_forward=GELU, swiglu_forward=SWIGLU, encoder_forward=EMBEDDING,
     permute=permutation((2, 0, 3, 1, 4), ("t and h are exchanged", (2, 0, 1, 3, 4)),
                         ("b and which are exchanged: out is (3,B,NH,T,HS)", (0, 2, 3, 1, 4))),
