@@ -1,170 +1,289 @@
-"""What is wrong with a result, and its usual cause, from the numbers and the student's text."""
+"""What is wrong with a result, and its cause, from the numbers.
+
+An exercise's own mistakes are recognised by their numbers: see mistakes/. For all exercises there is a short
+list of causes, GENERAL, from the places and kinds of the wrong numbers.
+"""
 import re
 from types import SimpleNamespace
 
 import numpy as np
 
+from dev.lab.bench import HANDFUL
 from dev.lab.exercises import EXERCISES
 from dev.lab.inputs import ANY
+from dev.lab.mistakes import MISTAKES
 from train_gpt2 import to_float
 
 
 def wrong_number(comparison, never):
     """The sentence on the first wrong number. never: the number was never written."""
     place = ",".join(map(str, comparison.place))
+    with np.errstate(over="ignore", under="ignore"):  # a number below fp32's smallest is 0
+        expected = float(np.float32(comparison.expected)) + 0.0  # and -0 is 0
     if never:
-        return f"{comparison.name}[{place}] was never written, expected {comparison.expected:.6g}"
-    text = f"{comparison.name}[{place}] is {comparison.found:.9g}, expected {comparison.expected:.9g}"
-    if not np.isfinite(comparison.error) or not comparison.limit:
-        return text
-    return f"{text} (relative error of all {comparison.error:.1e}, limit {comparison.limit:.1e})"
+        return f"{comparison.name}[{place}] was never written, expected {expected:.6g}"
+    return f"{comparison.name}[{place}] is {comparison.found:.9g}, expected {expected:.9g}"
+
+
+def likeness(array, truth):
+    """alike(x, y): True where x and y are alike as numbers of an output, or both not finite."""
+    finite = np.isfinite(truth) & (truth != ANY)
+    rtol = 2**-6 if array.itemsize == 2 else 1e-3  # a mistake changes more
+    atol = 1e-2 * rtol * np.sqrt(np.mean(np.where(finite, truth, 0.0) ** 2))
+    return lambda x, y: np.isclose(x, y, rtol=rtol, atol=atol) | ~(np.isfinite(x) | np.isfinite(y))
 
 
 def facts_of(bench, comparison, code):
-    """What is known about a wrong result: CAUSES reads these."""
-    a, name = bench.sets[0], comparison.name
-    array, truth = bench.result(a, name), bench.truth[name]
+    """What is known about a wrong result: GENERAL and describe_wrong read these."""
+    name, exercise = comparison.name, EXERCISES[bench.ladder.name]
+    arrays = {each: bench.result(bench.sets[0], each) for each in bench.truth}
+    array, truth = arrays[name], bench.truth[name]
     found, cared = np.float64(to_float(array)), truth != ANY
-    scale = np.sqrt(np.mean(np.where(cared & np.isfinite(truth), truth, 0) ** 2)) or 1
-    loose = 2**-6 if array.itemsize == 2 else 1e-3
+    bits = array.view(f"u{array.itemsize}")
+    never = cared & (bits == 2 ** (8 * array.itemsize) - 1) & ~np.isnan(truth)
+    given = {key: value for key, value in vars(bench.given).items()
+             if isinstance(value, np.ndarray) and value.dtype.kind == "f"}
+    before = np.zeros_like(truth) if exercise.zeroed == name else given.get(name)
+    f = SimpleNamespace(
+        name=name, exercise=exercise, shape=truth.shape, place=comparison.place, found=comparison.found,
+        expected=comparison.expected, bf16=array.itemsize == 2, in_bf16=bench.device.dtype == "bf16", code=code,
+        cares=int(cared.sum()),
+        never=int(never.sum()), never_there=bool(never[comparison.place]) and not shared_in(code),
+        sizes={key: value for key, value in vars(bench.given).items() if type(value) is int},
+        at={key: float(value[comparison.place]) for key, value in given.items()
+            if key != name and value.shape == truth.shape and exercise.item.startswith("a number")})
     with np.errstate(all="ignore"):
-        close = np.isclose(found, truth, rtol=loose, atol=loose * 1e-2 * scale, equal_nan=True)
-        wrong = cared & ~close
-        wrong[comparison.place] = True
-        never = cared & (array.view(f"u{array.itemsize}") == 2 ** (8 * array.itemsize) - 1) & ~np.isnan(truth)
+        wrong, alike = wrong_places(bench, comparison, found, cared), likeness(array, truth)
+        f.wrong, f.axes = int(wrong.sum()), [np.flatnonzero(wrong.any(tuple(
+            other for other in range(truth.ndim) if other != axis))) for axis in range(truth.ndim)]
+        f.shared = shared_in(code)
+        f.row, f.smallest = np.array([]), False
+        if exercise.rows and name in exercise.rows[1].split():
+            f.row, f.smallest = rows_of(given[exercise.rows[0]], f.axes[0], comparison.place[0])
+        f.nan, f.infinite = bool(np.isnan(f.found)), bool(np.isinf(f.found))
+        f.zero = bool((found[cared] == 0).all())
+        flat = wrong[cared]
+        f.tail = bool(flat[flat.size - f.wrong :].all()) and f.wrong < f.cares
+
+        def is_now(numbers):
+            return bool(alike(found, numbers)[wrong].all())
+
+        f.as_before, f.not_added, f.twice = (before is not None and is_now(numbers()) for numbers in (
+            lambda: before, lambda: truth - before, lambda: 2 * truth - before))
         ratio = (found / truth)[wrong & np.isfinite(found) & (truth != 0)]
         steady = ratio.size > 3 and float(np.ptp(ratio)) < 0.02 * abs(float(np.median(ratio)))
-    given = {key: value for key, value in vars(bench.given).items() if isinstance(value, np.ndarray)
-             and value.dtype.kind == "f"}
-    columns = truth.shape[-1] if truth.ndim > 1 else 0
-    rows = truth.size // columns if columns else truth.size
-    place = np.ravel_multi_index(comparison.place, truth.shape)
-    flat, before = wrong.reshape(-1), given.get(name)
-    of_rows = {key: value.reshape(rows, -1) for key, value in given.items() if value.ndim > 1 and value.size > rows and
-               value.size % rows == 0} if EXERCISES[bench.ladder.name].item == "a row" else {}
-    row = {key: value[place // (columns or 1)] for key, value in of_rows.items()}
-    row = {key: value[np.isfinite(value)] for key, value in row.items()}
-    f = SimpleNamespace(
-        name=name, shape=truth.shape, place=comparison.place, found=comparison.found, expected=comparison.expected,
-        error=comparison.error, never_there=bool(never[comparison.place]), zero=bool((found[cared] == 0).all()),
-        dtype=bench.device.dtype, bf16=array.itemsize == 2, code=code, kernel=bench.ladder.name, cares=int(cared.sum()),
-        wrong=int(wrong.sum()), never=int(never.sum()), row=row, row_number=int(place // (columns or 1)), rows=rows,
-        column=int(place % columns) if columns else None, columns=columns,
-        at={key: float(value[comparison.place]) for key, value in given.items() if value.shape == truth.shape},
-        ratio=float(np.median(ratio)) if steady else None,
-        tail=bool(wrong.any()) and bool(flat[flat.size - int(flat.sum()):].all()),
-        ends={key: value for key, value in vars(bench.given).items() if type(value) is int},
-        shared="__shared__" in code or "block_reduce" in code)
-    f.wrong_columns = sorted({*np.flatnonzero(wrong.reshape(rows, columns).any(0)).tolist()}) if columns else []
-    f.wrong_rows = np.flatnonzero(wrong.reshape(rows, columns or 1).any(1)).tolist()
-    f.as_before = before is not None and bool(np.isclose(found, before, rtol=loose)[wrong].all())
-    f.not_added = before is not None and bool(np.isclose(found, truth - before, rtol=loose, atol=loose)[wrong].all())
-    f.nan, f.infinite = bool(np.isnan(comparison.found)), bool(np.isinf(comparison.found))
-    f.largest = max((float(x.max()) for x in row.values()), default=0)
-    right = np.setdiff1d(np.arange(rows), f.wrong_rows)
-    f.smallest = bool(f.wrong_rows and right.size) and any(
-        x[f.wrong_rows].std(1).max() < x[right].std(1).min() for x in of_rows.values())
-    f.shifted = 0
-    for shift in (1, -1):
-        moved = np.roll(found.reshape(-1), shift)
-        if f.wrong > 3 and np.isclose(moved, truth.reshape(-1), rtol=loose, atol=0)[flat].mean() > 0.9:
-            f.shifted = shift
-    f.reductions = reductions_missing(f)
-    f.cut = f.bf16 and np.isfinite(found).all() and bool((abs(found) <= abs(truth) * (1 + 2**-9))[cared].mean() > 0.99)
+        f.ratio = float(np.median(ratio)) if steady and abs(np.median(ratio) - 1) > 0.02 else None
+        f.every = every_nth(np.flatnonzero(wrong))
+        f.shifted = "" if f.wrong <= 3 else next((how for how, moved in shifts(found) if (
+            alike(moved, truth)[wrong].mean() > 0.9)), "")
+        f.cut = f.bf16 and np.isfinite(found).all() and bool(
+            (abs(found) <= abs(truth) * (1 + 2**-9))[cared].mean() > 0.99)
+        f.why = "" if f.never else own_mistake(bench, name, arrays, wrong)
     return f
 
 
-def reductions_missing(f):
-    """"is warp_sum missing?", where the lanes of a warp share a row and the code lacks a reduction; or ""."""
-    lanes = re.search(r"threadIdx\.x\s*(%\s*32|&\s*31)|\blane\b", f.code)
-    if not lanes or "warp_sum" not in EXERCISES[f.kernel].helpers:
-        return ""
-    if re.search("__shfl|__syncthreads|block_reduce|__shared__|DYNAMIC_SHARED", f.code):
-        return ""
-    wanted = ("warp_sum",) if "norm" in f.kernel else ("warp_sum", "warp_max")
-    missing = [name for name in wanted if not re.search(rf"\b{name}\b", f.code)]
-    return f"{'are' if len(missing) > 1 else 'is'} {' and '.join(missing)} missing?" if missing else ""
+def shared_in(code):
+    """The names of the __shared__ variables and arrays of a text. They start with the bits of memory that nobody wrote,
+    as outputs do, and a sum with them keeps those bits."""
+    found = re.findall(r"__shared__\s+\w+\s+(\w+)|DYNAMIC_SHARED\(\s*\w+\s*,\s*(\w+)", code)
+    return " and ".join(first or second for first, second in found)
+
+
+def wrong_places(bench, comparison, found, cared):
+    """True where a number is wrong, by the rule of compare_output, but with the limit of the whole."""
+    name, truth = comparison.name, bench.truth[comparison.name]
+    size = np.where(cared & np.isfinite(truth), abs(truth), 0)
+    terms = bench.terms.get(name, 0)
+    if name in bench.ladder.sums.split() and name not in bench.terms:
+        terms = np.sqrt((size**2).mean(-1, keepdims=True))
+    off = ~(abs(found - truth) <= HANDFUL * comparison.limit * (size + abs(terms)) + 1e-30)
+    wrong = cared & off & ~((np.isnan(found) & np.isnan(truth)) | (found == truth))
+    wrong[comparison.place] = True
+    return wrong
+
+
+def own_mistake(bench, name, arrays, wrong):
+    """The sentence of the exercise's mistake that explains an output, or "". One that explains the other outputs too
+    comes first: whether only the mean is wrong says which sum was."""
+    a, fits = SimpleNamespace(**vars(bench.given)), []
+    a.truth, results = bench.truth, {each: np.float64(to_float(array)) for each, array in arrays.items()}
+    alike = {each: likeness(array, bench.truth[each]) for each, array in arrays.items()}
+    for mistake in MISTAKES.get(bench.ladder.name, ()):
+        if mistake.places:
+            places = mistake.places(a, results).get(name)
+            if places is not None and not (wrong & ~places).any():
+                fits.append((0, mistake.why))
+            continue
+        numbers = {**bench.truth, **mistake.numbers(a)}
+        fit = {each: alike[each](results[each], numbers[each]) | (truth == ANY) for each, truth in bench.truth.items()}
+        shows = ~alike[name](numbers[name], bench.truth[name]) & (bench.truth[name] != ANY)
+        if shows.any() and fit[name][shows].mean() > 0.95 and fit[name][wrong].mean() > 0.95:
+            fits.append((sum(each.mean() < 0.95 for each in fit.values()), mistake.why))
+    return min(fits, key=lambda fit: fit[0], default=(0, ""))[1]
+
+
+def rows_of(x, wrong, first):
+    """(the finite numbers of the first wrong row of an input, whether the wrong rows are those of the smallest
+    deviations), where some rows are right; else (no numbers, False)."""
+    right = np.setdiff1d(np.arange(len(x)), wrong)
+    if not right.size:
+        return np.array([]), False
+    deviations = x.std(1)
+    return x[first][np.isfinite(x[first])], bool(deviations[wrong].max() < deviations[right].min())
+
+
+def every_nth(places):
+    """n, if places are a number, the n-th behind it, and so on; else 0."""
+    steps = set(np.diff(places).tolist())
+    return steps.pop() if len(steps) == 1 and len(places) > 2 and 1 not in steps else 0
+
+
+def shifts(found):
+    """(in words, the numbers moved back) for numbers that are all a place or a row off."""
+    for by, where in ((1, "behind"), (-1, "before")):
+        yield f"one place {where} where they belong", np.roll(found.reshape(-1), -by).reshape(found.shape)
+        if found.ndim > 1:
+            width = found.shape[-1]
+            yield f"one row {where} where they belong", np.roll(found.reshape(-1), -by * width).reshape(found.shape)
+
+
+def columns_of(f):
+    return f.axes[-1].tolist() if len(f.shape) > 1 else []
+
+
+def in_padding(f):
+    return f.name in f.exercise.padded.split() and columns_of(f)[0] >= f.sizes["V"]
 
 
 def end_of(f):
     """The name of the size at which the wrong columns end, if they are a row's last ones before it; or None."""
-    for name, size in f.ends.items():
-        if f.columns and f.wrong_columns and size > 2 and f.wrong_columns[-1] == size - 1 and (
-                f.wrong_columns == list(range(f.wrong_columns[0], size)) and len(f.wrong_columns) <= size // 3):
+    columns = columns_of(f)
+    for name, size in f.sizes.items():
+        if columns and size > 2 and columns == list(range(columns[0], size)) and len(columns) <= size // 3:
             return name
     return None
 
 
-# What usually causes a wrong result: (condition, sentence). The first whose condition holds is printed.
-CAUSES = [
-    (lambda f: f.never == f.cares, "nothing was written to {name}. Is there a line that stores to it, and do the "
+def factor(f):
+    """"4, which is NH": a factor, and the size that it is."""
+    names = {**f.sizes, **{f"1/{name}": 1 / size for name, size in f.sizes.items() if size}}
+    same = [name for name, size in names.items() if abs(f.ratio - size) < 0.002 * abs(size) and size not in (0, 1)]
+    return f"{f.ratio:.4g}{f', which is {same[0]},' if same else ''}"
+
+
+# What usually causes a wrong result in any exercise: (condition, sentence). The first whose condition holds is said.
+GENERAL = [
+    (lambda f: f.never == f.wrong and f.shared and (f.never == f.cares or not f.tail), "these are the bits of memory "
+     "that nobody wrote. Is {f.name} stored? Is {f.shared} set before it is read? Shared memory does not start at 0."),
+    (lambda f: f.never == f.cares, "nothing was written to {f.name}. Is there a line that stores to it, and do the "
      "threads reach it?"),
-    (lambda f: f.never and "blockIdx" not in f.code, "the end of {name} was never written. The index leaves out "
-     "blockIdx.x, so every block does the work of the first."),
-    (lambda f: f.never and f.tail and f.never == f.wrong, "the end of {name} was never written. Is the bound of the if "
-     "right? Or does the index leave out blockIdx.x? Or does BLOCK claim more items for a block than its threads do?"),
+    (lambda f: f.never and "blockIdx" not in f.code and f.exercise.items != "1", "the end of {f.name} was never "
+     "written. The index leaves out blockIdx.x, so every block does the work of the first."),
+    (lambda f: f.never and in_padding(f), "the columns from V on were never written. They must become 0."),
     (lambda f: f.never and end_of(f), "the last columns were never written. Does the loop over a row stop too early?"),
-    (lambda f: f.never, "these numbers were never written, or come from shared memory that was never written. Check "
-     "the index, and which threads store."),
-    (lambda f: f.zero, "{name} is 0 everywhere. In C a quotient of integers is an integer: 1/2 is 0, and 0.5f is "
-     "a half."),
-    (lambda f: (f.nan or f.infinite or f.found == 0) and abs(f.largest) > 80 and "norm" not in f.kernel, "exp(x) is "
-     "infinite in fp32 from x = 89 on, and 0 below x = -104. Subtract the row's largest number before exp."),
-    (lambda f: (f.nan or f.infinite) and any(abs(x) > 15 for x in f.at.values()), "a large input overflowed on the "
-     "way: exp(x) is infinite in fp32 from x = 89 on. Write the formula so that it works for a large x."),
-    (lambda f: f.nan and f.shared, "NaN is 0/0, inf - inf, the root of a negative number, or shared memory that no "
-     "thread wrote."),
-    (lambda f: f.nan, "NaN is 0/0, inf - inf, or the root of a negative number. If a variance is the average of x^2 "
-     "minus mean^2, it cancels: take the average of (x - mean)^2."),
-    (lambda f: f.reductions, "each lane has only its own numbers: {reductions}"),
-    (lambda f: f.as_before, "{name} has its value from before the launch: it was never changed there."),
-    (lambda f: f.not_added, "{name} has the sum, but not the value that was there before: write += and not =."),
-    (lambda f: f.ratio, "all wrong numbers are {ratio:.4g} times what they should be. Is there a factor missing, or "
-     "one too many?"),
-    (lambda f: f.shifted, "all numbers are one place off. Check the index."),
-    (lambda f: f.columns and f.wrong_columns and f.wrong_columns[0] >= f.ends.get("V", f.columns), "only the padding "
-     "is wrong, the columns from V on. They must be zero."),
+    (lambda f: f.never == f.wrong and f.tail, "the end of {f.name} was never written. Is the bound of the if right? "
+     "Or does BLOCK claim more items for a block than its threads do?"),
+    (lambda f: f.never, "these numbers were never written, or come from memory that no thread wrote. Check the "
+     "index, and which threads store."),
+    (lambda f: f.as_before, "{f.name} still has the value from before the launch. Which line should change it?"),
+    (lambda f: f.not_added, "the value that {f.name} had before is lost: write += and not =."),
+    (lambda f: f.twice, "each number was added twice."),
+    (lambda f: f.zero and re.search(r"(?<![\w.])\d+ */ *\d+(?![\w.])", f.code), "{f.name} is 0 everywhere. In C a "
+     "quotient of integers is an integer: 1/2 is 0, and 0.5f is a half."),
+    (lambda f: f.zero, "{f.name} is 0 everywhere. Does each loop run, and is each factor set?"),
+    (lambda f: f.ratio, "all wrong numbers are {factor} times what they should be. Is a factor missing, or one too "
+     "many?"),
+    (lambda f: f.shifted, "all numbers are {f.shifted}. Check the index."),
+    (in_padding, "only the padding is wrong, the columns from V on. They must be 0."),
+    (lambda f: 1.6e38 < abs(f.found) < 1.8e38, "this comes from a variable without a first value: write sum = 0.0f."),
+    (lambda f: f.nan, "NaN is 0/0, infinity - infinity, infinity/infinity, the root of a negative number, or memory "
+     "that no thread wrote."),
+    (lambda f: f.infinite, "a number overflowed: e^x is infinite in fp32 from x = 89 on, and x/0 is too."),
     (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-7 * abs(f.expected) and f.cut, "bf16 was cut off where it "
      "should be rounded; from_float rounds."),
-    (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result is right in fp32, and here "
-     "off by roundings to bf16. Compute in float, and round once, at the end."),
-    (lambda f: end_of(f), "only the last columns are wrong. Check the bound of the loop over a row: < or <=, and "
-     "{end} or another size?"),
-    (lambda f: f.smallest and "norm" in f.kernel, "only the rows with the smallest deviations are wrong. "
-     "Is eps (1e-5) there, inside the root?"),
-    (lambda f: "norm" in f.kernel and any(abs(x.mean()) > 20 * x.std() for x in f.row.values()), "a row with a large "
-     "mean is wrong. Subtract the mean before you square: the average of x^2 minus mean^2 cancels."),
-    (lambda f: f.tail and f.wrong < f.cares, "the beginning is right, and from some number on all are wrong. Check "
-     "the number of items in BLOCK, and the index."),
-    (lambda f: f.row and ("norm" in f.kernel or "softmax" in f.kernel) and f.error < 0.1,
-     "a row is a little off: is each number of the row added once, the first and the last too?"),
-    (lambda f: f.row and ("norm" in f.kernel or "softmax" in f.kernel), "a row is far off. Compare the sums "
-     "over the row with the formula, and then the line that writes each number."),
-    (lambda f: f.wrong == f.cares, "every number is wrong. Compare the line that computes it with the formula."),
+    (lambda f: f.in_bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result is right in fp32, and "
+     "here off by roundings to bf16. Compute in float, and round once, at the end."),
+    (end_of, "only the last columns are wrong. Does the loop over a row end right: < or <=, and {end} or another "
+     "size?"),
+    (lambda f: f.smallest and "deviation" in f.exercise.rows, "only the rows with the smallest deviations are wrong. "
+     "Is it the right eps, inside the root?"),
+    (lambda f: f.tail, "the beginning is right, and from some number on all are wrong. Check the number of items in "
+     "BLOCK, and the index."),
+    (lambda f: f.exercise.rows and f.name in f.exercise.rows[1].split(), "compare the sums over the row with the "
+     "formula, and then the line that writes each number."),
+    (lambda f: f.wrong == f.cares, "compare the line that computes it with the formula."),
+    (lambda f: f.wrong == 1, "follow the thread that writes this number."),
     (lambda f: True, "see what these places have in common, and follow the thread that writes the first of them."),
 ]
 
 
+def place_of(f):
+    """Where the first wrong number is: "row 3 of 27, column 5 of 96", or the exercise's own axes."""
+    axes = f.exercise.axes.split()
+    if len(axes) == len(f.place):
+        return ", ".join(head_of(f, index) if axis == "head" else f"{axis} = {index}"
+                         for axis, index in zip(axes, f.place))
+    row = f"row {f.place[0]} of {f.shape[0]}"
+    if len(f.place) == 1:
+        return row if f.row.size else ""
+    column = f.place[1]
+    ends = [name for name, size in f.sizes.items() if size == column + 1 > 4]
+    return f"{row}, column {column}" + (f", the last before {ends[0]} = {column + 1}" if ends else f" of {f.shape[1]}")
+
+
+def head_of(f, index):
+    """A head of queries, keys and values side by side."""
+    NH, NKV = f.sizes["NH"], f.sizes.get("NKV", f.sizes["NH"])
+    if index < NH:
+        return f"head {index} of the queries"
+    return f"head {(index - NH) % NKV} of the {'keys' if index < NH + NKV else 'values'}"
+
+
+def note_on(f):
+    """What is special about the row, where others are right; or the inputs at the place, where they may say more."""
+    if f.row.size:
+        mean, deviation = float(f.row.mean()), float(f.row.std())
+        name, _, kind = f.exercise.rows
+        if kind == "range" and (f.row.max() > 88.7 or f.row.max() < -103):
+            return f"that row of {name} has numbers from {f.row.min():.4g} to {f.row.max():.4g}"
+        if kind == "deviation" and abs(mean) > 20 * deviation > 0:
+            return f"that row of {name} has a mean of {abs(mean / deviation):.0f} deviations"
+        if kind == "deviation" and deviation < 0.02:
+            return f"that row of {name} has a deviation of {deviation:.2g}"
+    known = [f"{key} is {value:.6g}" for key, value in f.at.items() if np.isfinite(value)]
+    return "" if f.why and np.isfinite(f.found) or not known else f"{' and '.join(known)} there"
+
+
+AXES = dict(b="sequences", t="positions", h="heads", head="heads", c="channels", s="keys", which="parts (q, k, v)",
+            row="rows", column="columns")
+
+
+def spread(f):
+    """In which rows and columns, or along which axes, the wrong numbers are, where not in all."""
+    own = f.exercise.axes.split()
+    names = own if len(own) == len(f.shape) else ["row", "column"] if len(f.shape) == 2 else []
+    one = [f"{name} {indices[0]}" for name, indices, size in zip(names, f.axes, f.shape) if len(indices) == 1 < size]
+    some = [f"{len(indices)} of {size} {AXES[name]}" for name, indices, size in zip(names, f.axes, f.shape)
+            if 1 < len(indices) < size]
+    return (f", all in {', '.join(one)}" if one else "") + (f", in {' and '.join(some)}" if some else "")
+
+
+def how_many(f):
+    if f.wrong == f.cares:
+        return f"all {f.cares:,} numbers are wrong"
+    if f.wrong == 1:
+        return f"this one of {f.cares:,} numbers is wrong"
+    where = f", every {f.every:,}th" if f.every and f.every not in f.shape else spread(f)
+    return f"{f.wrong:,} of {f.cares:,} numbers are wrong{where}"
+
+
 def describe_wrong(f):
-    """The lines on a wrong number: where it is, how many there are, and the usual cause."""
-    said = []
-    if f.columns:
-        ends = [name for name, size in f.ends.items() if size == f.column + 1 > 4]
-        which = f"the last before {ends[0]} = {f.column + 1}" if ends else f"of {f.columns}"
-        said.append(f"row {f.row_number} of {f.rows}, column {f.column}, {which}")
-    elif f.row:
-        said.append(f"row {f.row_number} of {f.rows}")
-    said += [f"{key} is {value:.6g} there" for key, value in f.at.items() if key != f.name]
-    for key, x in f.row.items():
-        mean, deviation = float(x.mean()), float(x.std())
-        note = (f", so the mean is {abs(mean / deviation):.0f} deviations" if abs(mean) > 20 * deviation > 0 else
-                ", and e^x of the largest is infinite in fp32" if x.max() > 88.7 else "")
-        said.append(f"that row of {key} has numbers from {x.min():.4g} to {x.max():.4g}, mean {mean:.4g}, "
-                    f"deviation {deviation:.3g}{note}")
-    lines = [f"{'where:' if i == 0 else '      '} {line}" for i, line in enumerate(said)]
-    many = f"{f.wrong:,} of {f.cares:,} numbers are wrong"
-    if f.columns and f.wrong < f.cares:
-        many += f", in {len(f.wrong_rows)} of {f.rows} rows and in {len(f.wrong_columns)} of {f.columns} columns"
-    cause = next(text for condition, text in CAUSES if condition(f))
-    return [*lines, f"how many: {many}", "usually: " + cause.format(name=f.name, ratio=f.ratio or 0, end=end_of(f),
-                                                                           reductions=f.reductions)]
+    """The lines on a wrong number: where it is, how many there are, and the cause."""
+    where = "; ".join(filter(None, (place_of(f), note_on(f))))
+    lines = [f"where: {where}"] if where else []
+    if f.cares > 2:
+        lines.append(f"how many: {how_many(f)}")
+    if f.why:
+        return [*lines, f"why: {f.why}"]
+    cause = next(text for condition, text in GENERAL if condition(f))
+    return [*lines, "usually: " + cause.format(f=f, factor=factor(f) if f.ratio else "", end=end_of(f))]

@@ -5,7 +5,9 @@ import signal
 from pathlib import Path
 
 from dev.lab.bench import GUARD
-from dev.lab.submission import code_of, declared, exercise_of
+from dev.lab.exercises import EXERCISES, version_of
+from dev.lab.ladder import find_ladder
+from dev.lab.submission import code_of, declared, exercise_of, signature
 from prepro_tinyshakespeare import UserError
 
 
@@ -58,6 +60,16 @@ def beyond(verb, name, number, shape):
     return f"it {verb} {name}[{number}], and the last is {name}[{math.prod(shape) - 1}]{rows}"
 
 
+def misaligned(said):
+    """The sentence on UBSan's "load of misaligned address 0x... for type ..., which requires 8 byte alignment"."""
+    verb = "writes" if said.startswith("store") else "reads"
+    wide = re.search(r"requires (\d+) byte alignment", said)
+    if not wide:
+        return said.split(",")[0]
+    return (f"it {verb} {wide[1]} bytes at once, at an address that is no multiple of {wide[1]}. A GPU stops there: "
+            "is the index a multiple of the numbers that are moved at once, and is the length of a row?")
+
+
 def sanitizer_lines(path, begun, text):
     """The two lines on a report of AddressSanitizer or UBSan; None if there is none."""
     match = re.search(r"runtime error: (.*)", text)
@@ -65,8 +77,7 @@ def sanitizer_lines(path, begun, text):
         said = match[1]
         bounds = re.search(r"index (-?\d+) out of bounds for type '(.*)'", said)
         what = (f"index {bounds[1]} is out of bounds: the array is {bounds[2]}" if bounds else
-                f"{said.split(',')[0]}: 16 bytes at once need an address that is a multiple of 16"
-                if "misaligned" in said else said)
+                misaligned(said) if "misaligned" in said else said)
         return [what, line_of(path, text)]
     match = re.search(r"AddressSanitizer: (\S+)", text)
     if not match:
@@ -93,7 +104,7 @@ def sanitizer_lines(path, begun, text):
 
 def stuck_lines(path, text):
     """The lines on a block that is stuck, from the message of blocks.h."""
-    waits = re.findall(r"threads ([-\d, .]+) wait in (.+?) at line (\d+)", text)
+    waits = re.findall(r"threads ([-\d, .]+) wait in (.+?) at line (\d+)( of [^,;]+)?((?:, called at line \d+)*)", text)
     if not waits:
         return [text.removeprefix("kernels.cu: ")]
     block = re.search(r"block \(\d+, \d+, \d+\)", text)[0]
@@ -102,27 +113,36 @@ def stuck_lines(path, text):
         ends = [part.split("-") for part in ranges.replace(".", "").split(", ") if part.strip()]
         return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
-    who, what, line = waits[0]
-    total = declared(path, exercise_of(path)[1]).threads
-    code = code_of(path).splitlines()
-    inside = 0 < int(line) <= len(code) and re.search(r"__sync|__shfl", code[int(line) - 1])
-    calls, where = "block_reduce", f" in {what}"
-    if not inside:
-        if what != "__syncthreads":
-            calls = "warp_sum|warp_max|block_reduce"
+    who, what, line, own, calls = waits[0]
+    total, code = declared(path, exercise_of(path)[1]).threads, code_of(path).splitlines()
+    where, numbers = f" in {what}", [int(line), *map(int, re.findall(r"\d+", calls))]
+    if not own and not (0 < int(line) <= len(code) and re.search(r"__sync|__shfl", code[int(line) - 1])):
+        # a line of kernels.cu, in a function that the student calls
+        inner = "block_reduce" if what == "__syncthreads" else "warp_sum|warp_max|block_reduce"
         where += f", which is in {'block_reduce' if what == '__syncthreads' else 'warp_sum and the like'}"
-    lines = [f"it is stuck{where}: {'some' if '...' in who else count(who)} of the {total} threads of {block} wait "
-             "there for the others"]
-    numbers = [int(line)] if inside else [i for i, each in enumerate(code, 1) if re.search(rf"\b({calls})\b", each)]
-    lines += [quoted(path, number) for number in numbers]
-    others = [f"threads {who} wait in {what} at line {line}" for who, what, line in waits[1:]]
+        numbers = [i for i, each in enumerate(code, 1) if re.search(rf"\b({inner})\b", each)]
+    others = [f"threads {who} wait in {what} at line {line}" for who, what, line, *_ in waits[1:]]
     gone = re.search(r"threads ([-\d, .]+) have returned", text)
     if gone:
         others.append(f"threads {gone[1]} have returned")
-    if others:
-        lines.append("; ".join(others))
-    return [*lines, "usually: it is inside an if, after a return, or in a loop that some threads leave earlier.",
-            "         All threads of the block (of the warp, for warp_sum and the like) must reach it"]
+    all_of = "block" if "__syncthreads" in what or "block_reduce" in what else "warp"
+    return [f"it is stuck{where}: {'some' if '...' in who else count(who)} of the {total} threads of {block} wait "
+            "there for the others", *(quoted(path, number) for number in numbers),
+            *(["; ".join(others)] if others else []),
+            "usually: it is inside an if, after a return, or in a loop that some threads leave earlier. All threads of "
+            f"the {all_of} must reach it"]
+
+
+def own_names(path, lines):
+    """Lines with the arguments' names as they are in a student's file: some have other names in the lab."""
+    exercise = EXERCISES[exercise_of(path)[0]]
+    _, parameters = signature(exercise)
+    names = version_of(exercise, find_ladder(exercise.kernel)).args.split()
+    for name, parameter in zip(names, parameters):
+        label = re.findall(r"\w+", parameter)[-1]
+        if label != name:
+            lines = [line if line.startswith("line ") else re.sub(rf"\b{name}\b", label, line) for line in lines]
+    return lines
 
 
 def race_lines(path, found):
@@ -135,6 +155,27 @@ def race_lines(path, found):
     if "blockIdx" not in code_of(path):
         return [*lines, "The index leaves out blockIdx.x, so every block does the work of the first"]
     return [*lines, found["why"]]
+
+
+def without_value(path):
+    """The lines of a student's file that declare a variable and give it no value."""
+    for number, line in enumerate(code_of(path).splitlines(), 1):
+        for _ in range(3):  # brackets within brackets
+            line = re.sub(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]", "@", line)
+        declared_there = re.match(r"\s*(?:float|double|int|unsigned|size_t)\s+([^;(]*);", line)
+        if declared_there and any(re.fullmatch(r"\s*\w+\s*", name) for name in declared_there[1].split(",")):
+            yield quoted(path, number)
+
+
+def order_lines(path, text):
+    """The lines on what Bench.check says: results that depend on the order of the threads, or a changed input."""
+    if text.startswith("changed"):
+        return [f"it {text}", "usually: it is on the left of an =, or an index of another array is far too large"]
+    unset = list(without_value(path))[:1]
+    usual = ("a variable is read before it has a first value, such as sum = 0.0f" if unset else
+             "one thread reads what another one writes, and no barrier or atomicAdd orders them")
+    what = text.removeprefix("has a race: ").replace("in the order 1,", "in a random order,")
+    return [f"its result depends on the order in which threads run: {what}", *unset, f"usually: {usual}"]
 
 
 def complaint_lines(path, events, status, stderr, sanitize):
@@ -155,14 +196,10 @@ def complaint_lines(path, events, status, stderr, sanitize):
         if kind == "found race":
             return [*race_lines(path, told[0]), at]
         if kind == "outside":
-            return [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"]), at]
+            return [*own_names(path, [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"])]), at]
         if kind == "race":
-            shared = "__shared__" in code_of(path)
-            cause = ("a missing __syncthreads() between a write to shared memory and another thread's read of it, or "
-                     "between that read and the next write" if shared else "two threads write to one place, or one "
-                     "reads what another one writes")
-            return [f"it {text}" if text.startswith(("has", "changed")) else text, f"usually: {cause}", at]
-        return [f"wrong: {text}", *told[0]["lines"], at]
+            return [*order_lines(path, text), at]
+        return [*own_names(path, [f"wrong: {text}", *told[0]["lines"]]), at]
     if status == -signal.SIGALRM:
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]
         which = f": there is one in line {' and in line '.join(loops)}" if loops else ""
@@ -170,7 +207,7 @@ def complaint_lines(path, events, status, stderr, sanitize):
     if sanitize and begun and status:
         lines = sanitizer_lines(path, begun[-1], stderr)
         if lines:
-            return [*filter(None, lines), at]
+            return [*own_names(path, filter(None, lines)), at]
     if status < 0:
         name = signal.Signals(-status).name
         return [f"it crashed ({name}): most likely an index is far outside of its array", at]

@@ -1,4 +1,5 @@
 """The file that an exercise begins with: the task, the arguments and hints as a comment, and an empty kernel."""
+import functools
 import importlib
 import inspect
 import itertools
@@ -33,7 +34,7 @@ def symbols(given, checks_given, shapes):
             return str(sizes[0])
         preferred = sorted(terms, key=lambda term: (len(term) > 2, term not in ("N", "B", "T")))
         good = [term for term in preferred if [eval(term, {}, value) for value in values] == list(sizes)]
-        return good[0] if good else str(sizes[0])
+        return re.sub(r"^\(([^()]*)\)$", r"\1", good[0]) if good else str(sizes[0])
 
     return ",".join(symbol(sizes) for sizes in zip(*shapes))
 
@@ -49,7 +50,7 @@ def tables_of(exercise, ladder):
 
 
 def argument_lines(exercise, ladder):
-    """A line for each parameter: its type, its shape, and whether it is read or written."""
+    """A line for each parameter: its type, its shape, and whether it is read or written; or what a number is."""
     _, parameters = signature(exercise)
     names, tables = version_of(exercise, ladder).args.split(), list(tables_of(exercise, ladder))
     given, truth, scratch = tables[0]
@@ -57,7 +58,10 @@ def argument_lines(exercise, ladder):
     for parameter, name in zip(parameters, names):
         label = re.findall(r"\w+", parameter)[-1]
         if "*" not in parameter:
-            rows.append((label, "a number", "" if type(given.get(name)) is int else f"{given.get(name):.6g}"))
+            values = {table[0][name] for table in tables}
+            same = len(values) == 1 and type(given[name]) is not int
+            rows.append((label, "a number", exercise.shapes.get(label) or ("" if label == name else name) or (
+                f"{given[name]:.6g}" if same else "")))
             continue
         arrays = [{**table[0], **table[1], **table[2]}.get(name) for table in tables]
         kind = next(kind for kind in ("real", "float", "int", "size_t", "AdamW", "low_half") if kind in parameter)
@@ -67,8 +71,9 @@ def argument_lines(exercise, ladder):
         if any(array is None for array in arrays):
             rows.append((label, kind, "null in fp32"))
         else:
-            shape = symbols(given, [{k: v for k, v in table[0].items() if type(v) is int} for table in tables],
-                            [array.shape for array in arrays])
+            shape = exercise.shapes.get(label) or symbols(
+                given, [{k: v for k, v in table[0].items() if type(v) is int} for table in tables],
+                [array.shape for array in arrays])
             rows.append((label, f"{kind} ({shape})", how))
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     return [f"{label:{widths[0]}}  {what:{widths[1]}}  {how}".rstrip() for label, what, how in rows]
@@ -93,6 +98,24 @@ WAYS = (("threads", "each thread takes one item: (size_t)blockIdx.x * blockDim.x
         ("1", "each block takes one: blockIdx.x"))
 
 
+def ways(exercise, threads):
+    """The lines on how BLOCK can share out the items of an exercise."""
+    if exercise.items == "1":
+        return [f"    BLOCK({threads}, 1)    there is one block, and its {threads} threads share the item"]
+    one = exercise.item.startswith(("a number", "a pair"))  # too little work for a warp
+    lines = [f"    {f'BLOCK({threads}, {covers})':27} {text}" for covers, text in WAYS[: 1 if one else 3]]
+    if exercise.plane:
+        columns, rows = exercise.plane.split(", ")
+        tile = (f"each block takes a tile of out: 32 columns (of {columns}) and 32 rows (of {rows}).",
+                "With x = threadIdx.x % 32 and y = threadIdx.x / 32, a thread takes the number",
+                "in column blockIdx.x * 32 + x and row blockIdx.y * 32 + y.")
+        lines += [f"    {first:27} {text}" for first, text in zip(("BLOCK(1024, 32, 32)", "", ""), tile)]
+    if not one or exercise.plane or "shuffle" in exercise.helpers:
+        lines.append("A thread's number in its warp is its lane: threadIdx.x % 32.")
+    return lines
+
+
+@functools.cache  # it computes all problems of the exercise
 def template(name):
     """The text of my_<name>.cu."""
     exercise, ladder = EXERCISES[name], find_ladder(name)
@@ -102,24 +125,26 @@ def template(name):
     if "OC" in version_of(exercise, ladder).args.split():
         first = [line.replace("4C", "OC") for line in first]
     comment = [f"Exercise {name}: {exercise.teaches}", "", "Compute", *(f"    {line}" for line in first)]
-    formula = formula_lines(ladder)
+    formula = formula_lines(ladder) if exercise.numpy else []
     if formula:
         comment += ["", "In NumPy", *(f"    {line}" for line in formula)]
     if exercise.note:
         comment += ["", *exercise.note]
-    comment += ["", "Arguments", *(f"    {line}" for line in argument_lines(exercise, ladder)),
-                "    real is float, or bf16 of 16 bits. Arrays are stored row by row: the last index varies fastest."]
-    items, shared = version_of(exercise, ladder).items, version_of(exercise, ladder).shared
-    comment += ["", f"Items: {items}. An item is {exercise.item}.",
-                "BLOCK(threads, items) says how many threads per block has and how many items it covers. The grid gets",
-                "enough blocks to cover all items. The last block may cover some that do not exist.",
-                *(f"    {f'BLOCK({threads}, {covers})':27} {text}" for covers, text in WAYS)]
-    if exercise.plane:
-        columns, rows = exercise.plane.split(", ")
-        comment += [f"    {'BLOCK(1024, 32, 32)':27} each block takes a tile of out: 32 columns (of {columns}) and 32 "
-                    f"rows (of {rows}).", f"    {'':27} With x = threadIdx.x % 32 and y = threadIdx.x / 32, a thread "
-                    "takes the number", f"    {'':27} in column blockIdx.x * 32 + x and row blockIdx.y * 32 + y."]
-    comment.append("A thread's number in its warp is its lane: threadIdx.x % 32.")
+    arguments = argument_lines(exercise, ladder)
+    comment += ["", "Arguments", *(f"    {line}" for line in arguments)]
+    if any(re.search(r"\breal\b", line) for line in arguments):
+        comment.append("    real is float, or bf16 of 16 bits.")
+    if any("HS" in line for line in [*arguments, *exercise.note]) and not any(
+            line.split()[0] in ("HS", "head") for line in arguments):
+        comment.append("    HS, the channels of a head, is a constant: it may stand in float sum[HS].")
+    comment.append("    Arrays are stored row by row: the last index varies fastest.")
+    version = version_of(exercise, ladder)
+    items, shared = version.items.replace("//", "/"), version.shared.replace("//", "/")
+    comment += ["", f"Items: {items}. An item is {exercise.item}."]
+    if exercise.items != "1":
+        comment += ["BLOCK(threads, items) says how many threads a block has, and how many items they share. The grid",
+                    "gets enough blocks for all items. The last block may have threads for which there is no item."]
+    comment += ways(exercise, threads)
     helpers = [HELPERS[helper].replace("{shared}", shared) for helper in exercise.helpers.split()]
     comment += ["", "You may use", *(f"    {helper}" for helper in helpers)]
     comment += ["", *(f"Hint {i}: {hint}" for i, hint in enumerate(exercise.hints, 1)), "",
