@@ -241,6 +241,8 @@ def exercise(flags, device):
          "no two threads are in a race" if looked[grade.RACES] else
          "races were looked for, but not to the end, since that took too long" if grade.race_variables() else
          "races were not looked for, which needs g++ 11: only other orders of the threads were tried"])
+    counts = goals.counted(path)
+    say(counts["report"])
     if device == "cpu":
         say(["There is no GPU here, so it is not timed."])
     else:
@@ -250,8 +252,8 @@ def exercise(flags, device):
             return 1
         times = card.measure(path)
         say(card.standing(times))
-    missing, sectors = goals.goals_of(path, facts, times)
-    nexts = progress.note(name, dtypes, sectors, times and times.noted)
+    missing = goals.goals_of(counts, facts, times)
+    nexts = progress.note(name, dtypes, goals.sectors_of(counts), times and times.noted)
     say([missing[0].line if missing else "", *nexts])
     if flags.record is not None:
         say(leaderboard.record(name, times, flags.record))

@@ -8,8 +8,6 @@ import os
 import re
 import stat
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 from dev.cpu.device import Cpu
@@ -49,22 +47,23 @@ def ok(name, good, said=""):
     check(name, good, "" if good else said)
 
 
-def counted(loads=(3.7, 3.7), stores=(4, 4), shared=None, read=1000, passes=1):
-    """A Traffic, in which a request costs (this, and at least this)."""
-    table = {"load": loads, "store": stores, "shared": shared}
+def rows(load=(3.7, 3.7), store=(4, 4), shared=(None, None), moved=1):
+    """Rows of traffic.py's table, in which a request costs (this, and at least this)."""
+    names = [name for row in goals.REQUESTS for name in row[:2]]
+    return dict(zip((*names, goals.MOVED), (*load, *store, *shared, moved)))
 
-    def total(*kinds, shared=False):
-        cost = table["shared" if shared else kinds[0]]
-        return cost and SimpleNamespace(each=cost[0], ideal=cost[1], least=passes * read)
 
-    return SimpleNamespace(total=total, read=read)
+def counts(*two):
+    """What goals.counted returns, for the student's rows and those of version 5."""
+    return dict(report=["a report"], **(dict(rows=two, number=5) if two else {}))
 
 
 def wishes(*two, **more):
-    """The lines of the goals of (Traffic of the student's, Traffic of the lab's version 5)."""
-    with mock.patch("dev.lab.goals.counted", return_value=(*two, 5) if two else ()):
-        found, sectors = goals.goals_of(Path("my_softmax_forward.cu"), **more)
-    return [goal.line for goal in found], sectors
+    return wishes_of(counts(*two), **more)
+
+
+def wishes_of(found, **more):
+    return [goal.line for goal in goals.goals_of(found, **more)]
 
 
 # ---- The list
@@ -111,18 +110,19 @@ def what_is_kept(folder):
     """The best is kept, and stays when the file is edited."""
     path = written(folder, "gelu_forward")
     right, wrong = ([], {grade.BOUNDS: True, grade.RACES: True}), (["wrong: out[0]"], {})
-    for judged, counts, wish in (
-            (right, (counted((27, 3.7)), counted(), 2), "right in fp32, bf16; 27.0 sectors a load"),
-            (right, (counted(), counted(), 2), "right in fp32, bf16; 3.7 sectors a load"),
-            (right, (counted((27, 3.7)), counted(), 2), "right in fp32, bf16; 3.7 sectors a load"),
+    for judged, two, wish in (
+            (right, (rows((27, 3.7)), rows()), "right in fp32, bf16; 27.0 sectors a load"),
+            (right, (rows(), rows()), "right in fp32, bf16; 3.7 sectors a load"),
+            (right, (rows((27, 3.7)), rows()), "right in fp32, bf16; 3.7 sectors a load"),
             (right, (), "right in fp32, bf16; 3.7 sectors a load"),
             (wrong, (), "right in fp32, bf16; 3.7 sectors a load")):
         with mock.patch("dev.lab.grade.grade_file", return_value=judged), \
-                mock.patch("dev.lab.goals.counted", return_value=counts):
+                mock.patch("dev.lab.goals.counted", return_value=counts(*two)):
             status, text, _ = exercise(folder, path.name)
         ok("status", status == bool(judged[0]), text)
-        goal = re.search("Next goal: at most 4.1 sectors of 32 bytes a load", text)
-        ok("the goal", bool(goal) == (counts != () and counts[0].total("load").each == 27), text)
+        goal = "Next goal: at most 4.1 sectors a load" in text
+        ok("the goal", goal == (bool(two) and two[0]["sectors a load"] == 27), text)
+        ok("the report", ("a report" in text) == (not judged[0]), text)
         ok("the next one", judged[0] or "Next exercise: " in text, text)
         text = exercise(folder)[1]
         ok(wish, f"{wish}\n" in text, text)
@@ -144,37 +144,52 @@ def what_is_kept(folder):
 
 def goals_of_figures():
     """A goal is asked for what the lab's version does, and for nothing that is reached."""
-    for name, wish, found in (
+    for name, wish, lines in (
             ("nothing is counted", [], wishes()),
-            ("all is reached", [], wishes(counted(), counted())),
-            ("loads", ["at most 4.1 sectors .* a load. Yours takes 27.0; .* version 5, .* 3.7"],
-             wishes(counted((27, 3.7)), counted())),
-            ("within 10%", [], wishes(counted((4.05, 3.7)), counted())),
-            ("wider loads cost more", [], wishes(counted((4, 4)), counted((16, 16)))),
-            ("  also for the student", [], wishes(counted((16, 16)), counted((4, 4)))),
-            ("the lab's are no better", [], wishes(counted((27, 4)), counted((100, 4)))),
-            ("stores", ["at most 4.4 sectors .* a store. Yours takes 32.0"],
-             wishes(counted(stores=(32, 4)), counted())),
-            ("banks", ["at most 1.1 turns a request of shared memory. Yours takes 32.0"],
-             wishes(counted(shared=(32, 1)), counted(shared=(1, 1)))),
-            ("no shared memory", [], wishes(counted(), counted(shared=(1, 1)))),
-            ("passes", ["one pass. Yours reads its inputs 3.0 times, and version 5 once"],
-             wishes(counted(passes=3), counted())),
-            ("more passes", ["read the inputs at most 8.8 times. .* 128.0 times, .* 8.0 times"],
-             wishes(counted(passes=128), counted(passes=8))),
-            ("no loads", [], wishes(counted(loads=None), counted(loads=None))),
+            ("all is reached", [], wishes(rows(), rows())),
+            ("loads", ["at most 4.1 sectors a load. Yours takes 27.0; .* version 5, .* 3.7"],
+             wishes(rows((27, 3.7)), rows())),
+            ("within 10%", [], wishes(rows((4.05, 3.7)), rows())),
+            ("wider loads cost more", [], wishes(rows((4, 4)), rows((16, 16)))),
+            ("  also for the student", [], wishes(rows((16, 16)), rows((4, 4)))),
+            ("the lab's are no better", [], wishes(rows((27, 4)), rows((100, 4)))),
+            ("stores", ["at most 4.4 sectors a store. Yours takes 32.0"],
+             wishes(rows(store=(32, 4)), rows())),
+            ("banks", ["at most 1.1 turns a request of shared memory, .*. Yours takes 32.0"],
+             wishes(rows(shared=(32, 1)), rows(shared=(1, 1)))),
+            ("no shared memory", [], wishes(rows(), rows(shared=(1, 1)))),
+            ("passes", ["one pass, .* once. Yours moves 2.0 times .*, and version 5 1.0 times"],
+             wishes(rows(moved=2), rows())),
+            ("more passes", ["at most 8.8 times the fewest .* 128.0 times .* 8.0 times"],
+             wishes(rows(moved=128), rows(moved=8))),
+            ("no loads", [], wishes(rows((None, None)), rows((None, None)))),
             ("no spills", ["no spills. .* 48 bytes"],
              wishes(facts=[dict(spilled=0), dict(spilled=48)])),
-            ("spills first", ["no spills", "sectors .* a load", "one pass"],
-             wishes(counted((27, 4), passes=3), counted(), facts=[dict(spilled=8)])),
+            ("spills first", ["no spills", "sectors a load", "one pass"],
+             wishes(rows((27, 4), moved=3), rows(), facts=[dict(spilled=8)])),
             ("the next version", ["within 10% of version 2: at most 55.0 us. Yours takes 61.0, .* "
                                   "50.0: better"], wishes(times=card.Times("H200", 6.1e-5, RUNGS))),
             ("the one after", ["within 10% of version 3: at most 22.0 us"],
              wishes(times=card.Times("H200", 5.4e-5, RUNGS))),
             ("the best", [], wishes(times=card.Times("H200", 2.1e-5, RUNGS)))):
-        lines, _ = found
         ok(f"goal: {name}", len(lines) == len(wish) and all(map(re.search, wish, lines)), lines)
-    ok("sectors of a load", wishes(counted((27, 4)), counted())[1] == 27 and wishes()[1] is None)
+
+
+def traffic_of_softmax(folder):
+    """The same from counts of the program: a thread for each row reads its own row, 32 sectors at
+    a time; a warp for each row in three passes reads each number three times."""
+    path = written(folder, "softmax_forward")
+    for number, wish in ((1, ["sectors a load", "sectors a store", "one pass"]), (2, ["one pass"])):
+        path.write_text(applied(path.read_text(), solution.solution(path, number)[2:]))
+        found = goals.counted(path)
+        if "rows" not in found:
+            return print(f"skipped: {found['report']}")
+        lines = wishes_of(found)
+        ok(f"softmax_forward {number}", len(lines) == len(wish) and
+           all(map(re.search, wish, lines)), lines)
+        ok("  the sectors of its loads", abs(goals.sectors_of(found) - (30, 4)[number - 1]) < 1)
+    path.write_text("int main() {}\n")
+    ok("what cannot be counted", "was not counted: " in said(goals.counted(path)["report"]))
 
 
 # ---- Hints and solutions
@@ -342,7 +357,7 @@ def measured(folder):
         with mock.patch("dev.lab.grade.grade_file", return_value=right), \
                 mock.patch("dev.lab.card.sanitize", return_value=sanitized), \
                 mock.patch("dev.lab.card.run_self", return_value=out), \
-                mock.patch("dev.lab.goals.counted", return_value=()), \
+                mock.patch("dev.lab.goals.counted", return_value=counts()), \
                 mock.patch("dev.lab.leaderboard.BOARDS", folder / "boards"):
             return exercise(folder, path.name, *arguments, device="cuda")
 
@@ -420,5 +435,5 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((lists, what_is_kept, goals_of_figures, hints, solutions, on_gpu, standings,
-                 sanitizer, measured, leaderboards, refusals))
+    run_program((lists, what_is_kept, goals_of_figures, traffic_of_softmax, hints, solutions,
+                 on_gpu, standings, sanitizer, measured, leaderboards, refusals))
