@@ -10,6 +10,7 @@
     python -m dev.lab --exercise                 # lists the exercises, and what you solved: see exercises.py
     python -m dev.lab --exercise gelu_forward --hint      # prints the next hint
     python -m dev.lab --exercise gelu_forward --solution  # shows how your file differs from a solution
+    python -m dev.lab --exercise my_gelu_forward.cu --record Ada  # checks it, and enters its time on this GPU
 
 The versions of a kernel are in kernels/NAME.cu, which is compiled after kernels.cu. NAME.py beside it has the inputs,
 the launches, and what NumPy computes from the same inputs. Without a GPU the CPU device checks everything, and nothing

@@ -44,15 +44,16 @@ def version_text(name, number, own):
     above = first
     while above and lines[above - 1].startswith("//"):
         above -= 1
-    kernel, used = re.sub(rf"\b{run}\b", own, "\n".join(lines[first:end])), {}
+    before, kernel = "\n".join(lines[above:first]), "\n".join(lines[first:end])
     if path not in Config.SOURCES:  # those are compiled before a student's file
-        pattern = r"^namespace (\w+) \{\n.*?^\}  // namespace \1$"
-        used = {each[1]: each[0] for each in re.finditer(pattern, text, re.M | re.S)
-                if each[1] in kernel}
-    before = "\n\n".join([*used.values(), "\n".join(lines[above:first])])
-    for helper in used:  # on a GPU the lab's .cu is compiled beside it
-        before, kernel = (re.sub(rf"\b{helper}\b", PREFIX + helper, text)
-                          for text in (before, kernel))
+        helpers = re.findall(r"^(namespace (\w+) \{\n.*?^\}  // namespace \2\n)",
+                             "\n".join(lines[:above]), re.M | re.S)
+        used = [(whole, name) for whole, name in helpers if f"{name}::" in kernel]
+        before = "\n".join([*(whole for whole, _ in used), before])
+        for _, name in used:  # on a GPU the lab's .cu is compiled beside it
+            before, kernel = (re.sub(rf"\b{name}\b", PREFIX + name, text)
+                              for text in (before, kernel))
+    kernel = re.sub(rf"\b{run}\b", own, kernel)
     return before.splitlines(), kernel.splitlines(), parameters
 
 
