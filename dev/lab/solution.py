@@ -48,7 +48,7 @@ def version_text(name, number, own):
     if path not in Config.SOURCES:  # those are compiled before a student's file
         helpers = re.findall(r"^(namespace (\w+) \{\n.*?^\}  // namespace \2\n)",
                              "\n".join(lines[:above]), re.M | re.S)
-        used = [(whole, name) for whole, name in helpers if f"{name}::" in kernel]
+        used = [(whole, name) for whole, name in helpers if re.search(rf"\b{name}\b", kernel)]
         before = "\n".join([*(whole for whole, _ in used), before])
         for _, name in used:  # on a GPU the lab's .cu is compiled beside it
             before, kernel = (re.sub(rf"\b{name}\b", PREFIX + name, text)

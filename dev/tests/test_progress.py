@@ -23,6 +23,8 @@ from dev.tests.trainings import call
 from train_gpt2 import Config
 
 NAMES = exercise_names()
+RIGHT = [], {grade.BOUNDS: True, grade.RACES: True}  # what grade_file returns
+WRONG = ["wrong: out[0]"], {}
 RUNGS = [[3e-4, 1, "naive"], [5e-5, 2, "better"], [2e-5, 3, "best"]]
 
 
@@ -109,21 +111,20 @@ def lists(folder):
 def what_is_kept(folder):
     """The best is kept, and stays when the file is edited."""
     path = written(folder, "gelu_forward")
-    right, wrong = ([], {grade.BOUNDS: True, grade.RACES: True}), (["wrong: out[0]"], {})
     for judged, two, wish in (
-            (right, (rows((27, 3.7)), rows()), "right in fp32, bf16; 27.0 sectors a load"),
-            (right, (rows(), rows()), "right in fp32, bf16; 3.7 sectors a load"),
-            (right, (rows((27, 3.7)), rows()), "right in fp32, bf16; 3.7 sectors a load"),
-            (right, (), "right in fp32, bf16; 3.7 sectors a load"),
-            (wrong, (), "right in fp32, bf16; 3.7 sectors a load")):
+            (RIGHT, (rows((27, 3.7)), rows()), "right in fp32, bf16; 27.0 sectors a load"),
+            (RIGHT, (rows(), rows()), "right in fp32, bf16; 3.7 sectors a load"),
+            (RIGHT, (rows((27, 3.7)), rows()), "right in fp32, bf16; 3.7 sectors a load"),
+            (RIGHT, (), "right in fp32, bf16; 3.7 sectors a load"),
+            (WRONG, (), "right in fp32, bf16; 3.7 sectors a load")):
         with mock.patch("dev.lab.grade.grade_file", return_value=judged), \
                 mock.patch("dev.lab.goals.counted", return_value=counts(*two)):
             status, text, _ = exercise(folder, path.name)
-        ok("status", status == bool(judged[0]), text)
+        ok("status", status == (judged is WRONG), text)
         goal = "Next goal: at most 4.1 sectors a load" in text
         ok("the goal", goal == (bool(two) and two[0]["sectors a load"] == 27), text)
-        ok("the report", ("a report" in text) == (not judged[0]), text)
-        ok("the next one", judged[0] or "Next exercise: " in text, text)
+        ok("the report", ("a report" in text) == (judged is RIGHT), text)
+        ok("the next one", judged is WRONG or "Next exercise: " in text, text)
         text = exercise(folder)[1]
         ok(wish, f"{wish}\n" in text, text)
     progress.note("gelu_forward", ["fp32"], None, ("H200", [60, 1, 2]))
@@ -239,13 +240,14 @@ def solutions(folder):
         ok(f"{name}: the lab's kernel", lab.startswith(own) and
            own.count("{") == own.count("}") > 0, own)
         ok(f"{name}: your own lines stay", path.read_text().startswith("// mine\n\n"))
-        unused = [helper for helper in re.findall(r"namespace my_(\w+) \{", "\n".join(lines))
-                  if f"{helper}::" not in own]
-        ok(f"{name}: only the helpers that it calls", not unused, unused)
         lines = solution.solution(path)
         ok(f"{name}: and then nothing differs", "is version" in lines[0], lines)
     ok("a kernel of several", "together with other kernels" in said(solution.solution(
         written(folder, "global_norm"))))
+    for name, number, wish in (("residual_forward", 3, True), ("layernorm_backward", 3, True),
+                               ("softmax_forward", 1, False), ("softmax_forward", 3, True)):
+        text = "".join(solution.solution(written(folder, name), number))
+        ok(f"{name} {number}: its helpers", (f"namespace my_{name}_ {{" in text) == wish, text)
     path = written(folder, "encoder_forward")
     ok("the same parameters", "parameters are not" not in said(solution.solution(path, 1)))
     path = written(folder, "rope_forward")
@@ -352,10 +354,9 @@ def sanitizer(folder):
 def measured(folder):
     """A time goes from the GPU's process to the list and the leaderboard."""
     path, times = written(folder, "gelu_forward"), card.Times("NVIDIA H200", 6.1e-5, RUNGS)
-    right = ([], {grade.BOUNDS: True, grade.RACES: True})
 
     def graded(sanitized, out, *arguments):
-        with mock.patch("dev.lab.grade.grade_file", return_value=right), \
+        with mock.patch("dev.lab.grade.grade_file", return_value=RIGHT), \
                 mock.patch("dev.lab.card.sanitize", return_value=sanitized), \
                 mock.patch("dev.lab.card.run_self", return_value=out), \
                 mock.patch("dev.lab.goals.counted", return_value=counts()), \
