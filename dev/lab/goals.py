@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from dev.lab.ladder import LAB, find_ladder
+from dev.lab.ladder import find_ladder
 from dev.lab.submission import exercise_of
 from prepro_tinyshakespeare import UserError
 
@@ -94,8 +94,8 @@ def count(path):
 def counted(path):
     """The same, in a process of its own, since at these sizes the kernel runs for the first time.
     """
-    done = subprocess.run([sys.executable, "-m", "dev.lab.goals", str(path.resolve())],
-                          cwd=LAB.parents[1], capture_output=True, text=True, errors="replace")
+    done = subprocess.run([sys.executable, "-m", "dev.lab.goals", str(path)], text=True,
+                          capture_output=True, errors="replace")
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
     return found[0] if found else dict(report=[f"memory traffic was not counted: {last}"])
