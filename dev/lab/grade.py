@@ -1,10 +1,10 @@
-"""Running a student's kernel, on the CPU in processes of its own, since it may crash or never end, and on a GPU.
+"""Running a student's kernel on the CPU, in processes of its own, since it may crash or never end. card.py runs it on a
+GPU.
 
 One process looks for accesses out of bounds, with the compiler's sanitizers, and another one for races: see
 dev/cpu/races.py. At the same time a third compares the results with NumPy, with the threads in several orders.
 
-    python -m dev.lab.grade JOB          # such a process: JSON in, a line of JSON for each event out
-    python -m dev.lab.grade --time FILE  # times a file on a GPU
+    python -m dev.lab.grade JOB  # such a process: JSON in, a line of JSON for each event out
 """
 import contextlib
 import ctypes
@@ -14,23 +14,19 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np  # after prepro_tinyshakespeare, which says how its threads wait
 
-from dev.common.devices import make_device
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
-from dev.lab import timing
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of
 from dev.lab.explain import complaint_lines
-from dev.lab.ladder import LAB, model_of, parse_sizes
+from dev.lab.ladder import LAB
 from dev.lab.submission import code_of, exercise_of, read_submission
-from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import Config
 
@@ -227,50 +223,5 @@ def grade_file(path):
     return lines, looked
 
 
-# ---- On a GPU
-
-
-def time_file(path):
-    """Check a student's kernel on the GPU, and time it beside the lab's versions, in fp32. Returns (lines, exit
-    status)."""
-    ladder, mine = read_submission(path)
-    sizes = parse_sizes(ladder.shape)
-    C, NH = model_of(ladder, sizes)
-    device = make_device("cuda", "fp32", Config(C=C, NH=NH), beside=[*sources_of([ladder.name]), path])
-    with device.cupy.cuda.Stream(non_blocking=True):
-        bench = Bench(ladder, device, sizes, timing.cold(device))
-
-        def seconds(version, choice):
-            return timing.time_rounds(device, list(bench.launches(version, choice)))
-
-        choice = dict(threads=mine.threads[0])
-        comparison = bench.check(mine, choice)
-        if comparison.place is not None:
-            return [f"wrong on the GPU: {wrong_number(comparison, False)}"], 1
-        own = seconds(mine, choice)
-        rungs = [(min(seconds(version, choice) for choice in version.choices(device)), number, version.what)
-                 for number, version in enumerate(ladder.versions, 1) if bench.fits(version)]
-    return standing(own, rungs), 0
-
-
-def standing(own, rungs):
-    """The lines that compare a time with (seconds, number, what) of the versions."""
-    slower = max((rung for rung in rungs if rung[0] >= own), default=None, key=lambda rung: -rung[0])
-    faster = max((rung for rung in rungs if rung[0] < own), default=None)
-    between = [f"version {number} ({1e6 * time:.1f} us)" for time, number, _ in filter(None, (slower, faster))]
-    line = f"your {1e6 * own:.1f} us "
-    if not faster:
-        return [line + f"are faster than all versions; the best is {between[0]}"]
-    line += f"are between {between[0]} and {between[1]}" if slower else f"are slower than {between[0]}"
-    return [line, f"what version {faster[1]} does better: {faster[2]}; the comment above it in the .cu says why"]
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "--time":
-        try:
-            said, code = time_file(Path(sys.argv[2]))
-        except Exception as e:
-            said, code = [f"on the GPU: {type(e).__name__}: {' '.join(str(e).split())}"], 1
-        print(textwrap.indent("\n".join(said), "    "))
-        sys.exit(code)
     child(json.loads(sys.argv[1]))

@@ -7,7 +7,10 @@
     python -m dev.lab --all                      # the same for all kernels, and writes RESULTS.md and ladders.svg
     python -m dev.lab --check                    # only checks all versions of all kernels, at small odd shapes
     python -m dev.lab --check --races            # looks for races in all versions of all kernels, at one small shape
-    python -m dev.lab --exercise                 # lists the exercises: see exercises.py
+    python -m dev.lab --exercise                 # lists the exercises, and what you solved: see exercises.py
+    python -m dev.lab --exercise gelu_forward --hint      # prints the next hint
+    python -m dev.lab --exercise gelu_forward --solution  # shows how your file differs from a solution
+    python -m dev.lab --exercise my_gelu_forward.cu --record Ada  # checks it, and enters its time on this GPU
 
 The versions of a kernel are in kernels/NAME.cu, which is compiled after kernels.cu. NAME.py beside it has the inputs,
 the launches, and what NumPy computes from the same inputs. Without a GPU the CPU device checks everything, and nothing
@@ -18,8 +21,6 @@ import argparse
 import difflib
 import inspect
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -90,12 +91,25 @@ def read_flags(arguments):
                         "(default: dev/lab if it ran all kernels)")
     parser.add_argument("--exercise", nargs="?", const="", metavar="NAME or FILE",
                         help="list the exercises, write the file of one, or check such a file")
+    parser.add_argument("--hint", action="store_true", help="with --exercise NAME: print the next hint")
+    parser.add_argument("--solution", nargs="?", type=int, const=0, metavar="N", help="with --exercise NAME: the "
+                        "difference between your file and version N of the lab (default: the simplest)")
+    parser.add_argument("--record", metavar="YOUR NAME", help="with --exercise FILE, on a GPU: enter your time in the "
+                        "card's leaderboard")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where (default: cuda if there is a GPU)")
     parser.error = refuse
     flags = parser.parse_args(arguments)
     if flags.exercise is not None and (flags.kernel or flags.check or flags.all or flags.shape or flags.dtype):
-        raise UserError("--exercise takes a name or a file itself, and no other flag than --device: "
-                        "--exercise residual_forward")
+        raise UserError("--exercise takes a name or a file itself, and no other flag than --hint, --solution, "
+                        "--record and --device: --exercise residual_forward")
+    more = {"--hint": flags.hint, "--solution": flags.solution is not None, "--record": flags.record is not None}
+    more = [name for name, given in more.items() if given]
+    if more and not flags.exercise:
+        raise UserError(f"{more[0]} needs the name of an exercise or your file: --exercise NAME {more[0]}")
+    if len(more) > 1:
+        raise UserError(f"{' and '.join(more)}: expected one of them at a time")
+    if flags.record is not None and not flags.exercise.endswith(".cu"):
+        raise UserError(f"--record {flags.record}: expected --exercise with your file: --exercise my_gelu_forward.cu")
     if flags.races and (not flags.check or flags.device == "cuda"):
         raise UserError("--races is for --check on the CPU: --check --races --device cpu")
     if flags.out and not flags.all:
@@ -111,7 +125,7 @@ def main(arguments=None):
     flags = read_flags(arguments)
     device = flags.device or ("cuda" if has_gpu() and not flags.races else "cpu")
     if flags.exercise is not None:
-        return exercise(flags.exercise, device)
+        return exercise(flags, device)
     chosen = [known_kernel(flags.kernel)] if flags.kernel else kernel_names()
     ladder, sizes = find_ladder(flags.kernel) if flags.kernel else None, None
     if flags.version is not None and not 1 <= flags.version <= len(ladder.versions):
@@ -175,40 +189,73 @@ def nothing_run(ladder, flags):
     return f"nothing was run: no version that was asked for does {flags.shape or 'these sizes'}"
 
 
-def exercise(what, device):
-    """--exercise: lists the exercises, writes the file of one, or checks a file. Returns the exit status. Raises
-    UserError."""
-    from dev.lab import exercises, grade, submission, template
+def known_exercise(what):
+    """The name of an exercise, from its name or a student's file. Raises UserError."""
+    from dev.lab import exercises, submission
+    if what.endswith(".cu"):
+        return submission.exercise_of(Path(what))[0]
     names = exercises.exercise_names()
+    if what not in names:
+        if Path(f"{what}.cu").exists():
+            raise UserError(f"no exercise {what}; did you mean the file {what}.cu?")
+        near = difflib.get_close_matches(what, names, 1, 0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(f"no exercise {what}; {hint}without a name, all are listed")
+    return what
+
+
+def exercise(flags, device):
+    """--exercise: lists the exercises, writes the file of one, gives a hint or a solution, or checks a file. Returns
+    the exit status. Raises UserError."""
+    from dev.lab import card, exercises, goals, grade, leaderboard, progress, solution, submission, template
+
+    def say(lines):
+        print(textwrap.indent("\n".join(filter(None, lines)), "    "), flush=True)
+
+    what = flags.exercise
     if not what:
-        for i, name in enumerate(names, 1):
-            print(f"{i:2}  {name:30} {exercises.EXERCISES[name].teaches}")
-        print(f"\n{exercises.command('NAME')} writes a file to fill in, and --exercise FILE checks it.")
+        print("\n".join(progress.listed()))
+        return 0
+    name = known_exercise(what)
+    if flags.hint or flags.solution is not None:
+        print("\n".join(progress.hint(name) if flags.hint else
+                        solution.solution(solution.file_of(what), flags.solution)))
         return 0
     if not what.endswith(".cu"):
-        if what not in names:
-            if Path(f"{what}.cu").exists():
-                raise UserError(f"no exercise {what}; did you mean the file {what}.cu?")
-            near = difflib.get_close_matches(what, names, 1, 0.4)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"no exercise {what}; {hint}without a name, all are listed")
         path = template.write_template(what)
         print(f"wrote {path}. Fill in its body, then check it: {exercises.command(path)}")
         return 0
     path = Path(what)
-    submission.exercise_of(path)
+    if flags.record is not None:
+        leaderboard.known_name(flags.record)
+        if device == "cpu":
+            raise UserError("--record enters a time on a GPU, and there is none here")
     print(f"{path}: compiled for the CPU, and compared with NumPy ...", flush=True)
     lines, looked = grade.grade_file(path)
     if lines:
-        print(textwrap.indent("\n".join(filter(None, lines)), "    "))
+        say(lines)
         return 1
-    print(f"    right, at all sizes, in {' and '.join(submission.read_submission(path.resolve())[1].dtypes)}")
-    print("    no access is out of bounds" if looked[grade.BOUNDS] else
-          "    accesses were not checked: this compiler has no AddressSanitizer")
-    print("    no two threads are in a race" if looked[grade.RACES] else
-          "    races were looked for, but not to the end, since that took too long" if grade.race_variables() else
-          "    races were not looked for, which needs g++ 11: only other orders of the threads were tried")
+    dtypes, facts, times = submission.read_submission(path.resolve())[1].dtypes, (), None
+    say([f"right, at all sizes, in {' and '.join(dtypes)}",
+         "no access is out of bounds" if looked[grade.BOUNDS] else
+         "accesses were not checked: this compiler has no AddressSanitizer",
+         "no two threads are in a race" if looked[grade.RACES] else
+         "races were looked for, but not to the end, since that took too long" if grade.race_variables() else
+         "races were not looked for, which needs g++ 11: only other orders of the threads were tried"])
+    counts = goals.counted(path)
+    say(counts["report"])
     if device == "cpu":
-        print("    There is no GPU here, so it is not timed.")
-        return 0
-    return subprocess.run([sys.executable, "-m", "dev.lab.grade", "--time", str(path.resolve())]).returncode
+        say(["There is no GPU here, so it is not timed."])
+    else:
+        lines, remark = card.sanitize(path)
+        say(lines or [remark])
+        if lines:
+            return 1
+        times = card.measure(path)
+        say(card.standing(times))
+    missing = goals.goals_of(counts, facts, times)
+    nexts = progress.note(name, dtypes, goals.sectors_of(counts), times and times.noted)
+    say([missing[0].line if missing else "", *nexts])
+    if flags.record is not None:
+        say(leaderboard.record(name, times, flags.record))
+    return 0

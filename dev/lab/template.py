@@ -1,4 +1,4 @@
-"""The file that an exercise begins with: the task, the arguments and hints as a comment, and an empty kernel."""
+"""The file that an exercise begins with: the task and the arguments as a comment, and an empty kernel."""
 import functools
 import importlib
 import inspect
@@ -147,8 +147,8 @@ def template(name):
     comment += ways(exercise, threads)
     helpers = [HELPERS[helper].replace("{shared}", shared) for helper in exercise.helpers.split()]
     comment += ["", "You may use", *(f"    {helper}" for helper in helpers)]
-    comment += ["", *(f"Hint {i}: {hint}" for i, hint in enumerate(exercise.hints, 1)), "",
-                f"Check it with: {command(f'{PREFIX}{name}.cu')}"]
+    comment += ["", f"Check it with:    {command(f'{PREFIX}{name}.cu')}",
+                f"For a hint:       {command(name)} --hint"]
     wrapped = [line for text in comment for line in
                textwrap.wrap(text, 116, subsequent_indent=" " * (len(text) - len(text.lstrip()) + 4)) or [""]]
     head = "".join(f"// {line}".rstrip() + "\n" for line in wrapped)
