@@ -1,0 +1,1 @@
+"""Draw what the lanes of one warp touch."""
