@@ -146,6 +146,7 @@ QUIET inline void block_ends() {
 QUIET inline void touch_16(Address p, unsigned bytes, Kind kind, const void* pc, unsigned t) {
     const races::Region* region = races::region_of(p);
     if (!region) return;
+    again_at = 0;
     if (t / 32 != running_warp) close(), running_warp = t / 32;
     const size_t key = Address(pc) * 8 + kind * 2 + region->shared;
     if (!latest || Address(latest->pc) * 8 + latest->kind * 2 + latest->shared != key) {
@@ -164,7 +165,6 @@ QUIET inline void touch_16(Address p, unsigned bytes, Kind kind, const void* pc,
 QUIET inline void touch(const volatile void* p, size_t bytes, Kind kind, const void* pc, unsigned t) {
     if (!races::running || races::busy || races::warp_works) return;
     const races::Busy here;
-    again_at = 0;
     for (size_t i = 0; i < bytes; i += 16) touch_16(Address(p) + i, unsigned(min(bytes - i, size_t(16))), kind, pc, t);
 }
 

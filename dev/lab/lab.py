@@ -208,6 +208,9 @@ def exercise(what, device):
     print("    no two threads are in a race" if looked[grade.RACES] else
           "    races were looked for, but not to the end, since that took too long" if grade.race_variables() else
           "    races were not looked for, which needs g++ 11: only other orders of the threads were tried")
+    said = subprocess.run([sys.executable, "-m", "dev.lab.traffic", str(path)], capture_output=True, text=True)
+    said = said.stdout or f"memory traffic was not counted: {said.stderr.strip()[-200:]}"
+    print(textwrap.indent(said.rstrip(), "    "))
     if device == "cpu":
         print("    There is no GPU here, so it is not timed.")
         return 0

@@ -34,6 +34,7 @@ from train_gpt2 import Config, read_kernels
 SIZES = dict(B=3, T=100, C=768, V=500, Vp=512, H=512, n=2**15)
 OF_PRODUCTS = dict(B=2, T=64, C=128, OC=128)
 OF_HEADS = dict(B=2, T=128, NH=2, NKV=1, HS=64)
+WIDTH = 100  # of the report's lines
 
 
 def sizes_of(ladder):
@@ -51,6 +52,18 @@ def choice_of(version, device):
     """One choice of a version: blocks of 256 threads, if it has them."""
     choices = [c for c in version.choices(device) if any(value is not None for value in c.values())] or [{}]
     return next((c for c in choices if c.get("threads") == 256), choices[0])
+
+
+def last_of(ladder, dtype):
+    """The number of the last version that is the lab's own, and has a dtype."""
+    return max((i for i, version in enumerate(ladder.versions, 1) if dtype in version.dtypes and not version.library),
+               default=1)
+
+
+def together(ladder, version, dtype, known):
+    """The names of the kernels to compile for a version: its own, and those that a report stands it beside."""
+    runs = {one.run for one in (version, ladder.versions[0], ladder.versions[last_of(ladder, dtype) - 1])}
+    return tuple(sorted(runs)) if runs <= set(known) else tuple(known)
 
 
 @functools.cache
@@ -72,8 +85,7 @@ def traffic_of(what, sizes=None, dtype="fp32"):
     else:
         ladder = find_ladder(what[0])
         version, sources = ladder.versions[what[1] - 1], tuple(sources_of([what[0]]))
-        only = launched_by([what[0]], read_kernels([*Config.SOURCES, *sources]))
-        only = (version.run,) if version.run in only else tuple(only)
+        only = together(ladder, version, dtype, launched_by([what[0]], read_kernels([*Config.SOURCES, *sources])))
         C, NH = model_of(ladder, sizes or sizes_of(ladder))
     device = device_of(dtype, C, NH, sources, only)
     bench = Bench(ladder._replace(compiled_for=""), device, sizes or sizes_of(ladder))
@@ -92,14 +104,14 @@ def traffic_of(what, sizes=None, dtype="fp32"):
 
 def figures_of(t):
     """{row of the table: number or None} of a Traffic."""
-    load, store, atomic = t.total("load", "copy"), t.total("store"), t.total("atomic")
-    shared = t.total(shared=True)
-    worst = max((c.each for c in t.counts if c.shared), default=None)
-    return {"sectors a load": load and load.each, "sectors a store": store and store.each,
-            "sectors an atomic": atomic and atomic.each,
-            "sectors moved, times the fewest possible": t.moved / (t.fewest or 1),
-            "turns a request of shared memory": shared and shared.each,
-            "turns a request in its worst line": worst,
+    rows, worst = {}, max((c for c in t.counts if c.shared), default=None, key=lambda c: c.each / c.ideal)
+    for title, total in (("sectors a load", t.total("load", "copy")), ("sectors a store", t.total("store")),
+                         ("sectors an atomic", t.total("atomic"))):
+        rows[title] = total and total.each
+        rows[f"{title}, if side by side"] = total and total.ideal
+    return {**rows, "sectors moved, times the fewest possible": t.moved / (t.fewest or 1),
+            "turns a request of shared memory, at worst": worst and worst.each,
+            "the same without bank conflicts": worst and worst.ideal,
             "requests with lanes missing, in %": 100 * t.partial}
 
 
@@ -124,22 +136,13 @@ def figures_of_version(name, number, sizes, dtype):
     return found
 
 
-def best_of(name, sizes, dtype):
-    """(number, figures) of the last version that does these sizes."""
-    for number in range(len(find_ladder(name).versions), 0, -1):
-        figures = figures_of_version(name, number, sizes, dtype)
-        if figures:
-            return number, figures
-    return None
-
-
 def line_of(c, text):
     """A line of the report."""
     unit = "turn" if c.shared else "sector"
     where = f"line {c.line}" if text else f"{c.file}:{c.line}"
     enough = "" if c.each < 1.05 * c.ideal else f" ({c.ideal:.1f} would do)"
-    kind = {"copy": "copy", "atomic": "atomic"}.get(c.kind, c.kind)
-    return f"{where}: {c.each:.1f} {unit}s a {kind}{enough}" + f"   {text}" * bool(text)
+    line = f"{where}: {c.each:.1f} {unit}s a{'n' * (c.kind == 'atomic')} {c.kind}{enough}" + f"   {text}" * bool(text)
+    return line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
 
 
 def report(path, sizes=None, dtype="fp32"):
@@ -152,11 +155,10 @@ def report(path, sizes=None, dtype="fp32"):
         own = c.file == path.name and 0 < c.line <= len(source)
         lines.append("  " + line_of(c, source[c.line - 1].strip() if own else ""))
     columns = {"yours": figures_of(mine)}
-    first, best = figures_of_version(name, 1, sizes, dtype), best_of(name, sizes, dtype)
-    if first:
-        columns["version 1"] = first
-    if best and best[0] > 1:
-        columns[f"version {best[0]}"] = best[1]
+    for number in sorted({1, last_of(ladder, dtype)}):
+        figures = figures_of_version(name, number, sizes, dtype)
+        if figures:
+            columns[f"version {number}"] = figures
     lines += table(columns)
     worst = max((c for c in mine.counts if c.file == path.name), default=None,
                 key=lambda c: (c.each / c.ideal, c.cost))
