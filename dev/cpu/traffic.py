@@ -111,6 +111,7 @@ def count(device, work, arrays, own=""):
     name of a file, whose lines count for what they call in other files."""
     library = device.library
     library.traffic_end.restype = races.ctypes.c_char_p
+    device.set_order("forward")  # warp by warp
     library.traffic_begin()
     try:
         work()
