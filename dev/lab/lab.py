@@ -208,6 +208,7 @@ def exercise(what, device):
     print("    no two threads are in a race" if looked[grade.RACES] else
           "    races were looked for, but not to the end, since that took too long" if grade.race_variables() else
           "    races were not looked for, which needs g++ 11: only other orders of the threads were tried")
+    sys.stdout.flush()
     said = subprocess.run([sys.executable, "-m", "dev.lab.traffic", str(path)], capture_output=True, text=True)
     said = said.stdout or f"memory traffic was not counted: {said.stderr.strip()[-200:]}"
     print(textwrap.indent(said.rstrip(), "    "))
