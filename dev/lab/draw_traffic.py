@@ -101,9 +101,10 @@ def svg_of(c, top):
 
     cost = len(turns_of(s, c.kind == "atomic")) if c.shared else len(sectors)
     unit = "turn" if c.shared else "sector"
+    says = "32 banks of 4 bytes; blue is what a lane wants" if c.shared else (
+        "sectors of 32 bytes; blue is what a lane wants")
     out = [f'<text x="8" y="{top + 16}" font-weight="bold">{heading(c)}: {cost} {unit}{"s" * (cost > 1)}</text>',
-           f'<text x="{left}" y="{begin - 6}" fill="#8b949e">{"banks" if c.shared else "sectors of 32 bytes"}; '
-           'what is grey is not wanted</text>']
+           f'<text x="{left}" y="{begin - 6}" fill="#8b949e">{says}</text>']
     for i in range(0, count, 8):
         out.append(f'<rect x="{x_of(i)}" y="{begin}" width="{8 * wide}" height="{LANES * step}" fill="#8b949e" '
                    f'fill-opacity="0.2"/>')

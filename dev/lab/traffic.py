@@ -23,6 +23,7 @@ from dev.cpu import traffic
 from dev.cpu.races import finds_races
 from dev.lab import draw_traffic
 from dev.lab.bench import Bench
+from dev.lab.lab import asked_sizes
 from dev.lab.ladder import LAB, find_ladder, kernel_names, launched_by, model_of, parse_sizes
 from dev.lab.submission import exercise_of, read_submission
 from dev.lab.workers import sources_of
@@ -197,7 +198,7 @@ def main(arguments=None):
     ladder = read_submission(path)[0] if own else find_ladder(flags.what)
     if not own and not 1 <= flags.version <= len(ladder.versions):
         raise UserError(f"{flags.what} has versions 1 to {len(ladder.versions)}, not {flags.version}")
-    sizes = sizes_of(ladder) | (parse_sizes(flags.shape) if flags.shape else {})
+    sizes = sizes_of(ladder) | (asked_sizes(flags.shape, ladder) if flags.shape else {})
     if own and flags.draw is None:
         print("\n".join(report(path, sizes, flags.dtype)))
         return 0
