@@ -8,8 +8,9 @@
 //
 // A request of global memory costs sectors: the pieces of 32 bytes that its lanes touch. One of shared memory costs
 // turns: there are 32 banks of 4 bytes, word i is in bank i % 32, and a bank serves one word a turn. 32 lanes get their
-// turns together if each takes 4 bytes or less, 16 lanes at a time if each takes 8, and 8 lanes if each takes 16. An
-// atomic of shared memory serves one lane a turn and bank.
+// turns together if each takes 4 bytes or less, 16 lanes at a time if each takes 8, and 8 lanes if each takes 16. They
+// are twice as many if each lane i wants the same as lane i ^ 1, or each the same as i ^ 2. An atomic of shared memory
+// serves one lane a turn and bank.
 #pragma once
 
 namespace cuda_on_cpu {
@@ -61,10 +62,20 @@ QUIET inline unsigned all_lanes(unsigned warp) {
     return threads >= 32 * warp + 32 ? ~0u : (1u << threads % 32) - 1;
 }
 
+// Do lanes first..first+n-1 want the same in pairs, i and i ^ 1, or i and i ^ 2?
+QUIET inline bool in_pairs(const Request& r, unsigned first, unsigned n) {
+    bool pairs[3] = {false, true, true};
+    for (unsigned i = first; i < first + n; i++)
+        for (unsigned other : {1u, 2u})
+            if (r.lanes >> i & r.lanes >> (i ^ other) & 1) pairs[other] &= r.at[i] == r.at[i ^ other];
+    return pairs[1] || pairs[2];
+}
+
 QUIET inline size_t turns_of(const Request& r, bool atomic, size_t& least) {
-    const unsigned at_once = r.bytes <= 4 ? 32 : r.bytes <= 8 ? 16 : 8;
     size_t turns = 0;
-    for (unsigned first = 0; first < 32; first += at_once) {
+    for (unsigned first = 0, at_once; first < 32; first += at_once) {
+        at_once = r.bytes <= 4 ? 32 : r.bytes <= 8 ? 16 : 8;
+        if (at_once < 32 && first % (2 * at_once) == 0 && in_pairs(r, first, 2 * at_once)) at_once *= 2;
         std::vector<Address> words;
         for (unsigned lane = first; lane < first + at_once; lane++)
             if (r.lanes >> lane & 1)

@@ -32,13 +32,19 @@ def sectors_of(sample):
 
 def turns_of(sample, atomic=False):
     """[its cells: 32 lists of lanes] of each turn."""
-    together, turns = LANES if sample.bytes <= 4 else LANES // 2 if sample.bytes <= 8 else LANES // 4, []
-    for first in range(0, LANES, together):
+    turns, first, at = [], 0, sample.at
+    while first < LANES:
+        together = LANES if sample.bytes <= 4 else LANES // 2 if sample.bytes <= 8 else LANES // 4
+        if together < LANES and first % (2 * together) == 0 and any(
+                all(at[i] == at[i ^ other] or None in (at[i], at[i ^ other]) for i in range(first, first + 2 * together))
+                for other in (1, 2)):
+            together *= 2
         waiting = [[] for _ in range(BANKS)]
         for word, lanes in sorted(words_of(sample, range(first, first + together)).items()):
             waiting[word % BANKS] += [[lane] for lane in lanes] if atomic else [lanes]
         for turn in range(max(map(len, waiting))):
             turns.append([bank[turn] if turn < len(bank) else [] for bank in waiting])
+        first += together
     return turns
 
 

@@ -163,6 +163,18 @@ SMALL = (
     Four four = *reinterpret_cast<Four*>(part + 20 * t);  //!
     out[i] = four.y;
 """),
+    Small("16 bytes, all lanes the same", dict(load=(4, 8, 8, 0)), """
+    __shared__ Four part[64];
+    part[t] = reinterpret_cast<Four*>(inp)[i];
+    Four four = part[7];  //!
+    out[i] = four.y + four.z;
+"""),
+    Small("8 bytes, lanes in pairs", dict(load=(4, 4, 4, 0)), """
+    __shared__ Two part[64];
+    part[t] = reinterpret_cast<Two*>(inp)[i];
+    Two two = part[t / 2];  //!
+    out[i] = two.x[0] + two.x[1];
+"""),
     Small("two halves of a word of shared memory", dict(store=(4, 4, 4, 0)), """
     __shared__ half part[64];
     half x = low[i];
@@ -267,6 +279,8 @@ def drawings():
     check("a column: 32 turns", [line.split()[2:] for line in drawn(lambda i: 128 * i, 4)] == [
         [str(i), *"." * 31] for i in range(32)])
     check("16 bytes: four turns", [line.split()[2] for line in drawn(lambda i: 16 * i, 16)] == ["0", "8", "16", "24"])
+    check("16 bytes in pairs: two turns", [line.split()[2] for line in drawn(lambda i: i // 2 * 16, 16)] == [
+        "0-1", "16-17"])
     check("all the same: one turn", [line.split()[2] for line in drawn(lambda i: 0, 4)] == ["0-31"])
     check("but 32 of an atomic", len(drawn(lambda i: 0, 4, "atomic")) == 32)
 
