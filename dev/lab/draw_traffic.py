@@ -35,9 +35,9 @@ def turns_of(sample, atomic=False):
     turns, first, at = [], 0, sample.at
     while first < LANES:
         together = LANES if sample.bytes <= 4 else LANES // 2 if sample.bytes <= 8 else LANES // 4
-        if together < LANES and first % (2 * together) == 0 and any(
-                all(at[i] == at[i ^ other] or None in (at[i], at[i ^ other]) for i in range(first, first + 2 * together))
-                for other in (1, 2)):
+        both = range(first, first + 2 * together) if first % (2 * together) == 0 else ()
+        if together < LANES and both and any(all(at[i] == at[i ^ other] or None in (at[i], at[i ^ other]) for i in both)
+                                             for other in (1, 2)):
             together *= 2
         waiting = [[] for _ in range(BANKS)]
         for word, lanes in sorted(words_of(sample, range(first, first + together)).items()):
