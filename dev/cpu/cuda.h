@@ -1,5 +1,5 @@
 // Runs kernels.cu without a GPU. CUDA's language is in language.h, the threads of a block and their barriers in blocks.h,
-// C++ in place of PTX in ptx.h and, for Hopper, in hopper.h; races.h finds races. Given
+// C++ in place of PTX in ptx.h and, for Hopper, in hopper.h; races.h finds races, and traffic.h counts. Given
 //
 //     #include "cuda.h"
 //     #include "kernels.cu"
@@ -51,6 +51,8 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 

@@ -109,6 +109,7 @@ class Cpu:
         if self.races:
             flags.remove("-fopenmp")
             flags += races.MORE_FLAGS
+        libraries = ["-x", "none", *races.LIBRARIES] if self.races else []
         texts = {}
         for path in sources:
             text = with_poison(path.read_text(encoding="utf-8"))  # what is inline is not compiled until it is called
@@ -136,8 +137,8 @@ class Cpu:
             cache.mkdir(parents=True, exist_ok=True)
             try:
                 for _ in range(2):  # the second time without OpenMP, if the compiler has none
-                    done = subprocess.run([compiler, *flags, "-x", "c++", "-", "-o", temporary], input=source,
-                                          text=True, capture_output=True)
+                    done = subprocess.run([compiler, *flags, "-x", "c++", "-", *libraries, "-o", temporary],
+                                          input=source, text=True, capture_output=True)
                     if done.returncode == 0:
                         os.replace(temporary, library)
                         return library

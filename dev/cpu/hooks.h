@@ -8,10 +8,10 @@
     extern "C" QUIET void __tsan_unaligned_read##n(void* p) { cuda_on_cpu::races::touch(p, n, false, PC); }       \
     extern "C" QUIET void __tsan_unaligned_write##n(void* p) { cuda_on_cpu::races::touch(p, n, true, PC); }       \
     extern "C" QUIET void __tsan_volatile_read##n(void* p) {                                                      \
-        cuda_on_cpu::races::touch_atomic(p, n, true, false, PC);                                                  \
+        cuda_on_cpu::races::touch_volatile(p, n, false, PC);                                                        \
     }                                                                                                           \
     extern "C" QUIET void __tsan_volatile_write##n(void* p) {                                                     \
-        cuda_on_cpu::races::touch_atomic(p, n, false, true, PC);                                                  \
+        cuda_on_cpu::races::touch_volatile(p, n, true, PC);                                                         \
     }
 PLAIN_HOOKS(1) PLAIN_HOOKS(2) PLAIN_HOOKS(4) PLAIN_HOOKS(8) PLAIN_HOOKS(16)
 extern "C" QUIET void __tsan_read_range(void* p, size_t n) { cuda_on_cpu::races::touch(p, n, false, PC); }
@@ -36,12 +36,13 @@ extern "C" void __tsan_atomic_signal_fence(int) {}
         cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
         const bool same = *p == *e;                                                                             \
         if (same) *p = x;                                                                                       \
-        else *e = *p;                                                                                           \
+        else *e = *p, cuda_on_cpu::traffic::again(p);                                                           \
         return same;                                                                                            \
     }
 #define ATOMIC_HOOKS(bits, T)                                                                                   \
     extern "C" QUIET T __tsan_atomic##bits##_load(const volatile T* p, int) {                                    \
         cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, false, PC);                                          \
+        cuda_on_cpu::traffic::again(p);                                                                         \
         return *p;                                                                                              \
     }                                                                                                           \
     extern "C" QUIET void __tsan_atomic##bits##_store(volatile T* p, T x, int) {                                 \
@@ -56,6 +57,7 @@ extern "C" void __tsan_atomic_signal_fence(int) {}
         cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
         const T before = *p;                                                                                    \
         if (before == e) *p = x;                                                                                \
+        else cuda_on_cpu::traffic::again(p);                                                                    \
         return before;                                                                                          \
     }
 ATOMIC_HOOKS(8, unsigned char) ATOMIC_HOOKS(16, unsigned short) ATOMIC_HOOKS(32, unsigned)

@@ -70,6 +70,7 @@ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pai
 template <bool transposed>
 void load_8x8(unsigned (&x)[4], const void* row, int line) {
     struct Lane { unsigned* x; const unsigned short* row; };
+    cuda_on_cpu::traffic::matrix_row(row);
     cuda_on_cpu::Exchange<Lane>(~0u, {x, static_cast<const unsigned short*>(row)}, "ldmatrix", line, [](Lane* lanes) {
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++) {

@@ -53,6 +53,7 @@ struct Region {
     }
 };
 
+static Address base;  // where this library lies
 static Region* regions[4096];  // by their beginnings
 static int region_count = 0;
 static Region *latest = nullptr, *variables = nullptr;  // variables: all that the library itself has
@@ -76,6 +77,12 @@ QUIET inline Region* region_of(Address p) {
         elsewhere[page % 512] = page;
     return nullptr;
 }
+
+}  // namespace races
+}  // namespace cuda_on_cpu
+#include "traffic.h"
+namespace cuda_on_cpu {
+namespace races {
 
 // Does something to the cells of an access.
 template <class Do> QUIET inline void each_cell(Region& region, Address p, size_t bytes, Do&& act) {
@@ -123,6 +130,7 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
 }
 
 QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const void* pc) {
+    if (traffic::counting) return traffic::touch(p, bytes, writes ? traffic::STORE : traffic::LOAD, pc, thread_number());
     if (!running || busy || place || !region_of(Address(p))) return;
     const Busy here;
     access(Address(p), bytes, access_of(pc, bytes, writes, false));
@@ -175,11 +183,17 @@ QUIET inline void hand_on(Address p, bool reads, bool writes) {
 }
 
 QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads, bool writes, const void* pc) {
+    if (traffic::counting) return traffic::touch_atomic(p, bytes, pc);
     if (!running || busy || place) return;
     const Busy here;
     Access x = access_of(pc, bytes, writes, true);
     x.exchanges = reads && writes;
     if (access(Address(p), bytes, x)) hand_on(Address(p), reads, writes);
+}
+
+QUIET inline void touch_volatile(const volatile void* p, size_t bytes, bool writes, const void* pc) {
+    if (traffic::counting) touch(p, bytes, writes, pc);
+    else touch_atomic(p, bytes, !writes, writes, pc);
 }
 
 // ---- what blocks.h and its neighbours tell ----
@@ -193,8 +207,12 @@ QUIET inline void block_begins(unsigned n, unsigned blocks) {
     fenced = false;
     seen.clear();
     published.resize(max(size_t(blocks), published.size()));
+    if (traffic::counting) traffic::block_begins();
 }
-QUIET inline void block_ends() { running = false; }
+QUIET inline void block_ends() {
+    if (traffic::counting) traffic::block_ends();
+    running = false;
+}
 
 QUIET inline bool ignored(int line) {
     const char* where = file;
@@ -205,9 +223,11 @@ QUIET inline bool ignored(int line) {
 }
 QUIET inline void arrives_in(const char* name) { file = name; }
 QUIET inline void all_wait(int line) {
+    if (traffic::counting) traffic::all_wait();
     if (!ignored(line)) epoch = ++now;
 }
 QUIET inline void warp_meets(unsigned warp, int line) {
+    if (traffic::counting) traffic::warp_meets(warp);
     if (!ignored(line)) meeting[warp] = ++now;
 }
 QUIET inline void works_for_warp(bool begins) { warp_works = begins; }
@@ -220,6 +240,10 @@ struct Asked {
 QUIET inline Asked asked(const void* pc) { return {pc, thread_number(), now}; }
 QUIET inline unsigned time() { return now; }
 QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, const Asked& by) {
+    if (traffic::counting) {
+        if (begins && bytes <= 16) traffic::touch(p, bytes, traffic::COPY, by.pc, by.thread);
+        return;
+    }
     const Busy here;
     Region* region = running && !place ? region_of(Address(p)) : nullptr;
     if (!region) return;
@@ -282,7 +306,6 @@ QUIET inline void dynamic_name(const char* name, const void* p, size_t item) {
     if (region && region->name.empty()) region->name = name, region->item = std::to_string(item);
 }
 
-static Address base;
 static std::string report;
 
 // Where this library lies, and its variables.
@@ -366,5 +389,8 @@ inline void take_over(const void*) {}
 template <class... A> void shared_variable(A&&...) {}
 
 }  // namespace races
+namespace traffic {
+inline void matrix_row(const void*) {}
+}  // namespace traffic
 }  // namespace cuda_on_cpu
 #endif
