@@ -29,11 +29,15 @@ struct Fence { unsigned time, epoch, meeting; };
 
 static unsigned now = 1, number;            // the time; the running block
 static unsigned epoch, meeting[32];         // when its last __syncthreads ended, and the last meeting of each warp
-static Fence fences[1024];                  // the last of each thread; time 0: none
+static bool partly;                         // have lanes met under a mask without the others, in any launch so far?
+static unsigned met[1024][32];              // of each thread: up to when it has waited so for each lane of its warp
+enum Reach { BLOCK_WIDE, GPU_WIDE };        // how far a fence reaches. A fence for the GPU is one for the block, too
+static Fence fences[2][1024];               // the last of each thread, of at least that reach; time 0: none
+static unsigned met_at_fence[2][1024][32];     // and what `met` was then
 static std::vector<Seen> seen;              // by the threads of this block
-static std::map<Address, std::shared_ptr<const Clock>> clocks;  // what an atomic access of a place hands on
+static std::map<Address, std::shared_ptr<const Clock>> clocks[2];  // what an atomic access of a place hands on
 static std::vector<bool> published;         // which blocks have a fence
-static bool running, warp_works, fenced;    // fenced: this block is
+static bool running, warp_works, fenced[2];  // fenced: this block is
 static int busy = 0;                        // the finder's own accesses are none of a kernel's
 static Access first, second;                // the race that was found first
 static Address place;                       // of the second, if it is not 0
@@ -48,16 +52,21 @@ struct Busy {
 
 QUIET inline bool same_warp(const Access& a, const Access& b) { return a.thread / 32 == b.thread / 32; }
 
+// Has a thread waited for another one of its warp since a time?
+QUIET inline bool waited_since(unsigned time, unsigned thread, unsigned other) {
+    return time < meeting[thread / 32] || (partly && time < met[thread][other % 32]);
+}
+
 // Is an access before another one, which happens now?
 QUIET inline bool ordered(const Access& a, const Access& b) {
     if (a.block == b.block) {
         if (a.time < epoch) return true;
         if (a.thread == b.thread && !a.by_warp && !b.by_warp) return true;
-        if (same_warp(a, b) && a.time < meeting[b.thread / 32]) return true;
+        if (same_warp(a, b) && waited_since(a.time, b.thread, a.thread)) return true;
     }
     for (const Seen& s : seen) {
         const bool known = s.thread == b.thread || s.time < epoch ||
-                           (s.thread / 32 == b.thread / 32u && s.time < meeting[b.thread / 32]);
+                           (s.thread / 32 == b.thread / 32u && waited_since(s.time, b.thread, s.thread));
         const auto of_block = known ? s.clock->find(a.block) : s.clock->end();
         if (of_block != s.clock->end() && a.time < of_block->second[a.thread]) return true;
     }
@@ -69,7 +78,7 @@ QUIET inline bool ordered(const Access& a, const Access& b) {
 // earlier block without a fence, which nothing orders, one is enough.
 struct Accesses {
     Access newest[2], unordered;
-    std::vector<Access>* others;  // of blocks with a fence
+    std::vector<Access>* others;  // of blocks with a fence; of lanes that may not have met those two
 
     QUIET void add(const Access& x) {
         Access &a = newest[0], &b = newest[1];
@@ -86,15 +95,23 @@ struct Accesses {
         }
         if (b.there && b.time < epoch) b.there = false;
         if (a.there && a.time < epoch) a = b, b.there = false;
-        const unsigned met = meeting[x.thread / 32];
+        const unsigned met_all = meeting[x.thread / 32];
         if (!a.there || (a.thread == x.thread)) a = x;
         else if (b.there && b.thread == x.thread) b = x;
-        else if (!b.there) (same_warp(a, x) && a.time < met ? a : b) = x;
+        else if (!b.there) (same_warp(a, x) && a.time < met_all ? a : b) = x;
         else if (same_warp(a, b)) {
             if (!same_warp(a, x)) b = x;
-            else if (a.time < met) a = x;
-            else if (b.time < met) b = x;
+            else if (a.time < met_all) a = x;
+            else if (b.time < met_all) b = x;
+            else if (partly) keep(x);
         }
+    }
+    // Of lanes that meet by masks, one access each.
+    QUIET void keep(const Access& x) {
+        if (!others) others = new std::vector<Access>;
+        for (Access& old : *others)
+            if (old.block == x.block && old.thread == x.thread) return void(old = x);
+        others->push_back(x);
     }
     QUIET const Access* clash(const Access& x) const {
         for (const Access* old : {&newest[0], &newest[1], &unordered})
