@@ -3,8 +3,6 @@
 
 namespace cuda_on_cpu {
 
-using Wide = unsigned long long;
-
 // Replaces *p by after(*p). Returns what was there.
 template <class T, class After> __device__ T change(T* p, After after) {
     T before = T(), now;  // the first exchange may fail, and then says what is there
@@ -31,7 +29,7 @@ __device__ int atomicMax(int* p, int value) {
 #define AS(...) return cuda_on_cpu::change(p, [=](auto old) { return __VA_ARGS__; })
 ATOMIC(atomicAdd, int, BY(fetch_add))
 ATOMIC(atomicAdd, unsigned, BY(fetch_add))
-ATOMIC(atomicAdd, cuda_on_cpu::Wide, BY(fetch_add))
+ATOMIC(atomicAdd, unsigned long long, BY(fetch_add))
 ATOMIC(atomicAdd, float, AS(old + value))
 ATOMIC(atomicAdd, double, AS(old + value))
 ATOMIC(atomicSub, int, BY(fetch_sub))
@@ -39,10 +37,10 @@ ATOMIC(atomicSub, unsigned, BY(fetch_sub))
 #define OF_INTEGERS(T) \
     ATOMIC(atomicExch, T, BY(exchange_n)) ATOMIC(atomicAnd, T, BY(fetch_and)) \
     ATOMIC(atomicOr, T, BY(fetch_or)) ATOMIC(atomicXor, T, BY(fetch_xor))
-OF_INTEGERS(int) OF_INTEGERS(unsigned) OF_INTEGERS(cuda_on_cpu::Wide)
+OF_INTEGERS(int) OF_INTEGERS(unsigned) OF_INTEGERS(unsigned long long)
 ATOMIC(atomicExch, float, AS((void(old), value)))
 #define MIN_AND_MAX(T) ATOMIC(atomicMin, T, AS(value < old ? value : old)) ATOMIC(atomicMax, T, AS(old < value ? value : old))
-MIN_AND_MAX(unsigned) MIN_AND_MAX(long long) MIN_AND_MAX(cuda_on_cpu::Wide)
+MIN_AND_MAX(unsigned) MIN_AND_MAX(long long) MIN_AND_MAX(unsigned long long)
 ATOMIC(atomicMin, int, AS(value < old ? value : old))
 ATOMIC(atomicInc, unsigned, AS(old >= value ? 0u : old + 1))
 ATOMIC(atomicDec, unsigned, AS(old == 0 || old > value ? value : old - 1))

@@ -288,10 +288,8 @@ struct Block {
         char text[100];
         snprintf(text, sizeof text, " with the mask 0x%08x", f->mask);
         if (w.apart && f->mask) said += text;
-        if (f->mask && !(f->mask >> t % 32 & 1)) {
-            snprintf(text, sizeof text, ", which leaves out its own lane %u,", t % 32);
-            said += text;
-        } else
+        if (f->mask && !(f->mask >> t % 32 & 1)) said += ", which leaves out the lane that calls,";
+        else
             for (unsigned i = 0; i < 32; i++) {
                 const Fiber* other = w.parked >> i & 1 ? w.fiber[i] : f;
                 if (!f->mask || other->what != f->what || other->line != f->line || other->mask == f->mask) continue;
