@@ -115,7 +115,7 @@ def compiler_lines(path, text, dtype):
         return [f"it does not compile: {word}", line]
     before = " (or at the end of the line before)" if re.search("expected .*['\u2018];['\u2019]", match[2]) else ""
     said = [f"it does not compile{' in bf16' if dtype == 'bf16' else ''}: {match[2]}{before}", line]
-    if about := types_of_cuda(text[match.start() : match.end() + 600]):
+    if about := types_of_cuda(match[2] + "\n" + line):
         return [f"it does not compile: {about}", line]
     if dtype == "bf16" and re.search(r"\breal\b", match[2]):
         stored = re.search(r"(\w+\[[^\[\]]*\])\s*[-+*/]?=[^=]", line)
