@@ -39,7 +39,9 @@ ATOMIC(atomicSub, unsigned, BY(fetch_sub))
     ATOMIC(atomicOr, T, BY(fetch_or)) ATOMIC(atomicXor, T, BY(fetch_xor))
 OF_INTEGERS(int) OF_INTEGERS(unsigned) OF_INTEGERS(unsigned long long)
 ATOMIC(atomicExch, float, AS((void(old), value)))
-#define MIN_AND_MAX(T) ATOMIC(atomicMin, T, AS(value < old ? value : old)) ATOMIC(atomicMax, T, AS(old < value ? value : old))
+#define MIN_AND_MAX(T)                                 \
+    ATOMIC(atomicMin, T, AS(value < old ? value : old)) \
+    ATOMIC(atomicMax, T, AS(old < value ? value : old))
 MIN_AND_MAX(unsigned) MIN_AND_MAX(long long) MIN_AND_MAX(unsigned long long)
 ATOMIC(atomicMin, int, AS(value < old ? value : old))
 ATOMIC(atomicInc, unsigned, AS(old >= value ? 0u : old + 1))
@@ -53,6 +55,7 @@ ATOMIC(atomicDec, unsigned, AS(old == 0 || old > value ? value : old - 1))
 // Stores value where *p is expected. Returns what was there.
 #define COMPARE_AND_SWAP(T)                                                                                      \
     __device__ T atomicCAS(T* p, T expected, T value) {                                                          \
+        cuda_on_cpu::races::verified(p, sizeof *p);                                                              \
         __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);             \
         return expected;                                                                                         \
     }                                                                                                            \

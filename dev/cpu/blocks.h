@@ -220,24 +220,26 @@ struct Block {
     // Nobody else can go on: the lanes that wait in an __activemask are those that run there together. Were there any?
     QUIET bool release_active() {
         bool any = false;
-        for (Warp* w = warps; w < warps + (count + 31) / 32; w++)
+        for (Warp* w = warps; w < warps + (count + 31) / 32; w++) {
+            auto line = [w](unsigned lane) {
+                return w->waiting >> lane & 1 && w->fiber[lane]->what == activemask ? w->fiber[lane]->line : 0;
+            };
             for (unsigned lane = 0; lane < 32; lane++) {
-                if (!(w->waiting >> lane & 1) || w->fiber[lane]->what != activemask) continue;
                 unsigned together = 0;
-                for (unsigned i = lane; i < 32; i++)
-                    if (w->waiting >> i & 1 && w->fiber[i]->what == activemask && w->fiber[i]->line == w->fiber[lane]->line)
-                        together |= 1u << i;
+                for (unsigned i = lane; i < 32 && line(lane); i++) together |= unsigned(line(i) == line(lane)) << i;
                 for (unsigned i = lane; i < 32; i++)
                     if (together >> i & 1) w->fiber[i]->mask = together;
                 w->waiting &= ~together;
-                any = true;
+                any |= together != 0;
             }
+        }
         return any;
     }
 
-    // Thread t arrives where only the lanes of a mask meet, and has put `bytes` in a slot of its own. Was it the last? Then
-    // each of them gets the slots of all. Who is not in its own mask waits forever.
-    QUIET __attribute__((noinline)) bool arrives_apart(unsigned t, unsigned mask, size_t bytes, const char* what, int line) {
+    // Thread t arrives where only the lanes of a mask meet, and has put `bytes` in a slot of its own. Was it the last?
+    // Then each of them gets the slots of all. Who is not in its own mask waits forever.
+    QUIET __attribute__((noinline))
+    bool arrives_apart(unsigned t, unsigned mask, size_t bytes, const char* what, int line) {
         Warp& w = warps[t / 32];
         unsigned here = mask & 1u << t % 32;
         for (unsigned i = 0; i < 32; i++)
@@ -376,8 +378,8 @@ void fiber_main() {
 
 // Where dynamic shared memory begins, if the launch has given any.
 QUIET inline void* expect_shared(const char* name, int line) {
-    if (block->shared_bytes == 0)
-        block->leave((std::string("extern __shared__ ") + name + "[] has no bytes: this launch gives none").c_str(), line);
+    const std::string said = std::string("extern __shared__ ") + name + "[] has no bytes: this launch gives none";
+    if (block->shared_bytes == 0) block->leave(said.c_str(), line);
     return dynamic_shared;
 }
 

@@ -1,6 +1,6 @@
-// Runs kernels.cu without a GPU. CUDA's language is in language.h, its functions in words.h and atomics.h, the threads of
-// a block in fibers.h and blocks.h, and what they wait in, barriers and shuffles, in warps.h, C++ in place of PTX in ptx.h and, for
-// Hopper, in hopper.h; races.h finds races. A student's file may include cuda_bf16.h, which is halves.h here. Given
+// Runs kernels.cu without a GPU. CUDA's language is in language.h, its functions in words.h and atomics.h; the threads
+// of a block are in fibers.h and blocks.h, and their barriers and shuffles in warps.h; C++ in place of PTX is in ptx.h
+// and, for Hopper, in hopper.h; races.h finds races. A student's cuda_bf16.h is halves.h. Given
 //
 //     #include "cuda.h"
 //     #include "kernels.cu"
@@ -90,8 +90,8 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 
 #include "language.h"
 #include "words.h"
-#include "atomics.h"
 #include "races.h"
+#include "atomics.h"
 #include "fibers.h"
 #include "blocks.h"
 #include "warps.h"

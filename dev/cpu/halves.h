@@ -1,7 +1,7 @@
 // CUDA's numbers of 16 bits, __half and __nv_bfloat16, for a file that includes cuda_fp16.h or cuda_bf16.h.
 //
-// Arithmetic is done in fp32 and rounded to nearest, ties to even. A sum or a product of two such numbers is exact enough
-// in fp32 that this is what a GPU computes; __hfma is rounded once as well.
+// Arithmetic is done in fp32 and rounded to nearest, ties to even. A sum or a product of two such numbers is exact
+// enough in fp32 that this is what a GPU computes; __hfma is rounded once as well.
 #pragma once
 
 namespace cuda_on_cpu {

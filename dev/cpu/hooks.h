@@ -22,7 +22,8 @@ extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_vptr_read(void**) {}
 extern "C" QUIET void __tsan_atomic_thread_fence(int order) {
-    cuda_on_cpu::races::fence(order == __ATOMIC_SEQ_CST ? cuda_on_cpu::races::GPU_WIDE : cuda_on_cpu::races::BLOCK_WIDE);
+    using namespace cuda_on_cpu::races;
+    fence(order == __ATOMIC_SEQ_CST ? GPU_WIDE : BLOCK_WIDE);
 }
 extern "C" void __tsan_atomic_signal_fence(int) {}
 

@@ -8,6 +8,7 @@
 //   - a __threadfence and then an atomic write by one side, and behind that an atomic read of the same place by the
 //     other: a flag, or a counter of blocks. Each side may hand on by a barrier what it knows, or what it has seen.
 //     __threadfence_block does so within a block.
+// A plain read beside atomics is none if its thread then calls atomicCAS there, which sees if it was wrong.
 // An asynchronous copy reads and writes from its beginning until its thread has waited for it: nobody else may write
 // what it reads, or touch what it writes, in between. volatile accesses, and __ldcg, count as atomic: a GPU does them
 // in L2. Of the accesses of one kind to a byte since the last write only a few are kept: enough to find a race, if not
@@ -118,7 +119,11 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
     each_cell(*region, p, bytes, [&](Cell& cell, Address at) QUIET {
         if (place) return;  // one race is enough
         cell.access(x);
-        if (second.there) place = at;
+        if (!second.there) return;
+        if (first.atomic && !x.atomic && !x.writes && early.size() < 4096) {
+            early.push_back({at, first, second});
+            first.there = second.there = false;
+        } else place = at;
     });
     return true;
 }
@@ -137,9 +142,10 @@ QUIET inline void fence(Reach reach) {
     ++now;
     for (int r = BLOCK_WIDE; r <= reach; r++) {
         fences[r][t] = {now, epoch, meeting[t / 32]};
-        if (partly) memcpy(met_at_fence[r][t], met[t], sizeof met[t]);
+        if (partly) memcpy(met_at_fence[r][t], lanes_met[t], sizeof lanes_met[t]);
         fenced[r] = true;
     }
+    fences_come = true;
     if (reach == GPU_WIDE) published[number] = true;
 }
 
@@ -192,6 +198,18 @@ QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads,
     for (Reach reach : {BLOCK_WIDE, GPU_WIDE}) hand_on(reach, Address(p), reads, writes);
 }
 
+// A thread compares and swaps. What it read there before, with a plain access, was a guess: it harms nobody, whatever
+// was read.
+QUIET inline void verified(const void* p, size_t bytes) {
+    if (!running || busy || place) return;
+    const Busy here;
+    const unsigned t = thread_number();
+    for (size_t i = early.size(); i-- > 0;)
+        if (early[i].second.thread == t && early[i].place - Address(p) < bytes) early.erase(early.begin() + i);
+    if (Region* region = region_of(Address(p)))
+        each_cell(*region, Address(p), bytes, [t](Cell& cell, Address) QUIET { cell.reads.forget(t); });
+}
+
 // ---- what blocks.h and its neighbours tell ----
 
 QUIET inline void block_begins(unsigned n, unsigned blocks) {
@@ -204,10 +222,14 @@ QUIET inline void block_begins(unsigned n, unsigned blocks) {
     fenced[BLOCK_WIDE] = fenced[GPU_WIDE] = false;
     clocks[BLOCK_WIDE].clear();
     seen.clear();
-    if (partly) memset(met, 0, sizeof met);
+    if (partly) memset(lanes_met, 0, sizeof lanes_met);
     published.resize(max(size_t(blocks), published.size()));
 }
-QUIET inline void block_ends() { running = false; }
+QUIET inline void block_ends() {
+    if (early.size() && !place) place = early[0].place, first = early[0].first, second = early[0].second;
+    early.clear();
+    running = false;
+}
 
 QUIET inline bool ignored(int line) {
     const char* where = file;
@@ -231,9 +253,9 @@ QUIET inline void lanes_meet(unsigned warp, unsigned mask) {
     ++now;
     for (unsigned lane = 0; lane < 32; lane++)
         for (unsigned i = 0; i < 32 && mask >> lane & 1; i++)
-            all[i] = mask >> i & 1 ? now : max(all[i], met[32 * warp + lane][i]);
+            all[i] = mask >> i & 1 ? now : max(all[i], lanes_met[32 * warp + lane][i]);
     for (unsigned lane = 0; lane < 32; lane++)
-        if (mask >> lane & 1) memcpy(met[32 * warp + lane], all, sizeof all);
+        if (mask >> lane & 1) memcpy(lanes_met[32 * warp + lane], all, sizeof all);
 }
 QUIET inline void works_for_warp(bool begins) { warp_works = begins; }
 
@@ -341,7 +363,7 @@ extern "C" __attribute__((visibility("default"))) void races_watch(int n, const 
     for (region_count = 0; region_count < n; region_count++)
         regions[region_count] = new Region(begins[region_count], bytes[region_count]);
     now = 1, place = 0, first.there = second.there = false;
-    clocks[BLOCK_WIDE].clear(), clocks[GPU_WIDE].clear(), published.clear();
+    clocks[BLOCK_WIDE].clear(), clocks[GPU_WIDE].clear(), published.clear(), early.clear();
 }
 
 // JSON that says what race the last launch had, or null.
@@ -382,6 +404,7 @@ inline void all_wait(int) {}
 inline void warp_meets(unsigned, int) {}
 inline void lanes_meet(unsigned, unsigned) {}
 inline void works_for_warp(bool) {}
+inline void verified(const void*, size_t) {}
 struct Asked { unsigned time; };
 inline Asked asked(const void*) { return {}; }
 inline unsigned time() { return 0; }

@@ -3,8 +3,8 @@
 
 namespace cuda_on_cpu {
 
-// All functions of a warp are exchanges: each lane brings a value, and when all that the mask names have arrived, each lane
-// can read the values of the others until it enters the next exchange.
+// All functions of a warp are exchanges: each lane brings a value, and when all that the mask names have arrived, each
+// lane can read the values of the others until it enters the next exchange.
 template <class T> struct Exchange {
     unsigned lane, mask;  // mask: without lanes that this warp has not
     const char* slots;
@@ -22,7 +22,8 @@ template <class T> struct Exchange {
         slots = s;
         memcpy(s + lane * sizeof(T), &value, sizeof(T));
         b.next = max(b.next, b.place[t] + 1);
-        const bool all = whole ? w.barrier.complete(what, line, w.size) : b.arrives_apart(t, mask, sizeof(T), what, line);
+        const bool all = whole ? w.barrier.complete(what, line, w.size)
+                               : b.arrives_apart(t, mask, sizeof(T), what, line);
         if (whole && all) {
             races::works_for_warp(true), work(reinterpret_cast<T*>(s)), races::works_for_warp(false);
             races::warp_meets(t / 32, line);

@@ -76,17 +76,18 @@ template <class T> __device__ T apart(T x) {
     asm("" : "+m"(x));
     return x;
 }
+template <class T> __device__ T sum(T a, T b) { return apart(apart(a) + apart(b)); }
 }  // namespace cuda_on_cpu
-__device__ float __fadd_rn(float a, float b) { return cuda_on_cpu::apart(cuda_on_cpu::apart(a) + cuda_on_cpu::apart(b)); }
-__device__ float __fsub_rn(float a, float b) { return cuda_on_cpu::apart(cuda_on_cpu::apart(a) - cuda_on_cpu::apart(b)); }
+__device__ float __fadd_rn(float a, float b) { return cuda_on_cpu::sum(a, b); }
+__device__ float __fsub_rn(float a, float b) { return cuda_on_cpu::sum(a, -b); }
 __device__ float __fmul_rn(float a, float b) { return cuda_on_cpu::apart(a * b); }
 __device__ float __fdiv_rn(float a, float b) { return a / b; }
 __device__ float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ float __frcp_rn(float x) { return 1.0f / x; }
 __device__ float __fsqrt_rn(float x) { return sqrtf(x); }
 __device__ float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
-__device__ double __dadd_rn(double a, double b) { return cuda_on_cpu::apart(cuda_on_cpu::apart(a) + cuda_on_cpu::apart(b)); }
-__device__ double __dsub_rn(double a, double b) { return cuda_on_cpu::apart(cuda_on_cpu::apart(a) - cuda_on_cpu::apart(b)); }
+__device__ double __dadd_rn(double a, double b) { return cuda_on_cpu::sum(a, b); }
+__device__ double __dsub_rn(double a, double b) { return cuda_on_cpu::sum(a, -b); }
 __device__ double __dmul_rn(double a, double b) { return cuda_on_cpu::apart(a * b); }
 __device__ double __ddiv_rn(double a, double b) { return a / b; }
 __device__ double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
@@ -148,7 +149,10 @@ __device__ unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) 
 }
 // The product of the lower 24 bits.
 __device__ unsigned __umul24(unsigned a, unsigned b) { return (a & 0xffffff) * (b & 0xffffff); }
-__device__ int __mul24(int a, int b) { return int(unsigned(int(unsigned(a) << 8) >> 8) * unsigned(int(unsigned(b) << 8) >> 8)); }
+__device__ int __mul24(int a, int b) {
+    auto lower = [](int x) { return unsigned(int(unsigned(x) << 8) >> 8); };
+    return int(lower(a) * lower(b));
+}
 // The upper half of a product.
 __device__ int __mulhi(int a, int b) { return int((long long)a * b >> 32); }
 __device__ unsigned __umulhi(unsigned a, unsigned b) { return unsigned((unsigned long long)a * b >> 32); }
@@ -156,7 +160,9 @@ __device__ long long __mul64hi(long long a, long long b) { return (long long)((_
 __device__ unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return (unsigned long long)((unsigned __int128)a * b >> 64);
 }
-__device__ unsigned __sad(int a, int b, unsigned c) { return c + unsigned(a < b ? unsigned(b) - unsigned(a) : unsigned(a) - unsigned(b)); }
+__device__ unsigned __sad(int a, int b, unsigned c) {
+    return c + (a < b ? unsigned(b) - unsigned(a) : unsigned(a) - unsigned(b));
+}
 __device__ unsigned __usad(unsigned a, unsigned b, unsigned c) { return c + (a < b ? b - a : a - b); }
 __device__ int __hadd(int a, int b) { return int(((long long)a + b) >> 1); }
 __device__ unsigned __uhadd(unsigned a, unsigned b) { return unsigned(((unsigned long long)a + b) >> 1); }

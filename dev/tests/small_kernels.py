@@ -1,5 +1,6 @@
-"""Small CUDA files for tests: a head, kernels from their bodies, a device that has them, launches with arrays of
-NumPy."""
+"""Small CUDA files for tests: a head, kernels from their bodies, a device that has them, launches with
+NumPy's arrays."""
+
 import numpy as np
 
 from dev.common.devices import make_device
@@ -10,12 +11,24 @@ from train_gpt2 import Config
 HEAD = """#define BLOCK(threads, ...)
 extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
 __device__ float slowest(float x) {
-    for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+    for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
     return x;
 }
 """
-INCLUDES = "\n".join(f"#include <{name}>" for name in (
-    "cuda_bf16.h", "cuda_fp16.h", "math.h", "cstdint", "stdio.h", "assert.h", "float.h", "limits.h", "cuda_runtime.h"))
+INCLUDES = "\n".join(
+    f"#include <{name}>"
+    for name in (
+        "cuda_bf16.h",
+        "cuda_fp16.h",
+        "math.h",
+        "cstdint",
+        "stdio.h",
+        "assert.h",
+        "float.h",
+        "limits.h",
+        "cuda_runtime.h",
+    )
+)
 
 
 def built(device_name, folder, text):
@@ -30,8 +43,12 @@ def built(device_name, folder, text):
 
 def launch(device, name, items, *args, **sizes):
     """Launch with arrays of NumPy. Returns what they are afterwards."""
-    there = [device.empty(arg.nbytes).view(arg.dtype).reshape(arg.shape) if isinstance(arg, np.ndarray) else arg
-             for arg in args]
+    there = [
+        device.empty(arg.nbytes).view(arg.dtype).reshape(arg.shape)
+        if isinstance(arg, np.ndarray)
+        else arg
+        for arg in args
+    ]
     for array, arg in zip(there, args):
         if isinstance(arg, np.ndarray):
             device.put(array, arg)
@@ -40,5 +57,7 @@ def launch(device, name, items, *args, **sizes):
 
 
 def kernel(name, parameters, body, threads=64):
-    return (f'BLOCK({threads}, threads)\nextern "C" __global__ void {name}({parameters}) {{\n'
-            f"    [[maybe_unused]] int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;\n{body}}}\n")
+    return (
+        f'BLOCK({threads}, threads)\nextern "C" __global__ void {name}({parameters}) {{\n'
+        f"    [[maybe_unused]] int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;\n{body}}}\n"
+    )
