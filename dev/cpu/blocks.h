@@ -337,7 +337,7 @@ static thread_local bool waited;  // some thread has, since the running fiber la
 template <class T> QUIET inline void poison(const char* name, T& variable, size_t& poisoned) {
     if (poisoned == block->number) return;
     poisoned = block->number;
-    memset(static_cast<void*>(&variable), 0xff, sizeof variable);
+    memset(const_cast<void*>(static_cast<const volatile void*>(&variable)), 0xff, sizeof variable);
     races::shared_variable(name, variable);
 }
 

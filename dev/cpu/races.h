@@ -319,7 +319,8 @@ template <class T> QUIET void shared_variable(const char* name, const T& variabl
         if (std::rank_v<T> > 1) shape += "," + std::to_string(std::extent_v<T, 1>);
         if (std::rank_v<T> > 2) shape += "," + std::to_string(std::extent_v<T, 2>);
     }
-    shared_variable(name, &variable, sizeof(T), sizeof(std::remove_all_extents_t<T>), shape.c_str());
+    const void* begin = const_cast<const void*>(static_cast<const volatile void*>(&variable));
+    shared_variable(name, begin, sizeof(T), sizeof(std::remove_all_extents_t<T>), shape.c_str());
 }
 
 // A kernel has a name for its dynamic shared memory. It stays the first one's.

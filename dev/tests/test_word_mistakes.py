@@ -163,6 +163,15 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
 """,
     ),
     (
+        "volatile shared memory, and __syncwarp",
+        "",
+        """    volatile __shared__ float own[2][64];
+    own[1][t] = in[i];
+    __syncwarp();
+    out[i] = own[1][t ^ 1];
+""",
+    ),
+    (
         "a sum by atomicCAS, as the guide has it",
         "",
         """    unsigned* p = (unsigned*)out;
