@@ -57,11 +57,11 @@ def without_body(path, text):
                                                     code_of(path).splitlines()[i - 1])
                       and not re.search(rf"[=(,]\s*{name}|\breturn\b", code_of(path).splitlines()[i - 1])]
     what = "it is declared, and defined nowhere" if declared_there else "neither CUDA nor your file has one"
-    return [f"it does not compile: {name}(...) has no body: {what}{nearest(name, own_names(path))}",
+    return [f"it does not compile: {name}(...) has no body: {what}{nearest(name, functions_of(path))}",
             *(quoted(path, i) for i in sorted({*declared_there[:1], *lines[:2]})[:2])]
 
 
-def own_names(path):
+def functions_of(path):
     """The functions that a student's file defines."""
     return re.findall(r"\b(\w+)\s*\([^;{}()]*\)\s*\{", code_of(path))
 
@@ -72,9 +72,9 @@ def undeclared(path, message):
     if not found:
         return ""
     name = found[1] or found[2]
-    if name in own_names(path):
+    if name in functions_of(path):
         return f"{name} is used before it is declared: move its function up"
-    near = nearest(name, own_names(path))
+    near = nearest(name, functions_of(path))
     if not near and "did you mean" in message:
         near = "; " + re.sub("['\u2018\u2019]", "", re.search("did you mean [^?]*", message)[0]) + "?"
     return f"{name} is declared nowhere{near}"
