@@ -51,5 +51,6 @@ def read_kernels(sources, types=True):
 
 def without_comments(text):
     """CUDA source with its comments blanked, so that offsets stay."""
-    return re.sub(r"//[^\n]*|/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found[0]), text,
-                  flags=re.S)
+    def blank(found):
+        return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', blank, text, flags=re.S)

@@ -29,14 +29,21 @@ struct Fence { unsigned time, epoch, meeting; };
 
 static unsigned now = 1, number;            // the time; the running block
 static unsigned epoch, meeting[32];         // when its last __syncthreads ended, and the last meeting of each warp
-static Fence fences[1024];                  // the last of each thread; time 0: none
+static bool partly;                         // have lanes met under a mask without the others, in any launch so far?
+static unsigned lanes_met[1024][32];        // of each thread: up to when it has waited so for each lane of its warp
+enum Reach { BLOCK_WIDE, GPU_WIDE };        // how far a fence reaches. A fence for the GPU is one for the block, too
+static Fence fences[2][1024];               // the last of each thread, of at least that reach; time 0: none
+static unsigned met_at_fence[2][1024][32];  // and what lanes_met was then
 static std::vector<Seen> seen;              // by the threads of this block
-static std::map<Address, std::shared_ptr<const Clock>> clocks;  // what an atomic access of a place hands on
+static std::map<Address, std::shared_ptr<const Clock>> clocks[2];  // what an atomic access of a place hands on
 static std::vector<bool> published;         // which blocks have a fence
-static bool running, warp_works, fenced;    // fenced: this block is
+static bool running, warp_works, fenced[2];  // fenced: this block is
+static bool fences_come = false;            // some thread of some launch fences, or may
 static int busy = 0;                        // the finder's own accesses are none of a kernel's
 static Access first, second;                // the race that was found first
 static Address place;                       // of the second, if it is not 0
+struct Early { Address place; Access first, second; };
+static std::vector<Early> early;            // reads beside atomics, until their threads compare and swap there
 static const char* ignored_file = nullptr;  // a barrier that is taken for absent, for tests
 static int ignored_line;
 static const char* file = nullptr;          // of the barrier that threads arrive at
@@ -48,16 +55,21 @@ struct Busy {
 
 QUIET inline bool same_warp(const Access& a, const Access& b) { return a.thread / 32 == b.thread / 32; }
 
+// Has a thread waited for another one of its warp since a time?
+QUIET inline bool waited_since(unsigned time, unsigned thread, unsigned other) {
+    return time < meeting[thread / 32] || (partly && time < lanes_met[thread][other % 32]);
+}
+
 // Is an access before another one, which happens now?
 QUIET inline bool ordered(const Access& a, const Access& b) {
     if (a.block == b.block) {
         if (a.time < epoch) return true;
         if (a.thread == b.thread && !a.by_warp && !b.by_warp) return true;
-        if (same_warp(a, b) && a.time < meeting[b.thread / 32]) return true;
+        if (same_warp(a, b) && waited_since(a.time, b.thread, a.thread)) return true;
     }
     for (const Seen& s : seen) {
         const bool known = s.thread == b.thread || s.time < epoch ||
-                           (s.thread / 32 == b.thread / 32u && s.time < meeting[b.thread / 32]);
+                           (s.thread / 32 == b.thread / 32u && waited_since(s.time, b.thread, s.thread));
         const auto of_block = known ? s.clock->find(a.block) : s.clock->end();
         if (of_block != s.clock->end() && a.time < of_block->second[a.thread]) return true;
     }
@@ -66,7 +78,8 @@ QUIET inline bool ordered(const Access& a, const Access& b) {
 
 // Accesses of one kind to a byte since its last write. A write is a race with one of all if it is one with one of these:
 // of the running block two are enough, of two warps if there are, else of two lanes since their last meeting. Of an
-// earlier block without a fence, which nothing orders, one is enough.
+// earlier block without a fence, which nothing orders, one is enough. Where threads fence, a fence may order these two
+// and no third one: then `others` has one of each thread. So may a meeting by mask, for lanes of one warp.
 struct Accesses {
     Access newest[2], unordered;
     std::vector<Access>* others;  // of blocks with a fence
@@ -91,10 +104,21 @@ struct Accesses {
         else if (b.there && b.thread == x.thread) b = x;
         else if (!b.there) (same_warp(a, x) && a.time < met ? a : b) = x;
         else if (same_warp(a, b)) {
-            if (!same_warp(a, x)) b = x;
+            if (!same_warp(a, x)) keep(b), b = x;
             else if (a.time < met) a = x;
             else if (b.time < met) b = x;
-        }
+            else keep(x);
+        } else keep(x);
+    }
+    QUIET void keep(const Access& x) {
+        if (!fences_come && !(partly && same_warp(newest[0], newest[1]))) return;
+        if (!others) others = new std::vector<Access>;
+        for (Access& old : *others)
+            if (old.block == x.block && old.thread == x.thread) {
+                old = x;
+                return;
+            }
+        others->push_back(x);
     }
     QUIET const Access* clash(const Access& x) const {
         for (const Access* old : {&newest[0], &newest[1], &unordered})
@@ -103,6 +127,13 @@ struct Accesses {
             for (const Access& old : *others)
                 if (!ordered(old, x)) return &old;
         return nullptr;
+    }
+    // What the running thread has read before.
+    QUIET void forget(unsigned thread) {
+        for (Access* old : {&newest[0], &newest[1]})
+            if (old->block == number && old->thread == thread) old->there = false;
+        for (size_t i = others ? others->size() : 0; i-- > 0;)
+            if ((*others)[i].block == number && (*others)[i].thread == thread) others->erase(others->begin() + i);
     }
     QUIET void clear() {
         newest[0].there = newest[1].there = unordered.there = false;

@@ -1,61 +1,11 @@
-// Blocks on a CPU: the stacks of their threads, barriers and exchanges, whose turn it is, and launches. For cuda.h.
+// Blocks on a CPU: whose turn it is, what keeps threads waiting, and launches. For cuda.h.
 #pragma once
 
 namespace cuda_on_cpu {
 
 constexpr int FORWARD = 0, REVERSE = -1;
 static int order_of_launches = FORWARD;
-
-// No powers of two, or the tops of all stacks would compete for a few sets of the caches.
-#ifdef __SANITIZE_ADDRESS__
-constexpr size_t stack_bytes = 260 << 10;
-#else
-constexpr size_t stack_bytes = 68 << 10;
-#endif
-constexpr size_t guard_bytes = 64 << 10;  // below each stack; a whole number of pages, whatever the page size
-constexpr size_t slot_bytes = 64;         // the most that a lane can show to its warp at a time
-
-void fiber_main();
-
-// A stack and, while no thread runs on it, the place where it goes on.
-struct Fiber {
-    jmp_buf context;
-    bool started = true;
-    const char* what;              // the function in which its thread waits, if it does,
-    int line;                      // and the line of that call
-    char* mapping = nullptr;       // guard and stack; null for an OS thread's own stack
-    const void* bottom = nullptr;  // AddressSanitizer wants to know a stack's bounds, and keeps a second stack for each
-    size_t size = 0;
-    void* fake_stack = nullptr;
-
-    Fiber() = default;
-    explicit Fiber(size_t number) : started(false) {
-        void* memory = mmap(nullptr, guard_bytes + stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
-        if (memory == MAP_FAILED) throw std::bad_alloc();
-        // A stack that overflows must crash, and not write into the next one. All threads of a kernel need about the
-        // same, so it is enough to guard the stacks that a launch uses first. Guards on 1,024 stacks for each core would
-        // exceed the 65,530 mappings that Linux allows a process.
-        if (number < 32) mprotect(memory, guard_bytes, PROT_NONE);
-        mapping = static_cast<char*>(memory);
-        bottom = mapping + guard_bytes;
-        size = stack_bytes - number % 16 * 256;  // nor are tops a whole number of pages apart
-    }
-    ~Fiber() {
-        if (!mapping) return;
-        __asan_unpoison_memory_region(mapping, guard_bytes + stack_bytes);
-        munmap(mapping, guard_bytes + stack_bytes);
-    }
-    __attribute__((noinline, no_sanitize("address"))) void start() {
-        started = true;
-        ucontext_t fresh;
-        getcontext(&fresh);
-        fresh.uc_stack.ss_sp = mapping + guard_bytes;
-        fresh.uc_stack.ss_size = size;
-        fresh.uc_link = nullptr;
-        makecontext(&fresh, fiber_main, 0);
-        setcontext(&fresh);
-    }
-};
+constexpr size_t slot_bytes = 64;  // the most that a lane can show to its warp at a time
 
 // Threads that must all make the same call before any of them goes on.
 struct Barrier {
@@ -76,7 +26,7 @@ struct Barrier {
 
 // 32 consecutive threads, fewer in the last warp of some blocks. Bit i of a mask is lane i.
 struct Warp {
-    unsigned size;
+    unsigned size, lanes;  // how many, and which
     unsigned parked = 0;   // lanes that have waited and not yet gone on; fiber[i] is where lane i will
     unsigned waiting = 0;  // the parked lanes that must wait on; the others are ready
     Fiber* fiber[32];
@@ -84,8 +34,16 @@ struct Warp {
     unsigned exchanges = 0;          // completed
     alignas(16) char slots[2][32 * slot_bytes];  // what lanes show, by turns: some may still read the exchange before
 
+    std::unique_ptr<char[]> apart;   // the same for exchanges of a part of the lanes: each lane has 32 slots of its own
+
     unsigned ready() const { return parked & ~waiting; }
+    QUIET char* slots_of(unsigned lane) {
+        if (!apart) apart.reset(new char[32 * 32 * slot_bytes]);
+        return apart.get() + lane * 32 * slot_bytes;
+    }
 };
+
+static const char* const activemask = "__activemask";
 
 // An asynchronous copy that has begun. `group` is how many groups its thread had closed before.
 struct AsyncCopy {
@@ -145,7 +103,10 @@ struct Block {
     std::vector<std::unique_ptr<Fiber>> fibers;  // the others, kept from launch to launch,
     std::vector<Fiber*> idle;                    // and those of them that no thread is on
     jmp_buf abandon;
-    std::string error;
+    std::string error;      // why the block cannot go on
+    size_t shared_bytes;    // of dynamic shared memory
+    unsigned rounds;        // how many __syncthreads are complete,
+    int votes[2];           // and by turns what __syncthreads_count has counted
 
     unsigned random_below(unsigned n) {
         random = random * 6364136223846793005ull + 1442695040888963407ull;  // Knuth's MMIX
@@ -190,6 +151,7 @@ struct Block {
     // False, with a message in `error`, if the block got stuck.
     bool run_all() {
         next = 0;
+        rounds = votes[0] = votes[1] = 0;
         number++;
         if (copied) for (Copies& c : copies) c.begun.clear();
         copied = false;
@@ -212,8 +174,8 @@ struct Block {
     // Puts the running thread, number t, aside until its warp no longer has it in `waiting`; if it is ready, it only
     // lets others go first. This and its callers are inlined: after a switch the processor guesses wrong where a return
     // goes to, and each return costs 10 ns.
-    __device__ void wait(unsigned t, const char* what, int line, bool ready = false) {
-        const dim3 index = threadIdx;
+    __device__ void wait(unsigned t, const char* what, int line, bool ready = false, unsigned mask = 0) {
+        const uint3 index = threadIdx;
         const unsigned bit = 1u << t % 32;
         Warp& w = warps[t / 32];
         w.fiber[t % 32] = running;
@@ -221,6 +183,7 @@ struct Block {
         if (!ready) w.waiting |= bit;
         running->what = what;
         running->line = line;
+        running->mask = mask;
         parked++;
         switch_to(choose(t));
         parked--;
@@ -232,6 +195,7 @@ struct Block {
     // one by one and a kernel without barriers needs 32 stacks; then threads not yet started; then the next warp that
     // has ready lanes; and in the end the home stack.
     QUIET __attribute__((noinline)) Fiber* choose(unsigned t) {
+        running->pc = __builtin_return_address(0);
         const unsigned mine = warps[t / 32].ready(), last_lane = order == REVERSE ? 0 : 31;
         if (mine) return warps[t / 32].fiber[following(t % 32, mine)];
         if (next < count) {
@@ -241,11 +205,55 @@ struct Block {
             return f;
         }
         if (parked == 0) return &home;
-        unsigned ready_warps = 0;
-        for (unsigned i = 0; 32 * i < count; i++) ready_warps |= unsigned(warps[i].ready() != 0) << i;
-        if (!ready_warps) fail();
-        const Warp& w = warps[following(t / 32, ready_warps)];
+        unsigned ready = ready_warps();
+        if (!ready && release_active()) ready = ready_warps();
+        if (!ready) leave(" is stuck: " + state());
+        const Warp& w = warps[following(t / 32, ready)];
         return w.fiber[following(last_lane, w.ready())];
+    }
+    QUIET unsigned ready_warps() const {
+        unsigned found = 0;
+        for (unsigned i = 0; 32 * i < count; i++) found |= unsigned(warps[i].ready() != 0) << i;
+        return found;
+    }
+
+    // Nobody else can go on: the lanes that wait in an __activemask are those that run there together. Were there any?
+    QUIET bool release_active() {
+        bool any = false;
+        for (Warp* w = warps; w < warps + (count + 31) / 32; w++) {
+            auto line = [w](unsigned lane) {
+                return w->waiting >> lane & 1 && w->fiber[lane]->what == activemask ? w->fiber[lane]->line : 0;
+            };
+            for (unsigned lane = 0; lane < 32; lane++) {
+                unsigned together = 0;
+                for (unsigned i = lane; i < 32 && line(lane); i++) together |= unsigned(line(i) == line(lane)) << i;
+                for (unsigned i = lane; i < 32; i++)
+                    if (together >> i & 1) w->fiber[i]->mask = together;
+                w->waiting &= ~together;
+                any |= together != 0;
+            }
+        }
+        return any;
+    }
+
+    // Thread t arrives where only the lanes of a mask meet, and has put `bytes` in a slot of its own. Was it the last?
+    // Then each of them gets the slots of all. Who is not in its own mask waits forever.
+    QUIET __attribute__((noinline))
+    bool arrives_apart(unsigned t, unsigned mask, size_t bytes, const char* what, int line) {
+        Warp& w = warps[t / 32];
+        unsigned here = mask & 1u << t % 32;
+        for (unsigned i = 0; i < 32; i++)
+            if ((mask & w.waiting) >> i & 1 && w.fiber[i]->mask == mask && w.fiber[i]->what == what &&
+                w.fiber[i]->line == line)
+                here |= 1u << i;
+        if (here != mask || mask == 0) return false;
+        for (unsigned to = 0; to < 32; to++)
+            for (unsigned from = 0; from < 32; from++)
+                if (mask >> to & 1 && mask >> from & 1 && from != to)
+                    memcpy(w.slots_of(to) + from * bytes, w.slots_of(from) + from * bytes, bytes);
+        w.waiting &= ~mask;
+        races::lanes_meet(t / 32, mask);
+        return true;
     }
 
     // Returns when another fiber switches back. _setjmp and _longjmp do it without a system call, where swapcontext
@@ -262,21 +270,49 @@ struct Block {
         __sanitizer_finish_switch_fiber(self->fake_stack, &left->bottom, &left->size);
     }
 
-    [[noreturn]] void fail() {
-        error = state();
+    // Abandons the block. why: goes behind its name.
+    [[noreturn]] QUIET void leave(const std::string& why) {
+        error = why;
         left = running;
         if (left != &home) __sanitizer_start_switch_fiber(nullptr, home.bottom, home.size);
         _longjmp(abandon, 1);
     }
+    [[noreturn]] QUIET __attribute__((noinline)) void leave(const char* why, int line) {
+        leave(", thread " + std::to_string(thread_number()) + ": " + why + " at line " + std::to_string(line));
+    }
+
+    // How thread t waits, such as " wait in __shfl_sync with the mask 0x000000ff at line 89".
+    QUIET std::string state_of(unsigned t) const {
+        const Warp& w = warps[t / 32];
+        const Fiber* f = w.fiber[t % 32];
+        if (!(w.parked >> t % 32 & 1)) return " have returned";
+        std::string said = std::string(" wait in ") + f->what;
+        char text[100];
+        snprintf(text, sizeof text, " with the mask 0x%08x", f->mask);
+        if (w.apart && f->mask) said += text;
+        if (f->mask && !(f->mask >> t % 32 & 1)) said += ", which leaves out the lane that calls,";
+        else
+            for (unsigned i = 0; i < 32; i++) {
+                const Fiber* other = w.parked >> i & 1 ? w.fiber[i] : f;
+                if (!f->mask || other->what != f->what || other->line != f->line || other->mask == f->mask) continue;
+                if (!(f->mask >> i & 1) || !(other->mask >> t % 32 & 1)) continue;
+                snprintf(text, sizeof text, ", where thread %u has the mask 0x%08x,", t / 32 * 32 + i, other->mask);
+                said += text;
+                break;
+            }
+        said += " at line " + std::to_string(f->line);
+#ifdef TELL_PLACES  // device.py finds out by which calls they came there
+        Dl_info library;
+        if (dladdr(f->pc, &library)) {
+            snprintf(text, sizeof text, " (0x%zx)", size_t(f->pc) - size_t(library.dli_fbase) - 1);
+            said += text;
+        }
+#endif
+        return said;
+    }
 
     // "threads 0-6, 8-63 wait in __syncthreads at line 89; threads 7 have returned", by their numbers in the block.
-    std::string state() const {
-        auto state_of = [this](unsigned t) {
-            const Warp& w = warps[t / 32];
-            const Fiber* f = w.fiber[t % 32];
-            if (!(w.parked >> t % 32 & 1)) return std::string(" have returned");
-            return std::string(" wait in ") + f->what + " at line " + std::to_string(f->line);
-        };
+    QUIET std::string state() const {
         std::map<std::string, std::string> groups;
         for (unsigned t = 0, end; t < count; t = end) {
             const std::string s = state_of(t);
@@ -301,7 +337,7 @@ static thread_local bool waited;  // some thread has, since the running fiber la
 template <class T> QUIET inline void poison(const char* name, T& variable, size_t& poisoned) {
     if (poisoned == block->number) return;
     poisoned = block->number;
-    memset(static_cast<void*>(&variable), 0xff, sizeof variable);
+    memset(const_cast<void*>(static_cast<const volatile void*>(&variable)), 0xff, sizeof variable);
     races::shared_variable(name, variable);
 }
 
@@ -340,40 +376,12 @@ void fiber_main() {
     }
 }
 
-// All functions of a warp are exchanges: each lane brings a value, and when all have arrived, each lane can read the
-// values of the others until it enters the next exchange.
-template <class T> struct Exchange {
-    unsigned lane, size;
-    const char* slots;
-
-    // The last lane to arrive may do work for all of them, with the values of all.
-    template <class Work = void (*)(T*)>
-    __device__ Exchange(unsigned mask, T value, const char* what, int line, Work work = [](T*) {}) {
-        static_assert(sizeof(T) <= slot_bytes, "raise slot_bytes");
-        Block& b = *block;
-        const unsigned t = thread_number();
-        Warp& w = b.warps[t / 32];
-        char* s = w.slots[w.exchanges % 2];
-        lane = t % 32, size = w.size, slots = s;
-        memcpy(s + lane * sizeof(T), &value, sizeof(T));
-        b.next = max(b.next, b.place[t] + 1);
-        if (mask != ~0u) what = "a warp function whose mask is not 0xffffffff, which is not supported,";
-        const bool all = mask == ~0u && w.barrier.complete(what, line, size);
-        if (all) {
-            races::works_for_warp(true), work(reinterpret_cast<T*>(s)), races::works_for_warp(false);
-            races::warp_meets(t / 32, line);
-            w.waiting = 0, w.exchanges++;
-        }
-        if (!all || b.order != FORWARD) b.wait(t, what, line, all);
-        waited = true;
-    }
-    T of(unsigned i) const {
-        T value;
-        memset(&value, 0xff, sizeof(T));  // NaN, where there is no such lane
-        if (i % 32 < size) memcpy(&value, slots + i % 32 * sizeof(T), sizeof(T));
-        return value;
-    }
-};
+// Where dynamic shared memory begins, if the launch has given any.
+QUIET inline void* expect_shared(const char* name, int line) {
+    const std::string said = std::string("extern __shared__ ") + name + "[] has no bytes: this launch gives none";
+    if (block->shared_bytes == 0) block->leave(said.c_str(), line);
+    return dynamic_shared;
+}
 
 const char* launch(const char* name, void (*run)(void**), const unsigned* grid, const unsigned* threads,
                    size_t shared_bytes, void** args) {
@@ -397,8 +405,12 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         Block& b = *block;
         gridDim = {grid[0], grid[1], grid[2]};
         blockDim = {threads[0], threads[1], threads[2]};
-        b.run = run, b.args = args, b.count = unsigned(count);
-        for (unsigned t = 0; t < count; t += 32) b.warps[t / 32].size = min(b.count - t, 32u);
+        b.run = run, b.args = args, b.count = unsigned(count), b.shared_bytes = shared_bytes;
+        for (unsigned t = 0; t < count; t += 32) {
+            const unsigned size = b.warps[t / 32].size = min(b.count - t, 32u);
+            b.warps[t / 32].lanes = ~0u >> (32 - size);
+            b.warps[t / 32].apart.reset();
+        }
         b.order = order_of_launches;
         b.arrange(0);
         b.idle.clear();
@@ -423,9 +435,10 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
             if (i < stuck) {
                 stuck = i;
                 error = std::string(name) + ": block (" + std::to_string(blockIdx.x) + ", " +
-                        std::to_string(blockIdx.y) + ", " + std::to_string(blockIdx.z) + ") is stuck: " + b.error;
+                        std::to_string(blockIdx.y) + ", " + std::to_string(blockIdx.z) + ")" + b.error;
             }
         }
+        end_print();
         free(dynamic_shared);
     }
     return stuck < blocks ? error.c_str() : nullptr;
@@ -451,30 +464,3 @@ extern "C" __attribute__((visibility("default"))) void set_order(int order) { cu
         __shared__ size_t poisoned;                        \
         cuda_on_cpu::poison(#variable, variable, poisoned); \
     }
-
-// ---- what threads call to wait for others ----
-
-__device__ void __syncthreads(int line = __builtin_LINE(), const char* file = __builtin_FILE()) {
-    cuda_on_cpu::races::arrives_in(file);
-    cuda_on_cpu::Block& b = *cuda_on_cpu::block;
-    const unsigned t = thread_number();
-    b.next = max(b.next, b.place[t] + 1);
-    const bool all = b.barrier.complete("__syncthreads", line, b.count);
-    if (all) {
-        cuda_on_cpu::races::all_wait(line);
-        for (auto& w : b.warps) w.waiting = 0;
-    }
-    if (!all || b.order != cuda_on_cpu::FORWARD) b.wait(t, "__syncthreads", line, all);
-    cuda_on_cpu::waited = true;
-}
-template <class T> __device__ T __shfl_sync(unsigned mask, T value, int lane, int line = __builtin_LINE()) {
-    return cuda_on_cpu::Exchange<T>(mask, value, "__shfl_sync", line).of(lane);
-}
-template <class T> __device__ T __shfl_xor_sync(unsigned mask, T value, int bits, int line = __builtin_LINE()) {
-    cuda_on_cpu::Exchange<T> warp(mask, value, "__shfl_xor_sync", line);
-    return warp.of(warp.lane ^ bits);
-}
-__device__ void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE(), const char* file = __builtin_FILE()) {
-    cuda_on_cpu::races::arrives_in(file);
-    cuda_on_cpu::Exchange<char>(mask, 0, "__syncwarp", line);
-}

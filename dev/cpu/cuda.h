@@ -1,5 +1,7 @@
-// Runs kernels.cu without a GPU. CUDA's language is in language.h, the threads of a block and their barriers in blocks.h,
-// C++ in place of PTX in ptx.h and, for Hopper, in hopper.h; races.h finds races, and traffic.h counts. Given
+// Runs kernels.cu without a GPU. CUDA's language is in language.h, its functions in words.h and atomics.h; the threads
+// of a block are in fibers.h and blocks.h, and their barriers and shuffles in warps.h; C++ in place of PTX is in ptx.h
+// and, for Hopper, in hopper.h; races.h finds races, and traffic.h counts. A student's cuda_bf16.h is
+// halves.h. Given
 //
 //     #include "cuda.h"
 //     #include "kernels.cu"
@@ -33,15 +35,24 @@
 #define _XOPEN_SOURCE 600  // or there is no <ucontext.h>
 #define _DARWIN_C_SOURCE   // or there is no MAP_ANON
 #endif
+#include <dlfcn.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
 #include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #ifdef __SANITIZE_THREAD__
 #include <link.h>
 #define QUIET __attribute__((no_sanitize("thread")))  // its accesses are none of a kernel's
@@ -81,7 +92,11 @@ inline void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #pragma GCC visibility push(hidden)
 
 #include "language.h"
+#include "words.h"
 #include "races.h"
+#include "atomics.h"
+#include "fibers.h"
 #include "blocks.h"
+#include "warps.h"
 #include "ptx.h"
 #include "hopper.h"

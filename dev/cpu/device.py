@@ -1,6 +1,7 @@
 """The CPU as a device for train_gpt2.py, with the verbs of train_gpt2.Cuda: g++ or clang++ compile kernels.cu behind
 cuda.h, and NumPy's BLAS multiplies matrices."""
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -16,12 +17,17 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 from dev.common.bf16 import to_bf16
 from dev.common.cuda_source import read_kernels
 from dev.common.cache import cache_folder
+from dev.common.student_text import for_cpu
 from dev.cpu import races
+from dev.cpu.places import with_calls
 from train_gpt2 import BF16, SIZES, Cuda, FastCuda, aligned_bytes, to_float
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 HEADERS = sorted(HEADER.parent.glob("*.h"))  # cuda.h includes the others
 KERNELS, MOMENTS = HEADER.parents[2] / "kernels.cu", HEADER.parents[1] / "precision/moments.cu"
+# Of a student's file: a loop without an end stays, what he forgot to set shows, and a stuck block tells its lines.
+FOR_STUDENTS = ("-fno-finite-loops", "-ftrivial-auto-var-init=pattern", "-fno-crossjumping", "-fno-tree-tail-merge")
+ALWAYS_FOR_STUDENTS = ("-g1", "-DTELL_PLACES", "-Wextra", "-Wno-unused-parameter", "-Wno-sign-compare")
 GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")  # of a kernel of this name
 
 
@@ -48,6 +54,15 @@ def available_memory():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@functools.cache
+def flags_for_students(compiler):
+    """The flags that a compiler knows of those for students' files."""
+    def known(flag):
+        return not subprocess.run([compiler, "-Werror", flag, "-E", "-x", "c++", os.devnull],
+                                  capture_output=True).returncode
+    return [*filter(known, FOR_STUDENTS), *ALWAYS_FOR_STUDENTS]
+
+
 def compiler_of():
     """The C++ compiler, or the CXX that is asked for; None if there is none."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -59,18 +74,20 @@ class Cpu:
     dtype: "fp32" (the default), "tf32" or "bf16"; c and beside as for train_gpt2.Cuda. CXX names the compiler and
     CXXFLAGS adds flags to it: with CXXFLAGS="-O0 -g" a debugger stops in a kernel's lines. only: the names of the
     kernels that will be launched, which saves the compiler the others; without it, all. With -fsanitize=thread in
-    CXXFLAGS every launch is searched for races: see races.py. Raises UserError.
+    CXXFLAGS every launch is searched for races: see races.py. students: those of the files that somebody is learning
+    with: they may write what a file for nvcc may, and `warnings` is what the compiler says. Raises UserError.
     """
     name, max_shared = "cpu", 227 * 1024 - 1024  # bytes, as on an H100
     multiprocessors = 4  # no more blocks than this share a sum: each of them costs a row of partial sums
     max_threads = 256  # of a block, unless the caller chooses: at a barrier each costs 25 ns
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
-    def __init__(self, dtype, c, beside=(), only=None):
+    def __init__(self, dtype, c, beside=(), only=None, students=()):
         # moments.cu is always there, so that a run with --moments bf16 needs no other library than one without.
         always = [MOMENTS] * (KERNELS in c.SOURCES and MOMENTS.exists() and not only)
         sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]
         self.dtype, self.compiled_for = dtype or "fp32", c.switches()
+        self.students, self.warnings = [*students], ""
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
         self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone
@@ -78,7 +95,10 @@ class Cpu:
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
         np.seterr(over="ignore", invalid="ignore")  # a loss that is not finite is reported once, by the training loop
         self.path = self.build(sources)
-        self.library = ctypes.CDLL(str(self.path))
+        try:
+            self.library = ctypes.CDLL(str(self.path))
+        except OSError as e:  # a function without a body
+            raise UserError(f"{compiler_of()} could not compile kernels.cu:\n{e}") from None
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
@@ -110,9 +130,14 @@ class Cpu:
             flags.remove("-fopenmp")
             flags += races.MORE_FLAGS
         libraries = ["-x", "none", *races.LIBRARIES] if self.races else []
+        if self.students:
+            flags += flags_for_students(compiler)
         texts = {}
         for path in sources:
-            text = with_poison(path.read_text(encoding="utf-8"))  # what is inline is not compiled until it is called
+            text = path.read_text(encoding="utf-8")
+            if path in self.students:
+                text = for_cpu(text, HEADER.with_name("halves.h"))
+            text = with_poison(text)  # what is inline is not compiled until it is called
             texts[path] = GLOBAL.sub(lambda found: found[0] if found[1] in self.kernels else "inline", text)
 
         def program(called):
@@ -122,26 +147,34 @@ class Cpu:
                             *(f"CPU_KERNEL({name})\n" for name in self.kernels)])
 
         # Copies of the repository share libraries, unless a flag names a folder or a debugger is to find lines of one.
-        debugged = any(flag.startswith("-g") for flag in flags)
+        debugged = self.students or any(flag.startswith("-g") for flag in flags)
         source, named = program(str), program(str if debugged else lambda path: path.name)
         # -### prints what the driver would run, and so what -march=native means on this processor.
         target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull], capture_output=True).stderr
         key = hashlib.sha256(b"\0".join([named.encode(), *(path.read_bytes() for path in HEADERS), target]))
         cache = cache_folder()
         library = cache / f"kernels_{key.hexdigest()[:16]}.so"
+        warnings = library.with_suffix(".txt")
         if library.exists():
+            self.warnings = warnings.read_text(encoding="utf-8") if self.students and warnings.exists() else ""
             return library
         print(f"compiling kernels.cu with {compiler}, once", flush=True)
         temporary = cache / f"{library.name}.{os.getpid()}"
         try:
             cache.mkdir(parents=True, exist_ok=True)
             try:
-                for _ in range(2):  # the second time without OpenMP, if the compiler has none
+                for _ in range(3):  # again without OpenMP, if the compiler has none; or with recursion, if it is there
                     done = subprocess.run([compiler, *flags, "-x", "c++", "-", *libraries, "-o", temporary],
                                           input=source, text=True, capture_output=True)
                     if done.returncode == 0:
+                        if self.students:
+                            self.warnings = done.stderr
+                            warnings.write_text(done.stderr, encoding="utf-8")
                         os.replace(temporary, library)
                         return library
+                    if "recursive inlining" in done.stderr and "-DWITH_RECURSION" not in flags:
+                        flags.append("-DWITH_RECURSION")
+                        continue
                     if "openmp" not in done.stderr or "-fopenmp" not in flags:
                         break
                     flags.remove("-fopenmp")
@@ -201,7 +234,7 @@ class Cpu:
             races.watch(self.library, [x for _, x in named])
         error = getattr(self.library, f"launch_{name}")(grid, block, shared, pointers)
         if error:
-            raise UserError(f"kernels.cu: {error.decode()}")
+            raise UserError(f"kernels.cu: {with_calls(error.decode(), self.path, self.students)}")
         if self.races:
             races.check(self.library, self.path, name, named)
 

@@ -21,7 +21,10 @@ extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_vptr_read(void**) {}
-extern "C" QUIET void __tsan_atomic_thread_fence(int) { cuda_on_cpu::races::fence(); }
+extern "C" QUIET void __tsan_atomic_thread_fence(int order) {
+    using namespace cuda_on_cpu::races;
+    fence(order == __ATOMIC_SEQ_CST ? GPU_WIDE : BLOCK_WIDE);
+}
 extern "C" void __tsan_atomic_signal_fence(int) {}
 
 #define ATOMIC_HOOK(bits, T, name, after)                                                                       \

@@ -1,7 +1,14 @@
-// CUDA's language for a C++ compiler: keywords, what a thread knows of itself, loads and stores, atomics. For cuda.h.
+// CUDA's language for a C++ compiler: keywords, vectors, what a thread knows of itself, loads and stores. For cuda.h.
 #pragma once
 
+#ifdef WITH_RECURSION
+#define __device__ inline
+#else
 #define __device__ inline __attribute__((always_inline))  // NVRTC does so, too
+#endif
+#define __host__
+#define __managed__
+#define __noinline__
 #define __constant__ __attribute__((visibility("default")))
 #define __forceinline__
 #define __launch_bounds__(...)
@@ -24,18 +31,40 @@
 #else
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(cuda_on_cpu::dynamic_shared)
 #endif
+// device.py puts these in place of extern __shared__ type name[], in a function and outside of all.
+#define EXTERN_SHARED(type, name) DYNAMIC_SHARED(type, name); cuda_on_cpu::expect_shared(#name, __LINE__)
+#define GLOBAL_SHARED(type, name) static_cast<type*>(cuda_on_cpu::expect_shared(#name, __LINE__))
 
-struct dim3 { unsigned x, y, z; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+// float4 and its kin. Those of 2 and 4 are aligned as a whole, so that one instruction moves them; up to 16 bytes.
+#define VECTORS(T, name)                                                                                           \
+    struct name##1 { T x; };                                                                                       \
+    struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                                             \
+    struct name##3 { T x, y, z; };                                                                                 \
+    struct alignas(sizeof(T) < 8 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; };                                  \
+    __device__ name##1 make_##name##1(T x) { return {x}; }                                                         \
+    __device__ name##2 make_##name##2(T x, T y) { return {x, y}; }                                                 \
+    __device__ name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                         \
+    __device__ name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+VECTORS(signed char, char) VECTORS(unsigned char, uchar) VECTORS(short, short) VECTORS(unsigned short, ushort)
+VECTORS(int, int) VECTORS(unsigned, uint) VECTORS(long, long) VECTORS(unsigned long, ulong)
+VECTORS(long long, longlong) VECTORS(unsigned long long, ulonglong) VECTORS(float, float) VECTORS(double, double)
+#undef VECTORS
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+    constexpr operator uint3() const { return {x, y, z}; }
+};
 
 // Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
 // and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
 // are, and that includes the __shared__ arrays.
-static thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
+static thread_local uint3 threadIdx, blockIdx;
+static thread_local dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
 QUIET inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 
-using std::max;
-using std::min;
 #ifdef __SANITIZE_THREAD__
 template <class T> __device__ T __ldcg(const T* p) { return *const_cast<const volatile T*>(p); }  // for races.h
 #else
@@ -47,28 +76,36 @@ template <class T> __device__ T __ldcs(const T* p) {
     memcpy(&x, p, sizeof x);
     return x;
 }
-template <class T> __device__ void __stcs(T* p, T x) { memcpy(p, &x, sizeof x); }
-inline float __uint_as_float(unsigned bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
+namespace cuda_on_cpu {
+template <class T> struct Same { using Type = T; };  // no argument decides what this T is
 }
-inline unsigned __float_as_uint(float x) {
-    unsigned bits;
-    memcpy(&bits, &x, 4);
-    return bits;
+template <class T> __device__ void __stcs(T* p, typename cuda_on_cpu::Same<T>::Type x) { memcpy(p, &x, sizeof x); }
+// Of these a GPU asks different caches. Here all memory is alike.
+template <class T> __device__ T __ldg(const T* p) { return *p; }
+template <class T> __device__ T __ldca(const T* p) { return *p; }
+template <class T> __device__ T __ldlu(const T* p) { return *p; }
+template <class T> __device__ T __ldcv(const T* p) { return __ldcg(p); }
+template <class T> __device__ void __stwb(T* p, typename cuda_on_cpu::Same<T>::Type x) { *p = x; }
+template <class T> __device__ void __stcg(T* p, typename cuda_on_cpu::Same<T>::Type x) { *p = x; }
+template <class T> __device__ void __stwt(T* p, typename cuda_on_cpu::Same<T>::Type x) { *p = x; }
+
+// What a float's bits are as another type, and back.
+namespace cuda_on_cpu {
+template <class To, class From> __device__ To with_bits_of(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To same;
+    memcpy(&same, &x, sizeof x);
+    return same;
 }
+}  // namespace cuda_on_cpu
+inline float __uint_as_float(unsigned bits) { return cuda_on_cpu::with_bits_of<float>(bits); }
+inline unsigned __float_as_uint(float x) { return cuda_on_cpu::with_bits_of<unsigned>(x); }
+inline float __int_as_float(int bits) { return cuda_on_cpu::with_bits_of<float>(bits); }
+inline int __float_as_int(float x) { return cuda_on_cpu::with_bits_of<int>(x); }
+inline double __longlong_as_double(long long bits) { return cuda_on_cpu::with_bits_of<double>(bits); }
+inline long long __double_as_longlong(double x) { return cuda_on_cpu::with_bits_of<long long>(x); }
+
+// A fence for the whole GPU; one within the block, which races.h tells apart by the order.
 __device__ void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-__device__ int atomicAdd(int* p, int value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
-__device__ int atomicMax(int* p, int value) {
-    int before = __atomic_load_n(p, __ATOMIC_RELAXED);
-    while (before < value)
-        if (__atomic_compare_exchange_n(p, &before, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
-    return before;
-}
-__device__ float atomicAdd(float* p, float value) {
-    float before = 0.0f, after;  // the first exchange fails, and says what is there
-    do after = before + value;
-    while (!__atomic_compare_exchange(p, &before, &after, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-    return before;
-}
+__device__ void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+__device__ void __threadfence_block() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }

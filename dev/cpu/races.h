@@ -4,9 +4,11 @@
 // Two accesses to a byte are a race if they are of two threads, one of them writes, not both are atomic, and nothing
 // orders them. What orders them, whatever order the CPU runs the threads in:
 //   - within a block, a __syncthreads between them;
-//   - within a warp, a __syncwarp between them, or another function of a warp;
+//   - within a warp, a __syncwarp between them, or another function of a warp: for the lanes that its mask names;
 //   - a __threadfence and then an atomic write by one side, and behind that an atomic read of the same place by the
 //     other: a flag, or a counter of blocks. Each side may hand on by a barrier what it knows, or what it has seen.
+//     __threadfence_block does so within a block.
+// A plain read beside atomics is none if its thread then calls atomicCAS there, which sees if it was wrong.
 // An asynchronous copy reads and writes from its beginning until its thread has waited for it: nobody else may write
 // what it reads, or touch what it writes, in between. volatile accesses, and __ldcg, count as atomic: a GPU does them
 // in L2. Of the accesses of one kind to a byte since the last write only a few are kept: enough to find a race, if not
@@ -124,7 +126,11 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
     each_cell(*region, p, bytes, [&](Cell& cell, Address at) QUIET {
         if (place) return;  // one race is enough
         cell.access(x);
-        if (second.there) place = at;
+        if (!second.there) return;
+        if (first.atomic && !x.atomic && !x.writes && early.size() < 4096) {
+            early.push_back({at, first, second});
+            first.there = second.there = false;
+        } else place = at;
     });
     return true;
 }
@@ -137,12 +143,18 @@ QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const
 }
 
 // A thread fences: what it and the threads that it has waited for did before is handed on by later atomics.
-QUIET inline void fence() {
+QUIET inline void fence(Reach reach) {
     if (!running || busy) return;
     const unsigned t = thread_number();
     const Busy here;
-    fences[t] = {++now, epoch, meeting[t / 32]};
-    fenced = published[number] = true;
+    ++now;
+    for (int r = BLOCK_WIDE; r <= reach; r++) {
+        fences[r][t] = {now, epoch, meeting[t / 32]};
+        if (partly) memcpy(met_at_fence[r][t], lanes_met[t], sizeof lanes_met[t]);
+        fenced[r] = true;
+    }
+    fences_come = true;
+    if (reach == GPU_WIDE) published[number] = true;
 }
 
 QUIET inline void join(Clock& into, const Clock& from) {
@@ -154,23 +166,26 @@ QUIET inline void join(Clock& into, const Clock& from) {
 }
 
 // What an atomic access of a place by this thread learns, and what it hands on.
-QUIET inline void hand_on(Address p, bool reads, bool writes) {
-    if (!fenced && clocks.empty()) return;
+QUIET inline void hand_on(Reach reach, Address p, bool reads, bool writes) {
+    auto& known = clocks[reach];
+    if (!fenced[reach] && known.empty()) return;
     const unsigned t = thread_number(), threads = blockDim.x * blockDim.y * blockDim.z;
-    const auto before = clocks.find(p);
-    if (reads && before != clocks.end() &&
+    const auto before = known.find(p);
+    if (reads && before != known.end() &&
         !(seen.size() && seen.back().thread == t && seen.back().clock == before->second))
         seen.push_back({t, now, before->second});
     if (!writes) return;
     auto clock = std::make_shared<Clock>();
-    if (reads && before != clocks.end()) join(*clock, *before->second);
-    if (fenced) {
+    if (reads && before != known.end()) join(*clock, *before->second);
+    if (fenced[reach]) {
         std::vector<unsigned> until(threads), of_warp(32);
         unsigned of_all = 0;
         for (unsigned i = 0; i < threads; i++) {
-            const Fence& f = fences[i];
-            if (!f.time || !(i == t || f.time < epoch || (i / 32 == t / 32 && f.time < meeting[t / 32]))) continue;
-            until[i] = f.time;
+            const Fence& f = fences[reach][i];
+            if (!f.time || !(i == t || f.time < epoch || (i / 32 == t / 32 && waited_since(f.time, t, i)))) continue;
+            until[i] = max(until[i], f.time);
+            for (unsigned j = i / 32 * 32; partly && j < min(threads, i / 32 * 32 + 32); j++)
+                until[j] = max(until[j], met_at_fence[reach][i][j % 32]);
             of_all = max(of_all, f.epoch), of_warp[i / 32] = max(of_warp[i / 32], f.meeting);
             for (const Seen& s : seen)
                 if (s.time < f.epoch || (s.thread == i && s.time < f.time)) join(*clock, *s.clock);
@@ -178,8 +193,8 @@ QUIET inline void hand_on(Address p, bool reads, bool writes) {
         for (unsigned i = 0; i < threads; i++) until[i] = max(until[i], max(of_all, of_warp[i / 32]));
         if (of_all) join(*clock, {{number, until}});
     }
-    if (clock->empty()) clocks.erase(p);
-    else clocks[p] = clock;
+    if (clock->empty()) known.erase(p);
+    else known[p] = clock;
 }
 
 QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads, bool writes, const void* pc) {
@@ -188,7 +203,20 @@ QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads,
     const Busy here;
     Access x = access_of(pc, bytes, writes, true);
     x.exchanges = reads && writes;
-    if (access(Address(p), bytes, x)) hand_on(Address(p), reads, writes);
+    if (!access(Address(p), bytes, x)) return;
+    for (Reach reach : {BLOCK_WIDE, GPU_WIDE}) hand_on(reach, Address(p), reads, writes);
+}
+
+// A thread compares and swaps. What it read there before, with a plain access, was a guess: it harms nobody, whatever
+// was read.
+QUIET inline void verified(const void* p, size_t bytes) {
+    if (!running || busy || place) return;
+    const Busy here;
+    const unsigned t = thread_number();
+    for (size_t i = early.size(); i-- > 0;)
+        if (early[i].second.thread == t && early[i].place - Address(p) < bytes) early.erase(early.begin() + i);
+    if (Region* region = region_of(Address(p)))
+        each_cell(*region, Address(p), bytes, [t](Cell& cell, Address) QUIET { cell.reads.forget(t); });
 }
 
 QUIET inline void touch_volatile(const volatile void* p, size_t bytes, bool writes, const void* pc) {
@@ -203,14 +231,19 @@ QUIET inline void block_begins(unsigned n, unsigned blocks) {
     number = n, running = true;
     epoch = ++now;
     for (unsigned& m : meeting) m = now;
-    for (Fence& f : fences) f.time = 0;
-    fenced = false;
+    for (auto& of_reach : fences)
+        for (Fence& f : of_reach) f.time = 0;
+    fenced[BLOCK_WIDE] = fenced[GPU_WIDE] = false;
+    clocks[BLOCK_WIDE].clear();
     seen.clear();
+    if (partly) memset(lanes_met, 0, sizeof lanes_met);
     published.resize(max(size_t(blocks), published.size()));
     if (traffic::counting) traffic::block_begins();
 }
 QUIET inline void block_ends() {
     if (traffic::counting) traffic::block_ends();
+    if (early.size() && !place) place = early[0].place, first = early[0].first, second = early[0].second;
+    early.clear();
     running = false;
 }
 
@@ -229,6 +262,18 @@ QUIET inline void all_wait(int line) {
 QUIET inline void warp_meets(unsigned warp, int line) {
     if (traffic::counting) traffic::warp_meets(warp);
     if (!ignored(line)) meeting[warp] = ++now;
+}
+// The same for the lanes of a mask alone, who also learn what each of them knew of other lanes. Before the first time,
+// too few accesses of a warp are kept: what this misses in one block, it finds in the next.
+QUIET inline void lanes_meet(unsigned warp, unsigned mask) {
+    partly = true;
+    unsigned all[32] = {};
+    ++now;
+    for (unsigned lane = 0; lane < 32; lane++)
+        for (unsigned i = 0; i < 32 && mask >> lane & 1; i++)
+            all[i] = mask >> i & 1 ? now : max(all[i], lanes_met[32 * warp + lane][i]);
+    for (unsigned lane = 0; lane < 32; lane++)
+        if (mask >> lane & 1) memcpy(lanes_met[32 * warp + lane], all, sizeof all);
 }
 QUIET inline void works_for_warp(bool begins) { warp_works = begins; }
 
@@ -260,7 +305,7 @@ QUIET inline void hand_over(const void* mbarrier) {
     std::vector<unsigned> until(1024, epoch);
     std::fill_n(until.begin() + t / 32 * 32, 32, meeting[t / 32]);
     until[t] = ++now;
-    clocks[Address(mbarrier)] = std::make_shared<const Clock>(Clock{{number, until}});
+    clocks[GPU_WIDE][Address(mbarrier)] = std::make_shared<const Clock>(Clock{{number, until}});
     if (!place) access(Address(mbarrier), 8, access_of(__builtin_return_address(0), 8, true, true));
 }
 QUIET inline void look_at(const void* mbarrier) {
@@ -269,7 +314,7 @@ QUIET inline void look_at(const void* mbarrier) {
 }
 QUIET inline void take_over(const void* mbarrier) {
     const Busy here;
-    seen.push_back({thread_number(), now, clocks[Address(mbarrier)]});
+    seen.push_back({thread_number(), now, clocks[GPU_WIDE][Address(mbarrier)]});
 }
 
 // A shared variable of the block that begins, or all of its dynamic shared memory. What earlier blocks did is gone.
@@ -296,7 +341,8 @@ template <class T> QUIET void shared_variable(const char* name, const T& variabl
         if (std::rank_v<T> > 1) shape += "," + std::to_string(std::extent_v<T, 1>);
         if (std::rank_v<T> > 2) shape += "," + std::to_string(std::extent_v<T, 2>);
     }
-    shared_variable(name, &variable, sizeof(T), sizeof(std::remove_all_extents_t<T>), shape.c_str());
+    const void* begin = const_cast<const void*>(static_cast<const volatile void*>(&variable));
+    shared_variable(name, begin, sizeof(T), sizeof(std::remove_all_extents_t<T>), shape.c_str());
 }
 
 // A kernel has a name for its dynamic shared memory. It stays the first one's.
@@ -339,7 +385,7 @@ extern "C" __attribute__((visibility("default"))) void races_watch(int n, const 
     for (region_count = 0; region_count < n; region_count++)
         regions[region_count] = new Region(begins[region_count], bytes[region_count]);
     now = 1, place = 0, first.there = second.there = false;
-    clocks.clear(), published.clear();
+    clocks[BLOCK_WIDE].clear(), clocks[GPU_WIDE].clear(), published.clear(), early.clear();
 }
 
 // JSON that says what race the last launch had, or null.
@@ -378,7 +424,9 @@ inline void block_ends() {}
 inline void arrives_in(const char*) {}
 inline void all_wait(int) {}
 inline void warp_meets(unsigned, int) {}
+inline void lanes_meet(unsigned, unsigned) {}
 inline void works_for_warp(bool) {}
+inline void verified(const void*, size_t) {}
 struct Asked { unsigned time; };
 inline Asked asked(const void*) { return {}; }
 inline unsigned time() { return 0; }

@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 from dev.lab.bench import GUARD
+from dev.lab.cuda_words import nearest, not_here
 from dev.lab.exercises import EXERCISES, version_of
 from dev.lab.ladder import find_ladder
 from dev.lab.submission import code_of, declared, exercise_of, signature
@@ -22,25 +23,102 @@ def quoted(path, number):
     return f"line {number}: {lines[number - 1].strip()}" if 0 < number <= len(lines) else f"line {number}"
 
 
+def without_strings(code):
+    """Code whose strings and characters are blanked: a brace in one is none of the program's."""
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'', lambda found: " " * len(found[0]), code)
+
+
 def unbalanced(code):
     """A sentence if the braces of a text without comments do not match, or ""."""
+    code = without_strings(code)
     opened, closed = code.count("{"), code.count("}")
     if opened == closed:
         return ""
     return f"a {'{ has no }' if opened > closed else '} has no {'}: the file has {opened} of {{ and {closed} of }}"
 
 
+# What g++, clang++, the linker and the loader say of a function that is declared and has no body. [1]: its name, maybe
+# with its type and parameters, or as the linker knows it.
+NO_BODY = re.compile("function body not available|undefined reference to [`'\u2018]([^'\u2019]+)|"
+                     "hidden symbol [`'\u2018]([^'\u2019]+)['\u2019] isn't defined|undefined symbol: (\\w+)")
+NOT_INLINED = re.compile("inlining failed in call to .*?['\u2018](?!always_inline)([^'\u2019]+)")
+UNDECLARED = re.compile("['\u2018](\\w+)['\u2019] (?:was not declared|has not been declared)|"
+                        "use of undeclared identifier ['\u2018](\\w+)")
+
+
+def without_body(path, text):
+    """The lines on a function that is declared and has no body; None if that is not the compiler's complaint."""
+    found = NO_BODY.search(text)
+    if not found:
+        return None
+    called = next(filter(None, found.groups()), None) or NOT_INLINED.search(text)[1]
+    mangled = re.match(r"_Z[A-Z]*?(\d+)(\w+)", called)
+    name = mangled[2][: int(mangled[1])] if mangled else re.search(r"(\w+)\s*(?:\(|$)", called)[1]
+    lines = [i for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(rf"\b{name}\s*[(<]", line)]
+    declared_there = [i for i in lines if re.search(rf"\w[\w*&\s]*\s[*&]*{name}\s*\([^;{{}}]*\)\s*;",
+                                                    code_of(path).splitlines()[i - 1])
+                      and not re.search(rf"[=(,]\s*{name}|\breturn\b", code_of(path).splitlines()[i - 1])]
+    what = "it is declared, and defined nowhere" if declared_there else "neither CUDA nor your file has one"
+    return [f"it does not compile: {name}(...) has no body: {what}{nearest(name, functions_of(path))}",
+            *(quoted(path, i) for i in sorted({*declared_there[:1], *lines[:2]})[:2])]
+
+
+def functions_of(path):
+    """The functions that a student's file defines."""
+    return re.findall(r"\b(\w+)\s*\([^;{}()]*\)\s*\{", code_of(path))
+
+
+def undeclared(path, message):
+    """What to say of a word that the compiler does not know; "" if that is not its complaint."""
+    found = UNDECLARED.search(message)
+    if not found:
+        return ""
+    name = found[1] or found[2]
+    if name in functions_of(path):
+        return f"{name} is used before it is declared: move its function up"
+    near = nearest(name, functions_of(path))
+    if not near and "did you mean" in message:
+        near = "; " + re.sub("['\u2018\u2019]", "", re.search("did you mean [^?]*", message)[0]) + "?"
+    return f"{name} is declared nowhere{near}"
+
+
+def types_of_cuda(message):
+    """What to say where CUDA has a function, and not for these types; "" if that is not the complaint."""
+    if not re.search("no match|invalid conversion|cannot convert|ambiguous", message.splitlines()[0]):
+        return ""
+    if re.search("atomic[A-Z]", message):
+        return ("CUDA's atomics take pointers to int, unsigned and unsigned long long, and atomicAdd also to float and "
+                "double. Has the pointer, or the value, another type?")
+    if re.search("__(shfl|match|reduce)_", message):
+        return "shuffles move one number of 4 or 8 bytes a lane: move the parts of a struct one by one"
+    operator = re.search("no match for ['\u2018]operator(.{1,3})['\u2019].*\\b([a-z]+[1-4])['\u2019]", message)
+    if operator:
+        return f"CUDA has no {operator[1]} for {operator[2]}: write it for .x, .y and so on"
+    return ""
+
+
 def compiler_lines(path, text, dtype):
     """The lines on a compiler's first error in a student's file."""
-    match = re.search(rf"{re.escape(str(path))}:(\d+):(?:\d+:)? (?:fatal )?error: (.*)", text)
+    match = re.search(rf"{re.escape(str(path))}:(\d+):(?:\d+:)? (?:fatal )?[eE]rror: (.*)", text)
     line, braces = quoted(path, int(match[1])) if match else "", unbalanced(code_of(path))
     if braces:
         return [f"it does not compile: {braces}", *([f"the compiler noticed it in {line}"] if line else [])]
+    if lines := without_body(path, text):
+        return lines
     if not match:
+        if word := not_here(without_strings(code_of(path))):
+            return [f"it does not compile: {word}"]
         other = re.search(r"error: (.*)", text)
         return ["it does not compile: " + (other[1] if other else text.splitlines()[-1])]
+    code = code_of(path).splitlines()[int(match[1]) - 1 : int(match[1])]
+    own = UNDECLARED.search(match[2])
+    word = not_here(without_strings("".join(code)), (own[1] or own[2]) if own else "")
+    if word := word or undeclared(path, match[2]):
+        return [f"it does not compile: {word}", line]
     before = " (or at the end of the line before)" if re.search("expected .*['\u2018];['\u2019]", match[2]) else ""
     said = [f"it does not compile{' in bf16' if dtype == 'bf16' else ''}: {match[2]}{before}", line]
+    if about := types_of_cuda(match[2] + "\n" + line):
+        return [f"it does not compile: {about}", line]
     if dtype == "bf16" and re.search(r"\breal\b", match[2]):
         stored = re.search(r"(\w+\[[^\[\]]*\])\s*[-+*/]?=[^=]", line)
         read = re.search(r"(?<!to_float\()\b\w+\[[^\[\]]*\]", line[stored.end(1) if stored else 0 :])
@@ -49,6 +127,22 @@ def compiler_lines(path, text, dtype):
         else:
             said.append(f"usually: a real of 16 bits is not a float: write to_float({read[0] if read else '...'})")
     return said
+
+
+def warning_lines(path, text):
+    """The compiler's warnings on a student's file, in pairs of lines, the first few: what, and where. text: what the
+    compiler said, Cpu.warnings."""
+    found = re.findall(rf"{re.escape(str(path))}:(\d+):(?:\d+:)? warning: (.*?)(?: \[-W[^\]]*\])?$", text, re.M)
+    lines = []
+    for number, what in dict.fromkeys((int(number), what) for number, what in found):
+        lines += [f"the compiler warns: {re.sub('[' + chr(0x2018) + chr(0x2019) + chr(39) + ']', '', what)}",
+                  quoted(path, number)]
+    return lines[:8]
+
+
+def printed_lines(stderr):
+    """What a student's kernel has printed, from the stderr of a process that ran it."""
+    return re.findall(r"^printf: (.*)$", stderr, re.M)
 
 
 def beyond(verb, name, number, shape):

@@ -100,5 +100,5 @@ def read_submission(path):
         version._replace(run=run).launch(device, a, ladder)
 
     version = version._replace(run=run, items=items, threads=block_sizes(path, run, mine.threads),
-                               atomics="atomicAdd" in code_of(path))
+                               atomics=bool(re.search(r"\batomic[A-Z]", code_of(path))))
     return ladder, version._replace(run=zero_and_run) if exercise.zeroed else version
