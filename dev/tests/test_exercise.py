@@ -191,8 +191,8 @@ RUNS = (  # that the comparison with NumPy finds
     Mistake("warp_sum of a wrong sum", "softmax_forward", WARPS, "compare the sums over the row", "sum += expf",
             "sum += 1 + expf", block=WARP),
     Mistake("return before warp_max", "softmax_forward", WARPS,
-            "stuck in __shfl_xor_sync.* (17|34) of the 64 threads .*"
-            "line \\d+: top = warp_max.top.; line \\d+: sum = warp_sum", "if (row >= N) return;",
+            "stuck in (__shfl_xor_sync|warp_max).* (17|34) of the 64 threads .*line \\d+: top = warp_max.top.;",
+            "if (row >= N) return;",
             "if (row >= N || lane > 16) return;",
             block="BLOCK(64, threads / 32)"),
     Mistake("sum without last", "softmax_forward", SOFTMAX, "leaves out its last term",
@@ -230,7 +230,7 @@ RUNS = (  # that the comparison with NumPy finds
     Mistake("return before a barrier", "rmsnorm_forward", BLOCK_ROW, "stuck in __syncthreads: 40 of the 64 threads .*"
             "threads 40-63 have returned", "    float sum = 0.0f;\n",
             "    float sum = 0.0f;\n    if (threadIdx.x >= 40) return;\n", block=ROW),
-    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "stuck in __shfl_xor_sync, .*warp_sum.* "
+    Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "stuck in .*warp_sum.* "
             "line \\d+: if .threadIdx.x % 32 < 20. sum = ",
             "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =", block=ROW),
     Mistake("outside of out", "residual_forward", RESIDUAL, "writes out.2592., .* out.2591. .27 rows of 96 ",
@@ -257,8 +257,8 @@ BOUNDS = (  # that the sanitizers find
 ALONE = (  # that are compiled alone
     Mistake("no semicolon", "residual_forward", RESIDUAL, "not compile: expected .*;.*line before.* line \\d+: ",
             "threadIdx.x;", "threadIdx.x"),
-    Mistake("unknown name", "residual_forward", RESIDUAL, "not compile: .inp3. ((?!or at).)*line \\d+: if", "inp2",
-            "inp3"),
+    Mistake("unknown name", "residual_forward", RESIDUAL,
+            "not compile: inp3 is declared nowhere((?!or at).)*line \\d+: if", "inp2", "inp3"),
     Mistake("no closing brace", "residual_forward", RESIDUAL, "a { has no }: .* 2 of { and 1 of }$", "if (i <",
             "{ if (i <"),
     Mistake("no opening brace", "residual_forward", RESIDUAL, "a } has no {: .* 1 of { and 2 of } .*line \\d+",
