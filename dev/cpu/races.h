@@ -241,6 +241,7 @@ QUIET inline void block_begins(unsigned n, unsigned blocks) {
     if (traffic::counting) traffic::block_begins();
 }
 QUIET inline void block_ends() {
+    const Busy here;
     if (traffic::counting) traffic::block_ends();
     if (early.size() && !place) place = early[0].place, first = early[0].first, second = early[0].second;
     early.clear();
