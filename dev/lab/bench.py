@@ -170,20 +170,22 @@ class Bench:
             every = SimpleNamespace(**{**vars(a), **vars(self.scratch), **choice})
             yield functools.partial(version.launch, self.device, every, self.ladder)
 
-    def check(self, version, choice):
-        """Launch a version on the first set, on a CPU in several orders. Returns the worst Comparison. Raises
-        AssertionError, with a message, if a version has a race, writes outside of an array, or changes an input."""
+    def check(self, version, choice, in_orders=None, around=contextlib.nullcontext):
+        """Launch a version on the first set, on a CPU in several orders, each within a context around(). Returns the
+        worst Comparison. Raises AssertionError, with a message, if a version has a race, writes outside of an array, or
+        changes an input."""
         work, first, a = next(self.launches(version, choice)), {}, self.sets[0]
         on_cpu = self.device.name == "cpu"
         for memory in self.guarded.values():
             memory[...] = 255
-        for order in orders() if on_cpu else ("forward", "forward"):  # a GPU's own order varies
+        for order in in_orders or orders() if on_cpu else ("forward", "forward"):  # a GPU's own order varies
             self.fill(a, self.shapes)
             self.fill(self.scratch, vars(self.scratch))
             if on_cpu:
                 self.device.set_order(order)
             try:
-                work()
+                with around():
+                    work()
             finally:
                 if on_cpu:
                     self.device.set_order("forward")

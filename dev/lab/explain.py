@@ -163,7 +163,7 @@ def complaint_lines(path, events, status, stderr, sanitize):
                      "reads what another one writes")
             return [f"it {text}" if text.startswith(("has", "changed")) else text, f"usually: {cause}", at]
         return [f"wrong: {text}", *told[0]["lines"], at]
-    if status == -signal.SIGALRM:
+    if status in (-signal.SIGALRM, -signal.SIGVTALRM):
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]
         which = f": there is one in line {' and in line '.join(loops)}" if loops else ""
         return [f"it did not end within {begun[-1]['limit']} seconds. Which loop has no end?{which}", at]

@@ -198,16 +198,11 @@ def exercise(what, device):
     path = Path(what)
     submission.exercise_of(path)
     print(f"{path}: compiled for the CPU, and compared with NumPy ...", flush=True)
-    lines, looked = grade.grade_file(path)
-    if lines:
-        print(textwrap.indent("\n".join(filter(None, lines)), "    "))
+    judged = grade.grade_file(path)
+    if judged.lines:
+        print(textwrap.indent("\n".join(filter(None, judged.lines)), "    "))
         return 1
-    print(f"    right, at all sizes, in {' and '.join(submission.read_submission(path.resolve())[1].dtypes)}")
-    print("    no access is out of bounds" if looked[grade.BOUNDS] else
-          "    accesses were not checked: this compiler has no AddressSanitizer")
-    print("    no two threads are in a race" if looked[grade.RACES] else
-          "    races were looked for, but not to the end, since that took too long" if grade.race_variables() else
-          "    races were not looked for, which needs g++ 11: only other orders of the threads were tried")
+    print(textwrap.indent("\n".join(grade.looked_for(judged)), "    "))
     if device == "cpu":
         print("    There is no GPU here, so it is not timed.")
         return 0
