@@ -77,6 +77,12 @@ QUIET inline Region* region_of(Address p) {
     return nullptr;
 }
 
+}  // namespace races
+}  // namespace cuda_on_cpu
+#include "work.h"
+namespace cuda_on_cpu {
+namespace races {
+
 // Does something to the cells of an access.
 template <class Do> QUIET inline void each_cell(Region& region, Address p, size_t bytes, Do&& act) {
     for (const Address end = p + bytes < region.end ? p + bytes : region.end; p < end;) {
@@ -124,6 +130,7 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
 
 QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const void* pc) {
     if (!running || busy || place || !region_of(Address(p))) return;
+    if (!counted(region_of(Address(p)), bytes, !writes, writes)) return;
     const Busy here;
     access(Address(p), bytes, access_of(pc, bytes, writes, false));
 }
@@ -176,6 +183,7 @@ QUIET inline void hand_on(Address p, bool reads, bool writes) {
 
 QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads, bool writes, const void* pc) {
     if (!running || busy || place) return;
+    if (!counted(region_of(Address(p)), bytes, reads, writes)) return;
     const Busy here;
     Access x = access_of(pc, bytes, writes, true);
     x.exchanges = reads && writes;

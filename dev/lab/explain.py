@@ -154,6 +154,8 @@ def complaint_lines(path, events, status, stderr, sanitize):
             return [*stuck_lines(path, text), at]
         if kind == "found race":
             return [*race_lines(path, told[0]), at]
+        if kind == "waste":
+            return [*told[0]["lines"], at]
         if kind == "outside":
             return [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"]), at]
         if kind == "race":

@@ -10,13 +10,15 @@ end, and the student reads it.
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ from dev.common.devices import make_device
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.device import compiler_of
-from dev.lab import on_gpus, timing
+from dev.lab import on_gpus, timing, waste
 from dev.lab.bench import Bench
 from dev.lab.causes import wrong_number
 from dev.lab.explain import complaint_lines
@@ -37,6 +39,7 @@ from train_gpt2 import Config
 
 TOP = LAB.parents[1]
 LIMIT = 10  # seconds of the processor for one size
+GRACE = 8  # seconds in which other processes may still find a better explanation than the first
 TENSOR_CORES = r"\b(mma\w*|load_matrices\w*|multiply_transposed|TF32)\b|\btiles::"  # words for which tf32 is not fp32
 
 # ---- In front of the processes
@@ -54,13 +57,14 @@ def sanitizer_variables():
     if len(found) < 2:
         return None
     return {"CXXFLAGS": "-Og -g1 -fsanitize=address,undefined -fno-sanitize-recover=all", "LD_PRELOAD": " ".join(found),
-            "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+            "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=0:malloc_context_size=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
 def race_variables():
     """The environment variables for a run that finds races, or None if the compiler cannot."""
     compiler = compiler_of()
-    return {"CXXFLAGS": f"-Og {races.FLAG}"} if compiler and races.finds_races(compiler) else None
+    return {"CXXFLAGS": f"-Og {races.FLAG} {races.STEPS}"} if compiler and races.finds_races(compiler) else None
 
 
 class Processes:
@@ -69,24 +73,32 @@ class Processes:
     def __init__(self):
         self.running, self.over, self.lock = set(), False, threading.Lock()
 
-    def run(self, job, variables=None):
-        """(events, exit status, stderr) of a job in a process of its own; None if it was stopped."""
+    def run(self, job, variables=None, begun=lambda: None):
+        """(events, exit status, stderr) of a job in a process of its own; None if it was stopped. begun() is called
+        when it has compiled the file."""
         environment = {**os.environ, "LC_ALL": "C.UTF-8",
                        **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
-        with self.lock:
+        with self.lock, tempfile.TemporaryFile() as said:
             if self.over:
                 return None
             process = subprocess.Popen([sys.executable, "-m", "dev.lab.trial", json.dumps(job)], cwd=TOP,
-                                       env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       env=environment, stdout=subprocess.PIPE, stderr=said.fileno(),
                                        start_new_session=True)
             self.running.add(process)
-        out, err = process.communicate()
+            said = os.fdopen(os.dup(said.fileno()), "rb")
+        events = []
+        with process.stdout, said:
+            for line in process.stdout:
+                if line.startswith(b"{"):
+                    events.append(json.loads(line))
+                    if events[-1]["event"] == "begins" and len(events) == 1:
+                        begun()
+            process.wait()
+            said.seek(0)
+            err = said.read().decode(errors="replace")
         with self.lock:
             self.running.remove(process)
-            if self.over:
-                return None
-        events = [json.loads(line) for line in out.decode(errors="replace").splitlines() if line.startswith("{")]
-        return events, process.returncode, err.decode(errors="replace")
+            return None if self.over else (events, process.returncode, err)
 
     def end(self):
         with self.lock:
@@ -101,8 +113,8 @@ def run_child(job, variables=None):
     return Processes().run(job, variables)
 
 
-# What a complaint is about, the surest explanation first: what comes first may be the cause of what comes later.
-COMPILER, GPU_COMPILER, ACCESS, RACE, RESULT, LAUNCH, WASTE, SLOW = range(8)
+# What a complaint is about. What comes first may be the cause of what comes later, and is said before it.
+COMPILER, GPU_COMPILER, LAUNCH, ACCESS, RACE, RESULT, WASTE, SLOW = range(8)
 KINDS = {"stuck": ACCESS, "found race": RACE, "waste": WASTE, "outside": RESULT, "race": RESULT, "wrong": RESULT}
 
 
@@ -116,6 +128,10 @@ def complaint_of(path, result, look_for):
             return None, False
         return ((GPU_COMPILER, said["refused"]) if said["refused"] else
                 (LAUNCH, said["launch"]) if said["launch"] else None), True
+    if status == -signal.SIGXCPU:
+        begun = [event for event in events if event["event"] == "begins"][-1]
+        one = begun["one"] and races.Work(*begun["one"])
+        return (WASTE, [*waste.too_long_lines(one), f"at the sizes {begun['sizes']}, in {begun['dtype']}"]), True
     lines = complaint_lines(path, events, status, stderr, look_for == BOUNDS)
     if not lines:
         return None, lines is not None
@@ -123,7 +139,7 @@ def complaint_of(path, result, look_for):
     if any(event["event"] == "compiler" for event in events):
         return (COMPILER, lines), True
     if status in (-signal.SIGALRM, -signal.SIGVTALRM):
-        return (SLOW if look_for == RACES else ACCESS, lines), False
+        return (SLOW, lines), False
     return (KINDS[told[0]["kind"]] if told else ACCESS, lines), True
 
 
@@ -147,33 +163,61 @@ def grade_file(path):
     path = path.resolve()
     dtypes = dtypes_of(path)
     variables = {BOUNDS: sanitizer_variables(), RACES: race_variables()}
-    job = dict(compile=[str(path)], run=[str(path)], limit=LIMIT, compare=True)
+    job = dict(compile=[str(path)], run=[str(path)], limit=LIMIT, compare=True, waste=True)
     # (what to look for, its dtypes, the first kind of complaint that may come of it)
     jobs = [*[(GPU, dtypes, GPU_COMPILER)] * has_nvrtc(),
-            *((BOUNDS if variables[BOUNDS] else None, [dtype], COMPILER) for dtype in dtypes),
-            *((RACES, [dtype], RACE) for dtype in dtypes if variables[RACES])]
-    processes, found, facts = Processes(), [], []
+            *((look_for if variables[look_for] else None, [dtype], kind) for dtype in dtypes
+              for look_for, kind in ((BOUNDS, COMPILER), (RACES, RACE)) if variables[look_for] or look_for == BOUNDS)]
     looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
-    with ThreadPoolExecutor(max(2, os.cpu_count())) as pool:
-        waiting = {pool.submit(processes.run, dict(job, look_for=look_for, dtypes=some), variables.get(look_for)): i
-                   for i, (look_for, some, _) in enumerate(jobs)}
+    processes, news, found, facts = Processes(), queue.SimpleQueue(), [], []
+    waiting = {i: kind for i, (_, _, kind) in enumerate(jobs)}  # the first kind of complaint that may still come
+
+    def work(i):
+        look_for, some, _ = jobs[i]
         try:
-            for done in as_completed(list(waiting)):
-                i = waiting.pop(done)
+            news.put((i, processes.run(dict(job, look_for=look_for, dtypes=some), variables.get(look_for),
+                                       lambda: news.put((i, None)))))
+        except Exception as e:
+            news.put((i, e))
+
+    with ThreadPoolExecutor(max(2, os.cpu_count())) as pool:
+        try:
+            for i in waiting:
+                pool.submit(work, i)
+            while waiting:
+                try:
+                    i, result = news.get(timeout=GRACE if found else None)
+                except queue.Empty:
+                    return Judgement(min(found)[2], looked, dtypes, facts)
                 look_for = jobs[i][0]
-                complaint, ended = complaint_of(path, done.result(), look_for)
-                if complaint and complaint[0] != SLOW:
-                    found.append((complaint[0], i, complaint[1]))
-                elif not ended and look_for in looked:
-                    looked[look_for] = False
-                if not ended and look_for in (BOUNDS, None) and not complaint:
-                    raise UserError(f"{path}: could not be checked: {' '.join(done.result()[2].split())[-300:]}")
-                facts += [fact for event in done.result()[0] for fact in event.get("facts", ())]
-                if found and min(found)[:2] < min(((jobs[j][2], j) for j in waiting.values()), default=(9,)):
+                if result is None:  # it is compiled
+                    waiting[i] = max(waiting[i], ACCESS)
+                elif isinstance(result, Exception):
+                    raise result
+                else:
+                    del waiting[i]
+                    complaint, ended = complaint_of(path, result, look_for)
+                    if complaint and not (complaint[0] == SLOW and look_for == RACES):
+                        found.append((complaint[0], i, complaint[1]))
+                    elif not ended and look_for in looked:
+                        looked[look_for] = False
+                    if not (ended or complaint) and look_for in (BOUNDS, None):
+                        raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
+                    facts += [fact for event in result[0] for fact in event.get("facts", ())]
+                if found and is_sure(min(found)[:2], waiting, jobs):
                     return Judgement(min(found)[2], looked, dtypes, facts)
         finally:
             processes.end()
     return Judgement([], looked, dtypes, facts, [on_gpus.remark(facts)] if facts else [])
+
+
+def is_sure(complaint, waiting, jobs):
+    """Whether no process that still runs may have a better complaint than this (kind, number of its job)."""
+    if complaint[0] == WASTE:  # the others take too long
+        return True
+    if complaint[0] == SLOW:  # the counts of steps may say why
+        return not any(jobs[i][0] == RACES and "fp32" in jobs[i][1] for i in waiting)
+    return all(complaint < (kind, i) for i, kind in waiting.items())
 
 
 def looked_for(judged):

@@ -101,6 +101,6 @@ def larger(checks, text):
         drawn["Vp"] = -(-drawn["V"] // step) * step + step * rng.randint(0, 128 // step)
     if "B" in drawn:
         rows = max(sizes["B"] * sizes["T"] for sizes in checks)
-        drawn["B"] = 1 if "NH" in drawn else rng.randint(1, 2)
+        drawn["B"] = 1 if {"NH", "V"} & drawn.keys() else rng.randint(1, 2)
         drawn["T"] = max(drawn["T"], rows // drawn["B"] + rng.randint(1, 9))
     return drawn

@@ -68,8 +68,17 @@ def judge(path, dtypes):
     return [], found
 
 
+def shared_lines(path, shared):
+    """The lines on more static shared memory than a block may have."""
+    code = code_of(path).splitlines()
+    return [f"no GPU can launch it: its __shared__ arrays have {shared:,} bytes, and a block may "
+            f"declare {STATIC:,}", *(quoted(path, i) for i, line in enumerate(code, 1) if "__shared__" in line)]
+
+
 def error_lines(path, log, dtype):
     """The lines on NVRTC's first error in a student's file."""
+    if too_much := re.search(r"uses too much shared data \((0x[0-9a-f]+) bytes", log):
+        return [*shared_lines(path, int(too_much[1], 16)), f"in {dtype}"]
     match = re.search(rf"{re.escape(str(path))}\((\d+)\): (?:catastrophic )?error: (.*)", log)
     if not match:
         other = re.search(r"error\s*: (.*)", log)
@@ -108,8 +117,7 @@ def launch_lines(path, facts):
     code = code_of(path).splitlines()
     declared = [quoted(path, i) for i, line in enumerate(code, 1) if "__shared__" in line]
     if shared > STATIC:
-        return [f"no GPU can launch it: its __shared__ arrays have {shared:,} bytes, and a block "
-                f"may declare {STATIC:,}", *declared, at]
+        return [*shared_lines(path, shared), at]
     if shared + worst["dynamic"] > GPUS[worst["gpu"]].block:
         return [f"it cannot be launched: a block has {shared:,} bytes in __shared__ arrays and {worst['dynamic']:,} of "
                 f"dynamic shared memory, and {GPUS[worst['gpu']].block:,} are there", *declared, at]

@@ -18,7 +18,7 @@ import numpy as np  # after prepro_tinyshakespeare, which says how its threads w
 
 from dev.cpu import races
 from dev.cpu.device import Cpu
-from dev.lab import on_gpus
+from dev.lab import on_gpus, waste
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of
@@ -88,17 +88,25 @@ def child(job):
 def run_all(job, device, path, ladder, version):
     """What is wrong with a student's kernel, as a dict, or None."""
     kernel = device.kernels[exercise_of(path)[1]]
+    reference = waste.Reference(ladder) if job.get("waste") and device.races and device.dtype == "fp32" else None
     for bench, sizes, threads in launches_of(EXERCISES[ladder.name], ladder, device, version, kernel, code_of(path)):
         choice = dict(threads=threads)
         where = ",".join(f"{key}={value}" for key, value in sizes.items())
         where += f", in blocks of {threads} threads" * (threads != kernel.threads)
-        send(event="begins", file=str(path), sizes=where, dtype=device.dtype, limit=job["limit"], arrays={
+        one = reference and reference.work(sizes)
+        send(event="begins", file=str(path), sizes=where, dtype=device.dtype, limit=job["limit"], one=one, arrays={
             name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
             for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
         signal.setitimer(signal.ITIMER_VIRTUAL, job["limit"])  # of this process, however busy the computer is
         complaint = None
         if job["look_for"] == RACES or not job.get("compare", not job["look_for"]):
+            if device.races:
+                races.work(device.library, *waste.limits(one))
             complaint = launched(bench, version, choice, job["look_for"])
+            if one and not complaint:
+                items = eval(version.items, {}, vars(bench.given))
+                own = races.work(device.library)
+                complaint = waste.complaint(bench, kernel, threads, items, own, one)
         else:
             complaint = checked(bench, version, choice, path, job["look_for"])
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)

@@ -1,0 +1,101 @@
+"""Does a student's kernel do far more work than the lab's first version of the same signature?
+
+The race finder counts it, exactly: bytes of arrays that are read and written, and steps. Both kernels
+run at the same sizes. What version 1 does is kept in ~/.cache/train_gpt2.
+"""
+import contextlib
+import math
+
+import numpy as np
+
+from dev.common.cache import read_cache, write_cache
+from dev.cpu import races
+from dev.cpu.device import Cpu
+from dev.lab.bench import Bench
+from dev.lab.exercises import EXERCISES, version_of
+from dev.lab.submission import MODEL
+from dev.lab.workers import sources_of
+
+READS, STEPS = 16, 64  # more than so many times version 1's work is refused
+OF_THREAD = 64, 500  # bytes and steps of a thread that do not count: its index, a sum over the block
+IDLE = 1 / 16  # of the blocks at least this part must touch an array
+A_SECOND = 10**8  # steps, about
+CACHE = "version1_work"
+
+
+class Reference:
+    """Version 1 of an exercise, in a library of its own that finds races."""
+
+    def __init__(self, ladder):
+        self.exercise, self.ladder = EXERCISES[ladder.name], ladder._replace(compiled_for="")
+        with contextlib.redirect_stdout(None):
+            self.device = Cpu("fp32", MODEL, sources_of([ladder.name]), {self.exercise.like})
+
+    def work(self, sizes):
+        """The races.Work of a launch at these sizes; None if it does not fit them."""
+        key = f"{self.device.path.stem} {self.exercise.like} {sizes}"
+        if key not in (cached := read_cache(CACHE)):
+            cached = {key: self.counted(sizes)}
+            write_cache(CACHE, cached)
+        return races.Work(*cached[key]) if cached[key] else None
+
+    def counted(self, sizes):
+        version = version_of(self.exercise, self.ladder)
+        bench = Bench(self.ladder, self.device, sizes)
+        if not bench.fits(version):
+            return None
+        if self.exercise.zeroed:
+            self.device.zero(getattr(bench.sets[0], self.exercise.zeroed))
+        launch = next(bench.launches(version, dict(threads=None)))
+        races.work(self.device.library)
+        launch()
+        return races.work(self.device.library)
+
+
+def limits(one):
+    """(the steps from which on races are not looked for, those at which the process ends) beside version 1's Work."""
+    enough = 2 * STEPS * one.steps + 20 * A_SECOND if one else 20 * A_SECOND
+    return enough // 4, enough
+
+
+def times(x):
+    return "once" if round(x) == 1 else f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times"
+
+
+def complaint(bench, kernel, threads, items, own, one):
+    """What is wasted in a launch, as a dict with lines, or None. own and one: the Work of the student's kernel and of
+    version 1; items: how many, along x."""
+    a = bench.sets[0]
+    numbers = sum(array.nbytes for name, array in vars(a).items()
+                  if isinstance(array, np.ndarray) and name in bench.inputs)
+    covered = [int(covers(threads, bench.device.W)) for covers in kernel.covers]
+    counts = items if isinstance(items, tuple) else (items,)
+    blocks = math.prod(-(-count // cover) for count, cover in zip(counts, covered))
+    if blocks >= 32 and own.blocks < IDLE * blocks and one.blocks:
+        busy = max(own.blocks, 1)
+        return dict(kind="waste", lines=[
+            f"it is slow: {blocks - own.blocks:,} of {blocks:,} blocks do nothing",
+            f"BLOCK says that a block covers {covered[0]} item{'s' * (covered[0] > 1)}, and the grid has "
+            f"blocks for all. But {busy:,} of them do it: a block covers {round(math.prod(counts) / busy):,}"])
+    free_bytes, free_steps = (free * blocks * threads for free in OF_THREAD)
+    if own.read > READS * max(one.read, 1) + free_bytes:
+        return dict(kind="waste", lines=[
+            f"it is slow: it reads each number of its inputs {times(own.read / numbers)} on average, and "
+            f"version 1 of the lab {times(one.read / numbers)}",
+            "usually: every thread loops over what one of them should do, or over all rows"])
+    if own.written > READS * max(one.written, 1) + free_bytes:
+        return dict(kind="waste", lines=[
+            f"it is slow: it writes {times(own.written / max(one.written, 1))} as many bytes as version 1 of the lab",
+            "usually: it stores in a loop what it could add up in a variable"])
+    if own.steps > STEPS * one.steps + free_steps:
+        return dict(kind="waste", lines=[
+            f"it is slow: it takes {times(own.steps / one.steps)} as many steps as version 1 of the lab",
+            "usually: every thread loops over everything, to do a part of it"])
+    return None
+
+
+def too_long_lines(one):
+    return ["it is slow: it takes more than "
+            f"{limits(one)[1] / max(one.steps, 1):,.0f} times as many steps as version 1 of the lab" if one else
+            "it is slow: it does not end after two billion steps",
+            "usually: every thread loops over everything, to do a part of it, or a loop has no end"]
