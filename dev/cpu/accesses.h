@@ -34,6 +34,7 @@ static std::vector<Seen> seen;              // by the threads of this block
 static std::map<Address, std::shared_ptr<const Clock>> clocks;  // what an atomic access of a place hands on
 static std::vector<bool> published;         // which blocks have a fence
 static bool running, warp_works, fenced;    // fenced: this block is
+static bool fences_come = false;            // some thread of some launch fences, or may
 static int busy = 0;                        // the finder's own accesses are none of a kernel's
 static Access first, second;                // the race that was found first
 static Address place;                       // of the second, if it is not 0
@@ -66,7 +67,8 @@ QUIET inline bool ordered(const Access& a, const Access& b) {
 
 // Accesses of one kind to a byte since its last write. A write is a race with one of all if it is one with one of these:
 // of the running block two are enough, of two warps if there are, else of two lanes since their last meeting. Of an
-// earlier block without a fence, which nothing orders, one is enough.
+// earlier block without a fence, which nothing orders, one is enough. Where threads fence, a fence may order these two
+// and no third one: then `others` has one of each thread.
 struct Accesses {
     Access newest[2], unordered;
     std::vector<Access>* others;  // of blocks with a fence
@@ -91,10 +93,21 @@ struct Accesses {
         else if (b.there && b.thread == x.thread) b = x;
         else if (!b.there) (same_warp(a, x) && a.time < met ? a : b) = x;
         else if (same_warp(a, b)) {
-            if (!same_warp(a, x)) b = x;
+            if (!same_warp(a, x)) keep(b), b = x;
             else if (a.time < met) a = x;
             else if (b.time < met) b = x;
-        }
+            else keep(x);
+        } else keep(x);
+    }
+    QUIET void keep(const Access& x) {
+        if (!fences_come) return;
+        if (!others) others = new std::vector<Access>;
+        for (Access& old : *others)
+            if (old.block == x.block && old.thread == x.thread) {
+                old = x;
+                return;
+            }
+        others->push_back(x);
     }
     QUIET const Access* clash(const Access& x) const {
         for (const Access* old : {&newest[0], &newest[1], &unordered})

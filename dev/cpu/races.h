@@ -10,7 +10,8 @@
 // An asynchronous copy reads and writes from its beginning until its thread has waited for it: nobody else may write
 // what it reads, or touch what it writes, in between. volatile accesses, and __ldcg, count as atomic: a GPU does them
 // in L2. Of the accesses of one kind to a byte since the last write only a few are kept: enough to find a race, if not
-// all of its threads. Only where some threads of a block fence and others do not, one may be missed.
+// all of its threads. A launch that fences keeps one of each thread, from its first fence on, or from its beginning if
+// races_fences was called.
 #pragma once
 #ifdef __SANITIZE_THREAD__
 #include "accesses.h"
@@ -141,7 +142,7 @@ QUIET inline void fence() {
     const unsigned t = thread_number();
     const Busy here;
     fences[t] = {++now, epoch, meeting[t / 32]};
-    fenced = published[number] = true;
+    fenced = published[number] = fences_come = true;
 }
 
 QUIET inline void join(Clock& into, const Clock& from) {
@@ -347,6 +348,9 @@ extern "C" __attribute__((visibility("default"))) const char* races_found() {
         std::to_string(place - region.begin) + ", \"item\": " + region.item + ", \"shape\": [" + region.shape + "]";
     return (report += "}").c_str();
 }
+
+// The launches from now on have fences.
+extern "C" __attribute__((visibility("default"))) void races_fences() { cuda_on_cpu::races::fences_come = true; }
 
 // For tests: from now on the barrier at this line of this file counts for nothing. null: all count again.
 extern "C" __attribute__((visibility("default"))) void races_ignore(const char* file, int line) {

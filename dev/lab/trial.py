@@ -88,6 +88,8 @@ def child(job):
 def run_all(job, device, path, ladder, version):
     """What is wrong with a student's kernel, as a dict, or None."""
     kernel = device.kernels[exercise_of(path)[1]]
+    if device.races and "fence" in code_of(path):
+        device.library.races_fences()
     reference = waste.Reference(ladder) if job.get("waste") and device.races and device.dtype == "fp32" else None
     for bench, sizes, threads in launches_of(EXERCISES[ladder.name], ladder, device, version, kernel, code_of(path)):
         choice = dict(threads=threads)
