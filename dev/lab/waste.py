@@ -17,7 +17,7 @@ from dev.lab.submission import MODEL
 from dev.lab.workers import sources_of
 
 READS, STEPS = 16, 64  # more than so many times version 1's work is refused
-OF_THREAD = 64, 500  # bytes and steps of a thread that do not count: its index, a sum over the block
+OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: its index, sums over the block
 IDLE = 1 / 16  # of the blocks at least this part must touch an array
 A_SECOND = 10**8  # steps, about
 CACHE = "version1_work"
