@@ -169,7 +169,7 @@ def grade_file(path):
             *((look_for if variables[look_for] else None, [dtype], kind) for dtype in dtypes
               for look_for, kind in ((BOUNDS, COMPILER), (RACES, RACE)) if variables[look_for] or look_for == BOUNDS)]
     looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
-    processes, news, found, facts = Processes(), queue.SimpleQueue(), [], []
+    processes, news, found, facts, remarks = Processes(), queue.SimpleQueue(), [], [], []
     waiting = {i: kind for i, (_, _, kind) in enumerate(jobs)}  # the first kind of complaint that may still come
 
     def work(i):
@@ -204,11 +204,12 @@ def grade_file(path):
                     if not (ended or complaint) and look_for in (BOUNDS, None):
                         raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
                     facts += [fact for event in result[0] for fact in event.get("facts", ())]
+                    remarks += [event["text"] for event in result[0] if event["event"] == "remark"]
                 if found and is_sure(min(found)[:2], waiting, jobs):
                     return Judgement(min(found)[2], looked, dtypes, facts)
         finally:
             processes.end()
-    return Judgement([], looked, dtypes, facts, [on_gpus.remark(facts)] if facts else [])
+    return Judgement([], looked, dtypes, facts, [*([on_gpus.remark(facts)] if facts else []), *remarks])
 
 
 def is_sure(complaint, waiting, jobs):

@@ -87,7 +87,7 @@ def child(job):
 
 def run_all(job, device, path, ladder, version):
     """What is wrong with a student's kernel, as a dict, or None."""
-    kernel = device.kernels[exercise_of(path)[1]]
+    kernel, remarks = device.kernels[exercise_of(path)[1]], {}
     if device.races and "fence" in code_of(path):
         device.library.races_fences()
     reference = waste.Reference(ladder) if job.get("waste") and device.races and device.dtype == "fp32" else None
@@ -108,12 +108,15 @@ def run_all(job, device, path, ladder, version):
             if one and not complaint:
                 items = eval(version.items, {}, vars(bench.given))
                 own = races.work(device.library)
-                complaint = waste.complaint(bench, kernel, threads, items, own, one)
+                complaint, remark = waste.complaint(bench, kernel, threads, items, own, one)
+                remarks = {remark: where} if remark else remarks  # the sizes of the last checks are larger
         else:
             complaint = checked(bench, version, choice, path, job["look_for"])
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if complaint:
             return complaint
+    for remark, where in remarks.items():
+        send(event="remark", file=str(path), text=f"{remark} (at the sizes {where})")
     return None
 
 

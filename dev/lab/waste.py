@@ -17,6 +17,7 @@ from dev.lab.submission import MODEL
 from dev.lab.workers import sources_of
 
 READS, STEPS = 16, 64  # more than so many times version 1's work is refused
+REMARK = 4  # from so many times on it is said
 OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: its index, sums over the block
 IDLE = 1 / 16  # of the blocks at least this part must touch an array
 A_SECOND = 10**8  # steps, about
@@ -46,7 +47,8 @@ class Reference:
             return None
         if self.exercise.zeroed:
             self.device.zero(getattr(bench.sets[0], self.exercise.zeroed))
-        launch = next(bench.launches(version, dict(threads=None)))
+        threads = min(self.device.kernels[self.exercise.like].threads, self.device.max_threads)
+        launch = next(bench.launches(version, dict(threads=threads)))
         races.work(self.device.library)
         launch()
         return races.work(self.device.library)
@@ -59,39 +61,48 @@ def limits(one):
 
 
 def times(x):
-    return "once" if round(x) == 1 else f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times"
+    return "once" if round(x, 1) == 1 else f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times"
 
 
-def complaint(bench, kernel, threads, items, own, one):
-    """What is wasted in a launch, as a dict with lines, or None. own and one: the Work of the student's kernel and of
-    version 1; items: how many, along x."""
+def found(bench, kernel, threads, items, own, one):
+    """What is wasted in a launch: (the share of what would be refused, lines), the worst first. own and one: the Work
+    of the student's kernel and of version 1; items: how many, along x, or (along x, along y)."""
     a = bench.sets[0]
     numbers = sum(array.nbytes for name, array in vars(a).items()
                   if isinstance(array, np.ndarray) and name in bench.inputs)
     covered = [int(covers(threads, bench.device.W)) for covers in kernel.covers]
     counts = items if isinstance(items, tuple) else (items,)
-    blocks = math.prod(-(-count // cover) for count, cover in zip(counts, covered))
-    if blocks >= 32 and own.blocks < IDLE * blocks and one.blocks:
-        busy = max(own.blocks, 1)
-        return dict(kind="waste", lines=[
-            f"it is slow: {blocks - own.blocks:,} of {blocks:,} blocks do nothing",
-            f"BLOCK says that a block covers {covered[0]} item{'s' * (covered[0] > 1)}, and the grid has "
-            f"blocks for all. But {busy:,} of them do it: a block covers {round(math.prod(counts) / busy):,}"])
+    blocks, busy = math.prod(-(-count // cover) for count, cover in zip(counts, covered)), max(own.blocks, 1)
     free_bytes, free_steps = (free * blocks * threads for free in OF_THREAD)
-    if own.read > READS * max(one.read, 1) + free_bytes:
-        return dict(kind="waste", lines=[
-            f"it is slow: it reads each number of its inputs {times(own.read / numbers)} on average, and "
-            f"version 1 of the lab {times(one.read / numbers)}",
-            "usually: every thread loops over what one of them should do, or over all rows"])
-    if own.written > READS * max(one.written, 1) + free_bytes:
-        return dict(kind="waste", lines=[
-            f"it is slow: it writes {times(own.written / max(one.written, 1))} as many bytes as version 1 of the lab",
-            "usually: it stores in a loop what it could add up in a variable"])
-    if own.steps > STEPS * one.steps + free_steps:
-        return dict(kind="waste", lines=[
-            f"it is slow: it takes {times(own.steps / one.steps)} as many steps as version 1 of the lab",
-            "usually: every thread loops over everything, to do a part of it"])
-    return None
+
+    def share(own, one, limit, free):
+        return max(own - free, 0) / (limit * max(one, 1))
+
+    rows = [
+        (share(own.read, one.read, READS, free_bytes), [
+            f"it reads each number of its inputs {times(own.read / numbers)} on average, and version 1 of the lab "
+            f"{times(one.read / numbers)}",
+            "usually: every thread loops over what one of them should do, or over all rows"]),
+        (share(own.written, one.written, READS, free_bytes), [
+            f"it writes {times(own.written / max(one.written, 1))} as many bytes as version 1 of the lab",
+            "usually: it stores in a loop what it could add up in a variable"]),
+        (share(own.steps, one.steps, STEPS, free_steps), [
+            f"it takes {times(own.steps / max(one.steps, 1))} as many steps as version 1 of the lab",
+            "usually: every thread loops over everything, to do a part of it"])]
+    if blocks >= 32 and one.blocks:
+        rows.insert(0, (blocks * IDLE / busy, [
+            f"{blocks - own.blocks:,} of {blocks:,} blocks do nothing",
+            f"BLOCK says that a block covers {covered[0]} item{'s' * (covered[0] > 1)}, and the grid has blocks for "
+            f"all. But {busy:,} of them do it: a block covers {round(math.prod(counts) / busy):,}"]))
+    return sorted(rows, key=lambda row: -min(row[0], 1))
+
+
+def complaint(*facts):
+    """What is refused, as a dict with lines, or None; and a remark on less, or None."""
+    share, lines = found(*facts)[0]
+    if share > 1:
+        return dict(kind="waste", lines=[f"it is slow: {lines[0]}", lines[1]]), None
+    return None, lines[0] if share > REMARK / READS else None
 
 
 def too_long_lines(one):

@@ -226,9 +226,9 @@ def facts(folder):
     with mock.patch.multiple("dev.lab.grade", sanitizer_variables=lambda: None,
                              race_variables=lambda: None, has_nvrtc=lambda: False):
         found = grade.grade_file(path)
+        lines = said(grade.looked_for(found))
     check("right, and nothing was looked for", found.lines == [] and not any(found.looked.values())
           and found.gpu == [] and found.dtypes == ["fp32", "bf16"], found)
-    lines = said(grade.looked_for(found))
     check("  and it says so", re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
     path.write_text(filled("matmul_forward", NUMBER + "    if (i == 0) mma_tf32;\n"))
     check("tensor cores bring tf32", grade.dtypes_of(path) == ["fp32", "bf16", "tf32"])
