@@ -29,7 +29,7 @@ from dev.cpu.device import compiler_of
 from dev.lab import on_gpus, timing, waste
 from dev.lab.bench import Bench
 from dev.lab.causes import wrong_number
-from dev.lab.explain import complaint_lines
+from dev.lab.explain import complaint_lines, quoted
 from dev.lab.ladder import LAB, model_of, parse_sizes
 from dev.lab.submission import code_of, read_submission
 from dev.lab.trial import BOUNDS, GPU, RACES
@@ -38,8 +38,8 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import Config
 
 TOP = LAB.parents[1]
-LIMIT = 10  # seconds of the processor for one size
-GRACE = 8  # seconds in which other processes may still find a better explanation than the first
+LIMITS = {None: 6, BOUNDS: 6, RACES: 10, GPU: 60}  # seconds of the processor for one size
+GRACE = 6  # seconds in which other processes may still find a better explanation than the first
 TENSOR_CORES = r"\b(mma\w*|load_matrices\w*|multiply_transposed|TF32)\b|\btiles::"  # words for which tf32 is not fp32
 
 # ---- In front of the processes
@@ -91,7 +91,7 @@ class Processes:
             for line in process.stdout:
                 if line.startswith(b"{"):
                     events.append(json.loads(line))
-                    if events[-1]["event"] == "begins" and len(events) == 1:
+                    if events[-1]["event"] == "compiled":
                         begun()
             process.wait()
             said.seek(0)
@@ -131,7 +131,9 @@ def complaint_of(path, result, look_for):
     if status == -signal.SIGXCPU:
         begun = [event for event in events if event["event"] == "begins"][-1]
         one = begun["one"] and races.Work(*begun["one"])
-        return (WASTE, [*waste.too_long_lines(one), f"at the sizes {begun['sizes']}, in {begun['dtype']}"]), True
+        loops = [quoted(path, i) for i, line in enumerate(code_of(path).splitlines(), 1)
+                 if re.search(r"\b(for|while)\b", line)]
+        return (WASTE, [*waste.too_long_lines(one, loops), f"at the sizes {begun['sizes']}, in {begun['dtype']}"]), True
     lines = complaint_lines(path, events, status, stderr, look_for == BOUNDS)
     if not lines:
         return None, lines is not None
@@ -150,6 +152,7 @@ class Judgement(NamedTuple):
     dtypes: list  # in which it was judged
     gpu: list  # for each GPU and dtype the facts of on_gpus.judge: registers, spilled, shared, blocks, ...
     remarks: list = ()  # lines to print after "right"
+    warnings: str = ""  # what g++ says of a right file, for explain.py to put into lines
 
 
 def dtypes_of(path):
@@ -163,20 +166,20 @@ def grade_file(path):
     path = path.resolve()
     dtypes = dtypes_of(path)
     variables = {BOUNDS: sanitizer_variables(), RACES: race_variables()}
-    job = dict(compile=[str(path)], run=[str(path)], limit=LIMIT, compare=True, waste=True)
+    job = dict(compile=[str(path)], run=[str(path)], compare=True, waste=True)
     # (what to look for, its dtypes, the first kind of complaint that may come of it)
     jobs = [*[(GPU, dtypes, GPU_COMPILER)] * has_nvrtc(),
             *((look_for if variables[look_for] else None, [dtype], kind) for dtype in dtypes
               for look_for, kind in ((BOUNDS, COMPILER), (RACES, RACE)) if variables[look_for] or look_for == BOUNDS)]
     looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
-    processes, news, found, facts, remarks = Processes(), queue.SimpleQueue(), [], [], []
+    processes, news, found, facts, remarks, warnings = Processes(), queue.SimpleQueue(), [], [], [], []
     waiting = {i: kind for i, (_, _, kind) in enumerate(jobs)}  # the first kind of complaint that may still come
 
     def work(i):
         look_for, some, _ = jobs[i]
+        own = dict(job, look_for=look_for, dtypes=some, limit=LIMITS[look_for])
         try:
-            news.put((i, processes.run(dict(job, look_for=look_for, dtypes=some), variables.get(look_for),
-                                       lambda: news.put((i, None)))))
+            news.put((i, processes.run(own, variables.get(look_for), lambda: news.put((i, None)))))
         except Exception as e:
             news.put((i, e))
 
@@ -204,12 +207,14 @@ def grade_file(path):
                     if not (ended or complaint) and look_for in (BOUNDS, None):
                         raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
                     facts += [fact for event in result[0] for fact in event.get("facts", ())]
+                    warnings += [event["warnings"] for event in result[0] if event["event"] == "compiled"]
                     remarks += [event["text"] for event in result[0] if event["event"] == "remark"]
                 if found and is_sure(min(found)[:2], waiting, jobs):
                     return Judgement(min(found)[2], looked, dtypes, facts)
         finally:
             processes.end()
-    return Judgement([], looked, dtypes, facts, [*([on_gpus.remark(facts)] if facts else []), *remarks])
+    remarks = [*([on_gpus.remark(facts)] if facts else []), *remarks]
+    return Judgement([], looked, dtypes, facts, remarks, max(warnings, default=""))
 
 
 def is_sure(complaint, waiting, jobs):

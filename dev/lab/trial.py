@@ -74,6 +74,7 @@ def child(job):
         except UserError as e:
             send(event="compiler" if "could not compile" in str(e) else "refusal", text=str(e), dtype=dtype)
             return
+        send(event="compiled", dtype=dtype, warnings=getattr(device, "warnings", ""))
         for path in job["run"]:
             ladder, version = read_submission(Path(path))
             if dtype not in version.dtypes or path in wrong:

@@ -20,7 +20,7 @@ READS, STEPS = 16, 64  # more than so many times version 1's work is refused
 REMARK = 4  # from so many times on it is said
 OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: its index, sums over the block
 IDLE = 1 / 16  # of the blocks at least this part must touch an array
-A_SECOND = 10**8  # steps, about
+SPARE = 10**8  # steps that any kernel may take: a few seconds
 CACHE = "version1_work"
 
 
@@ -55,9 +55,10 @@ class Reference:
 
 
 def limits(one):
-    """(the steps from which on races are not looked for, those at which the process ends) beside version 1's Work."""
-    enough = 2 * STEPS * one.steps + 20 * A_SECOND if one else 20 * A_SECOND
-    return enough // 4, enough
+    """(the steps from which on races are not looked for, those at which the process ends) beside
+    version 1's Work."""
+    enough = STEPS // 2 * (one.steps if one else 0) + SPARE
+    return enough, 4 * enough
 
 
 def times(x):
@@ -105,8 +106,9 @@ def complaint(*facts):
     return None, lines[0] if share > REMARK / READS else None
 
 
-def too_long_lines(one):
-    return ["it is slow: it takes more than "
-            f"{limits(one)[1] / max(one.steps, 1):,.0f} times as many steps as version 1 of the lab" if one else
-            "it is slow: it does not end after two billion steps",
-            "usually: every thread loops over everything, to do a part of it, or a loop has no end"]
+def too_long_lines(one, loops):
+    """The lines on a launch that came to the limit of steps. loops: the student's lines with a loop."""
+    most = limits(one)[1]
+    many = f"{most / max(one.steps, 1):,.0f} times as many" if one else f"{most:,}"
+    return [f"it is slow: it takes more than {many} steps{' as version 1 of the lab' if one else ''}",
+            *loops, "usually: a loop has no end, or every thread loops over everything, to do a part of it"]
