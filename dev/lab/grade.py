@@ -229,9 +229,8 @@ def is_sure(complaint, waiting, jobs):
 def looked_for(judged):
     """The lines that say in what a file is right, what was looked for, and what was not."""
     dtypes, looked = judged.dtypes, judged.looked
-    same = "" if "tf32" in dtypes or "fp32" not in dtypes else " (tf32 is fp32 here: the file uses no tensor cores)"
     return [
-        f"right, at all sizes, in {', '.join(dtypes[:-1])}{' and ' * (len(dtypes) > 1)}{dtypes[-1]}{same}",
+        f"right, at all sizes, in {', '.join(dtypes[:-1])}{' and ' * (len(dtypes) > 1)}{dtypes[-1]}",
         "no access is out of bounds" if looked[BOUNDS] else
         "accesses were not checked: this compiler has no AddressSanitizer",
         "no two threads are in a race" if looked[RACES] else
