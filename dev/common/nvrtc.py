@@ -1,20 +1,22 @@
-"""NVRTC compiles CUDA for any GPU without one. This reads what ptxas says of each kernel: registers, spills, shared
-memory.
+"""NVRTC compiles CUDA for any GPU without one. This reads what ptxas says of each kernel: registers,
+spills, shared memory.
 
-NVRTC comes with CuPy. has_nvrtc() says whether it is there. In threads NVRTC compiles one program at a time.
+NVRTC comes with CuPy. has_nvrtc() says whether it is there. In threads NVRTC compiles one program at
+a time.
 """
 import importlib.util
 import re
 from pathlib import Path
 from typing import NamedTuple
 
-ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+                   r".*?Used (\d+) registers"
                    r"(?:(?:(?!Compil).)*?(\d+) bytes smem)?")
 
 
 class Used(NamedTuple):
-    """What a kernel needs on a GPU: of each thread registers and bytes that it spills; bytes of static shared memory of
-    each block."""
+    """What a kernel needs on a GPU: of each thread registers and bytes that it spills; of each block
+    bytes of static shared memory."""
     registers: int
     spilled: int
     shared: int
@@ -39,12 +41,13 @@ def include_flags():
     """-I for the headers of CUDA that pip has installed, such as cuda_bf16.h."""
     spec = importlib.util.find_spec("nvidia")
     folders = spec.submodule_search_locations if spec else ()
-    found = [path.parent for folder in folders for path in sorted(Path(folder).glob("*/include/cuda_bf16.h"))]
-    return [f"-I{folder}" for folder in found[:1]]
+    found = [path for folder in folders for path in Path(folder).glob("*/include/cuda_bf16.h")]
+    return [f"-I{path.parent}" for path in sorted(found)[:1]]
 
 
 def compile_cuda(text, gpu, flags):
-    """(NVRTC's messages, {kernel: Used}) of a program for a GPU such as sm_90a. Raises NotCompiled."""
+    """(NVRTC's messages, {kernel: Used}) of a program for a GPU such as sm_90a. Raises
+    NotCompiled."""
     import cupy  # noqa: F401
     from cupy_backends.cuda.libs import nvrtc
     program = nvrtc.createProgram(text, "kernels.cu", [], [])

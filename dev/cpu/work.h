@@ -1,9 +1,9 @@
-// How much work a launch does, beside the race finder: bytes of arrays that it reads and writes, its
-// steps, and the blocks that touch an array at all. For races.h.
+// How much work a launch does, beside the race finder: bytes of arrays that it reads and writes,
+// its steps, and the blocks that touch an array at all. For races.h.
 //
 // A step is a hook's call: an access or, with -fsanitize-coverage=trace-pc, a piece of code without
-// a branch. A launch may be given a limit. Beyond it nobody looks for races, and only counts; and at
-// `most` the process ends, with SIGXCPU.
+// a branch. A launch may be given a limit. Beyond it nobody looks for races, and only counts; and
+// at `most` the process ends, with SIGXCPU.
 #pragma once
 
 namespace cuda_on_cpu {
@@ -42,7 +42,8 @@ extern "C" QUIET void __sanitizer_cov_trace_pc() {
 extern "C" __attribute__((visibility("default"))) void races_work(
     unsigned long counts[4], unsigned long enough, unsigned long most) {
     using namespace cuda_on_cpu::races;
-    counts[0] = work.read, counts[1] = work.written, counts[2] = work.steps, counts[3] = work.blocks;
+    counts[0] = work.read, counts[1] = work.written;
+    counts[2] = work.steps, counts[3] = work.blocks;
     work = {0, 0, 0, 0, enough, most};
     busy_block = 0;
 }

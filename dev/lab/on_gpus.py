@@ -1,5 +1,5 @@
-"""What GPUs say of a student's kernel, without having one: NVRTC's errors, registers, spills and shared memory, and how
-many of its blocks fit on a multiprocessor."""
+"""What GPUs say of a student's kernel, without having one: NVRTC's errors, registers, spills and shared
+memory, and how many of its blocks fit on a multiprocessor."""
 import re
 from typing import NamedTuple
 
@@ -23,25 +23,28 @@ GPUS = {"sm_80": Gpu("A100", 164 * 1024, 163 * 1024), "sm_90a": Gpu("H100", 228 
 
 # What usually causes an error of NVRTC that g++ does not see: (what its message says, what to do)
 CAUSES = (
-    ("execution space|__host__ function", "a function that a kernel calls needs __device__ in front of it"),
-    ("must have a constant value|variable-length", "an array's size must be a number that the compiler knows, such as "
-     "256. Take the largest that can come, or keep the numbers somewhere else"),
+    ("execution space|__host__ function",
+     "a function that a kernel calls needs __device__ in front of it"),
+    ("must have a constant value|variable-length",
+     "an array's size must be a number that the compiler knows, such as 256. Take the largest that "
+     "can come, or keep the numbers somewhere else"),
     ("exception", "a GPU has no exceptions: test with an if"),
-    ("namespace .std|could not open source file|identifier .std", "the C++ library is not there on a GPU. Use arrays, "
-     "and CUDA's own functions such as fmaxf"),
+    ("namespace .std|could not open source file|identifier .std",
+     "the C++ library is not there on a GPU. Use arrays, and CUDA's own functions such as fmaxf"),
 )
 
 
 def program(path, run):
-    """CUDA text with the student's kernel as the only one: of kernels.cu and the lab's tiles only functions are left,
-    so that it compiles in a fraction of a second."""
+    """CUDA text with the student's kernel as the only one: of kernels.cu and the lab's tiles only
+    functions are left, so that it compiles in a fraction of a second."""
     def without_kernels(text):
-        text = re.sub(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^()]*\)\s*)?', "__device__ inline void ",
-                      text)
+        text = re.sub(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^()]*\)\s*)?',
+                      "__device__ inline void ", text)
         return text.replace("__grid_constant__", "")
 
-    shared = [(each, without_kernels(each.read_text("utf-8"))) for each in (*MODEL.SOURCES, LAB / "tiles.cu")]
-    return "".join(f'#line 1 "{each}"\n{text}\n' for each, text in (*shared, (path, path.read_text("utf-8"))))
+    texts = {each: without_kernels(each.read_text("utf-8")) for each in (*MODEL.SOURCES, LAB / "tiles.cu")}
+    texts[path] = path.read_text("utf-8")
+    return "".join(f'#line 1 "{each}"\n{text}\n' for each, text in texts.items())
 
 
 def switches(gpu, dtype):
@@ -61,7 +64,8 @@ def judge(path, dtypes):
                 _, used = compile_cuda(text, gpu, switches(gpu, dtype))
             except NotCompiled as e:
                 return error_lines(path, str(e), dtype), []
-            sizes = {**parse_sizes(ladder.shape), "threads": threads, "itemsize": 2 if dtype == "bf16" else 4, "HS": 64}
+            sizes = {**parse_sizes(ladder.shape), "HS": 64, "threads": threads,
+                     "itemsize": 2 if dtype == "bf16" else 4}
             dynamic = eval(version.shared, {}, sizes)
             found.append(dict(gpu=gpu, dtype=dtype, threads=threads, dynamic=dynamic, **used[run]._asdict(),
                               blocks=blocks_that_fit(GPUS[gpu], used[run], threads, dynamic)))

@@ -1,7 +1,7 @@
 """Does a student's kernel do far more work than the lab's first version of the same signature?
 
-The race finder counts it, exactly: bytes of arrays that are read and written, and steps. Both kernels
-run at the same sizes. What version 1 does is kept in ~/.cache/train_gpt2.
+The race finder counts it, exactly: bytes of arrays that are read and written, and steps. Both
+kernels run at the same sizes. What version 1 does is kept in ~/.cache/train_gpt2.
 """
 import contextlib
 import math
@@ -18,7 +18,7 @@ from dev.lab.workers import sources_of
 
 READS, STEPS = 16, 64  # more than so many times version 1's work is refused
 REMARK = 4  # from so many times on it is said
-OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: its index, sums over the block
+OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: index, sums over the block
 IDLE = 1 / 16  # of the blocks at least this part must touch an array
 SPARE = 10**8  # steps that any kernel may take: a few seconds
 CACHE = "version1_work"
@@ -66,14 +66,16 @@ def times(x):
 
 
 def found(bench, kernel, threads, items, own, one):
-    """What is wasted in a launch: (the share of what would be refused, lines), the worst first. own and one: the Work
-    of the student's kernel and of version 1; items: how many, along x, or (along x, along y)."""
+    """What is wasted in a launch: (the share of what would be refused, lines), the worst first. own
+    and one: the Work of the student's kernel and of version 1; items: how many, along x, or (along x,
+    along y)."""
     a = bench.sets[0]
     numbers = sum(array.nbytes for name, array in vars(a).items()
                   if isinstance(array, np.ndarray) and name in bench.inputs)
     covered = [int(covers(threads, bench.device.W)) for covers in kernel.covers]
     counts = items if isinstance(items, tuple) else (items,)
-    blocks, busy = math.prod(-(-count // cover) for count, cover in zip(counts, covered)), max(own.blocks, 1)
+    blocks = math.prod(-(-count // cover) for count, cover in zip(counts, covered))
+    busy = max(own.blocks, 1)
     free_bytes, free_steps = (free * blocks * threads for free in OF_THREAD)
 
     def share(own, one, limit, free):
@@ -81,20 +83,23 @@ def found(bench, kernel, threads, items, own, one):
 
     rows = [
         (share(own.read, one.read, READS, free_bytes), [
-            f"it reads each number of its inputs {times(own.read / numbers)} on average, and version 1 of the lab "
-            f"{times(one.read / numbers)}",
+            f"it reads each number of its inputs {times(own.read / numbers)} on average, and "
+            f"version 1 of the lab {times(one.read / numbers)}",
             "usually: every thread loops over what one of them should do, or over all rows"]),
         (share(own.written, one.written, READS, free_bytes), [
-            f"it writes {times(own.written / max(one.written, 1))} as many bytes as version 1 of the lab",
+            f"it writes {times(own.written / max(one.written, 1))} as many bytes as version 1 of the "
+            "lab",
             "usually: it stores in a loop what it could add up in a variable"]),
         (share(own.steps, one.steps, STEPS, free_steps), [
-            f"it takes {times(own.steps / max(one.steps, 1))} as many steps as version 1 of the lab",
+            f"it takes {times(own.steps / max(one.steps, 1))} as many steps as version 1 of the "
+            "lab",
             "usually: every thread loops over everything, to do a part of it"])]
     if blocks >= 32 and one.blocks:
         rows.insert(0, (blocks * IDLE / busy, [
             f"{blocks - own.blocks:,} of {blocks:,} blocks do nothing",
-            f"BLOCK says that a block covers {covered[0]} item{'s' * (covered[0] > 1)}, and the grid has blocks for "
-            f"all. But {busy:,} of them do it: a block covers {round(math.prod(counts) / busy):,}"]))
+            f"BLOCK says that a block covers {covered[0]} item{'s' * (covered[0] > 1)}, and the grid "
+            f"has blocks for all. But {busy:,} of them do it: a block covers "
+            f"{round(math.prod(counts) / busy):,}"]))
     return sorted(rows, key=lambda row: -min(row[0], 1))
 
 
@@ -107,8 +112,9 @@ def complaint(*facts):
 
 
 def too_long_lines(one, loops):
-    """The lines on a launch that came to the limit of steps. loops: the student's lines with a loop."""
+    """The lines on a launch that came to the limit of steps. loops: the student's lines with one."""
     most = limits(one)[1]
     many = f"{most / max(one.steps, 1):,.0f} times as many" if one else f"{most:,}"
-    return [f"it is slow: it takes more than {many} steps{' as version 1 of the lab' if one else ''}",
-            *loops, "usually: a loop has no end, or every thread loops over everything, to do a part of it"]
+    beside = " as version 1 of the lab" if one else ""
+    return [f"it is slow: it takes more than {many} steps{beside}", *loops,
+            "usually: a loop has no end, or every thread loops over everything, to do a part of it"]

@@ -60,6 +60,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_meeting", "what_launchers_say strangers impostors"),
     Fast("dev.tests.test_lab", "judging inputs written"),
     Fast("dev.tests.test_exercise", "on_gpu standings"),
+    Fast("dev.tests.test_judge", "sizes launches order"),
 )
 WITH_KERNELS = (
     Fast("dev.tests.fast", "kernels pytorch_dump", (DEVICE,)),
