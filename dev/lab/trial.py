@@ -88,6 +88,7 @@ def child(job):
 
 def run_all(job, device, path, ladder, version):
     """What is wrong with a student's kernel, as a dict, or None."""
+    drawn = larger(checks_of(EXERCISES[ladder.name], ladder), code_of(path))
     kernel, remarks = device.kernels[exercise_of(path)[1]], {}
     if device.races and "fence" in code_of(path):
         device.library.races_fences()
@@ -112,7 +113,7 @@ def run_all(job, device, path, ladder, version):
                 complaint, remark = waste.complaint(bench, kernel, threads, items, own, one)
                 remarks = {remark: where} if remark else remarks  # the sizes of the last checks are larger
         else:
-            complaint = checked(bench, version, choice, path, job["look_for"])
+            complaint = checked(bench, version, choice, path, job["look_for"], drawn == sizes)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if complaint:
             return complaint
@@ -162,11 +163,11 @@ def launched(bench, version, choice, look_for):
     return None
 
 
-def checked(bench, version, choice, path, look_for=None):
-    """What is wrong with a version, as a dict, or None."""
+def checked(bench, version, choice, path, look_for=None, drawn=False):
+    """What is wrong with a version, as a dict, or None. drawn: at sizes for which no limit was tried."""
     around = (lambda: unreadable(bench)) if look_for == BOUNDS else contextlib.nullcontext
     try:
-        comparison = bench.check(version, choice, ORDERS, around)
+        comparison = bench.check(version, choice, ORDERS, around, 8 if drawn else 1)
     except UserError as e:
         return dict(kind="stuck", text=str(e))
     except AssertionError as e:

@@ -6,8 +6,12 @@ launches, arrays fitted to the checks' sizes, and waste; and it accepts right ke
 import re
 from unittest import mock
 
+import numpy as np
+
+from dev.common.bf16 import to_bf16
 from dev.common.nvrtc import Used, has_nvrtc
 from dev.lab import grade, on_gpus
+from dev.lab.bench import compare_output
 from dev.lab.exercises import EXERCISES, checks_of, exercise_names
 from dev.lab.inputs import larger
 from dev.lab.ladder import find_ladder
@@ -201,6 +205,17 @@ def sizes():
         check(f"{name}: {drawn}", ok, most)
 
 
+def roundings():
+    """Where all numbers round to bf16 in the same way, as 1/30 does, the rounded truth is right; one that
+    is cut off is not."""
+    truth = np.full((4, 8), 1 + 0.6 / 128)
+    right, cut = to_bf16(truth), (np.float32(truth).view(np.uint32) >> 16).astype(np.uint16)
+    assert (right != cut).any()
+    for name, array, wish in (("rounded", right, True), ("cut off", cut, False)):
+        found = compare_output(np, name, array, truth, 1e-5)
+        check(f"the same number in bf16, {name}", (found.place is None) == wish, found)
+
+
 def order():
     """The surest explanation is said, and nobody waits for a process that cannot have a better one."""
     jobs = [(grade.GPU, ["fp32"], 0), (grade.BOUNDS, ["fp32"], 0), (grade.RACES, ["fp32"], 0),
@@ -235,4 +250,4 @@ def facts(folder):
 
 
 if __name__ == "__main__":
-    run_program((sizes, launches, order, gpus, facts, cases))
+    run_program((sizes, roundings, launches, order, gpus, facts, cases))
