@@ -55,7 +55,12 @@
 #include <limits>
 #ifdef __SANITIZE_THREAD__
 #include <link.h>
-#define QUIET __attribute__((no_sanitize("thread")))  // its accesses are none of a kernel's
+#include <signal.h>
+#if __has_attribute(no_sanitize_coverage)
+#define QUIET __attribute__((no_sanitize("thread"), no_sanitize_coverage))  // its accesses are none of a kernel's
+#else
+#define QUIET __attribute__((no_sanitize("thread")))
+#endif
 #else
 #define QUIET
 #endif

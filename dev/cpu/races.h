@@ -12,7 +12,8 @@
 // An asynchronous copy reads and writes from its beginning until its thread has waited for it: nobody else may write
 // what it reads, or touch what it writes, in between. volatile accesses, and __ldcg, count as atomic: a GPU does them
 // in L2. Of the accesses of one kind to a byte since the last write only a few are kept: enough to find a race, if not
-// all of its threads. Only where some threads of a block fence and others do not, one may be missed.
+// all of its threads. A launch that fences keeps one of each thread, from its first fence on, or from its beginning if
+// races_fences was called.
 #pragma once
 #ifdef __SANITIZE_THREAD__
 #include "accesses.h"
@@ -83,6 +84,7 @@ QUIET inline Region* region_of(Address p) {
 }  // namespace races
 }  // namespace cuda_on_cpu
 #include "traffic.h"
+#include "work.h"
 namespace cuda_on_cpu {
 namespace races {
 
@@ -138,6 +140,7 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
 QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const void* pc) {
     if (traffic::counting) return traffic::touch(p, bytes, writes ? traffic::STORE : traffic::LOAD, pc, thread_number());
     if (!running || busy || place || !region_of(Address(p))) return;
+    if (!counted(region_of(Address(p)), bytes, !writes, writes)) return;
     const Busy here;
     access(Address(p), bytes, access_of(pc, bytes, writes, false));
 }
@@ -200,6 +203,7 @@ QUIET inline void hand_on(Reach reach, Address p, bool reads, bool writes) {
 QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads, bool writes, const void* pc) {
     if (traffic::counting) return traffic::touch_atomic(p, bytes, pc);
     if (!running || busy || place) return;
+    if (!counted(region_of(Address(p)), bytes, reads, writes)) return;
     const Busy here;
     Access x = access_of(pc, bytes, writes, true);
     x.exchanges = reads && writes;
@@ -409,6 +413,9 @@ extern "C" __attribute__((visibility("default"))) const char* races_found() {
         std::to_string(place - region.begin) + ", \"item\": " + region.item + ", \"shape\": [" + region.shape + "]";
     return (report += "}").c_str();
 }
+
+// The launches from now on have fences.
+extern "C" __attribute__((visibility("default"))) void races_fences() { cuda_on_cpu::races::fences_come = true; }
 
 // For tests: from now on the barrier at this line of this file counts for nothing. null: all count again.
 extern "C" __attribute__((visibility("default"))) void races_ignore(const char* file, int line) {

@@ -77,6 +77,25 @@ def reason(first, second, shared, under_way):
     return why if shared else f"{why}. Or should each thread have a place of its own?"
 
 
+STEPS = "-fsanitize-coverage=trace-pc"  # with this flag too, work counts steps; g++ 12 on
+
+
+class Work(NamedTuple):
+    """What a kernel's launches have done: see work.h."""
+    read: int  # bytes of arrays
+    written: int
+    steps: int
+    blocks: int  # that have touched an array
+
+
+def work(library, enough=2**63, most=2**63):
+    """The Work of a library's launches since the last call. Beyond `enough` steps races are no longer looked for,
+    and at `most` the process ends with SIGXCPU."""
+    counts = (ctypes.c_ulong * 4)()
+    library.races_work(counts, ctypes.c_ulong(enough), ctypes.c_ulong(most))
+    return Work(*counts)
+
+
 def watch(library, arrays):
     """Tell a library which arrays its next launch may use."""
     spans = sorted(np.lib.array_utils.byte_bounds(array) if hasattr(np.lib, "array_utils") else np.byte_bounds(array)

@@ -49,10 +49,10 @@ struct Site {
 
 static bool counting = false;
 static std::unordered_map<size_t, Site> sites;
-static std::vector<Site*> open;  // those with requests of the running warp
+static std::vector<Site*> open_sites;  // those with requests of the running warp
 static Site* latest = nullptr;
 static unsigned running_warp = ~0u, awake[32];  // awake: the lanes that have done anything in this block
-static std::unordered_set<Address> read, written;  // the sectors of global memory that any request touched
+static std::unordered_set<Address> sectors_read, sectors_written;  // the sectors of global memory that any request touched
 static Address again_at = 0;  // where the thread again_by repeats an atomic that has failed
 static unsigned again_by;
 static std::string report;
@@ -102,7 +102,7 @@ QUIET inline size_t sectors_of(const Request& r, bool writes, size_t& least) {
         const Address begin = begins[i], end = begin + r.bytes;
         for (Address s = max(begin / 32, next_sector); s <= (end - 1) / 32; s++) {
             sectors++, next_sector = s + 1;
-            (writes ? written : read).insert(s);
+            (writes ? sectors_written : sectors_read).insert(s);
         }
         bytes += end - max(begin, min(next_byte, end)), next_byte = max(next_byte, end);
     }
@@ -113,7 +113,7 @@ QUIET inline size_t sectors_of(const Request& r, bool writes, size_t& least) {
 // The running warp meets, or another one runs: its requests are complete.
 QUIET inline void close() {
     const races::Busy here;
-    for (Site* site : open) {
+    for (Site* site : open_sites) {
         for (const Request& r : site->open) {
             const size_t cost = site->shared ? turns_of(r, site->kind == ATOMIC, site->least)
                                              : sectors_of(r, site->kind == STORE || site->kind == ATOMIC, site->least);
@@ -129,7 +129,7 @@ QUIET inline void close() {
         site->open.clear();
         std::fill_n(site->done, 32, 0);
     }
-    open.clear();
+    open_sites.clear();
 }
 
 QUIET inline void block_begins() {
@@ -165,7 +165,7 @@ QUIET inline void touch_16(Address p, unsigned bytes, Kind kind, const void* pc,
         latest->pc = static_cast<const char*>(pc), latest->kind = kind, latest->shared = region->shared;
     }
     Site& site = *latest;
-    if (site.open.empty()) open.push_back(&site);
+    if (site.open.empty()) open_sites.push_back(&site);
     const unsigned n = site.done[t % 32]++;
     if (n == site.open.size()) site.open.emplace_back();
     Request& r = site.open[n];
@@ -198,7 +198,7 @@ QUIET __attribute__((noinline)) void matrix_row(const void* p) {
 // Count from now on, and from 0.
 extern "C" __attribute__((visibility("default"))) void traffic_begin() {
     using namespace cuda_on_cpu::traffic;
-    sites.clear(), open.clear(), read.clear(), written.clear();
+    sites.clear(), open_sites.clear(), sectors_read.clear(), sectors_written.clear();
     latest = nullptr, counting = true;
 }
 
@@ -206,7 +206,7 @@ extern "C" __attribute__((visibility("default"))) void traffic_begin() {
 extern "C" QUIET __attribute__((visibility("default"))) const char* traffic_end() {
     using namespace cuda_on_cpu::traffic;
     counting = false;
-    report = "[" + std::to_string(read.size()) + ", " + std::to_string(written.size());
+    report = "[" + std::to_string(sectors_read.size()) + ", " + std::to_string(sectors_written.size());
     for (const auto& [_, site] : sites) {
         if (!site.requests) continue;
         const Sample& most = site.most;

@@ -178,9 +178,9 @@ __device__ unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift)
 
 namespace cuda_on_cpu {
 // What a kernel prints goes to stderr, a whole line at a time, and no more than a person reads.
-inline void print_line(const char* line) {
-    static std::atomic<int> lines{0};
-    const int before = lines++;
+QUIET inline void print_line(const char* line) {
+    static int lines = 0;
+    const int before = __atomic_fetch_add(&lines, 1, __ATOMIC_RELAXED);
     if (before < 50) fprintf(stderr, "printf: %s\n", line);
     else if (before == 50) fprintf(stderr, "printf: only the first 50 lines are shown\n");
 }

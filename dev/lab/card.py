@@ -8,10 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from dev.common.devices import device_class, make_device
+from dev.common.devices import device_class
+from dev.common.nvrtc import include_flags
+from dev.common.student_text import for_gpu
 from dev.lab import timing
 from dev.lab.bench import Bench
 from dev.lab.causes import wrong_number
@@ -50,14 +53,23 @@ class Times(NamedTuple):
 # ---- In a process of its own, since a wrong kernel may spoil the GPU for the process
 
 
+def compiled(Cuda, c, sources, path):
+    """A device with these files and a student's, made ready for NVRTC, with the numbers of its
+    lines."""
+    options = *Cuda.OPTIONS, "-lineinfo", *include_flags()
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / path.name
+        ready.write_text(for_gpu(path.read_text(encoding="utf-8")), encoding="utf-8")
+        return type("Compiled", (Cuda,), dict(OPTIONS=options))("fp32", c, [*sources, ready])
+
+
 def time_file(path):
     """Check a student's kernel on the GPU, and time it beside the lab's versions. Returns its
     Times. Raises UserError."""
     ladder, mine = read_submission(path)
     sizes = parse_sizes(ladder.shape)
     C, NH = model_of(ladder, sizes)
-    sources = [*sources_of([ladder.name]), path]
-    device = make_device("cuda", "fp32", Config(C=C, NH=NH), beside=sources)
+    device = compiled(device_class("cuda"), Config(C=C, NH=NH), sources_of([ladder.name]), path)
     with device.cupy.cuda.Stream(non_blocking=True):
         bench = Bench(ladder, device, sizes, timing.cold(device))
 
@@ -76,12 +88,9 @@ def time_file(path):
 
 
 def launch_once(path):
-    """Launch a student's kernel once, at the check with most items. It is compiled with the numbers
-    of its lines."""
+    """Launch a student's kernel once, at the check with most items."""
     ladder, mine = read_submission(path)
-    Cuda = device_class("cuda", plain=True)
-    with_lines = type("WithLines", (Cuda,), dict(OPTIONS=(*Cuda.OPTIONS, "-lineinfo")))
-    device = with_lines("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", path])
+    device = compiled(device_class("cuda", plain=True), Config(C=768, NH=12), [LAB / "tiles.cu"], path)
     device.cupy.cuda.set_allocator(None)  # each array by itself, so that memcheck sees its end
     benches = [Bench(ladder._replace(compiled_for=""), device, sizes, lambda nbytes: 2)
                for sizes in checks_of(EXERCISES[ladder.name], ladder)]

@@ -289,12 +289,14 @@ def complaint_lines(path, events, status, stderr, sanitize):
             return [*stuck_lines(path, text), at]
         if kind == "found race":
             return [*race_lines(path, told[0]), at]
+        if kind == "waste":
+            return [*told[0]["lines"], at]
         if kind == "outside":
             return [*own_names(path, [beyond("writes", told[0]["name"], told[0]["number"], told[0]["shape"])]), at]
         if kind == "race":
             return [*order_lines(path, text), at]
         return [*own_names(path, [f"wrong: {text}", *told[0]["lines"]]), at]
-    if status == -signal.SIGALRM:
+    if status in (-signal.SIGALRM, -signal.SIGVTALRM):
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]
         which = f": there is one in line {' and in line '.join(loops)}" if loops else ""
         return [f"it did not end within {begun[-1]['limit']} seconds. Which loop has no end?{which}", at]

@@ -1,172 +1,40 @@
-"""Running a student's kernel on the CPU, in processes of its own, since it may crash or never end. card.py runs it on a
-GPU.
+"""Judging a student's kernel on the CPU, in several processes (trial.py). card.py runs it on a GPU.
 
-One process looks for accesses out of bounds, with the compiler's sanitizers, and another one for races: see
-dev/cpu/races.py. At the same time a third compares the results with NumPy, with the threads in several orders.
+For each dtype one process compares the results with NumPy, with the threads in several orders, under the compiler's
+sanitizers, which see accesses out of bounds. Another one looks for races: see dev/cpu/races.py. One more compiles the
+file for GPUs, where NVRTC is installed. As soon as a complaint is sure and no other process can have a better one, all
+end, and the student reads it.
 
-    python -m dev.lab.grade JOB  # such a process: JSON in, a line of JSON for each event out
 """
 import contextlib
-import ctypes
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np  # after prepro_tinyshakespeare, which says how its threads wait
-
+from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
-from dev.cpu.device import Cpu, compiler_of
-from dev.lab.bench import GUARD, Bench
-from dev.lab.causes import describe_wrong, facts_of, wrong_number
-from dev.lab.exercises import EXERCISES, checks_of
-from dev.lab.explain import complaint_lines
+from dev.cpu.device import compiler_of
+from dev.lab import on_gpus, waste
+from dev.lab.explain import complaint_lines, printed_lines, quoted, warning_lines
 from dev.lab.ladder import LAB
-from dev.lab.submission import code_of, exercise_of, read_submission
+from dev.lab.submission import code_of, read_submission
+from dev.lab.trial import BOUNDS, GPU, RACES
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
 
 TOP = LAB.parents[1]
-MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it: HS is 64
-LIMIT = 60  # seconds for the checks of one size
-BOUNDS, RACES = "bounds", "races"  # what a process looks for
+LIMITS = {None: 6, BOUNDS: 6, RACES: 10, GPU: 60}  # seconds of the processor for one size
+GRACE = 6  # seconds in which other processes may still find a better explanation than the first
+TENSOR_CORES = r"\b(mma\w*|load_matrices\w*|multiply_transposed|TF32)\b|\btiles::"  # words for which tf32 is not fp32
 
-# ---- In a process of its own
-
-
-def build(paths, dtype, only):
-    """The CPU with these students' kernels. Raises UserError."""
-    with contextlib.redirect_stdout(None):
-        return Cpu(dtype, MODEL, [LAB / "tiles.cu", *paths], only)
-
-
-def unreadable(bench):
-    """A context in which AddressSanitizer treats the guards around outputs as out of bounds."""
-    @contextlib.contextmanager
-    def poisoned():
-        ours = ctypes.CDLL(None)
-        parts = [(memory.ctypes.data + at, GUARD) for memory in bench.guarded.values()
-                 for at in (0, memory.nbytes - GUARD)]
-        for address, size in parts:
-            ours.__asan_poison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
-        try:
-            yield
-        finally:
-            for address, size in parts:
-                ours.__asan_unpoison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
-    return poisoned()
-
-
-def send(**what):
-    print(json.dumps(what), flush=True)
-
-
-def child(job):
-    """Do a job: {"compile": paths of files to compile together, "run": those to run, "look_for": BOUNDS, RACES or None,
-    "dtypes", "limit": seconds}. Prints a line of JSON for each event."""
-    paths = [Path(path) for path in job["compile"]]
-    only = {exercise_of(path)[1] for path in paths}
-    wrong = set()
-    for dtype in job["dtypes"]:
-        if wrong.issuperset(job["run"]):
-            return
-        try:
-            device = build(paths, dtype, only)
-        except UserError as e:
-            send(event="compiler" if "could not compile" in str(e) else "refusal", text=str(e), dtype=dtype)
-            return
-        for path in job["run"]:
-            ladder, version = read_submission(Path(path))
-            if dtype not in version.dtypes or path in wrong:
-                continue
-            kernel = device.kernels[exercise_of(Path(path))[1]]
-            for bench, sizes, threads in launches_of(EXERCISES[ladder.name], ladder, device, version, kernel):
-                choice = dict(threads=threads)
-                where = ",".join(f"{key}={value}" for key, value in sizes.items())
-                where += f", in blocks of {threads} threads" * (threads != kernel.threads)
-                send(event="begins", file=path, sizes=where, dtype=dtype, limit=job["limit"], arrays={
-                    name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
-                    for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)})
-                signal.alarm(job["limit"])
-                complaint = (launched(bench, version, choice, job["look_for"]) if job["look_for"] else
-                             checked(bench, version, choice, Path(path)))
-                signal.alarm(0)
-                if complaint:
-                    send(event="complaint", file=path, **complaint)
-                    wrong.add(path)
-                    break
-            else:
-                send(event="right", file=path, dtype=dtype)
-
-
-def launches_of(exercise, ladder, device, version, kernel):
-    """(Bench, sizes, threads) to check: the exercise's sizes, one with several blocks if none of these has them, and
-    the one with most blocks with another block size too, if the file allows it."""
-    covers, many, most = int(kernel.covers[0](kernel.threads, device.W)), None, 0
-    checks = checks_of(exercise, ladder)
-    if device.races:  # it takes 50 times as long
-        checks = [sizes for sizes in checks if sizes.get("T", 0) <= 150] or checks
-    for sizes in checks:
-        bench = Bench(ladder._replace(compiled_for=""), device, sizes)
-        if not bench.fits(version):
-            continue
-        items = eval(version.items.split(",")[0], {}, vars(bench.given))
-        if items > most:
-            many, most = sizes, items
-        yield bench, sizes, kernel.threads
-        name = "OC" if version.items == "OC" else "B"
-        if sizes is checks[-1] and most <= 2 * covers and name in many:  # more of it is more items
-            checks.append({**many, name: -(-(2 * covers + 1) // most) * many[name]})
-    for threads in version.threads[1:]:
-        yield Bench(ladder._replace(compiled_for=""), device, many), many, threads
-
-
-def launched(bench, version, choice, look_for):
-    """Launch once. The sanitizers end this process if they find something; a race is returned."""
-    work = next(bench.launches(version, choice))
-    with unreadable(bench) if look_for == BOUNDS else contextlib.nullcontext():
-        try:
-            work()
-        except races.Race as e:
-            return dict(kind="found race", what=e.what, why=e.why,
-                        sides=[[side.told(False), side.places] for side in (e.first, e.second)])
-        except UserError as e:
-            return dict(kind="stuck", text=str(e))
-    return None
-
-
-def checked(bench, version, choice, path):
-    """What is wrong with a version, as a dict, or None."""
-    try:
-        comparison = bench.check(version, choice)
-    except UserError as e:
-        return dict(kind="stuck", text=str(e))
-    except AssertionError as e:
-        text = str(e)
-        name = re.sub(r"wrote outside of ", "", text)
-        return dict(kind="outside", **outside(bench, name)) if name in bench.guarded else dict(kind="race", text=text)
-    if comparison.place is None:
-        return None
-    facts = facts_of(bench, comparison, code_of(path))
-    return dict(kind="wrong", text=wrong_number(comparison, facts.never_there), lines=describe_wrong(facts))
-
-
-def outside(bench, name):
-    """The number outside of an array that was written: {"name", "number", "shape"}."""
-    memory = bench.guarded[name]
-    array = getattr(bench.sets[0], name, None)
-    array = getattr(bench.scratch, name) if array is None else array
-    changed = np.flatnonzero(memory != 255)
-    before, after = changed[changed < GUARD], changed[changed >= memory.nbytes - GUARD]
-    at = after[0] - GUARD if after.size else before[-1] - GUARD
-    return dict(name=name, number=int(at // array.itemsize), shape=array.shape)
-
-
-# ---- In front of that process
+# ---- In front of the processes
 
 
 def sanitizer_variables():
@@ -180,48 +48,191 @@ def sanitizer_variables():
                 found.append(path)
     if len(found) < 2:
         return None
-    return {"CXXFLAGS": "-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all", "LD_PRELOAD": " ".join(found),
-            "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    return {"CXXFLAGS": "-Og -g1 -fsanitize=address,undefined -fno-sanitize-recover=all", "LD_PRELOAD": " ".join(found),
+            "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=0:malloc_context_size=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1"}
 
 
 def race_variables():
     """The environment variables for a run that finds races, or None if the compiler cannot."""
     compiler = compiler_of()
-    return {"CXXFLAGS": f"-O1 {races.FLAG}"} if compiler and races.finds_races(compiler) else None
+    return {"CXXFLAGS": f"-Og {races.FLAG} {races.STEPS}"} if compiler and races.finds_races(compiler) else None
+
+
+class Processes:
+    """The processes of one check. `end` stops all."""
+
+    def __init__(self):
+        self.running, self.over, self.lock = set(), False, threading.Lock()
+
+    def run(self, job, variables=None, begun=lambda: None):
+        """(events, exit status, stderr) of a job in a process of its own; None if it was stopped. begun() is called
+        when it has compiled the file."""
+        environment = {**os.environ, "LC_ALL": "C.UTF-8",
+                       **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
+        with self.lock, tempfile.TemporaryFile() as said:
+            if self.over:
+                return None
+            process = subprocess.Popen([sys.executable, "-m", "dev.lab.trial", json.dumps(job)], cwd=TOP,
+                                       env=environment, stdout=subprocess.PIPE, stderr=said.fileno(),
+                                       start_new_session=True)
+            self.running.add(process)
+            said = os.fdopen(os.dup(said.fileno()), "rb")
+        events = []
+        with process.stdout, said:
+            for line in process.stdout:
+                if line.startswith(b"{"):
+                    events.append(json.loads(line))
+                    if events[-1]["event"] == "compiled":
+                        begun()
+            process.wait()
+            said.seek(0)
+            err = said.read().decode(errors="replace")
+        with self.lock:
+            self.running.remove(process)
+            return None if self.over else (events, process.returncode, err)
+
+    def end(self):
+        with self.lock:
+            self.over = True
+            for process in self.running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # its compiler, too
 
 
 def run_child(job, variables=None):
     """(events, exit status, stderr) of a job in a process of its own."""
-    environment = {**os.environ, "LC_ALL": "C.UTF-8", **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
-    done = subprocess.run([sys.executable, "-m", "dev.lab.grade", json.dumps(job)],
-                          capture_output=True, cwd=TOP, env=environment)
-    events = [json.loads(line) for line in done.stdout.decode(errors="replace").splitlines() if line.startswith("{")]
-    return events, done.returncode, done.stderr.decode(errors="replace")
+    return Processes().run(job, variables)
+
+
+# What a complaint is about. What comes first may be the cause of what comes later, and is said before it.
+COMPILER, GPU_COMPILER, LAUNCH, ACCESS, RACE, RESULT, WASTE, SLOW = range(8)
+KINDS = {"stuck": ACCESS, "found race": RACE, "waste": WASTE, "outside": RESULT, "race": RESULT, "wrong": RESULT}
+
+
+def complaint_of(path, result, look_for):
+    """((its place in the list above, lines) of a process's complaint; None if it has none), and whether it got to its
+    end. Raises UserError."""
+    events, status, stderr = result
+    if look_for == GPU:
+        said = next((event for event in events if event["event"] == "gpu"), None)
+        if not said:
+            return None, False
+        return ((GPU_COMPILER, said["refused"]) if said["refused"] else
+                (LAUNCH, said["launch"]) if said["launch"] else None), True
+    if status == -signal.SIGXCPU:
+        begun = [event for event in events if event["event"] == "begins"][-1]
+        one = begun["one"] and races.Work(*begun["one"])
+        loops = [quoted(path, i) for i, line in enumerate(code_of(path).splitlines(), 1)
+                 if re.search(r"\b(for|while)\b", line)]
+        return (WASTE, [*waste.too_long_lines(one, loops), f"at the sizes {begun['sizes']}, in {begun['dtype']}"]), True
+    lines = complaint_lines(path, events, status, stderr, look_for == BOUNDS)
+    if not lines:
+        return None, lines is not None
+    told = [event for event in events if event["event"] == "complaint"]
+    if told and KINDS[told[0]["kind"]] in (ACCESS, RESULT):
+        warnings = [event["warnings"] for event in events if event["event"] == "compiled"]
+        lines += warning_lines(path, max(warnings, default=""))[:4]
+    if any(event["event"] == "compiler" for event in events):
+        return (COMPILER, lines), True
+    if status in (-signal.SIGALRM, -signal.SIGVTALRM):
+        return (SLOW, lines), False
+    return (KINDS[told[0]["kind"]] if told else ACCESS, lines), True
+
+
+class Judgement(NamedTuple):
+    """What is said of a student's file."""
+    lines: list  # what is wrong; [] if the file is right
+    looked: dict  # {BOUNDS, RACES, GPU: whether it was looked for, to the end}
+    dtypes: list  # in which it was judged
+    gpu: list  # for each GPU and dtype the facts of on_gpus.judge: registers, spilled, shared, blocks, ...
+    remarks: list = ()  # lines to print after "right"
+    warnings: str = ""  # what g++ says of a right file, for explain.py to put into lines
+    printed: list = ()  # what the kernel has printed, in one of the processes
+
+
+def dtypes_of(path):
+    """The dtypes to check a file in: tf32 is fp32 unless the file uses tensor cores."""
+    _, version = read_submission(path)
+    return [*version.dtypes, *["tf32"] * ("fp32" in version.dtypes and bool(re.search(TENSOR_CORES, code_of(path))))]
 
 
 def grade_file(path):
-    """(the lines that say what is wrong or [], {what was looked for: whether it was}) of a student's file. Raises
-    UserError."""
+    """The Judgement of a student's file. Raises UserError."""
     path = path.resolve()
-    read_submission(path)
-    job = dict(compile=[str(path)], run=[str(path)], look_for=None, limit=LIMIT)
+    dtypes = dtypes_of(path)
     variables = {BOUNDS: sanitizer_variables(), RACES: race_variables()}
-    with ThreadPoolExecutor(2) as pool:
-        runs = {look_for: pool.submit(run_child, dict(job, look_for=look_for, dtypes=["fp32"]), more)
-                for look_for, more in variables.items() if more}
-        result = run_child(dict(job, dtypes=["fp32", "bf16"]))
-        lines = complaint_lines(path, *result, False)
-        found = {look_for: complaint_lines(path, *done.result(), look_for == BOUNDS) for look_for, done in runs.items()}
-    looked = {look_for: found.get(look_for) is not None for look_for in variables}
-    for look_for, complaint in found.items():
-        slow = complaint and complaint[0].startswith(("it is stuck", "it did not end"))
-        looked[look_for] &= not slow
-        if complaint and not (slow and lines is not None):
-            return complaint, looked
-    if lines is None:
-        raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
-    return lines, looked
+    job = dict(compile=[str(path)], run=[str(path)], compare=True, waste=True)
+    # (what to look for, its dtypes, the first kind of complaint that may come of it)
+    jobs = [*[(GPU, dtypes, GPU_COMPILER)] * has_nvrtc(),
+            *((look_for if variables[look_for] else None, [dtype], kind) for dtype in dtypes
+              for look_for, kind in ((BOUNDS, COMPILER), (RACES, RACE)) if variables[look_for] or look_for == BOUNDS)]
+    looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
+    processes, news, found, facts, remarks, warnings, printed = Processes(), queue.SimpleQueue(), [], [], [], [], []
+    waiting = {i: kind for i, (_, _, kind) in enumerate(jobs)}  # the first kind of complaint that may still come
+
+    def work(i):
+        look_for, some, _ = jobs[i]
+        own = dict(job, look_for=look_for, dtypes=some, limit=LIMITS[look_for])
+        try:
+            news.put((i, processes.run(own, variables.get(look_for), lambda: news.put((i, None)))))
+        except Exception as e:
+            news.put((i, e))
+
+    with ThreadPoolExecutor(max(2, os.cpu_count())) as pool:
+        try:
+            for i in waiting:
+                pool.submit(work, i)
+            while waiting:
+                try:
+                    i, result = news.get(timeout=GRACE if found else None)
+                except queue.Empty:
+                    return Judgement(min(found)[2], looked, dtypes, facts, printed=printed)
+                look_for = jobs[i][0]
+                if result is None:  # it is compiled
+                    waiting[i] = max(waiting[i], ACCESS)
+                elif isinstance(result, Exception):
+                    raise result
+                else:
+                    del waiting[i]
+                    complaint, ended = complaint_of(path, result, look_for)
+                    if complaint and not (complaint[0] == SLOW and look_for == RACES):
+                        found.append((complaint[0], i, complaint[1]))
+                    elif not ended and look_for in looked:
+                        looked[look_for] = False
+                    if not (ended or complaint) and look_for in (BOUNDS, None):
+                        raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
+                    facts += [fact for event in result[0] for fact in event.get("facts", ())]
+                    warnings += [event["warnings"] for event in result[0] if event["event"] == "compiled"]
+                    remarks += [event["text"] for event in result[0] if event["event"] == "remark"]
+                    printed = printed or printed_lines(result[2])
+                if found and is_sure(min(found)[:2], waiting, jobs):
+                    return Judgement(min(found)[2], looked, dtypes, facts, printed=printed)
+        finally:
+            processes.end()
+    remarks = [*([on_gpus.remark(facts)] if facts else []), *remarks]
+    return Judgement([], looked, dtypes, facts, remarks, max(warnings, default=""), printed)
 
 
-if __name__ == "__main__":
-    child(json.loads(sys.argv[1]))
+def is_sure(complaint, waiting, jobs):
+    """Whether no process that still runs may have a better complaint than this (kind, number of its job)."""
+    if complaint[0] == WASTE:  # the others take too long
+        return True
+    if complaint[0] == SLOW:  # the counts of steps may say why
+        return not any(jobs[i][0] == RACES and "fp32" in jobs[i][1] for i in waiting)
+    return all(complaint < (kind, i) for i, kind in waiting.items())
+
+
+def looked_for(judged):
+    """The lines that say in what a file is right, what was looked for, and what was not."""
+    dtypes, looked = judged.dtypes, judged.looked
+    return [
+        f"right, at all sizes, in {', '.join(dtypes[:-1])}{' and ' * (len(dtypes) > 1)}{dtypes[-1]}",
+        "no access is out of bounds" if looked[BOUNDS] else
+        "accesses were not checked: this compiler has no AddressSanitizer",
+        "no two threads are in a race" if looked[RACES] else
+        "races were looked for, but not to the end, since that took too long" if race_variables() else
+        "races were not looked for, which needs g++ 11: only other orders of the threads were tried",
+        *judged.remarks,
+        *([] if looked[GPU] else ["whether a GPU's compiler takes it was not checked: pip install -r requirements.txt "
+                                  "brings CuPy and NVRTC"])]

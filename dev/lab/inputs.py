@@ -1,5 +1,7 @@
 """The inputs of a kernel's problem: seeded numbers, rounded as the device stores them."""
 import math
+import random
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -76,3 +78,29 @@ def in_parts(f, *arrays, step=None):
 ANY = 1.5e300  # in a truth: any value is right. No fp32 is as large.
 COPIED = -1.0  # as the size of a sum's terms: this number is copied from an input, and must have its bits
 ODD_SHAPES = ("B=3,T=9,C=96", "B=2,T=10,C=768", "B=1,T=5,C=1600")
+
+GROW = "B T C OC V H n NH NKV".split()  # the sizes that a check may raise; Vp follows V
+
+
+def larger(checks, text):
+    """Sizes that are larger than those of all checks, [{name: number}], and drawn by a text: the same text gives the
+    same sizes. A size that is the same in all checks stays. Steps are those of the checks, so that C stays a multiple
+    of 32; a size that goes by steps of 1 becomes odd."""
+    rng = random.Random(zlib.crc32(text.encode()))
+    drawn = dict(max(checks, key=lambda sizes: math.prod(sizes.get(name, 1) for name in GROW)))
+    every = {name: [sizes[name] for sizes in checks if name in sizes] for name in drawn}
+    for name in (name for name in GROW if name in drawn and len(set(every[name])) > 1 and name != "B"):
+        step, most = math.gcd(*every[name]), max(every[name])
+        drawn[name] = most + step * rng.randint(1, max(2, min(most // (8 * step), 500)))
+        drawn[name] += step == 1 and drawn[name] % 2 == 0
+    if "NKV" in drawn:  # each key head has as many query heads
+        drawn["NKV"] = max(every["NKV"]) + rng.randint(0, 1)
+        drawn["NH"] = drawn["NKV"] * -(-(max(every["NH"]) + 1) // drawn["NKV"])
+    if "Vp" in drawn:
+        step = math.gcd(*every["Vp"])
+        drawn["Vp"] = -(-drawn["V"] // step) * step + step * rng.randint(0, 128 // step)
+    if "B" in drawn:
+        rows = max(sizes["B"] * sizes["T"] for sizes in checks)
+        drawn["B"] = 1 if {"NH", "V"} & drawn.keys() else rng.randint(1, 2)
+        drawn["T"] = max(drawn["T"], rows // drawn["B"] + rng.randint(1, 9))
+    return drawn

@@ -207,10 +207,11 @@ def known_exercise(what):
 def exercise(flags, device):
     """--exercise: lists the exercises, writes the file of one, gives a hint or a solution, or checks a file. Returns
     the exit status. Raises UserError."""
-    from dev.lab import card, exercises, goals, grade, leaderboard, progress, solution, submission, template
+    from dev.lab import card, exercises, explain, goals, grade, leaderboard, progress, solution, template
 
     def say(lines):
-        print(textwrap.indent("\n".join(filter(None, lines)), "    "), flush=True)
+        if any(lines):
+            print(textwrap.indent("\n".join(filter(None, lines)), "    "), flush=True)
 
     what = flags.exercise
     if not what:
@@ -231,17 +232,14 @@ def exercise(flags, device):
         if device == "cpu":
             raise UserError("--record enters a time on a GPU, and there is none here")
     print(f"{path}: compiled for the CPU, and compared with NumPy ...", flush=True)
-    lines, looked = grade.grade_file(path)
-    if lines:
-        say(lines)
+    judged = grade.grade_file(path)
+    say([f"it printed: {line}" for line in [*dict.fromkeys(judged.printed)][:10]])
+    if judged.lines:
+        say(judged.lines)
         return 1
-    dtypes, facts, times = submission.read_submission(path.resolve())[1].dtypes, (), None
-    say([f"right, at all sizes, in {' and '.join(dtypes)}",
-         "no access is out of bounds" if looked[grade.BOUNDS] else
-         "accesses were not checked: this compiler has no AddressSanitizer",
-         "no two threads are in a race" if looked[grade.RACES] else
-         "races were looked for, but not to the end, since that took too long" if grade.race_variables() else
-         "races were not looked for, which needs g++ 11: only other orders of the threads were tried"])
+    say(grade.looked_for(judged))
+    say(explain.warning_lines(path, judged.warnings))
+    times = None
     counts = goals.counted(path)
     say(counts["report"])
     if device == "cpu":
@@ -253,8 +251,8 @@ def exercise(flags, device):
             return 1
         times = card.measure(path)
         say(card.standing(times))
-    missing = goals.goals_of(counts, facts, times)
-    nexts = progress.note(name, dtypes, goals.sectors_of(counts), times and times.noted)
+    missing = goals.goals_of(counts, judged.gpu, times)
+    nexts = progress.note(name, judged.dtypes, goals.sectors_of(counts), times and times.noted)
     say([missing[0].line if missing else "", *nexts])
     if flags.record is not None:
         say(leaderboard.record(name, times, flags.record))

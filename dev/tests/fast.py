@@ -60,6 +60,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_meeting", "what_launchers_say strangers impostors"),
     Fast("dev.tests.test_lab", "judging inputs written"),
     Fast("dev.tests.test_progress", "lists what_is_kept goals_of_figures hints on_gpu standings leaderboards refusals"),
+    Fast("dev.tests.test_judge", "sizes launches order"),
 )
 WITH_KERNELS = (
     Fast("dev.tests.fast", "kernels pytorch_dump", (DEVICE,)),

@@ -37,17 +37,25 @@ def solutions(folder):
 
 
 def forgotten(folder):
-    """Where items are few, the same without blockIdx.x is wrong, even with the largest block."""
+    """Without blockIdx.x each exercise is wrong, even with the largest block; a plane also without blockIdx.y."""
     texts = {}
     for name in exercise_names():
-        if EXERCISES[name].item.startswith(("a row", "a column", "a query")):
-            head, block, kernel = re.split(r"^(BLOCK.*\n)", solution(name), flags=re.M)
-            assert "blockIdx.x" in kernel
+        head, block, kernel = re.split(r"^(BLOCK.*\n)", solution(name), flags=re.M)
+        if name != "global_norm":  # which has one block
+            kernel = re.sub(r"\bfirst_number\(\)", "(W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x))", kernel)
+            assert "blockIdx.x" in kernel, name
             block = re.sub(r"\d+(?=, threads\))", "1024", block)
             texts[f"my_{name}"] = head + block + kernel.replace("blockIdx.x", "0")
-    for name, lines in grade_together(folder, texts).items():
-        ok = lines and re.match("wrong: |its result depends on the order ", lines[0])
-        check(f"{name} without blockIdx.x", ok, said(lines) or "it was accepted")
+    for x, y in (("blockIdx.x", "0"), ("0", "blockIdx.y")):
+        body = PLANE.replace("blockIdx.x", x).replace("blockIdx.y", y)
+        suffix = f"_without_{'y' if y == '0' else 'x'}"
+        texts[f"my_matmul_forward{suffix}"] = filled("matmul_forward", body, suffix, block="BLOCK(1024, 32, 32)")
+    texts["my_matmul_forward_right"] = filled("matmul_forward", PLANE, "_right", block="BLOCK(1024, 32, 32)")
+    found = grade_together(folder, texts, ("bf16",))
+    found |= grade_together(folder, {name: texts[name] for name, lines in found.items() if lines is None})  # no bf16
+    for name, lines in found.items():
+        ok = lines and re.match("wrong: |it has a race: |it writes |its result depends on the order ", lines[0])
+        check(f"{name} without blockIdx", lines == [] if name.endswith("right") else ok, lines or "it was accepted")
 
 
 # ---- Mistakes
@@ -134,6 +142,16 @@ BLOCK_ROW = """
     float s = 1.0f / sqrtf(part[0] / C + eps);
     for (int c = threadIdx.x; c < C; c += 64) from_float(out[start + c], residual[start + c] * s * to_float(weight[c]));
     if (threadIdx.x == 0) rstd[blockIdx.x] = s;
+"""
+
+
+# A block takes a tile of out.
+PLANE = """
+    int oc = blockIdx.x * 32 + threadIdx.x % 32, n = blockIdx.y * 32 + threadIdx.x / 32;
+    if (oc >= OC || n >= N) return;
+    float sum = to_float(bias[oc]);
+    for (int c = 0; c < C; c++) sum += to_float(inp[(size_t)n * C + c]) * to_float(weight[(size_t)oc * C + c]);
+    from_float(out[(size_t)n * OC + oc], sum);
 """
 
 

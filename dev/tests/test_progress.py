@@ -23,8 +23,8 @@ from dev.tests.trainings import call
 from train_gpt2 import Config
 
 NAMES = exercise_names()
-RIGHT = [], {grade.BOUNDS: True, grade.RACES: True}  # what grade_file returns
-WRONG = ["wrong: out[0]"], {}
+RIGHT = grade.Judgement([], {grade.BOUNDS: True, grade.RACES: True, grade.GPU: True}, ["fp32", "bf16"], [])
+WRONG = grade.Judgement(["wrong: out[0]"], {}, [], [])
 RUNGS = [[3e-4, 1, "naive"], [5e-5, 2, "better"], [2e-5, 3, "best"]]
 
 

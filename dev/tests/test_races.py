@@ -244,6 +244,27 @@ SMALL = (
     __syncthreads();
     if (last) for (int j = t; j < 192; j += 64) out[j] = scratch[j];  //!
 """),
+    Small("the first lane of a warp fences, and others have read", rf"scratch.0.: .*{BLOCKS}", """
+    if (b == 3 && t > 0) return;
+    out[i] = scratch[0];  //!
+    if (t % 32) return;
+    __threadfence();
+    if (atomicAdd(counter, 1) == 6) scratch[0] = 1.0f;  //!
+"""),
+    Small("the first lane of a warp fences, behind all", "", """
+    if (b == 3 && t > 0) return;
+    out[i] = scratch[0];
+    if (b < 3) __syncwarp();
+    if (t % 32) return;
+    __threadfence();
+    if (atomicAdd(counter, 1) == 6) scratch[0] = 1.0f;
+"""),
+    Small("each thread fences what it has read", "", """
+    if (b == 3 && t > 0) return;
+    out[i] = scratch[0];
+    __threadfence();
+    if (atomicAdd(counter, 1) == 192) scratch[0] = 1.0f;
+"""),
     Small("a counter, and every block reads", rf"scratch.\d+.: .*{BLOCKS}", """
     if (t) return;
     scratch[b] = inp[i];  //!

@@ -23,12 +23,11 @@ import cupy  # noqa: F401  (finds and loads NVRTC)
 from cupy_backends.cuda.libs import nvrtc
 
 from dev.common.flags import split_names
+from dev.common.nvrtc import NotCompiled, compile_cuda
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import Config, Cuda, parse_flags, read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
-ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
-                   r"(?:.*?(\d+) bytes smem)?")
 SPILLED = 68  # bytes that a kernel may spill when it has used all its registers
 REGISTERS = 65536  # of a multiprocessor, and so the most that a block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
@@ -47,22 +46,19 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     hopper = ["-DHOPPER"] * (gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in (64, 128))  # as FastCuda
-    program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *Cuda.OPTIONS, *DTYPES[dtype],
-                                       *hopper, *c.switches()])
-    except nvrtc.NVRTCError:
-        return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{nvrtc.getProgramLog(program)}"]
-    log, kernels, report = nvrtc.getProgramLog(program), read_kernels(sources), {}
+        log, used = compile_cuda(text, gpu, [*Cuda.OPTIONS, *DTYPES[dtype], *hopper, *c.switches()])
+    except NotCompiled as e:
+        return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{e}"]
+    kernels, report = read_kernels(sources), {}
     faults = [f"{where}: {line.strip()}" for line in log.splitlines()
               if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line)]
-    for entry in log.split("Compiling ")[1:]:
-        name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
-        report[name] = int(registers), int(shared or 0)
-        if int(stores) + int(loads) > (SPILLED if name in own else spilled) and not (unused and unused in name):
-            faults.append(f"{where}: {name} spills {int(stores) + int(loads)} bytes")
+    for name, (registers, spills, shared) in used.items():
+        report[name] = registers, shared
+        if spills > (SPILLED if name in own else spilled) and not (unused and unused in name):
+            faults.append(f"{where}: {name} spills {spills} bytes")
         # Kernels launched with more threads than their BLOCK says have __launch_bounds__, which ptxas obeys.
-        if int(registers) * kernels[name].threads > REGISTERS:
+        if registers * kernels[name].threads > REGISTERS:
             faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
     return report, faults
 

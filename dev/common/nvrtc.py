@@ -1,0 +1,62 @@
+"""NVRTC compiles CUDA for any GPU without one. This reads what ptxas says of each kernel: registers,
+spills, shared memory.
+
+NVRTC comes with CuPy. has_nvrtc() says whether it is there. In threads NVRTC compiles one program at
+a time.
+"""
+import importlib.util
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+                   r".*?Used (\d+) registers"
+                   r"(?:(?:(?!Compil).)*?(\d+) bytes smem)?")
+
+
+class Used(NamedTuple):
+    """What a kernel needs on a GPU: of each thread registers and bytes that it spills; of each block
+    bytes of static shared memory."""
+    registers: int
+    spilled: int
+    shared: int
+
+
+class NotCompiled(Exception):
+    """NVRTC's messages on a program that it refuses."""
+
+
+def has_nvrtc():
+    """Whether CuPy and the NVRTC that it needs are installed."""
+    try:
+        import cupy  # noqa: F401  (finds and loads NVRTC)
+        from cupy_backends.cuda.libs import nvrtc
+        nvrtc.getVersion()
+        return True
+    except Exception:  # CuPy without NVRTC raises errors of several types
+        return False
+
+
+def include_flags():
+    """-I for the headers of CUDA that pip has installed, such as cuda_bf16.h."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec else ()
+    found = [path for folder in folders for path in Path(folder).glob("*/include/cuda_bf16.h")]
+    return [f"-I{path.parent}" for path in sorted(found)[:1]]
+
+
+def compile_cuda(text, gpu, flags):
+    """(NVRTC's messages, {kernel: Used}) of a program for a GPU such as sm_90a. Raises
+    NotCompiled."""
+    import cupy  # noqa: F401
+    from cupy_backends.cuda.libs import nvrtc
+    program = nvrtc.createProgram(text, "kernels.cu", [], [])
+    try:
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *flags])
+    except nvrtc.NVRTCError:
+        raise NotCompiled(nvrtc.getProgramLog(program)) from None
+    log, used = nvrtc.getProgramLog(program), {}
+    for entry in log.split("Compiling ")[1:]:
+        name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
+        used[name] = Used(int(registers), int(stores) + int(loads), int(shared or 0))
+    return log, used
