@@ -1,4 +1,4 @@
-// wrong: index 13\d|bounds|a\[13\d\]|T=|larger
+// wrong: index \d+ is|out of bounds|a\[\d+\]|larger
 BLOCK(64, threads)
 extern "C" __global__ void my_attention_forward(
     real* out, float* att, const real* qkv, float scale, int B, int T, int NH) {

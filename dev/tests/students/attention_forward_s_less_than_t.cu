@@ -1,4 +1,4 @@
-// wrong: itself|<= t|own key|diagonal|last key
+// wrong: itself|s <= t|<= t|own key|diagonal|last key
 BLOCK(64, threads)
 extern "C" __global__ void my_attention_forward(
     real* out, float* att, const real* qkv, float scale, int B, int T, int NH) {

@@ -11,6 +11,7 @@ extern "C" __global__ void my_classifier_fused(
     top = warp_max(top);
     for (int v = lane; v < V; v += 32) sum += expf(to_float(x[v]) - top);
     sum = warp_sum(sum);
+    __syncwarp();  // all lanes have read the target's logit
     for (int v = lane; v < Vp; v += 32) {
         float p = v < V ? expf(to_float(x[v]) - top) / sum - (v == target ? 1.0f : 0.0f) : 0.0f;
         from_float(x[v], dloss * p);

@@ -1,4 +1,4 @@
-// wrong: index 16\d\d|bounds|C=|larger
+// wrong: index \d+ is|out of bounds|mine\[\d+\]|larger
 BLOCK(64, threads)
 extern "C" __global__ void my_layernorm_forward(
     real* out, float* mean, float* rstd, real* copy, const float* residual, const real* weight,

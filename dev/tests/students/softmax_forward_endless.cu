@@ -1,4 +1,4 @@
-// wrong: end|forever|stuck
+// wrong: not end|no end|never ends|forever
 BLOCK(32, threads)
 extern "C" __global__ void my_softmax_forward(
     real* out, const real* inp, int N, int V, int Vp) {

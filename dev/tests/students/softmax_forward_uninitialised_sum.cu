@@ -1,4 +1,4 @@
-// wrong: initiali[sz]ed|no value|= 0|start
+// wrong: initiali[sz]ed|no (first |start )?value|given a value|never set
 BLOCK(32, threads)
 extern "C" __global__ void my_softmax_forward(
     real* out, const real* inp, int N, int V, int Vp) {
