@@ -1,4 +1,4 @@
-// wrong: reads inp|out
+// wrong: reads inp
 BLOCK(64, threads)
 extern "C" __global__ void my_gqa_forward(
     real* out, const real* inp, float scale, int B, int T, int NH, int NKV) {
