@@ -1,0 +1,14 @@
+// wrong: shfl|warp_max|warp_sum|lanes|returned
+BLOCK(128, threads / 32)
+extern "C" __global__ void my_crossentropy_forward(
+    float* losses, const real* logits, const int* targets, int N, int V, int Vp) {
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= N || lane >= V) return;  // "nothing to read for these lanes"
+    const real* x = logits + (size_t)row * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = lane; v < V; v += 32) top = fmaxf(top, to_float(x[v]));
+    top = warp_max(top);  //!
+    for (int v = lane; v < V; v += 32) sum += expf(to_float(x[v]) - top);
+    sum = warp_sum(sum);
+    if (lane == 0) losses[row] = logf(sum) + top - to_float(x[targets[row]]);
+}

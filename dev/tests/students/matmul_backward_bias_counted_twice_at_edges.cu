@@ -1,0 +1,12 @@
+// wrong: dbias
+BLOCK(128, threads)
+extern "C" __global__ void my_matmul_backward_bias(
+    float* dbias, const real* dout, int N, int OC) {
+    int oc = blockIdx.x * blockDim.x + threadIdx.x;
+    if (oc >= OC) return;
+    float sum = 0.0f;
+    for (int first = 0; first < N; first += 8)  // eight rows at a time
+        for (int n = first; n <= first + 8 && n < N; n++)
+            sum += to_float(dout[(size_t)n * OC + oc]);
+    dbias[oc] += sum;
+}

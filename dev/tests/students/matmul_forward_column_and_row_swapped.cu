@@ -1,0 +1,11 @@
+// wrong: weight|out
+BLOCK(256, threads)
+extern "C" __global__ void my_matmul_forward(
+    real* out, const real* inp, const real* weight, const real* bias, int N, int C, int OC) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= (size_t)N * OC) return;
+    size_t n = i / OC, oc = i % OC;
+    float sum = to_float(bias[oc]);
+    for (int c = 0; c < C; c++) sum += to_float(inp[n * C + c]) * to_float(weight[c * OC + oc]);
+    from_float(out[i], sum);
+}
