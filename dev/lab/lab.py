@@ -19,7 +19,6 @@ is 1.
 """
 import argparse
 import difflib
-import inspect
 import os
 import textwrap
 from pathlib import Path
@@ -28,23 +27,10 @@ from dev.cpu import races
 from dev.cpu.device import compiler_of
 from dev.features import has_gpu  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab import results
-from dev.lab.ladder import DTYPES, KERNELS, LAB, find_ladder, kernel_names, parse_sizes
+from dev.lab.ladder import DTYPES, KERNELS, LAB, asked_sizes, find_ladder, kernel_names
 from dev.lab.workers import Failure, Task, failures_only, one_line, run_ladders
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import read_kernels
-
-
-def asked_sizes(text, ladder):
-    """{name: number} of --shape. Some must be multiples, so that every row starts on 16 bytes. Raises UserError."""
-    sizes, known = parse_sizes(text), list(inspect.signature(ladder.problem).parameters)[1:]
-    for name, size in sizes.items():
-        if name not in known:
-            raise UserError(f"--shape {text}: {ladder.name} has no size {name}; expected some of {', '.join(known)}")
-        multiple = {"C": 32, "HS": 16, "H": 8, "Vp": 8, "n": 32}.get(name, 1)
-        if size % multiple or size == 0 and name in parse_sizes(ladder.shape):
-            wish = f"a multiple of {multiple}" if multiple > 1 else "at least 1"
-            raise UserError(f"--shape {text}: expected {name} to be {wish}")
-    return sizes
 
 
 def known_kernel(name):

@@ -4,6 +4,7 @@ kernels/gelu_forward.py, and so on, stands beside gelu_forward.cu and holds LADD
 """
 import functools
 import importlib
+import inspect
 import itertools
 import re
 from collections.abc import Callable
@@ -137,6 +138,19 @@ def parse_sizes(text):
         if not (value.isascii() and value.isdecimal()):
             raise UserError(f"{text}: {part!r} is no size; expected one such as T=1024")
         sizes[name] = int(value)
+    return sizes
+
+
+def asked_sizes(text, ladder):
+    """{name: number} of --shape. Some must be multiples, so that every row starts on 16 bytes. Raises UserError."""
+    sizes, known = parse_sizes(text), list(inspect.signature(ladder.problem).parameters)[1:]
+    for name, size in sizes.items():
+        if name not in known:
+            raise UserError(f"--shape {text}: {ladder.name} has no size {name}; expected some of {', '.join(known)}")
+        multiple = {"C": 32, "HS": 16, "H": 8, "Vp": 8, "n": 32}.get(name, 1)
+        if size % multiple or size == 0 and name in parse_sizes(ladder.shape):
+            wish = f"a multiple of {multiple}" if multiple > 1 else "at least 1"
+            raise UserError(f"--shape {text}: expected {name} to be {wish}")
     return sizes
 
 

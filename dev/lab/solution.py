@@ -80,7 +80,8 @@ def solution(path, number=0):
     if not diff:
         return [f"{path} is version {number} of the lab."]
     same = types_of(parameters.split(",")) == types_of(signature(exercise)[1])
-    alone = exercise.zeroed or any(version.run == exercise.like for version in versions)
+    alone = any(version.run == exercise.like for version in versions) or (
+        exercise.zeroed and exercise.items != "1")  # one block does all of it only in the exercise
     return [f"This is a solution: version {number} of the lab. - is a line of yours, + one of it.",
             *["Its parameters are not those of the exercise. Keep yours."] * (not same),
             *["The lab launches it together with other kernels: see "

@@ -23,8 +23,7 @@ from dev.cpu import traffic
 from dev.cpu.races import finds_races
 from dev.lab import draw_traffic
 from dev.lab.bench import Bench
-from dev.lab.lab import asked_sizes
-from dev.lab.ladder import LAB, find_ladder, kernel_names, launched_by, model_of, parse_sizes
+from dev.lab.ladder import LAB, asked_sizes, find_ladder, kernel_names, launched_by, model_of, parse_sizes
 from dev.lab.submission import exercise_of, read_submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError

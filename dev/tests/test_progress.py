@@ -278,10 +278,11 @@ def on_gpu(folder):
     for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu"], None),
                           ("layernorm_forward", ["layernorm_forward.cu"], 768)):
         path = written(folder, name)
-        with mock.patch("dev.lab.card.make_device", side_effect=KeyboardInterrupt) as made:
+        with mock.patch("dev.lab.card.compiled", side_effect=KeyboardInterrupt) as made:
             with contextlib.suppress(KeyboardInterrupt):
                 card.time_file(path)
-        c, files = made.call_args.args[2], [file.name for file in made.call_args.kwargs["beside"]]
+        _, c, beside, own = made.call_args.args
+        files = [file.name for file in (*beside, own)]
         wish = ["llama3.cu", "moments.cu", "outliers.cu", "tiles.cu", *wish, path.name]
         ok(f"on a GPU: {name}", files == wish and C in (None, c.C), files)
 
