@@ -90,7 +90,8 @@ def larger(checks, text):
     drawn = dict(max(checks, key=lambda sizes: math.prod(sizes.get(name, 1) for name in GROW)))
     every = {name: [sizes[name] for sizes in checks if name in sizes] for name in drawn}
     for name in (name for name in GROW if name in drawn and len(set(every[name])) > 1 and name != "B"):
-        step, most = math.gcd(*every[name]), max(every[name])
+        # a whole vocabulary in each row takes too long: its check has few rows
+        step, most = math.gcd(*every[name]), max(size for size in every[name] if size < 10000)
         drawn[name] = most + step * rng.randint(1, max(2, min(most // (8 * step), 500)))
         drawn[name] += step == 1 and drawn[name] % 2 == 0
     if "NKV" in drawn:  # each key head has as many query heads
