@@ -135,6 +135,10 @@ constexpr float LOG2_E = 1.442695041f;
 __device__ float exponential(float x) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
 }
+// e^(x - shift), for many x and one shift: in bf16, one multiply-add and one instruction for 2^x.
+__device__ float exponential(float x, float shift) {
+    return sizeof(real) == 2 ? power_of_2(LOG2_E * x - LOG2_E * shift) : expf(x - shift);
+}
 
 // Pack<n> is n neighbours of an array as fp32, in registers: the compiler unrolls short loops. load
 // and store move up to 16 bytes at a time, the most that one instruction can.
@@ -160,6 +164,32 @@ __device__ void store(T* p, Pack<n> x) {
     for (int i = 0; i < n; i++) from_float(s.x[i], x[i]);
     *reinterpret_cast<Stored<n, T>*>(p) = s;
 }
+#ifdef BF16  // two numbers are converted at once
+template <int n>
+struct alignas(n <= 8 ? 2 * n : 16) Pairs { unsigned x[n / 2]; };
+template <int n>
+__device__ Pack<n> load(const real* p) {
+    Pack<n> x;
+    if constexpr (n == 1) x[0] = to_float(*p);
+    else {
+        Pairs<n> s = *reinterpret_cast<const Pairs<n>*>(p);
+        for (int i = 0; i < n; i += 2) {
+            x[i] = __uint_as_float(s.x[i / 2] << 16);
+            x[i + 1] = __uint_as_float(s.x[i / 2] & 0xffff0000);
+        }
+    }
+    return x;
+}
+template <int n>
+__device__ void store(real* p, Pack<n> x) {
+    if constexpr (n == 1) from_float(*p, x[0]);
+    else {
+        Pairs<n> s;
+        for (int i = 0; i < n; i += 2) s.x[i / 2] = two_bf16(x[i], x[i + 1]);
+        *reinterpret_cast<Pairs<n>*>(p) = s;
+    }
+}
+#endif
 template <int n>
 __device__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
     for (int i = 0; i < n; i++) a[i] += b[i];
@@ -207,29 +237,43 @@ extern "C" __global__ void encoder_forward(
 }
 
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
-// any order. So the host sorts the positions by token: order (N). A run of equal tokens has its
-// length in run_length (N) at its first position; the others have 0. If a run begins at i,
-// block (i, y) has 32 W channels of the word's gradient. Its 8 warps share the run, since a word
-// may make up a tenth of the batch. Items: N positions along x, C channels along y.
-BLOCK(256, 1, 32 * W)
+// any order. So the host sorts the positions by token: order (N). Equal tokens are a run, and
+// runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
+// words occur once or twice, but one may make up a tenth of the batch. So the 8 warps of a block
+// share run i, if it is long; then each has a short run of its own, or 32 W channels of it. A block
+// for every 8 runs would be too many: most words do not occur. Items: N along x, C channels along y.
+BLOCK(256, 64, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
-    const int* __restrict__ order, const int* __restrict__ run_length, int C) {
-    int begin = blockIdx.x, length = run_length[begin];
-    if (length == 0) return;
+    const int* __restrict__ order, const int* __restrict__ runs, int N, int C) {
+    constexpr int LONG = 64;
     __shared__ Pack<W> of_warp[8][32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = W * (32 * blockIdx.y + lane);
-    Pack<W> sum = {};
-    if (c < C)
-#pragma unroll 8  // so that several rows are on their way
-        for (int j = warp; j < length; j += 8)
-            sum = sum + load<W>(dout + (size_t)order[begin + j] * C + c);
-    of_warp[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || c >= C) return;
-    for (int w = 1; w < 8; w++) sum = sum + of_warp[w][lane];
-    float* d = dwte + (size_t)tokens[order[begin]] * C + c;
-    store(d, load<W>(d) + sum);
+    auto length = [&](int run) { return run < N ? runs[2 * run + 1] : 0; };
+    auto sum_of = [&](int run, int from, int step) {
+        Pack<W> sum = {};
+        if (c < C)
+#pragma unroll 4  // so that several rows are on their way
+            for (int j = from; j < length(run); j += step)
+                sum = sum + load<W>(dout + (size_t)order[runs[2 * run] + j] * C + c);
+        return sum;
+    };
+    auto add = [&](int run, Pack<W> sum) {
+        float* d = dwte + (size_t)tokens[order[runs[2 * run]]] * C + c;
+        if (c < C) store(d, load<W>(d) + sum);
+    };
+    for (int i = blockIdx.x; length(i) > LONG || length(8 * i) > 0; i += gridDim.x) {
+        if (length(i) > LONG) {
+            of_warp[warp][lane] = sum_of(i, warp, 8);
+            __syncthreads();
+            Pack<W> sum = of_warp[0][lane];
+            for (int w = 1; w < 8; w++) sum = sum + of_warp[w][lane];
+            if (warp == 0) add(i, sum);
+            __syncthreads();
+        }
+        int run = 8 * i + warp;
+        if (0 < length(run) && length(run) <= LONG) add(run, sum_of(run, 0, 1));
+    }
 }
 
 // dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. Items: T*C numbers.
@@ -269,8 +313,8 @@ extern "C" __global__ void residual_layernorm_forward(
     float* residual, const float* before, const real* __restrict__ branch,
     const real* __restrict__ weight, const real* __restrict__ bias, int N) {
     constexpr int C = CHANNELS;
-    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (row >= N) return;
+    int row = N - 1 - (int)(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+    if (row < 0) return;
     size_t start = (size_t)row * C;
     out.begin();
     Pack<4> x[packs_of<4, 32>];
@@ -347,22 +391,22 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         }
         copies_end();
     };
-    int step = gridDim.x * rows, row = blockIdx.x * rows + own;
+    int step = gridDim.x * rows, row = N - 1 - (int)(blockIdx.x * rows + own);
     float next_mean = 0.0f, next_rstd = 0.0f;
-    if (row < N) {
+    if (row >= 0) {
         load_row(0, row);
         next_mean = mean[row];
         next_rstd = rstd[row];
     }
     Pack<W> sums[3][packs_of<W, ROW_THREADS>] = {};
     // Runs as long as any thread has a row: all reach __syncthreads.
-    for (int stage = 0; row - own < N; row += step, stage ^= 1) {
-        bool has_row = row < N;
+    for (int stage = 0; row + own >= 0; row -= step, stage ^= 1) {
+        bool has_row = row >= 0;
         float s = next_rstd, minus_ms = -next_mean * s;  // norm = inp * s + minus_ms
-        if (row + step < N) {
-            load_row(stage ^ 1, row + step);
-            next_mean = mean[row + step];
-            next_rstd = rstd[row + step];
+        if (row >= step) {
+            load_row(stage ^ 1, row - step);
+            next_mean = mean[row - step];
+            next_rstd = rstd[row - step];
             copies_arrive<1>();
         } else {
             copies_arrive<0>();
@@ -437,7 +481,7 @@ __device__ void add_columns(
     Pack<n> sum = {};
     if (o < OC)
 #pragma unroll 4
-        for (int row = 32 * share + octet; row < N; row += 32 * shares)
+        for (int row = N - 1 - (32 * share + octet); row >= 0; row -= 32 * shares)
             sum = sum + load<n>(inp + (size_t)row * OC + o);
     for (int i = 0; i < n; i++) of_octet[octet][threadIdx.x % 8 * n + i] = sum[i];
     __syncthreads();
@@ -891,6 +935,7 @@ __device__ Own own_rows(int T, int NH, int NKV) {
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
     int heads_here = min(SECTION, heads - section);
     int head = section + i % heads_here, turn = i / heads_here;
+    if (!rows_are_keys) head = heads - 1 - head;
     int first = (rows_are_keys ? turn : blocks - 1 - turn) * ROWS;
     int warp = threadIdx.x / 32 * 16 * M, slab = 0;
     if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
@@ -1237,12 +1282,13 @@ __device__ void classify_rows(
             copy16(row_cache + (size_t)stage * kept + v, logits + (size_t)row * Vp + v, true);
         copies_end();
     };
-    if ((int)blockIdx.x < N) load_row(0, blockIdx.x);
-    for (int row = blockIdx.x, stage = 0; row < N; row += gridDim.x, stage ^= two_rows) {
-        int next = row + gridDim.x, target = targets[row];
+    int first = N - 1 - (int)blockIdx.x;
+    if (first >= 0) load_row(0, first);
+    for (int row = first, stage = 0; row >= 0; row -= (int)gridDim.x, stage ^= two_rows) {
+        int next = row - (int)gridDim.x, target = targets[row];
         real *x = logits + (size_t)row * Vp, *cached = row_cache + (size_t)stage * kept;
         auto at = [&](int v) { return two_rows || v < kept ? cached + v : x + v; };
-        if (two_rows && next < N) {
+        if (two_rows && next >= 0) {
             load_row(stage ^ 1, next);
             copies_arrive<1>();
         } else {
@@ -1259,37 +1305,31 @@ __device__ void classify_rows(
                     if (v + i >= V) l[i] = LOWEST;
             for (int i = 0; i < n; i++) largest = fmaxf(largest, l[i]);
             if (largest > before) sum *= exponential(before - largest);
-            for (int i = 0; i < n; i++) sum += exponential(l[i] - largest);
+            for (int i = 0; i < n; i++) sum += exponential(l[i], largest);
         }
         float top = block_reduce<warp_max>(largest, LOWEST);
         sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
         if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(*at(target));
         __syncthreads();  // the logit of the target has been read
         if (!with_gradient) continue;
-        float per_sum = dloss / sum;
+        float shift = top + logf(sum / dloss);  // e^(x - shift) = dloss / sum * e^(x - top)
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
-            Pack<n> l = {};
-            if (v < V) l = load<n>(at(v));
-            for (int i = 0; i < n; i++) l[i] = exponential(l[i] - top) * per_sum;
-            if (v + n > V || target / n == v / n)
+            Pack<n> l = load<n>(at(v));
+            for (int i = 0; i < n; i++) l[i] = exponential(l[i], shift);
+            if (v + n > V || (unsigned)(target - v) < n)
                 for (int i = 0; i < n; i++)
                     l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
             store(x + v, l);
-            if (!two_rows && v < kept && next < N)
+            if (!two_rows && v < kept && next >= 0)
                 copy16(cached + v, logits + (size_t)next * Vp + v, true);
         }
     }
 }
 
 // Shared memory has room for `room` logits; without a gradient none is needed. Items: blocks.
-#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int CLASSIFIER_BLOCKS = 2;  // their multiprocessors have 2,048 threads, others 1,536
-#else
-constexpr int CLASSIFIER_BLOCKS = 1;
-#endif
 BLOCK(1024, 1)
-extern "C" __global__ void __launch_bounds__(1024, CLASSIFIER_BLOCKS) fused_classifier(
+extern "C" __global__ void __launch_bounds__(1024, 1) fused_classifier(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
     int V, int Vp, int with_gradient, int room) {
     if (Vp % W > 0)
@@ -1571,24 +1611,29 @@ __device__ void tiles_arrive(Arrivals& arrivals) {
 __device__ unsigned long long describe(unsigned address) {
     return address | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+// The same matrix `by` further on: the address is in the lower half, and does not carry.
+__device__ unsigned long long further(unsigned long long d, unsigned by) {
+    return (d & 0xffffffff00000000) | ((unsigned)d + by);
+}
 
 template <int columns>
 __device__ void multiply_transposed(
     Result<columns>& x, const Own& own, const real* tile, const real* other) {
     static_assert(columns == 64, "one wgmma has 64 columns");
-    unsigned a = address16(tile + (own.slab - own.first) * HP), b = address16(other);
+    auto a = describe(address16(tile + (own.slab - own.first) * HP));
+    auto b = describe(address16(other));
     wgmma_fence(x.x);
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
         int channels = in_tile(0, c) / W;
-        wgmma(x.x[0], describe(a + channels), describe(b + channels), c > 0);
+        wgmma(x.x[0], further(a, channels), further(b, channels), c > 0);
     }
     wgmma_commit();
 }
 
 template <int columns>
 __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) {
-    unsigned b = address16(tile);
+    auto b = describe(address16(tile));
     Pair a[columns / 16][4];
 #pragma unroll
     for (int j = 0; j < columns / 16; j++) {
@@ -1600,7 +1645,7 @@ __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) 
     for (int j = 0; j < columns / 16; j++)
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
-            wgmma_from_registers(sum.x[0] + c / 8, a[j], describe(b + in_tile(16 * j, c) / W));
+            wgmma_from_registers(sum.x[0] + c / 8, a[j], further(b, in_tile(16 * j, c) / W));
     wgmma_commit();
 }
 

@@ -17,13 +17,13 @@ def problem(draw, B, T, C, V, share=10):
     new_dwte, new_dwpe = dwte.copy(), dwpe.copy()
     new_dwte[words] += np.add.reduceat(dout.reshape(N, C)[order], starts)
     new_dwpe[:T] += dout.sum(0)
-    inputs = dict(N=N, words=len(words), tokens=tokens, order=batch.order, run=batch.run_length, dwte=dwte, dwpe=dwpe,
+    inputs = dict(N=N, words=len(words), tokens=tokens, order=batch.order, runs=batch.runs, dwte=dwte, dwpe=dwpe,
                   dout=dout)
     return inputs, dict(dwte=new_dwte, dwpe=new_dwpe)
 
 
 def trainers(device, a):
-    device.launch("encoder_backward_wte", (a.N, a.C), a.dwte, a.dout, a.tokens, a.order, a.run, a.C)
+    device.launch("encoder_backward_wte", (a.N, a.C), a.dwte, a.dout, a.tokens, a.order, a.runs, a.N, a.C)
     device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C, threads=a.threads)
 
 
