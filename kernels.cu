@@ -164,19 +164,15 @@ __device__ void store(T* p, Pack<n> x) {
     for (int i = 0; i < n; i++) from_float(s.x[i], x[i]);
     *reinterpret_cast<Stored<n, T>*>(p) = s;
 }
-#ifdef BF16  // two numbers are converted at once
-template <int n>
-struct alignas(n <= 8 ? 2 * n : 16) Pairs { unsigned x[n / 2]; };
+#ifdef BF16  // two numbers in one register
 template <int n>
 __device__ Pack<n> load(const real* p) {
     Pack<n> x;
     if constexpr (n == 1) x[0] = to_float(*p);
     else {
-        Pairs<n> s = *reinterpret_cast<const Pairs<n>*>(p);
-        for (int i = 0; i < n; i += 2) {
-            x[i] = __uint_as_float(s.x[i / 2] << 16);
-            x[i + 1] = __uint_as_float(s.x[i / 2] & 0xffff0000);
-        }
+        auto s = *reinterpret_cast<const Stored<n / 2, unsigned>*>(p);
+        for (int i = 0; i < n; i++)
+            x[i] = __uint_as_float(i % 2 ? s.x[i / 2] & 0xffff0000 : s.x[i / 2] << 16);
     }
     return x;
 }
@@ -184,9 +180,9 @@ template <int n>
 __device__ void store(real* p, Pack<n> x) {
     if constexpr (n == 1) from_float(*p, x[0]);
     else {
-        Pairs<n> s;
+        Stored<n / 2, unsigned> s;
         for (int i = 0; i < n; i += 2) s.x[i / 2] = two_bf16(x[i], x[i + 1]);
-        *reinterpret_cast<Pairs<n>*>(p) = s;
+        *reinterpret_cast<Stored<n / 2, unsigned>*>(p) = s;
     }
 }
 #endif
@@ -239,15 +235,16 @@ extern "C" __global__ void encoder_forward(
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
 // any order. So the host sorts the positions by token: order (N). Equal tokens are a run, and
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
-// words occur once or twice, but one may make up a tenth of the batch. So the 8 warps of a block
-// share run i, if it is long; then each has a short run of its own, or 32 W channels of it. A block
-// for every 8 runs would be too many: most words do not occur. Items: N along x, C channels along y.
-BLOCK(256, 64, 32 * W)
+// words occur once or twice, but one may make up a tenth of the batch. So the 32 warps of a block
+// share run i, if it is long; then each has a short run of its own, or 32 W channels of it. Blocks
+// for all N that there may be would find no run, so they take them by turns. Items: N positions
+// along x, C channels along y.
+BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
     const int* __restrict__ order, const int* __restrict__ runs, int N, int C) {
     constexpr int LONG = 64;
-    __shared__ Pack<W> of_warp[8][32];
+    __shared__ Pack<W> of_warp[32][32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = W * (32 * blockIdx.y + lane);
     auto length = [&](int run) { return run < N ? runs[2 * run + 1] : 0; };
     auto sum_of = [&](int run, int from, int step) {
@@ -262,16 +259,16 @@ extern "C" __global__ void encoder_backward_wte(
         float* d = dwte + (size_t)tokens[order[runs[2 * run]]] * C + c;
         if (c < C) store(d, load<W>(d) + sum);
     };
-    for (int i = blockIdx.x; length(i) > LONG || length(8 * i) > 0; i += gridDim.x) {
+    for (int i = blockIdx.x; length(i) > LONG || length(32 * i) > 0; i += gridDim.x) {
         if (length(i) > LONG) {
-            of_warp[warp][lane] = sum_of(i, warp, 8);
+            of_warp[warp][lane] = sum_of(i, warp, 32);
             __syncthreads();
-            Pack<W> sum = of_warp[0][lane];
-            for (int w = 1; w < 8; w++) sum = sum + of_warp[w][lane];
+            Pack<W> sum = {};
+            for (int w = 0; w < 32; w++) sum = sum + of_warp[w][lane];
             if (warp == 0) add(i, sum);
             __syncthreads();
         }
-        int run = 8 * i + warp;
+        int run = 32 * i + warp;
         if (0 < length(run) && length(run) <= LONG) add(run, sum_of(run, 0, 1));
     }
 }
@@ -313,8 +310,8 @@ extern "C" __global__ void residual_layernorm_forward(
     float* residual, const float* before, const real* __restrict__ branch,
     const real* __restrict__ weight, const real* __restrict__ bias, int N) {
     constexpr int C = CHANNELS;
-    int row = N - 1 - (int)(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
-    if (row < 0) return;
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= N) return;
     size_t start = (size_t)row * C;
     out.begin();
     Pack<4> x[packs_of<4, 32>];
@@ -391,22 +388,22 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         }
         copies_end();
     };
-    int step = gridDim.x * rows, row = N - 1 - (int)(blockIdx.x * rows + own);
+    int step = gridDim.x * rows, row = blockIdx.x * rows + own;
     float next_mean = 0.0f, next_rstd = 0.0f;
-    if (row >= 0) {
+    if (row < N) {
         load_row(0, row);
         next_mean = mean[row];
         next_rstd = rstd[row];
     }
     Pack<W> sums[3][packs_of<W, ROW_THREADS>] = {};
     // Runs as long as any thread has a row: all reach __syncthreads.
-    for (int stage = 0; row + own >= 0; row -= step, stage ^= 1) {
-        bool has_row = row >= 0;
+    for (int stage = 0; row - own < N; row += step, stage ^= 1) {
+        bool has_row = row < N;
         float s = next_rstd, minus_ms = -next_mean * s;  // norm = inp * s + minus_ms
-        if (row >= step) {
-            load_row(stage ^ 1, row - step);
-            next_mean = mean[row - step];
-            next_rstd = rstd[row - step];
+        if (row + step < N) {
+            load_row(stage ^ 1, row + step);
+            next_mean = mean[row + step];
+            next_rstd = rstd[row + step];
             copies_arrive<1>();
         } else {
             copies_arrive<0>();
@@ -481,7 +478,7 @@ __device__ void add_columns(
     Pack<n> sum = {};
     if (o < OC)
 #pragma unroll 4
-        for (int row = N - 1 - (32 * share + octet); row >= 0; row -= 32 * shares)
+        for (int row = 32 * share + octet; row < N; row += 32 * shares)
             sum = sum + load<n>(inp + (size_t)row * OC + o);
     for (int i = 0; i < n; i++) of_octet[octet][threadIdx.x % 8 * n + i] = sum[i];
     __syncthreads();
@@ -935,7 +932,6 @@ __device__ Own own_rows(int T, int NH, int NKV) {
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
     int heads_here = min(SECTION, heads - section);
     int head = section + i % heads_here, turn = i / heads_here;
-    if (!rows_are_keys) head = heads - 1 - head;
     int first = (rows_are_keys ? turn : blocks - 1 - turn) * ROWS;
     int warp = threadIdx.x / 32 * 16 * M, slab = 0;
     if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
@@ -1282,13 +1278,12 @@ __device__ void classify_rows(
             copy16(row_cache + (size_t)stage * kept + v, logits + (size_t)row * Vp + v, true);
         copies_end();
     };
-    int first = N - 1 - (int)blockIdx.x;
-    if (first >= 0) load_row(0, first);
-    for (int row = first, stage = 0; row >= 0; row -= (int)gridDim.x, stage ^= two_rows) {
-        int next = row - (int)gridDim.x, target = targets[row];
+    if ((int)blockIdx.x < N) load_row(0, blockIdx.x);
+    for (int row = blockIdx.x, stage = 0; row < N; row += gridDim.x, stage ^= two_rows) {
+        int next = row + gridDim.x, target = targets[row];
         real *x = logits + (size_t)row * Vp, *cached = row_cache + (size_t)stage * kept;
         auto at = [&](int v) { return two_rows || v < kept ? cached + v : x + v; };
-        if (two_rows && next >= 0) {
+        if (two_rows && next < N) {
             load_row(stage ^ 1, next);
             copies_arrive<1>();
         } else {
@@ -1321,7 +1316,7 @@ __device__ void classify_rows(
                 for (int i = 0; i < n; i++)
                     l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
             store(x + v, l);
-            if (!two_rows && v < kept && next >= 0)
+            if (!two_rows && v < kept && next < N)
                 copy16(cached + v, logits + (size_t)next * Vp + v, true);
         }
     }
