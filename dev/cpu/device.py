@@ -28,9 +28,11 @@ GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?
 def with_poison(text):
     """CUDA text in which cuda.h's POISON(name) follows, on the same line, each __shared__ variable's declaration."""
     def add(declaration):
+        if declaration[0].startswith("/"):  # a comment, which may speak of __shared__ too
+            return declaration[0]
         bare = re.sub(r"<[^;]*>|\[[^]]*\]|\([^)]*\)", "", declaration[0])
         return declaration[0] + "".join(f" POISON({name})" for name in re.findall(r"(\w+)\s*[,;]", bare))
-    return re.sub(r"(?<!extern )\b__shared__\s[^;]*;", add, text)
+    return re.sub(r"//[^\n]*|/\*.*?\*/|(?<!extern )\b__shared__\s[^;]*;", add, text, flags=re.S)
 
 
 def round_to_tf32(x):

@@ -26,6 +26,8 @@ HELPERS = {
     "warp_max": "warp_max(x)           the same for the maximum.",
     "block_sum": "block_reduce<warp_sum>(x, 0.0f)    the sum of x over the block. All its threads must call it.",
     "block_max": "block_reduce<warp_max>(x, LOWEST)  the same for the maximum. LOWEST is the lowest float.",
+    "shuffle": "__shfl_xor_sync(FULL_WARP, x, step)  the x of lane ^ step. All 32 threads of the warp "
+               "must call it.",
     "shared": "__shared__ float x[256];  memory that the threads of a block share. __syncthreads(); waits for all.",
     "dynamic": "DYNAMIC_SHARED(float, x);  more shared memory; its size in bytes: {shared}",
     "atomicAdd": "atomicAdd(p, x)       adds the float x to *p, even if other threads add to it at the same time.",
@@ -108,6 +110,41 @@ EXERCISES = {row.kernel: row for row in (
              ("settings is a struct in device memory: AdamW a = *settings, then a.learning_rate, a.rate1, and so on.",
               "Look at kernels.cu for what its fields mean. A tensor i has weight decay if decayed[i]."),
              "master math"),
+    Exercise("shift", "shift1", "a neighbour's number, and an edge where there is no neighbour",
+             "a number of out",
+             ("Column c of number i is i % C. Column 0 has no left neighbour: what lies before it in "
+              "memory is the end of another row.",
+              "Why is out not inp? A thread would overwrite a number that its neighbour still has to "
+              "read: a race.")),
+    Exercise("row_sum", "row_sum3", "a tree in shared memory: where the barrier belongs", "a row",
+             ("A block takes a row. Each thread adds up its own numbers (c = threadIdx.x, then "
+              "c += blockDim.x) and stores the sum in part[threadIdx.x], which is __shared__.",
+              "Then half goes from blockDim.x / 2 down to 1: the threads below half add "
+              "part[threadIdx.x + half] to their own sum. Between two steps all threads wait, also "
+              "those that do not add."),
+             "to_float shared"),
+    Exercise("transpose", "transpose1", "which side is contiguous, and the banks of shared memory",
+             "a number of inp",
+             ("Number i of inp is in row i / C and column i % C. In out, column c begins at c * N.",
+              "To read neighbours and write neighbours, turn a tile in shared memory: "
+              "BLOCK(1024, 32, 32) and __shared__ real tile[32][33]. The 33rd number of each row "
+              "puts the 32 numbers of a column into 32 banks."),
+             "shared", plane="N, C"),
+    Exercise("group_scale", "group_scale1", "a shuffle: lanes of a warp exchange numbers",
+             "a number of out",
+             ("First let each thread look at all numbers of its group, from i / 32 * 32 on. fabsf(x) "
+              "is |x|.",
+              "Then use shuffles: swap with the lane 16 away and keep the larger number, then 8, 4, 2 "
+              "and 1 away. Now every lane knows the largest of 32.",
+              "The last warp may have lanes without a number. They must not return before the "
+              "shuffles."),
+             NUMBERS + " shuffle math"),
+    Exercise("prefix_sum", "prefix_sum1", "running sums: many threads do what looks serial", "a row",
+             ("One thread per row is right, and slow. With a block per row, each thread first adds "
+              "the number one to its left, then the sum two to the left, then four, and so on.",
+              "In shared memory each of these steps needs two barriers: after the reading, since "
+              "another thread overwrites, and after the writing, since another one reads."),
+             "to_float shared shuffle"),
     Exercise("matmul_backward_bias", "matmul_backward_bias1", "a sum over a column, whose numbers are far apart",
              "a column", ("A thread takes a column and adds up its N numbers in a float.",
                           "dbias is added to (+=), since micro-batches add up.")),

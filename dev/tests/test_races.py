@@ -434,7 +434,7 @@ ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
 APART = "see barriers_of_others"
 NOT_FOUND = {  # (function, number): why not
     ("skip_outliers", 1): "no race: the sums of z_score wait for all lanes, behind what they read before",
-    ("block_reduce", 2): f"no race: no kernel has two of a kind without a barrier between them; {APART}",
+    ("block_reduce", 2): f"no race: where the trainer calls two of a kind, a barrier is between them; {APART}",
     ("weights_to_fp8", 1): APART,
     **{("matmul_forward6", number): "its PTX is for GPUs alone" for number in (1, 2, 3)},
 }

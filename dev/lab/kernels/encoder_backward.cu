@@ -29,5 +29,35 @@ extern "C" __global__ void encoder_backward2(float* dwte, float* dwpe, const rea
     }
 }
 
-// encoder_backward_wte and encoder_backward_wpe in kernels.cu: parallel, and always in the same order. The host sorts
-// the positions by token, and the 8 warps of a block add up all positions of one word. dwpe sums over the B rows of t.
+// A block for each position. Only positions of the same word add to the same row of dwte, so if one block does all
+// positions of a word, in order, nobody is in its way: no atomics, and as many blocks at work as there are words in the
+// batch. The host does not say where a word occurs; a block looks for it. It compares blockDim.x tokens at a time with
+// its own. If it finds its word before its own position, the block of that position adds up the word, and this one
+// ends. What makes this slow is the looking: a block whose word is not there earlier reads all N tokens, and waits for
+// its slowest warp after each blockDim.x of them. And a word that makes up a tenth of the batch is the work of one
+// block, one row after the other, when all others are done. The barrier at the end of the loop is there because the
+// next tokens overwrite what a slower warp may still read. dwpe needs no search, and is left to encoder_backward_wpe in
+// kernels.cu. Items: N positions along x, C channels along y.
+BLOCK(256, 1, threads)
+extern "C" __global__ void encoder_backward3(float* dwte, const real* __restrict__ dout,
+                                             const int* __restrict__ tokens, int N, int C) {
+    __shared__ bool same[1024];  // which of the tokens at hand are this block's word
+    int n = blockIdx.x, word = tokens[n], c = blockIdx.y * blockDim.x + threadIdx.x;
+    float sum = 0.0f;
+    for (int first = 0; first < N; first += blockDim.x) {
+        int row = first + threadIdx.x;
+        same[threadIdx.x] = row < N && tokens[row] == word;
+        if (block_reduce<warp_sum>(same[threadIdx.x], 0.0f) == 0.0f) continue;
+        for (int i = 0; i < blockDim.x; i++) {
+            if (!same[i]) continue;
+            if (first + i < n) return;  // as all threads of the block do
+            if (c < C) sum += to_float(dout[(size_t)(first + i) * C + c]);
+        }
+        __syncthreads();
+    }
+    if (c < C) dwte[(size_t)word * C + c] += sum;
+}
+
+// encoder_backward_wte and encoder_backward_wpe in kernels.cu: nobody looks for a word. The host sorts the positions by
+// token, once for each batch, and the 8 warps of a block share all positions of one word. The order is always the same.
+// dwpe sums over the B rows of t.

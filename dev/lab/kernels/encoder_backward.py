@@ -22,19 +22,25 @@ def problem(draw, B, T, C, V, share=10):
     return inputs, dict(dwte=new_dwte, dwpe=new_dwpe)
 
 
+def searching(device, a):
+    device.launch("encoder_backward3", (a.N, a.C), a.dwte, a.dout, a.tokens, a.N, a.C, threads=a.threads)
+    device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C)
+
+
 def trainers(device, a):
     device.launch("encoder_backward_wte", (a.N, a.C), a.dwte, a.dout, a.tokens, a.order, a.runs, a.N, a.C)
     device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C, threads=a.threads)
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=768,V=50257", tuple(f"{rows},V=17,share=60" for rows in ODD_SHAPES),
+    problem, "B=8,T=1024,C=768,V=50257", tuple(f"{rows},V=17,share=60" for rows in (*ODD_SHAPES, "B=3,T=50,C=32")),
     trainer_checks=("B=1,T=1,C=32,V=257", "B=3,T=30,C=160,V=257,share=0", "B=3,T=300,C=96,V=257,share=60"),
     args="dwte dwpe dout tokens N T C", fp32="dwte dwpe", sums="dwte dwpe",
     traffic=lambda a: a.N * a.C * a.itemsize + 8 * (a.words + a.T) * a.C, versions=(
         Version("one thread per channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
         Version("one thread per channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
-        Version("a block for each word: the trainer's", trainers, threads=(64, 128, 256, 512), trainer=True,
-                held_back="most words occur once, so most blocks have work for one of their eight warps, and all meet "
-                          "at a barrier"),
+        Version("a block for each word, which looks for it", searching, threads=(128, 256, 512, 1024)),
+        Version("a block for each word, sorted by the host: the trainer's", trainers, threads=(64, 128, 256, 512),
+                trainer=True, held_back="most words occur once, so most blocks have work for one of their eight warps, "
+                                        "and all meet at a barrier"),
     ))

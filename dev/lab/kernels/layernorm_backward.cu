@@ -70,6 +70,53 @@ extern "C" __global__ void layernorm_backward2(real* __restrict__ dresidual, flo
     }
 }
 
+// Version 2 makes 3 C atomics in shared memory for each row. Here a block takes a row, in a loop over rows, so a thread
+// has the same columns in every row, three if C is 768, and keeps their sums in nine registers: no atomics in the loop.
+// At the end a block stores its sums in partials (3, gridDim.x, C), and add_partials of kernels.cu, a second launch,
+// adds these up in the order of the blocks. So the bits are always the same. But now the sums over a row go through the
+// whole block: each row takes two block_reduce, which is four barriers, and at each of them 8 warps wait for the slowest
+// with no load under way. More blocks on a multiprocessor help, but leave more partials. Items: blocks.
+BLOCK(256, 1)
+extern "C" __global__ void layernorm_backward3(real* __restrict__ dresidual, float* partials,
+                                               const real* __restrict__ dout, const real* __restrict__ inp,
+                                               const real* __restrict__ weight, const float* __restrict__ mean,
+                                               const float* __restrict__ rstd, int N) {
+    constexpr int C = CHANNELS, THREADS = 256, COLUMNS = (C + THREADS - 1) / THREADS;  // the columns of a thread
+    float sums[3][COLUMNS] = {};
+    for (int row = blockIdx.x; row < N; row += gridDim.x) {
+        size_t start = (size_t)row * C;
+        float m = mean[row], s = rstd[row], sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f, norm[COLUMNS], d[COLUMNS];
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) {
+            int c = THREADS * k + threadIdx.x;
+            if (c >= C) continue;
+            norm[k] = (to_float(inp[start + c]) - m) * s;
+            d[k] = to_float(dout[start + c]);
+            sum_dnorm += d[k] * to_float(weight[c]);
+            sum_dnorm_norm += d[k] * to_float(weight[c]) * norm[k];
+        }
+        float average_dnorm = block_reduce<warp_sum>(sum_dnorm, 0.0f) / C;
+        float average_dnorm_norm = block_reduce<warp_sum>(sum_dnorm_norm, 0.0f) / C;
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) {
+            int c = THREADS * k + threadIdx.x;
+            if (c >= C) continue;
+            float g = to_float(dresidual[start + c]);
+            g += s * (d[k] * to_float(weight[c]) - average_dnorm - norm[k] * average_dnorm_norm);
+            sums[0][k] += d[k] * norm[k];
+            sums[1][k] += d[k];
+            sums[2][k] += g;
+            from_float(dresidual[start + c], g);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < COLUMNS; k++) {
+        int c = THREADS * k + threadIdx.x;
+        for (int which = 0; which < 3 && c < C; which++)
+            partials[((size_t)which * gridDim.x + blockIdx.x) * C + c] = sums[which][k];
+    }
+}
+
 namespace layernorm_backward_ {
 
 constexpr int TOGETHER = 12;  // blocks whose sums are added up by the last of them
@@ -92,17 +139,18 @@ __device__ __forceinline__ void add_rows(float* partials, int rows, int first, i
 
 }  // namespace layernorm_backward_
 
-// No float atomics, and still one launch. A lane has the same columns of each of its rows, 16 bytes at a time, so it
-// keeps their three sums in registers, and the row too. At the end a block adds up its warps in shared memory, and
-// stores its sums in partials (3, gridDim.x, C). If the last block to finish added up the sums of all 132 blocks, 1.2
-// MB, that would take more than ten microseconds, since one multiprocessor reads some 100 GB/s. So there are two
-// levels. Blocks form groups of 12; the last block of a group to finish adds up that group, and the last block of all
-// adds up the groups. The groups are fixed, and each sum goes from the first to the last, so the bits are always the
-// same. This saves a second launch, and costs two fences, two atomics, and two short sums by a few blocks, which is
-// about even. It is slower than the trainer's because 240 registers per thread leave 8 warps to a multiprocessor, and
-// no load is under way while a warp adds up. counters (1 + groups) are 0 before and after. Items: blocks.
+// One warp per row again, so a row needs no barrier, and one launch. A lane has the same columns of each of its rows, 16
+// bytes at a time, so it keeps their three sums in registers, and the row too: 24 columns if C is 768, not three. At the
+// end a block adds up its warps in shared memory, and stores its sums in partials (3, gridDim.x, C). If the last block
+// to finish added up the sums of all 132 blocks, 1.2 MB, that would take more than ten microseconds, since one
+// multiprocessor reads some 100 GB/s. So there are two levels. Blocks form groups of 12; the last block of a group to
+// finish adds up that group, and the last block of all adds up the groups. The groups are fixed, and each sum goes from
+// the first to the last, so the bits are always the same. This saves a second launch, and costs two fences, two atomics,
+// and two short sums by a few blocks, which is about even. It is slower than the trainer's because 240 registers per
+// thread leave 8 warps to a multiprocessor, and no load is under way while a warp adds up. counters (1 + groups) are 0
+// before and after. Items: blocks.
 BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(256) layernorm_backward3(
+extern "C" __global__ void __launch_bounds__(256) layernorm_backward4(
     real* __restrict__ dresidual, float* dweight, float* dbias, float* before, float* partials, int* counters,
     const real* __restrict__ dout, const real* __restrict__ inp, const real* __restrict__ weight,
     const float* __restrict__ mean, const float* __restrict__ rstd, int N) {

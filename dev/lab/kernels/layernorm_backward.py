@@ -24,6 +24,12 @@ def problem(draw, B, T, C, linear=1):
     return inputs, truth | (dict(before=before + new.sum(0)) if linear else {})
 
 
+def blocks_and_partials(device, a):
+    device.launch("layernorm_backward3", a.blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight,
+                  a.mean, a.rstd, a.N)
+    device.launch("add_partials", (a.C, 3), a.dweight, a.dbias, a.before, a.partials, a.blocks, a.C)
+
+
 def trainers(device, a):
     """With the trainer's own grid, or with the blocks and rows that were chosen, if they fit."""
     blocks, threads, shared = layernorm_backward_launch(device, a.N)
@@ -46,7 +52,10 @@ LADDER = Ladder(
                 atomics=True),
         Version("one warp per row, atomics in shared memory", "layernorm_backward2", "blocks", threads=(128, 256, 512),
                 shared="4 * 3*C", more=dict(blocks=(2, *BLOCKS)), atomics=True),
-        Version("sums in registers, and the last block adds up", "layernorm_backward3", "blocks", threads=(128, 256),
+        Version("one block per row, sums in registers, and a second launch", blocks_and_partials, threads=(),
+                more=dict(blocks=(2, *BLOCKS)), scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
+        Version("one warp per row, sums in registers, and the last block adds up", "layernorm_backward4", "blocks",
+                threads=(128, 256),
                 args="dresidual dweight dbias before partials counters dout inp weight mean rstd N",
                 shared="threads // 32 * 4*C", more=dict(blocks=(2, 132, 264)),
                 scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
