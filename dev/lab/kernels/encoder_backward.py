@@ -40,7 +40,7 @@ LADDER = Ladder(
         Version("one thread per channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
         Version("one thread per channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
         Version("a block for each word, which looks for it", searching, threads=(128, 256, 512, 1024)),
-        Version("a block for each word, sorted by the host: the trainer's", trainers, threads=(64, 128, 256, 512),
-                trainer=True, held_back="most words occur once, so most blocks have work for one of their eight warps, "
-                                        "and all meet at a barrier"),
+        Version("a warp for each word, sorted by the host: the trainer's", trainers, threads=(64, 128, 256, 512),
+                trainer=True, held_back="most words occur once: a warp follows three addresses, each from the one "
+                                        "before, to add up one row"),
     ))
