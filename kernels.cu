@@ -135,6 +135,10 @@ constexpr float LOG2_E = 1.442695041f;
 __device__ float exponential(float x) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
 }
+// e^(x - shift), for many x and one shift: in bf16, one multiply-add and one instruction for 2^x.
+__device__ float exponential(float x, float shift) {
+    return sizeof(real) == 2 ? power_of_2(LOG2_E * x - LOG2_E * shift) : expf(x - shift);
+}
 
 // Pack<n> is n neighbours of an array as fp32, in registers: the compiler unrolls short loops. load
 // and store move up to 16 bytes at a time, the most that one instruction can.
@@ -160,6 +164,28 @@ __device__ void store(T* p, Pack<n> x) {
     for (int i = 0; i < n; i++) from_float(s.x[i], x[i]);
     *reinterpret_cast<Stored<n, T>*>(p) = s;
 }
+#ifdef BF16  // two numbers in one register
+template <int n>
+__device__ Pack<n> load(const real* p) {
+    Pack<n> x;
+    if constexpr (n == 1) x[0] = to_float(*p);
+    else {
+        auto s = *reinterpret_cast<const Stored<n / 2, unsigned>*>(p);
+        for (int i = 0; i < n; i++)
+            x[i] = __uint_as_float(i % 2 ? s.x[i / 2] & 0xffff0000 : s.x[i / 2] << 16);
+    }
+    return x;
+}
+template <int n>
+__device__ void store(real* p, Pack<n> x) {
+    if constexpr (n == 1) from_float(*p, x[0]);
+    else {
+        Stored<n / 2, unsigned> s;
+        for (int i = 0; i < n; i += 2) s.x[i / 2] = two_bf16(x[i], x[i + 1]);
+        *reinterpret_cast<Stored<n / 2, unsigned>*>(p) = s;
+    }
+}
+#endif
 template <int n>
 __device__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
     for (int i = 0; i < n; i++) a[i] += b[i];
@@ -207,29 +233,44 @@ extern "C" __global__ void encoder_forward(
 }
 
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
-// any order. So the host sorts the positions by token: order (N). A run of equal tokens has its
-// length in run_length (N) at its first position; the others have 0. If a run begins at i,
-// block (i, y) has 32 W channels of the word's gradient. Its 8 warps share the run, since a word
-// may make up a tenth of the batch. Items: N positions along x, C channels along y.
-BLOCK(256, 1, 32 * W)
+// any order. So the host sorts the positions by token: order (N). Equal tokens are a run, and
+// runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
+// words occur once or twice, but one may make up a tenth of the batch. So the 32 warps of a block
+// share run i, if it is long; then each has a short run of its own, or 32 W channels of it. Blocks
+// for all N that there may be would find no run, so they take them by turns. Items: N positions
+// along x, C channels along y.
+BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
-    const int* __restrict__ order, const int* __restrict__ run_length, int C) {
-    int begin = blockIdx.x, length = run_length[begin];
-    if (length == 0) return;
-    __shared__ Pack<W> of_warp[8][32];
+    const int* __restrict__ order, const int* __restrict__ runs, int N, int C) {
+    constexpr int LONG = 64;
+    __shared__ Pack<W> of_warp[32][32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = W * (32 * blockIdx.y + lane);
-    Pack<W> sum = {};
-    if (c < C)
-#pragma unroll 8  // so that several rows are on their way
-        for (int j = warp; j < length; j += 8)
-            sum = sum + load<W>(dout + (size_t)order[begin + j] * C + c);
-    of_warp[warp][lane] = sum;
-    __syncthreads();
-    if (warp > 0 || c >= C) return;
-    for (int w = 1; w < 8; w++) sum = sum + of_warp[w][lane];
-    float* d = dwte + (size_t)tokens[order[begin]] * C + c;
-    store(d, load<W>(d) + sum);
+    auto length = [&](int run) { return run < N ? runs[2 * run + 1] : 0; };
+    auto sum_of = [&](int run, int from, int step) {
+        Pack<W> sum = {};
+        if (c < C)
+#pragma unroll 4  // so that several rows are on their way
+            for (int j = from; j < length(run); j += step)
+                sum = sum + load<W>(dout + (size_t)order[runs[2 * run] + j] * C + c);
+        return sum;
+    };
+    auto add = [&](int run, Pack<W> sum) {
+        float* d = dwte + (size_t)tokens[order[runs[2 * run]]] * C + c;
+        if (c < C) store(d, load<W>(d) + sum);
+    };
+    for (int i = blockIdx.x; length(i) > LONG || length(32 * i) > 0; i += gridDim.x) {
+        if (length(i) > LONG) {
+            of_warp[warp][lane] = sum_of(i, warp, 32);
+            __syncthreads();
+            Pack<W> sum = {};
+            for (int w = 0; w < 32; w++) sum = sum + of_warp[w][lane];
+            if (warp == 0) add(i, sum);
+            __syncthreads();
+        }
+        int run = 32 * i + warp;
+        if (0 < length(run) && length(run) <= LONG) add(run, sum_of(run, 0, 1));
+    }
 }
 
 // dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. Items: T*C numbers.
@@ -1259,20 +1300,19 @@ __device__ void classify_rows(
                     if (v + i >= V) l[i] = LOWEST;
             for (int i = 0; i < n; i++) largest = fmaxf(largest, l[i]);
             if (largest > before) sum *= exponential(before - largest);
-            for (int i = 0; i < n; i++) sum += exponential(l[i] - largest);
+            for (int i = 0; i < n; i++) sum += exponential(l[i], largest);
         }
         float top = block_reduce<warp_max>(largest, LOWEST);
         sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
         if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(*at(target));
         __syncthreads();  // the logit of the target has been read
         if (!with_gradient) continue;
-        float per_sum = dloss / sum;
+        float shift = top + logf(sum / dloss);  // e^(x - shift) = dloss / sum * e^(x - top)
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
-            Pack<n> l = {};
-            if (v < V) l = load<n>(at(v));
-            for (int i = 0; i < n; i++) l[i] = exponential(l[i] - top) * per_sum;
-            if (v + n > V || target / n == v / n)
+            Pack<n> l = load<n>(at(v));
+            for (int i = 0; i < n; i++) l[i] = exponential(l[i], shift);
+            if (v + n > V || (unsigned)(target - v) < n)
                 for (int i = 0; i < n; i++)
                     l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
             store(x + v, l);
@@ -1283,13 +1323,8 @@ __device__ void classify_rows(
 }
 
 // Shared memory has room for `room` logits; without a gradient none is needed. Items: blocks.
-#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr int CLASSIFIER_BLOCKS = 2;  // their multiprocessors have 2,048 threads, others 1,536
-#else
-constexpr int CLASSIFIER_BLOCKS = 1;
-#endif
 BLOCK(1024, 1)
-extern "C" __global__ void __launch_bounds__(1024, CLASSIFIER_BLOCKS) fused_classifier(
+extern "C" __global__ void __launch_bounds__(1024, 1) fused_classifier(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
     int V, int Vp, int with_gradient, int room) {
     if (Vp % W > 0)
@@ -1571,24 +1606,29 @@ __device__ void tiles_arrive(Arrivals& arrivals) {
 __device__ unsigned long long describe(unsigned address) {
     return address | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+// The same matrix `by` further on: the address is in the lower half, and does not carry.
+__device__ unsigned long long further(unsigned long long d, unsigned by) {
+    return (d & 0xffffffff00000000) | ((unsigned)d + by);
+}
 
 template <int columns>
 __device__ void multiply_transposed(
     Result<columns>& x, const Own& own, const real* tile, const real* other) {
     static_assert(columns == 64, "one wgmma has 64 columns");
-    unsigned a = address16(tile + (own.slab - own.first) * HP), b = address16(other);
+    auto a = describe(address16(tile + (own.slab - own.first) * HP));
+    auto b = describe(address16(other));
     wgmma_fence(x.x);
 #pragma unroll
     for (int c = 0; c < HP; c += 16) {
         int channels = in_tile(0, c) / W;
-        wgmma(x.x[0], describe(a + channels), describe(b + channels), c > 0);
+        wgmma(x.x[0], further(a, channels), further(b, channels), c > 0);
     }
     wgmma_commit();
 }
 
 template <int columns>
 __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) {
-    unsigned b = address16(tile);
+    auto b = describe(address16(tile));
     Pair a[columns / 16][4];
 #pragma unroll
     for (int j = 0; j < columns / 16; j++) {
@@ -1600,7 +1640,7 @@ __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) 
     for (int j = 0; j < columns / 16; j++)
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
-            wgmma_from_registers(sum.x[0] + c / 8, a[j], describe(b + in_tile(16 * j, c) / W));
+            wgmma_from_registers(sum.x[0] + c / 8, a[j], further(b, in_tile(16 * j, c) / W));
     wgmma_commit();
 }
 

@@ -243,8 +243,8 @@ def batch_table(B, T):
     return [
         Row("tokens", (B, T), np.int32),
         Row("targets", (B, T), np.int32),  # for each token the one that follows
-        Row("order", (B * T,), np.int32),  # positions sorted by token: see encoder_backward_wte
-        Row("run_length", (B * T,), np.int32),  # of the runs of equal tokens in that order
+        Row("order", (B * T,), np.int32),  # positions sorted by token
+        Row("runs", (B * T, 2), np.int32),  # of equal tokens: see encoder_backward_wte
     ]
 
 
@@ -427,7 +427,7 @@ class GPT2:
         (B, T), C = self.BT, self.config.C
         launch, b = self.device.launch, self.batch
         dx, g = self.back.dresidual, self.grads
-        launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.run_length, C)
+        launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.runs, B * T, C)
         launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
 
     def last_norm_forward(self):
@@ -1162,7 +1162,7 @@ class DataLoader:
         self.next = 0
 
     def next_batch(self):
-        """Tokens and targets, both (B,T) int32: for each token the one that follows."""
+        """Tokens and their targets, both (B,T) int32."""
         if self.next == self.batches:
             self.restart()
         self.next += 1
@@ -1188,7 +1188,8 @@ def pack_batch(tokens, targets=0):
     batch.order[...] = np.argsort(narrow, kind="stable")
     counts = np.bincount(flat)
     counts = counts[counts > 0]
-    batch.run_length[np.cumsum(counts) - counts] = counts
+    runs = np.stack([np.cumsum(counts) - counts, counts], 1)
+    batch.runs[: len(runs)] = runs[np.argsort(-counts)]
     return data, tokens.shape
 
 

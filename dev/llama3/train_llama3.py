@@ -405,7 +405,7 @@ class Llama3(GPT2):
     def embedding_backward(self):
         (B, T), C, b = self.BT, self.config.C, self.batch
         self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual,
-                           b.tokens, b.order, b.run_length, C)
+                           b.tokens, b.order, b.runs, B * T, C)
 
     def last_norm_forward(self):
         a = self.acts

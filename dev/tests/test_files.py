@@ -187,7 +187,7 @@ def good_files(device_name, folder):
 
 
 def packed_batches(device_name, folder):
-    """The host's part of encoder_backward_wte: positions sorted by token, and the lengths of runs of a token."""
+    """The host's part of encoder_backward_wte: positions sorted by token, and the runs of a token, longest first."""
     for V in (1, 300, 70000):  # the last does not fit into 16 bits
         tokens, targets = words(V, 2, 3, 50)
         data, shape = pack_batch(tokens, targets)
@@ -196,8 +196,11 @@ def packed_batches(device_name, folder):
         order = sorted(range(150), key=tokens.ravel().tolist().__getitem__)
         yield f"order, V={V}", batch.order, np.int32(order), EXACT
         ordered = tokens.ravel()[order].tolist()
-        runs = [ordered.count(word) if i == 0 or ordered[i - 1] != word else 0 for i, word in enumerate(ordered)]
-        yield f"runs, V={V}", batch.run_length, np.int32(runs), EXACT
+        runs = sorted((ordered.index(word), ordered.count(word)) for word in set(ordered))
+        found = sorted(map(tuple, batch.runs[: len(runs)].tolist()))
+        yield f"runs, V={V}", np.int32(found), np.int32(runs), EXACT
+        yield f"runs, longest first, then zeros, V={V}", batch.runs[:, 1], np.sort(batch.runs[:, 1])[::-1], EXACT
+        yield f"behind the runs, V={V}", batch.runs[len(runs) :], np.zeros((150 - len(runs), 2), np.int32), EXACT
     yield "no targets", carve(pack_batch(tokens)[0], batch_table(*shape)).targets, np.zeros((3, 50), np.int32), EXACT
 
 

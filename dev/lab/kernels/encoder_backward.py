@@ -17,7 +17,7 @@ def problem(draw, B, T, C, V, share=10):
     new_dwte, new_dwpe = dwte.copy(), dwpe.copy()
     new_dwte[words] += np.add.reduceat(dout.reshape(N, C)[order], starts)
     new_dwpe[:T] += dout.sum(0)
-    inputs = dict(N=N, words=len(words), tokens=tokens, order=batch.order, run=batch.run_length, dwte=dwte, dwpe=dwpe,
+    inputs = dict(N=N, words=len(words), tokens=tokens, order=batch.order, runs=batch.runs, dwte=dwte, dwpe=dwpe,
                   dout=dout)
     return inputs, dict(dwte=new_dwte, dwpe=new_dwpe)
 
@@ -28,7 +28,7 @@ def searching(device, a):
 
 
 def trainers(device, a):
-    device.launch("encoder_backward_wte", (a.N, a.C), a.dwte, a.dout, a.tokens, a.order, a.run, a.C)
+    device.launch("encoder_backward_wte", (a.N, a.C), a.dwte, a.dout, a.tokens, a.order, a.runs, a.N, a.C)
     device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C, threads=a.threads)
 
 
@@ -40,7 +40,7 @@ LADDER = Ladder(
         Version("one thread per channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
         Version("one thread per channel, all tokens in order", "encoder_backward2", "C", threads=(32, 64, 128)),
         Version("a block for each word, which looks for it", searching, threads=(128, 256, 512, 1024)),
-        Version("a block for each word, sorted by the host: the trainer's", trainers, threads=(64, 128, 256, 512),
-                trainer=True, held_back="most words occur once, so most blocks have work for one of their eight warps, "
-                                        "and all meet at a barrier"),
+        Version("a warp for each word, sorted by the host: the trainer's", trainers, threads=(64, 128, 256, 512),
+                trainer=True, held_back="most words occur once: a warp follows three addresses, each from the one "
+                                        "before, to add up one row"),
     ))
