@@ -235,17 +235,18 @@ extern "C" __global__ void encoder_forward(
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
 // any order. So the host sorts the positions by token: order (N). Equal tokens are a run, and
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
-// words occur once or twice, but one may make up a tenth of the batch. So the 32 warps of a block
-// share run i, if it is long; then each has a short run of its own, or 32 W channels of it. Blocks
-// for all N that there may be would find no run, so they take them by turns. Items: N positions
-// along x, C channels along y.
+// words occur once or twice, but one may make up a tenth of the batch. So the warps of a block
+// share run i, if it is long; then each has a short run of its own, or 32 W channels of it. There
+// are fewer runs than N, so a few blocks take them by turns. Items: N positions along x, C channels
+// along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
     const int* __restrict__ order, const int* __restrict__ runs, int N, int C) {
     constexpr int LONG = 64;
     __shared__ Pack<W> of_warp[32][32];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = W * (32 * blockIdx.y + lane);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    int c = W * (32 * blockIdx.y + lane);
     auto length = [&](int run) { return run < N ? runs[2 * run + 1] : 0; };
     auto sum_of = [&](int run, int from, int step) {
         Pack<W> sum = {};
@@ -259,16 +260,16 @@ extern "C" __global__ void encoder_backward_wte(
         float* d = dwte + (size_t)tokens[order[runs[2 * run]]] * C + c;
         if (c < C) store(d, load<W>(d) + sum);
     };
-    for (int i = blockIdx.x; length(i) > LONG || length(32 * i) > 0; i += gridDim.x) {
+    for (int i = blockIdx.x; length(i) > LONG || length(warps * i) > 0; i += gridDim.x) {
         if (length(i) > LONG) {
-            of_warp[warp][lane] = sum_of(i, warp, 32);
+            of_warp[warp][lane] = sum_of(i, warp, warps);
             __syncthreads();
             Pack<W> sum = {};
-            for (int w = 0; w < 32; w++) sum = sum + of_warp[w][lane];
+            for (int w = 0; w < warps; w++) sum = sum + of_warp[w][lane];
             if (warp == 0) add(i, sum);
             __syncthreads();
         }
-        int run = 32 * i + warp;
+        int run = warps * i + warp;
         if (0 < length(run) && length(run) <= LONG) add(run, sum_of(run, 0, 1));
     }
 }

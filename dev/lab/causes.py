@@ -83,10 +83,10 @@ def facts_of(bench, comparison, code):
 
 
 def shared_in(code):
-    """The names of the __shared__ variables and arrays of a text. They start with the bits of memory that nobody wrote,
-    as outputs do, and a sum with them keeps those bits."""
-    found = re.findall(r"__shared__\s+\w+\s+(\w+)|DYNAMIC_SHARED\(\s*\w+\s*,\s*(\w+)", code)
-    return " and ".join(first or second for first, second in found)
+    """The names of the __shared__ variables and arrays of a text, and their lines. They start with the bits of memory
+    that nobody wrote, as outputs do, and a sum with them keeps those bits."""
+    found = re.finditer(r"__shared__\s+\w+\s+(\w+)|DYNAMIC_SHARED\(\s*\w+\s*,\s*(\w+)", code)
+    return " and ".join(f"{name[1] or name[2]} (line {code[: name.start()].count(chr(10)) + 1})" for name in found)
 
 
 def wrong_places(bench, comparison, found, cared):

@@ -205,7 +205,7 @@ PLANTS = (
     plant("classifier_fused", "dloss is left out", "dloss * (expf", "(expf"),
     plant("classifier_fused", "1 at the target is not", "v == targets[row] ? 1.0f : 0.0f", "0.0f"),
     plant("global_norm", "root is missing", "sqrtf(sum)", "sum"),
-    plant("global_norm", "Is total set before it is read.*does not start at 0",
+    plant("global_norm", "Is total .line 29. set before it is read.*does not start at 0",
           "sum = block_reduce<warp_sum>(sum, 0.0f);",
           "__shared__ float total;\n    atomicAdd(&total, sum);\n    __syncthreads();\n    sum = "
           "total;"),

@@ -34,7 +34,8 @@ def trainers(device, a):
 
 LADDER = Ladder(
     problem, "B=8,T=1024,C=768,V=50257", tuple(f"{rows},V=17,share=60" for rows in (*ODD_SHAPES, "B=3,T=50,C=32")),
-    trainer_checks=("B=1,T=1,C=32,V=257", "B=3,T=30,C=160,V=257,share=0", "B=3,T=300,C=96,V=257,share=60"),
+    trainer_checks=("B=1,T=1,C=32,V=257", "B=5,T=50,C=32,V=3,share=0", "B=3,T=30,C=160,V=257,share=0",
+                    "B=3,T=300,C=96,V=257,share=60"),
     args="dwte dwpe dout tokens N T C", fp32="dwte dwpe", sums="dwte dwpe",
     traffic=lambda a: a.N * a.C * a.itemsize + 8 * (a.words + a.T) * a.C, versions=(
         Version("one thread per channel of a token, with atomics", "encoder_backward1", "N*C", atomics=True),
