@@ -97,10 +97,10 @@ __device__ double __dsqrt_rn(double x) { return sqrt(x); }
 // ---- from one type to another ----
 
 namespace cuda_on_cpu {
-// A whole number as an integer: the nearest that there is, and 0 for a NaN.
+// A whole number as an integer: the nearest that there is. A NaN becomes 0; a double, the highest bit alone.
 template <class To, class From> __device__ To integer(From x) {
     using Limits = std::numeric_limits<To>;
-    if (x != x) return 0;
+    if (x != x) return sizeof(From) == 8 ? To(1ull << (8 * sizeof(To) - 1)) : 0;
     if (x <= From(Limits::min())) return Limits::min();
     return x >= From(Limits::max()) ? Limits::max() : To(x);
 }

@@ -132,11 +132,13 @@ def compiler_lines(path, text, dtype):
 def warning_lines(path, text):
     """The compiler's warnings on a student's file, in pairs of lines, the first few: what, and where. text: what the
     compiler said, Cpu.warnings."""
-    found = re.findall(rf"{re.escape(str(path))}:(\d+):(?:\d+:)? warning: (.*?)(?: \[-W[^\]]*\])?$", text, re.M)
-    lines = []
-    for number, what in dict.fromkeys((int(number), what) for number, what in found):
-        lines += [f"the compiler warns: {re.sub('[' + chr(0x2018) + chr(0x2019) + chr(39) + ']', '', what)}",
-                  quoted(path, number)]
+    here, lines = re.escape(str(path)), []
+    for part in re.split(rf"(?=^{here}:\d+:(?:\d+:)? warning: )", text, flags=re.M)[1:]:
+        number, what = re.match(rf"{here}:(\d+):(?:\d+:)? warning: (.*?)(?: \[-W[^\]]*\])?$", part, re.M).groups()
+        declared_in = re.search(rf"^{here}:(\d+):.* declared here", part, re.M)  # the place to mend
+        said = [f"the compiler warns: {re.sub('[' + chr(0x2018) + chr(0x2019) + chr(39) + ']', '', what)}",
+                quoted(path, int((declared_in or [0, number])[1]))]
+        lines += said if said[0] not in lines else []
     return lines[:8]
 
 

@@ -71,7 +71,7 @@ def found(bench, kernel, threads, items, own, one):
     along y)."""
     a = bench.sets[0]
     numbers = sum(array.nbytes for name, array in vars(a).items()
-                  if isinstance(array, np.ndarray) and name in bench.inputs)
+                  if isinstance(array, np.ndarray) and name in bench.inputs) or 1
     covered = [int(covers(threads, bench.device.W)) for covers in kernel.covers]
     counts = items if isinstance(items, tuple) else (items,)
     blocks = math.prod(-(-count // cover) for count, cover in zip(counts, covered))

@@ -54,7 +54,7 @@ FLOATS = (
     ),
     ("abs(y)", lambda x, y: np.abs(y), 0),
     ("isnan(y) + isinf(INFINITY) + 2 * isfinite(x)", lambda x, y: 3 + 0 * x, 0),
-    ("(float)M_PI * x / FLT_MAX * FLT_MAX", lambda x, y: np.pi * x, 1e-6),
+    ("(float)M_PI * x * (FLT_MAX / FLT_MAX)", lambda x, y: np.pi * x, 1e-6),
     (
         "__int_as_float(__float_as_int(x)) + __uint_as_float(__float_as_uint(y))",
         lambda x, y: x + y,
@@ -132,7 +132,8 @@ INTEGERS = (
         "(unsigned)__float2ll_rz(f * 0.5f)",
         lambda a, b, f: clipped(np.trunc(f * np.float32(0.5)), -(2**63), 2**63 - 1),
     ),
-    ("__double2int_rn(f)", lambda a, b, f: clipped(np.rint(f), -(2**31), 2**31 - 1)),
+    ("__double2int_rn(f)", lambda a, b, f: np.where(
+        np.isnan(f), -(2**31), clipped(np.rint(f), -(2**31), 2**31 - 1))),
     ("__float_as_uint(__uint2float_rn(a))", lambda a, b, f: int(np.float32(a).view(np.uint32))),
     (
         "__float_as_uint(__int2float_rn((int)a))",
