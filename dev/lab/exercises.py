@@ -54,7 +54,7 @@ class Exercise(NamedTuple):
     plane: str = ""  # the items along x and y, for a BLOCK with both
     checks: tuple = ()  # sizes, if not the Ladder's
     note: tuple = ()  # a remark on NumPy's formula
-    # For causes.py; the exercise's usual mistakes are in mistakes.py.
+    # For causes.py; the exercise's usual mistakes are in mistakes/.
     rows: tuple = ()  # (the input whose rows count, the outputs with a number or a row for each, what rows differ in)
     padded: str = ""  # the outputs whose columns from V on must be 0
     axes: str = ""  # the axes of an output of more than two; "head" of queries, keys and values side by side
@@ -96,6 +96,45 @@ EXERCISES = {row.kernel: row for row in (
                  "The formula of Hendrycks and Gimpel (2016) is",
                  "    gelu(x) = x/2 (1 + tanh(u)), with u = sqrt(2/pi) (x + 0.044715 x^3)",
                  "Both are equal, since 1 + tanh(u) = 2 sigmoid(2 u). You may write either.")),
+    Exercise("softmax_forward", "softmax_forward1", "the maximum of a row, a sum, and how exp overflows", "a row",
+             ("exp(x) is infinite in fp32 from x = 89 on. exp(x - largest) never is, and the quotient is the same.",
+              "Three loops over the row: the largest number, the sum of the exponentials, the quotients."),
+             f"{NUMBERS} {WARPS} {BLOCKS} math", rows=("inp", "out", "range"), padded="out"),
+    Exercise("shift", "shift1", "a neighbour's number, and an edge where there is no neighbour",
+             "a number of out",
+             ("Column c of number i is i % C. Column 0 has no left neighbour: what lies before it in "
+              "memory is the end of another row.",
+              "Why is out not inp? A thread would overwrite a number that its neighbour still has to "
+              "read: a race.")),
+    Exercise("row_sum", "row_sum3", "a tree in shared memory: where the barrier belongs", "a row",
+             ("A block takes a row. Each thread adds up its own numbers (c = threadIdx.x, then "
+              "c += blockDim.x) and stores the sum in part[threadIdx.x], which is __shared__.",
+              "Then begin with half = blockDim.x / 2, and halve it until it was 1: the threads below half add "
+              "part[threadIdx.x + half] to their own sum. Between two steps all threads wait, also "
+              "those that do not add."),
+             "to_float shared"),
+    Exercise("transpose", "transpose1", "which side is contiguous, and the banks of shared memory",
+             "a number of inp",
+             ("Number i of inp is in row i / C and column i % C. In out, column c begins at c * N.",
+              "To read neighbours and write neighbours, turn a tile in shared memory: "
+              "BLOCK(1024, 32, 32) and __shared__ real tile[32][33]. The 33rd number of each row "
+              "puts the 32 numbers of a column into 32 banks."),
+             "shared", plane="N, C"),
+    Exercise("group_scale", "group_scale1", "a shuffle: lanes of a warp exchange numbers",
+             "a number of out",
+             ("First let each thread look at all numbers of its group, from i / 32 * 32 on. fabsf(x) "
+              "is |x|.",
+              "Then use shuffles: swap with the lane 16 away and keep the larger number, then 8, 4, 2 "
+              "and 1 away. Now every lane knows the largest of 32.",
+              "The last warp may have lanes without a number. They must not return before the "
+              "shuffles."),
+             NUMBERS + " shuffle math"),
+    Exercise("prefix_sum", "prefix_sum1", "running sums: many threads do what looks serial", "a row",
+             ("One thread per row is right, and slow. With a block per row, each thread first adds "
+              "the number one to its left, then the sum two to the left, then four, and so on.",
+              "In shared memory each of these steps needs two barriers: one after reading, because "
+              "another thread then overwrites the number, and one after writing, because another one then reads it."),
+             "to_float shared shuffle"),
     Exercise("swiglu_forward", "swiglu_forward1", "rows and columns from an index: two inputs from one row",
              "a number of out", ("The row of number i is i / H and its column is i % H. A row of inp has 2*H numbers.",
                                  "The first half of a row is up, the second half is gate."), NUMBERS + " math"),
@@ -137,55 +176,16 @@ EXERCISES = {row.kernel: row for row in (
               "Read both numbers before you write one."),
              checks=TURNS, axes="b t head c", shapes=ROPE),
     Exercise("rope_backward", "rope_backward1", "a rotation's gradient is the rotation back", "a pair",
-             ("The inverse of a rotation by an angle is one by minus the angle.",
+             ("To turn back, turn by minus the angle: only the sign of sin changes.",
               "The rest is as in rope_forward."),
              checks=TURNS, axes="b t head c", shapes=ROPE),
     Exercise("adamw", "adamw2", "an update of many arrays in one pass", "a number",
              ("settings is a struct in device memory: AdamW a = *settings, then a.learning_rate, a.rate1, and so on.",
               "Which tensor has number i? starts is sorted: go through it, or bisect it."),
              "master math", note=ADAMW_NOTE, shapes=dict(settings="1", norm="1")),
-    Exercise("shift", "shift1", "a neighbour's number, and an edge where there is no neighbour",
-             "a number of out",
-             ("Column c of number i is i % C. Column 0 has no left neighbour: what lies before it in "
-              "memory is the end of another row.",
-              "Why is out not inp? A thread would overwrite a number that its neighbour still has to "
-              "read: a race.")),
-    Exercise("row_sum", "row_sum3", "a tree in shared memory: where the barrier belongs", "a row",
-             ("A block takes a row. Each thread adds up its own numbers (c = threadIdx.x, then "
-              "c += blockDim.x) and stores the sum in part[threadIdx.x], which is __shared__.",
-              "Then half goes from blockDim.x / 2 down to 1: the threads below half add "
-              "part[threadIdx.x + half] to their own sum. Between two steps all threads wait, also "
-              "those that do not add."),
-             "to_float shared"),
-    Exercise("transpose", "transpose1", "which side is contiguous, and the banks of shared memory",
-             "a number of inp",
-             ("Number i of inp is in row i / C and column i % C. In out, column c begins at c * N.",
-              "To read neighbours and write neighbours, turn a tile in shared memory: "
-              "BLOCK(1024, 32, 32) and __shared__ real tile[32][33]. The 33rd number of each row "
-              "puts the 32 numbers of a column into 32 banks."),
-             "shared", plane="N, C"),
-    Exercise("group_scale", "group_scale1", "a shuffle: lanes of a warp exchange numbers",
-             "a number of out",
-             ("First let each thread look at all numbers of its group, from i / 32 * 32 on. fabsf(x) "
-              "is |x|.",
-              "Then use shuffles: swap with the lane 16 away and keep the larger number, then 8, 4, 2 "
-              "and 1 away. Now every lane knows the largest of 32.",
-              "The last warp may have lanes without a number. They must not return before the "
-              "shuffles."),
-             NUMBERS + " shuffle math"),
-    Exercise("prefix_sum", "prefix_sum1", "running sums: many threads do what looks serial", "a row",
-             ("One thread per row is right, and slow. With a block per row, each thread first adds "
-              "the number one to its left, then the sum two to the left, then four, and so on.",
-              "In shared memory each of these steps needs two barriers: after the reading, since "
-              "another thread overwrites, and after the writing, since another one reads."),
-             "to_float shared shuffle"),
     Exercise("matmul_backward_bias", "matmul_backward_bias1", "a sum over a column, whose numbers are far apart",
              "a column", ("A thread takes a column and adds up its N numbers in a float.",
-                          "dbias is added to (+=), since micro-batches add up.")),
-    Exercise("softmax_forward", "softmax_forward1", "the maximum of a row, a sum, and how exp overflows", "a row",
-             ("exp(x) is infinite in fp32 from x = 89 on. exp(x - largest) never is, and the quotient is the same.",
-              "Three loops over the row: the largest number, the sum of the exponentials, the quotients."),
-             f"{NUMBERS} {WARPS} {BLOCKS} math", rows=("inp", "out", "range"), padded="out"),
+                          "Use +=: dbias already holds the gradient of earlier batches.")),
     Exercise("rmsnorm_forward", "rmsnorm_forward1", "the sum of a row, with one thread and then with a warp", "a row",
              ("A thread can take a whole row. That is correct but slow.",
               "With one warp per row, each thread adds every 32nd number: for (int c = lane; c < C; c += 32)."),

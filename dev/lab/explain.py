@@ -163,7 +163,7 @@ def misaligned(said):
     if not wide:
         return said.split(",")[0]
     return (f"it {verb} {wide[1]} bytes at once, at an address that is no multiple of {wide[1]}. A GPU stops there: "
-            "is the index a multiple of the numbers that are moved at once, and is the length of a row?")
+            "16 bytes are 4 floats, or 8 reals in bf16. Is the index a multiple of that, and the length of a row?")
 
 
 def sanitizer_lines(path, begun, text):
@@ -248,8 +248,8 @@ def race_lines(path, found):
         own = [line for file, line in places if Path(file) == path] or [0]
         where = quoted(path, own[0]) if own[0] else " ".join(f"{Path(file).name}, line {n}" for file, n in places[:1])
         lines.append(f"    {text}, {where}")
-    if "blockIdx" not in code_of(path):
-        return [*lines, "The index leaves out blockIdx.x, so every block does the work of the first"]
+    if "blockIdx" not in code_of(path) and EXERCISES[exercise_of(path)[0]].items != "1":
+        return [*lines, "The index leaves out blockIdx.x, so every block does the work of the first."]
     return [*lines, found["why"]]
 
 
@@ -268,7 +268,7 @@ def order_lines(path, text):
     if text.startswith("changed"):
         return [f"it {text}", "usually: it is on the left of an =, or an index of another array is far too large"]
     unset = list(without_value(path))[:1]
-    usual = ("a variable is read before it has a first value, such as sum = 0.0f" if unset else
+    usual = ("this variable is read before it gets a value: write sum = 0.0f, for example" if unset else
              "one thread reads what another one writes, and no barrier or atomicAdd orders them")
     what = text.removeprefix("has a race: ").replace("in the order 1,", "in a random order,")
     return [f"its result depends on the order in which threads run: {what}", *unset, f"usually: {usual}"]
@@ -300,8 +300,8 @@ def complaint_lines(path, events, status, stderr, sanitize):
         return [*own_names(path, [f"wrong: {text}", *told[0]["lines"]]), at]
     if status in (-signal.SIGALRM, -signal.SIGVTALRM):
         loops = [str(i) for i, line in enumerate(code_of(path).splitlines(), 1) if re.search(r"\b(for|while)\b", line)]
-        which = f": there is one in line {' and in line '.join(loops)}" if loops else ""
-        return [f"it did not end within {begun[-1]['limit']} seconds. Which loop has no end?{which}", at]
+        which = f" There is one in line {' and in line '.join(loops)}." if loops else ""
+        return [f"it did not end within {begun[-1]['limit']} seconds. Does a loop never end?{which}", at]
     if sanitize and begun and status:
         lines = sanitizer_lines(path, begun[-1], stderr)
         if lines:

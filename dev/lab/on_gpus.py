@@ -129,7 +129,7 @@ def launch_lines(path, facts):
     return [f"no GPU can launch it: a thread needs {registers} registers, so {threads} threads need "
             f"{registers * threads:,}, and a multiprocessor has {REGISTERS:,}",
             *(quoted(path, i) for i, line in enumerate(code, 1) if re.match(r"\s*BLOCK\(", line)),
-            f"usually: fewer threads in BLOCK, or __launch_bounds__({threads}) after void, with "
+            f"try fewer threads in BLOCK, or __launch_bounds__({threads}) after void, with "
             "which the compiler uses fewer registers", at]
 
 

@@ -167,5 +167,6 @@ def write_template(name, folder="."):
         raise UserError(f"{path} exists already, and is left as it is; move it away to begin again, or check it with: "
                         f"{command(path)}") from None
     except OSError as e:
-        raise UserError(f"{path}: could not be written ({e.strerror}); go to a folder of your own") from None
+        raise UserError(f"{path}: could not be written ({e.strerror}); use a copy of the repository in "
+                        "a folder of your own") from None
     return path

@@ -150,7 +150,7 @@ __device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, i
 
 // Hopper's tensor cores, for bf16 and TF32, where there are any; kernels.cu says how they take their matrices. Here
 // four warps start D (64, 128) += A (64, 32 bytes) B.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(FP32)
+#if defined(__CUDACC__) ? defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(FP32) : HOPPER
 #define HAS_WGMMA 1
 
 // Where a number lies in a tile whose rows are 128 bytes, in the 128-byte swizzle.
@@ -165,6 +165,7 @@ __device__ __forceinline__ void load_swizzled(real* tile, const real* matrix, in
         copy16(tile + swizzled(row + i, k), matrix + (size_t)min(first + row + i, end - 1) * C + c + k, c + k < C);
 }
 
+#ifdef __CUDACC__
 // wgmma's description of a tile, as describe() of kernels.cu for rows of 128 bytes. Its place counts 16 bytes.
 __device__ __forceinline__ unsigned long long describe(const real* tile) {
     return (unsigned)__cvta_generic_to_shared(tile) / 16 | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -203,6 +204,18 @@ __device__ __forceinline__ void products_arrive(float (&d)[16][4]) {
 
 // Lets wgmma read what this thread wrote to shared memory. A barrier must follow.
 __device__ __forceinline__ void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#else  // dev/cpu/hopper.h has products of 64 columns
+__device__ float (&as_one(float (&d)[16][4]))[1][16][4] { return reinterpret_cast<float (&)[1][16][4]>(d); }
+__device__ void start_product(float (&d)[16][4], const real* one, const real* two) {
+    unsigned a = address16(one), b = address16(two);
+    wgmma_fence(as_one(d));
+    for (int i = 0; i < 8; i += 2)
+        for (int n = 0; n < 2; n++) wgmma(d + 8 * n, describe(a + i), describe(b + i + n * 64 * 128 / 16), true);
+    wgmma_commit();
+}
+__device__ void products_arrive(float (&d)[16][4]) { wgmma_wait<0>(as_one(d)); }
+__device__ void fence() {}
+#endif
 #else
 #define HAS_WGMMA 0
 #endif

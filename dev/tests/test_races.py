@@ -449,7 +449,8 @@ def lab(folder):
 
 
 # Where a kernel's usual shape does not come by a barrier: (function, number) -> sizes.
-SIZES = {("layernorm_backward", 1): "B=2,T=10,C=1600", ("sum_over_row", 1): "B=1,T=5,C=4096"}
+SIZES = {("layernorm_backward", 1): "B=2,T=10,C=1600", ("sum_over_row", 1): "B=1,T=5,C=4096",
+         ("encoder_backward_wte", 2): "B=5,T=50,C=32,V=3,share=0"}
 ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
              ("tiles_arrive", 2): "tiles_arrive(Arrivals& arrivals) {"}
 APART = "see barriers_of_others"
@@ -457,7 +458,6 @@ NOT_FOUND = {  # (function, number): why not
     ("skip_outliers", 1): "no race: the sums of z_score wait for all lanes, behind what they read before",
     ("block_reduce", 2): f"no race: where the trainer calls two of a kind, a barrier is between them; {APART}",
     ("weights_to_fp8", 1): APART,
-    **{("matmul_forward6", number): "its PTX is for GPUs alone" for number in (1, 2, 3)},
 }
 
 
@@ -470,7 +470,9 @@ def barriers(folder):
             continue
         ladder, dtype, flag = find_ladder(mutant.kernel), "fp32", ""
         if barrier in ON_HOPPER:
-            mutant, dtype, flag = mutant._replace(kind="barrier 1", where=ON_HOPPER[barrier]), "bf16", " -DHOPPER"
+            mutant = mutant._replace(kind="barrier 1", where=ON_HOPPER[barrier])
+        if barrier in ON_HOPPER or mutant.where == "matmul_forward6":
+            dtype, flag = "bf16", " -DHOPPER"
         sizes = parse_sizes(SIZES[barrier]) if barrier in SIZES else workers.shape_for_races(ladder)
         key = (dtype, *model_of(ladder, sizes))
         with mock.patch.dict(os.environ, CXXFLAGS=FLAGS + flag):

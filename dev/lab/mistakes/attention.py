@@ -56,7 +56,7 @@ def only_last(score):
 
 CAUSAL = [("a query does not see its own key: s goes up to t, so write s <= t",
            dict(mask=strictly)),
-          ("every query sees all keys: s ends at t", dict(mask=everything)),
+          ("every query sees all keys; it must stop at its own: s <= t", dict(mask=everything)),
           ("scale is left out", dict(scale=1)),
           ("all heads use the keys and values of head 0", dict(head=lambda h, a: h * 0))]
 KEYS = ("the keys stand where the values should: v lies behind k", dict(values=lambda k, v: k))
@@ -116,7 +116,7 @@ ATTENTION_GRADIENT = of(
     attention_gradient, *CAUSAL[:1], ("scale is left out of dscore", dict(scale=1)),
     ("scale is left out of the score", dict(score_scale=1)),
     ("delta, the sum of dout * out, is not subtracted", dict(delta=0)),
-    ("delta is added where it is subtracted", dict(delta=-1)),
+    ("delta is added; it must be subtracted", dict(delta=-1)),
     ("lse is a logarithm to base 2: use exp2f, and multiply the score by LOG2_E",
      dict(weight=lambda score, lse: exp32(score - lse))),
     ("the score is not multiplied by LOG2_E",

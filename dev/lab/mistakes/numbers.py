@@ -30,7 +30,7 @@ GELU = [Mistake("this is GELU by erf. GPT-2's is the one by tanh", lambda a: dic
      dict(tanh=lambda u: 2 * exp32(2 * u) / (1 + exp32(2 * u)) - 1)),
     ("0.044715 is left out", dict(cube=lambda x: x**3)),
     ("the term 0.044715 x^3 is left out", dict(cube=lambda x: 0)),
-    ("it is x^3, and not x^2", dict(cube=lambda x: 0.044715 * x**2)),
+    ("this has x^2; the formula has x^3", dict(cube=lambda x: 0.044715 * x**2)),
     ("the root is missing: sqrt(2/pi) is 0.7978846", dict(factor=2 / math.pi)),
     ("sqrt(2/pi), which is 0.7978846, is left out", dict(factor=1)),
     ("it is tanh(u), with u = sqrt(2/pi) (x + 0.044715 x^3), and not tanh(2u)",
@@ -105,7 +105,7 @@ SWIGLU_GRADIENT = of(
      dict(silu=lambda g, s: s)))
 
 RESIDUAL = [
-    Mistake("inp2 is subtracted where it is added", lambda a: dict(out=a.inp1 - a.inp2)),
+    Mistake("inp2 is subtracted; it must be added", lambda a: dict(out=a.inp1 - a.inp2)),
     Mistake("this is inp1 alone: inp2 is not added", lambda a: dict(out=a.inp1)),
     Mistake("this is inp2 alone: inp1 is not added", lambda a: dict(out=a.inp2)),
     Mistake("inp1 is added twice", lambda a: dict(out=2 * a.inp1)),

@@ -27,20 +27,20 @@ SHIFT = [
             lambda a: dict(out=np.r_[0, a.inp.reshape(-1)[:-1]].reshape(a.inp.shape))),
     Mistake("column 0 is not 0: it has inp's own number",
             lambda a: dict(out=np.concatenate([a.inp[:, :1], a.inp[:, :-1]], -1))),
-    Mistake("the numbers go to the left: out[n,c] is inp[n,c-1]",
+    Mistake("the numbers moved left, but must move right: out[n,c] = inp[n,c-1]",
             lambda a: dict(out=np.pad(a.inp, ((0, 0), (0, 1)))[:, 1:])),
-    Mistake("these are inp's numbers where they were: out[n,c] is inp[n,c-1]",
+    Mistake("nothing moved: out[n,c] must be inp[n,c-1]",
             lambda a: dict(out=a.inp))]
 ROW_SUM = [*parts(row_sums, "the sum"),
            Mistake("this is the average: do not divide by C", lambda a: dict(out=average(a.inp)[:, 0]))]
-TRANSPOSE = [Mistake("these are inp's numbers in the order of inp: column c of inp is row c of out",
+TRANSPOSE = [Mistake("nothing is transposed: column c of inp must become row c of out",
                      lambda a: dict(out=a.inp.reshape(a.truth["out"].shape)))]
 GROUP_SCALE = of(
     scaled, ("the largest |inp| is meant: fabsf is missing", dict(size=lambda x: x)),
-    ("it is multiplied by the largest where it is divided", dict(divide=np.multiply)),
+    ("it multiplies by the largest; it must divide", dict(divide=np.multiply)),
     ("this is divided by the sum of the group, and not by its largest", dict(top=np.sum)))
 PREFIX_SUM = [
-    Mistake("each sum leaves out its own number: out[n,c] has inp[n,c] in it", lambda a: running(a, 1)),
+    Mistake("each sum leaves out its own number: out[n,c] must include inp[n,c]", lambda a: running(a, 1)),
     Mistake("these are inp's numbers: nothing is added up", lambda a: dict(out=a.inp)),
-    Mistake("the sum goes on from row to row: each begins at 0",
+    Mistake("the sum runs on into the next row: each row must start again from 0",
             lambda a: dict(out=np.cumsum(a.inp.reshape(-1)).reshape(a.inp.shape)))]
