@@ -135,7 +135,8 @@ constexpr float LOG2_E = 1.442695041f;
 __device__ float exponential(float x) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
 }
-// e^(x - shift), for many x and one shift: in bf16, one multiply-add and one instruction for 2^x.
+// e^(x - shift), for many x and one shift, not LOWEST, which LOG2_E makes -infinity: in bf16, one
+// multiply-add and one instruction for 2^x.
 __device__ float exponential(float x, float shift) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x - LOG2_E * shift) : expf(x - shift);
 }
@@ -235,10 +236,11 @@ extern "C" __global__ void encoder_forward(
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
 // any order. So the host sorts the positions by token: order (N). Equal tokens are a run, and
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
-// words occur once or twice, but one may make up a tenth of the batch. So the warps of a block
-// share run i, if it is long; then each has a short run of its own, or 32 W channels of it. There
-// are fewer runs than N, so a few blocks take them by turns. Items: N positions along x, C channels
-// along y.
+// words occur once or twice, but one may make up a tenth of the batch. So a block does two things
+// for each of its i: if run i is long, its warps share it; then warp w takes run warps * i + w, if
+// that is short. A warp has 32 W channels. Mostly there are far fewer runs than positions, so there
+// is a warp for four of these, and a block goes on to i + gridDim.x. Items: N positions along x, C
+// channels along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
@@ -1308,7 +1310,8 @@ __device__ void classify_rows(
         if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(*at(target));
         __syncthreads();  // the logit of the target has been read
         if (!with_gradient) continue;
-        float shift = top + logf(sum / dloss);  // e^(x - shift) = dloss / sum * e^(x - top)
+        // e^(x - shift) = dloss / sum * e^(x - top), but for a factor of the row, some 1e-6 from 1.
+        float shift = top + logf(sum / dloss);
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
             Pack<n> l = load<n>(at(v));

@@ -179,7 +179,9 @@ QUIET inline void touch(const volatile void* p, size_t bytes, Kind kind, const v
     for (size_t i = 0; i < bytes; i += 16) touch_16(Address(p) + i, unsigned(min(bytes - i, size_t(16))), kind, pc, t);
 }
 
-// The CPU has no atomic addition of floats, so cuda.h compares and exchanges until nobody came between. It is one.
+// The CPU has no atomic addition of floats, so cuda.h compares and exchanges until nobody came
+// between. It is counted as one, as in a GPU's global memory; in shared memory a GPU makes a loop of
+// it, too, of more turns than are counted here.
 QUIET inline void touch_atomic(const volatile void* p, size_t bytes, const void* pc) {
     const unsigned t = thread_number();
     if (again_at != Address(p) || again_by != t) touch(p, bytes, ATOMIC, pc, t);

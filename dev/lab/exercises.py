@@ -117,8 +117,8 @@ EXERCISES = {row.kernel: row for row in (
              "a number of inp",
              ("Number i of inp is in row i / C and column i % C. In out, column c begins at c * N.",
               "To read neighbours and write neighbours, turn a tile in shared memory: "
-              "BLOCK(1024, 32, 32) and __shared__ real tile[32][33]. The 33rd number of each row "
-              "puts the 32 numbers of a column into 32 banks."),
+              "BLOCK(1024, 32, 32) and __shared__ real tile[32][33]. In fp32 the 33rd number of "
+              "each row puts the 32 numbers of a column into 32 banks."),
              "shared", plane="N, C"),
     Exercise("group_scale", "group_scale1", "a shuffle: lanes of a warp exchange numbers",
              "a number of out",
@@ -165,7 +165,7 @@ EXERCISES = {row.kernel: row for row in (
                                      "The columns from V to Vp - 1 are padding."), padded="dlogits"),
     Exercise("rope_table", "rope_table1", "where fp32 is not enough", "a pair of numbers of table",
              ("Thread i has position i / (HS/2) and pair i % (HS/2).",
-              "The power needs double: pow((double)theta, ...), and the frequency is rounded to float again."),
+              "The power needs double: pow((double)theta, ...). Round it to float, and divide 1.0f by it."),
              "trigonometry", checks=("T=33,HS=64", "T=5000,HS=64"), numpy=False, note=(
                  "Row t has the cosine and the sine of the angle of each pair i, side by side:",
                  "    power = theta^(2i/HS) in double, rounded to float",

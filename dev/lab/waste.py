@@ -17,7 +17,7 @@ from dev.lab.submission import MODEL
 from dev.lab.workers import sources_of
 
 READS, STEPS = 16, 64  # refused above this many times version 1's work
-REMARK = 4  # said from this many times on
+REMARK = 4  # times as many bytes are said; and a quarter of the steps or idle blocks that are refused
 OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: index, sums over the block
 IDLE = 1 / 16  # of the blocks at least this part must touch an array
 SPARE = 10**8  # steps that any kernel may take: a few seconds
@@ -97,7 +97,7 @@ def found(bench, kernel, threads, items, own, one):
     if blocks >= 32 and one.blocks:
         rows.insert(0, (blocks * IDLE / busy, [
             f"{blocks - own.blocks:,} of {blocks:,} blocks do nothing",
-            f"BLOCK says that a block covers {covered[0]}, so {blocks:,} blocks are launched. But "
+            f"BLOCK says that a block covers {math.prod(covered):,}, so {blocks:,} blocks are launched. But "
             f"{busy:,} of them do all the work, {round(math.prod(counts) / busy):,} items each: write "
             "that in BLOCK"]))
     return sorted(rows, key=lambda row: -min(row[0], 1))

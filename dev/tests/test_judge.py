@@ -81,7 +81,7 @@ CASES = (  # exercise, BLOCK, body, and what is said, or None, by the processes 
         "sum = block_reduce<warp_sum>(sum, 0.0f);", ""),
      r"slow: it reads each number of its inputs [\d,]+ times on average, and version 1 .* [\d.]+ ti"),
     ((R32,), "a block a number", "residual_forward", "BLOCK(256, 1)", RESIDUAL,
-     r"slow: 2,581 of 2,592 blocks do nothing BLOCK says .* covers 1 item,.*covers 236"),
+     r"slow: 2,581 of 2,592 blocks do nothing BLOCK says .* covers 1, so .* 236 items each"),
     ((B32,), "an array for the checks' C", "layernorm_forward", "", """
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;

@@ -59,6 +59,6 @@ extern "C" __global__ void encoder_backward3(float* dwte, const real* __restrict
 }
 
 // encoder_backward_wte and encoder_backward_wpe in kernels.cu: nobody looks for a word. The host sorts the positions by
-// token, once for each batch, and lists the words, the most frequent first. A frequent word is shared by the 32 warps of
-// a block, so that it takes no longer than the others; a rare one has a warp. The order is always the same.
+// token, once for each batch, and lists the words, the most frequent first. The 32 warps of a block share a frequent
+// word, so it takes a 32nd of the time; a rare one has a warp. The order of each sum is always the same.
 // dwpe sums over the B rows of t.

@@ -1,8 +1,9 @@
 // out (n) = inp / the largest |inp| of its group. A group is 32 numbers next to each other; the last may have fewer.
 // Formats of 8 or 4 bits store such groups: each number as a part of the largest, and the largest beside them.
 
-// One thread per number, which looks at all numbers of its group. Its 31 neighbours do the same, so each number is
-// loaded 32 times, mostly from L1.
+// One thread per number, which looks at all numbers of its group. The 32 threads of a group are a warp, and want the same
+// number at the same time, so one load brings it to all of them. But these are 32 loads, one after the other, where one
+// load could bring all 32 numbers.
 BLOCK(256, threads)
 extern "C" __global__ void group_scale1(real* __restrict__ out, const real* __restrict__ inp, int n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;

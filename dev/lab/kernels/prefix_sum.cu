@@ -14,7 +14,7 @@ extern "C" __global__ void prefix_sum1(float* __restrict__ out, const real* __re
 }
 
 // One block per row (Hillis and Steele 1986). In a step of 1 each thread adds the number to its left, in a step of 2
-// the sum two to the left, in a step of 4 that of four: after 8 steps each of 256 threads has the sum of all numbers up
+// the sum two to the left, in a step of 4 the sum four to the left: after 8 steps each of 256 threads has the sum of all numbers up
 // to its own. There are more additions, 8 for a number in place of one, but 256 at a time. Each step needs two
 // barriers: one after all have written, since a thread reads what another wrote, and one after all have read, since a
 // thread overwrites what another reads. With two arrays in turn, one to read and one to write, the second could go. A

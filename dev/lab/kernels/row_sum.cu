@@ -15,8 +15,8 @@ extern "C" __global__ void row_sum1(float* __restrict__ out, const real* __restr
 // shared memory, where they are added by a tree: first every second thread adds the sum to its right, then every fourth
 // one the sum two to the right, and so on. A thread reads what another has written, so a barrier is before each step.
 // The block's size must be a power of 2. In a step of 1 half of the lanes of each warp have nothing to do, in a step of
-// 2 three quarters: all warps go through all steps for few additions. And the lanes that add are 2 * step numbers
-// apart, so that two of them, then four, want the same bank of shared memory, and wait for each other.
+// 2 three quarters, and from a step of 16 on one lane of a warp adds at most: all warps go through all steps for few
+// additions. And a remainder by a number that the compiler does not know takes some twenty instructions.
 BLOCK(256, 1)
 extern "C" __global__ void row_sum2(float* __restrict__ out, const real* __restrict__ inp, int N, int C) {
     __shared__ float part[1024];
@@ -32,8 +32,9 @@ extern "C" __global__ void row_sum2(float* __restrict__ out, const real* __restr
 }
 
 // The same tree by halves: the first half of the threads adds the second half's sums, then the first quarter those of
-// the second quarter. Now the threads that add are neighbours: whole warps work and whole warps have nothing to do, and
-// neighbouring lanes want neighbouring banks. But there is still a barrier for each of the 8 steps of 256 threads, and
+// the second quarter. Now the threads that add are neighbours: whole warps work and whole warps have nothing to do. With
+// version 2's tree and i = 2 * step * threadIdx.x whole warps would work, too, but their lanes want numbers 2 * step
+// apart, which are in few banks of shared memory, and wait for each other. But there is still a barrier for each of the 8 steps of 256 threads, and
 // below 32 threads a warp waits only for itself.
 BLOCK(256, 1)
 extern "C" __global__ void row_sum3(float* __restrict__ out, const real* __restrict__ inp, int N, int C) {

@@ -26,12 +26,12 @@ extern "C" __global__ void transpose2(real* __restrict__ out, const real* __rest
         if (column + c < C && row + lane < N) out[(size_t)(column + c) * N + row + lane] = tile[lane][c];
 }
 
-// The tile's rows are one number longer, and nobody uses that number. Now the next number of a column is one bank
+// The tile's rows are 4 bytes longer, one bank, and nobody uses these. Now the next number of a column is one bank
 // further, so the 32 of a column are in 32 banks and a warp reads them in one turn. Number c of row r could also go to
 // tile[r][c ^ r], a swizzle, which does the same without the extra column.
 BLOCK(256, 32, 32)
 extern "C" __global__ void transpose3(real* __restrict__ out, const real* __restrict__ inp, int N, int C) {
-    __shared__ real tile[32][33];
+    __shared__ real tile[32][32 + 4 / sizeof(real)];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x * 32, column = blockIdx.y * 32;
     for (int r = warp; r < 32; r += blockDim.x / 32)
         if (row + r < N && column + lane < C) tile[r][lane] = inp[(size_t)(row + r) * C + column + lane];

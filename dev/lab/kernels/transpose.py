@@ -14,6 +14,6 @@ LADDER = Ladder(
     versions=(
         Version("one thread per number, which stores far from its neighbours", "transpose1", "N*C"),
         Version("a tile in shared memory", "transpose2", "N, C", threads=(128, 256, 512, 1024)),
-        Version("rows of 33 numbers, so that a column is in 32 banks", "transpose3", "N, C",
+        Version("rows one bank longer, so that a column is in 32 banks", "transpose3", "N, C",
                 threads=(128, 256, 512, 1024)),
     ), torch=lambda torch, x: lambda: x.inp.t().contiguous())

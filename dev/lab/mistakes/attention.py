@@ -116,7 +116,7 @@ ATTENTION_GRADIENT = of(
     attention_gradient, *CAUSAL[:1], ("scale is left out of dscore", dict(scale=1)),
     ("scale is left out of the score", dict(score_scale=1)),
     ("delta, the sum of dout * out, is not subtracted", dict(delta=0)),
-    ("delta is added; it must be subtracted", dict(delta=-1)),
+    ("delta is added instead of subtracted", dict(delta=-1)),
     ("lse is a logarithm to base 2: use exp2f, and multiply the score by LOG2_E",
      dict(weight=lambda score, lse: exp32(score - lse))),
     ("the score is not multiplied by LOG2_E",

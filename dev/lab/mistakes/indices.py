@@ -110,8 +110,8 @@ EMBEDDING_GRADIENT = [
     *of(embedding_gradient, ("it subtracts where it should add", dict(dwte=-1)),
         ("the row of dwpe is the position, row % T, and not row / T",
          dict(position=lambda a, row: row // a.T % a.T))),
-    Mistake("each row has what one position wrote: several have the same token, so add with "
-            "atomicAdd",
+    Mistake("each row has what one position wrote: several have the same token or the same t, so "
+            "add with atomicAdd",
             places=of_one_position)]
 
 
@@ -141,9 +141,9 @@ TABLE = [
         ("the exponent is 2i/HS: the 2 is left out", dict(angle=partial(with_exponent, -0.5))),
         ("it is t / theta^(2i/HS), and not t * theta^(2i/HS)",
          dict(angle=partial(with_exponent, 1)))),
-    Mistake("the error grows with the position: the angle is a large number, and fp32 keeps 24 "
-            "bits of it. "
-            "Compute the power in double, and round the frequency, 1 / power, to float",
+    Mistake("the error grows with the position: t multiplies the rounding error of the frequency. "
+            "Compute the power in double, round it to float, and divide in float: "
+            "1.0f / (float)pow(...)",
             places=off_with_position)]
 
 

@@ -25,7 +25,7 @@ GELU = [Mistake("this is GELU by erf. GPT-2's is the one by tanh", lambda a: dic
     ("e^u is infinite in fp32 from u = 89 on, and infinite / infinite is NaN. tanhf has no such "
      "limit; or write the quotient with e^(-2|u|)",
      dict(tanh=lambda u: (exp32(u) - exp32(-u)) / (exp32(u) + exp32(-u)))),
-    ("e^u is infinite in fp32 from u = 89 on, and infinite / infinite is NaN. Divide by 1 + "
+    ("e^(2u) is infinite in fp32 from u = 45 on, and infinite / infinite is NaN. Divide by 1 + "
      "e^(-2u)",
      dict(tanh=lambda u: 2 * exp32(2 * u) / (1 + exp32(2 * u)) - 1)),
     ("0.044715 is left out", dict(cube=lambda x: x**3)),
@@ -105,7 +105,7 @@ SWIGLU_GRADIENT = of(
      dict(silu=lambda g, s: s)))
 
 RESIDUAL = [
-    Mistake("inp2 is subtracted; it must be added", lambda a: dict(out=a.inp1 - a.inp2)),
+    Mistake("inp2 is subtracted instead of added", lambda a: dict(out=a.inp1 - a.inp2)),
     Mistake("this is inp1 alone: inp2 is not added", lambda a: dict(out=a.inp1)),
     Mistake("this is inp2 alone: inp1 is not added", lambda a: dict(out=a.inp2)),
     Mistake("inp1 is added twice", lambda a: dict(out=2 * a.inp1)),
@@ -136,6 +136,6 @@ ADAMW_STEP = of(
     ("correction1 and correction2 are left out", dict(correction=lambda m, v, s: (m, v))),
     ("correction1 is left out", dict(correction=lambda m, v, s: (m, v * s["correction2"]))),
     ("correction2 is left out", dict(correction=lambda m, v, s: (m * s["correction1"], v))),
-    ("eps is outside of the root", dict(root=lambda v, eps: np.sqrt(v + eps))),
+    ("eps is added inside the root: it belongs outside, sqrtf(v) + eps", dict(root=lambda v, eps: np.sqrt(v + eps))),
     ("eps is left out", dict(root=lambda v, eps: np.sqrt(v))),
     ("v's root is missing", dict(root=lambda v, eps: v + eps)))

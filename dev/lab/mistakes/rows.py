@@ -48,7 +48,7 @@ LOSS = [
     *of(loss, (OVERFLOW, dict(top=nought)),
         ("the largest number is not added back behind the logarithm", dict(back=nought)),
         ("the target's logit is not subtracted", dict(target=0)),
-        ("the target's logit is added; it must be subtracted", dict(target=-1)),
+        ("the target's logit is added instead of subtracted", dict(target=-1)),
         ("the logarithm is to base 2: use logf", dict(log=np.log2)),
         ("the logarithm is to base 10: use logf", dict(log=np.log10))),
     *sums(loss, "total", "the sum of the exponentials")]
@@ -86,7 +86,7 @@ def loss_gradient(a, hot=1, targets=None, dlosses=None):
 
 LOSS_GRADIENT = of(
     loss_gradient, ("the 1 at the target is not subtracted", dict(hot=0)),
-    ("the 1 at the target is added; it must be subtracted", dict(hot=-1)),
+    ("the 1 at the target is added instead of subtracted", dict(hot=-1)),
     ("dlosses is left out", dict(dlosses=lambda a: np.ones(a.N))),
     ("each row has its own target: targets[row]", dict(targets=lambda a: a.targets[:1])),
     ("each row has its own loss: dlosses[row]", dict(dlosses=lambda a: a.dlosses[:1])))
@@ -213,7 +213,7 @@ RMSNORM_GRADIENT = [
         ("the sum of dnorm * x is not divided by C", dict(mean=whole)),
         ("x * rstd^2 * average: the 2 is missing", dict(third=lambda x, s, m: x * s * m)),
         ("x * rstd^2 * average: rstd^2 is left out", dict(third=lambda x, s, m: x * m)),
-        ("the term with the average is added; it must be subtracted",
+        ("the term with the average is added instead of subtracted",
          dict(third=lambda x, s, m: -x * s**2 * m)),
         ("the weight is left out: dnorm = dout * weight", dict(dnorm=lambda d, w: d)),
         ("the factor rstd in front is left out", dict(first=lambda s: 1)),

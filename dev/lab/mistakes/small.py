@@ -37,7 +37,7 @@ TRANSPOSE = [Mistake("nothing is transposed: column c of inp must become row c o
                      lambda a: dict(out=a.inp.reshape(a.truth["out"].shape)))]
 GROUP_SCALE = of(
     scaled, ("the largest |inp| is meant: fabsf is missing", dict(size=lambda x: x)),
-    ("it multiplies by the largest; it must divide", dict(divide=np.multiply)),
+    ("it multiplies by the group's largest |inp| instead of dividing", dict(divide=np.multiply)),
     ("this is divided by the sum of the group, and not by its largest", dict(top=np.sum)))
 PREFIX_SUM = [
     Mistake("each sum leaves out its own number: out[n,c] must include inp[n,c]", lambda a: running(a, 1)),
