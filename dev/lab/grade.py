@@ -31,7 +31,7 @@ from prepro_tinyshakespeare import UserError
 
 TOP = LAB.parents[1]
 LIMITS = {None: 6, BOUNDS: 6, RACES: 10, GPU: 60}  # seconds of the processor for one size
-GRACE = 6  # seconds in which other processes may still find a better explanation than the first
+GRACE = 20  # seconds in which other processes may still find a better explanation than the first
 TENSOR_CORES = r"\b(mma\w*|load_matrices\w*|multiply_transposed|TF32)\b|\btiles::"  # words for which tf32 is not fp32
 
 # ---- In front of the processes
