@@ -38,7 +38,8 @@ static std::vector<Seen> seen;              // by the threads of this block
 static std::map<Address, std::shared_ptr<const Clock>> clocks[2];  // what an atomic access of a place hands on
 static std::vector<bool> published;         // which blocks have a fence
 static bool running, warp_works, fenced[2];  // fenced: this block is
-static bool fences_come = false;            // some thread of some launch fences, or may
+static bool fences_come = false;            // some thread of this launch fences, or may,
+static bool fences_sure = false;            // since races_fences was called
 static int busy = 0;                        // the finder's own accesses are none of a kernel's
 static Access first, second;                // the race that was found first
 static Address place;                       // of the second, if it is not 0
@@ -113,9 +114,10 @@ struct Accesses {
     QUIET void keep(const Access& x) {
         if (!fences_come && !(partly && same_warp(newest[0], newest[1]))) return;
         if (!others) others = new std::vector<Access>;
-        for (Access& old : *others)
-            if (old.block == x.block && old.thread == x.thread) {
-                old = x;
+        Access* old = others->data();  // a vector's own functions are watched, and slow
+        for (size_t i = others->size(); i-- > 0; old++)
+            if (old->block == x.block && old->thread == x.thread) {
+                *old = x;
                 return;
             }
         others->push_back(x);
@@ -123,9 +125,9 @@ struct Accesses {
     QUIET const Access* clash(const Access& x) const {
         for (const Access* old : {&newest[0], &newest[1], &unordered})
             if (old->there && !ordered(*old, x)) return old;
-        if (others)
-            for (const Access& old : *others)
-                if (!ordered(old, x)) return &old;
+        const Access* old = others ? others->data() : nullptr;
+        for (size_t i = others ? others->size() : 0; i-- > 0; old++)
+            if (!ordered(*old, x)) return old;
         return nullptr;
     }
     // What the running thread has read before.

@@ -383,6 +383,7 @@ inline int find_library(dl_phdr_info* info, size_t, void*) {
 // The arrays of the next launch, without overlaps and in order.
 extern "C" __attribute__((visibility("default"))) void races_watch(int n, const size_t* begins, const size_t* bytes) {
     using namespace cuda_on_cpu::races;
+    fences_come = fences_sure;
     for (int i = 0; i < region_count; i++) delete regions[i];
     delete variables;
     latest = variables = nullptr;
@@ -416,7 +417,7 @@ extern "C" __attribute__((visibility("default"))) const char* races_found() {
 }
 
 // The launches from now on have fences.
-extern "C" __attribute__((visibility("default"))) void races_fences() { cuda_on_cpu::races::fences_come = true; }
+extern "C" __attribute__((visibility("default"))) void races_fences() { cuda_on_cpu::races::fences_sure = true; }
 
 // For tests: from now on the barrier at this line of this file counts for nothing. null: all count again.
 extern "C" __attribute__((visibility("default"))) void races_ignore(const char* file, int line) {

@@ -29,7 +29,8 @@ os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 PROGRAMS = (  # the longest first; the other test files follow
     "dev.tests.test_ranks", "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device cpu --dtype bf16",
     "dev.tests.test_llama3", "dev.tests.test_kills", "test_gpt2 --device cpu --dtype fp32",
-    "dev.tests.test_exercise", "dev.tests.test_resume", "test_gpt2 --device cpu --dtype tf32",
+    "dev.tests.test_exercise", "dev.tests.test_races", "dev.tests.test_resume",
+    "test_gpt2 --device cpu --dtype tf32",
     "dev.lab --check --dtype bf16", "dev.lab --check --dtype tf32", "dev.tests.test_lab",
 )
 IN_TEST_GPT2 = {f"dev.tests.test_{name}" for name in ("files", "cpu", "gpu", "command_line")}
