@@ -58,6 +58,11 @@ SMALL = (
     if (t == 0) sum = inp[b];  //!
     out[i] = sum;  //!
 """),
+    Small("a volatile sum, which waits for nobody", rf"sum: .*thread 0 .*({SHARED}|{WARP})", """
+    volatile __shared__ float sum;
+    if (t == 0) sum = inp[b];  //!
+    out[i] = sum;  //!
+"""),
     Small("and waits", "", """
     __shared__ float sum;
     if (t == 0) sum = inp[b];
