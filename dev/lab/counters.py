@@ -222,7 +222,8 @@ def main(arguments=None):
     out = flags.out or flags.read
     if not out:
         raise UserError("expected --out FOLDER, or --read FOLDER")
-    out.mkdir(parents=True, exist_ok=True)
+    if flags.out:
+        out.mkdir(parents=True, exist_ok=True)
     if flags.launch:
         launch(out)
         return 0
@@ -230,7 +231,11 @@ def main(arguments=None):
         if not shutil.which("ncu"):
             raise UserError("ncu is not in PATH: it is part of NVIDIA Nsight Compute")
         profile(out)
-    gpu = of_versions(json.loads((out / "launched.json").read_text()), read_ncu((out / "ncu.csv").read_text()))
+    try:
+        launched, said = ((out / name).read_text() for name in ("launched.json", "ncu.csv"))
+    except OSError as e:
+        raise UserError(f"{e.filename}: could not be read ({e.strerror}); --out writes it") from None
+    gpu = of_versions(json.loads(launched), read_ncu(said))
     cpu = {}
     for name, number in KERNELS:
         try:

@@ -322,6 +322,8 @@ def ncu_compared(folder):
     check("the table", lines[1:] == ["residual_forward 3 loads 3,600 3,600 equal", "their sectors 57,600 64,000 -10.0%",
                                      "permute 1 loads 3,072 3,072 equal", "their sectors 12,288 - unknown"], lines)
     check("a row for each launch", counters.read_ncu(WIDE)[0][1][counters.lsu("requests", "ld")[0]] == 3072)
+    check_refusal("no folder", "launched.json: could not be read .*--out writes it", counters.main,
+                  ["--read", str(folder / "none")])
     check_refusal("no table", "no table", counters.read_ncu, "==ERROR== no permission")
 
 
