@@ -11,8 +11,7 @@ gradients of parameters, and statistics are fp32. The file is compiled for one m
 and -DHS=HS: a row whose length is known can stay in registers.
 
 Rules for all of them:
-  - The gradient of a parameter is added to (+=), so that micro-batches add up. Before the first of
-    them the host clears it, or a matrix product sets it.
+  - A step's first micro-batch sets the gradient of a parameter; with `adds`, others add to it.
   - An activation and its gradient are set (=). The residual stream is the exception, because two
     branches meet there: residual_layernorm_forward adds to it, layernorm_backward to its gradient.
   - The order of a sum depends on shapes and the grid alone, without float atomics: every run gives
@@ -266,9 +265,11 @@ extern "C" __global__ void encoder_backward_wte(
         if (length(i) > LONG) {
             of_warp[warp][lane] = sum_of(i, warp, warps);
             __syncthreads();
-            Pack<W> sum = {};
-            for (int w = 0; w < warps; w++) sum = sum + of_warp[w][lane];
-            if (warp == 0) add(i, sum);
+            if (warp == 0) {
+                Pack<W> sum = {};
+                for (int w = 0; w < warps; w++) sum = sum + of_warp[w][lane];
+                add(i, sum);
+            }
             __syncthreads();
         }
         int run = warps * i + warp;
@@ -276,15 +277,18 @@ extern "C" __global__ void encoder_backward_wte(
     }
 }
 
-// dwpe (maxT,C)[t] += the sum over b of dout (B,T,C)[b,t]. Items: T*C numbers.
+// dwpe (maxT,C)[t] = the sum over b of dout (B,T,C)[b,t], and 0 beyond T. Items: maxT*C numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void encoder_backward_wpe(
-    float* __restrict__ dwpe, const real* __restrict__ dout, int B, int T, int C) {
+    float* __restrict__ dwpe, const real* __restrict__ dout, int B, int T, int maxT, int C,
+    int adds) {
     size_t i = first_number(), TC = (size_t)T * C;
-    if (i >= TC) return;
-    Pack<W> sum = load<W>(dwpe + i);
+    if (i >= (size_t)maxT * C) return;
+    Pack<W> sum = {};
+    if (adds) sum = load<W>(dwpe + i);
+    if (i < TC)
 #pragma unroll 8
-    for (int b = 0; b < B; b++) sum = sum + load<W>(dout + b * TC + i);
+        for (int b = 0; b < B; b++) sum = sum + load<W>(dout + b * TC + i);
     store(dwpe + i, sum);
 }
 
@@ -469,12 +473,13 @@ extern "C" { __constant__ int layernorm_sizes[] = {
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// Sums each column of inp (N,OC) over every `shares`-th band of 32 rows, from band `share` on. One
-// share is added to out (OC); several are set in out (shares, OC). A block has 32 octets of lanes;
-// each reads 128 neighbouring bytes of one row of a band.
+// out (shares,OC)[share] = the sum of each column of inp (N,OC) over every `shares`-th band of 32
+// rows, from band `share` on. A block has 32 octets of lanes; each reads 128 neighbouring bytes of
+// one row of a band.
 template <class T>
 __device__ void add_columns(
-    float* __restrict__ out, const T* __restrict__ inp, int N, int OC, int share, int shares) {
+    float* __restrict__ out, const T* __restrict__ inp, int N, int OC, int share, int shares,
+    bool adds) {
     constexpr int n = 16 / sizeof(T), columns = 8 * n;
     __shared__ float of_octet[32][columns];
     int octet = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * n;
@@ -489,25 +494,31 @@ __device__ void add_columns(
     if (threadIdx.x >= columns || column >= OC) return;
     float total = 0.0f;
     for (int i = 0; i < 32; i++) total += of_octet[i][threadIdx.x];
-    if (shares > 1) out[(size_t)share * OC + column] = total;
-    else out[column] += total;
+    float& to = out[(size_t)share * OC + column];
+    to = (adds ? to : 0.0f) + total;
 }
 
-// dbias (OC) += the sum over rows of dout (N,OC). Items: OC columns along x, shares of the rows
-// along y. Several shares are set in dbias (gridDim.y, OC), for add_partials to add up.
+// sums (gridDim.y, OC) = the sum over each share of the rows of dout (N,OC). From these
+// add_partials makes the gradient of a bias. Items: OC columns along x, shares along y.
 BLOCK(256, 8 * W)
 extern "C" __global__ void matmul_backward_bias(
-    float* __restrict__ dbias, const real* __restrict__ dout, int N, int OC) {
-    add_columns(dbias, dout, N, OC, blockIdx.y, gridDim.y);
+    float* __restrict__ sums, const real* __restrict__ dout, int N, int OC) {
+    add_columns(sums, dout, N, OC, blockIdx.y, gridDim.y, false);
 }
 
-// Each of out1, out2 and out3 (OC), unless it is null, += the sum over its N rows of
-// partials (gridDim.y, N, OC). Items: OC columns along x, outs along y.
+// Gradients of a norm, and of the bias of a linear layer nearby, in one launch:
+//   out1, out2, out3 (C) = the sum over the blocks of partials (3,blocks,C)
+//   dbias (OC) = the sum over the rows of sums (rows,OC)
+// What is null is left out. Items: C or OC columns along x, the three outs and dbias along y.
 BLOCK(256, 32)
 extern "C" __global__ void add_partials(
-    float* out1, float* out2, float* out3, const float* __restrict__ partials, int N, int OC) {
-    float* out = blockIdx.y == 0 ? out1 : blockIdx.y == 1 ? out2 : out3;
-    if (out) add_columns(out, partials + (size_t)blockIdx.y * N * OC, N, OC, 0, 1);
+    float* out1, float* out2, float* out3, float* dbias, const float* __restrict__ partials,
+    const float* __restrict__ sums, int blocks, int C, int rows, int OC, int adds) {
+    int y = blockIdx.y;
+    float* out = y == 0 ? out1 : y == 1 ? out2 : y == 2 ? out3 : dbias;
+    if (!out) return;
+    if (y < 3) add_columns(out, partials + (size_t)y * blocks * C, blocks, C, 0, 1, adds);
+    else add_columns(out, sums, rows, OC, 0, 1, adds);
 }
 
 // ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----

@@ -68,7 +68,7 @@ class Row(NamedTuple):
     mean: float = 0.0  # a parameter starts as mean + std * normal
     std: float = 0.0
     decay: bool = False  # weight decay applies
-    linear: bool = False  # a matrix product sets its gradient
+    linear: bool = False  # a matrix product makes its gradient
 
     @property
     def size(self):
@@ -167,8 +167,8 @@ class Config:
             Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty and ln1
             Row("dqkv", (N, 3 * C), real),
             Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
-            Row("dqkv_sums", (B * -(-T // 64), 3 * C)),  # sums of 64+ rows; -(-T // 64) rounds up
-            Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: norm_backward, bias_backward
+            Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: see norm_backward
+            Row("sums", (B * -(-T // 64) + 1, 3 * C)),  # of 64+ rows of dqkv, or of shares of dfch
         ]
 
     FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, "
@@ -356,18 +356,20 @@ class GPT2:
         matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=adds)  # (C,N) @ (N,4C) -> (C,4C)
         dfch = a.fch_gelu  # whose memory is free now
         matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
-        self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
+        fcb = self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
         matmul(g.fcw, dfch.T, a.ln2, accumulate=adds)  # (4C,N) @ (N,C) -> (4C,C)
         matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
+        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd,
+                           fcb)
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb)  # (N,C) -> dqkv (N,3C), and (3C)
+        qkvb = self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb)  # (N,C) -> (N,3C), (3C)
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
         bias_before = self.layers[l - 1][1].fcprojb if l else None  # whose branch this norm added
-        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)
+        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd,
+                           qkvb)
 
     def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
         """x += branch, unless None. Then copy = x and out = layernorm(x)."""
@@ -375,34 +377,35 @@ class GPT2:
         self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, x,
                            branch, weight, bias, len(out))
 
-    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd):
+    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd,
+                      summed=(None, 0, 0)):
         """dx += the gradient of inp. dinp is that of the norm's output, a product's input. dweight
-        and dbias += theirs. dbias_before, unless None, += the sum over rows of the new dx."""
+        and dbias are theirs. dbias_before, unless None, is the sum over rows of the new dx. summed:
+        what bias_backward or attention_backward returned, to be added up in the same launch."""
         C, N, device = self.config.C, len(inp), self.device
         blocks, threads, shared = layernorm_backward_launch(device, N)
         d = self.back
+        other, rows, OC = summed
         device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,
                       mean, rstd, N, threads=threads, shared=shared)
-        device.launch("add_partials", (C, 3), dweight, dbias, dbias_before, d.partials, blocks, C)
+        device.launch("add_partials", (max(C, OC), 4), dweight, dbias, dbias_before, other,
+                      d.partials, d.sums, blocks, C, rows, OC, self.micro > 0)
 
     def bias_backward(self, dbias, dout):
-        """dbias (OC) += the sum over rows of dout (N,OC), in two stages if N is large."""
+        """dbias (OC), the sum over rows of dout (N,OC). Leaves sums of shares of the rows, and
+        returns (dbias, shares, OC) for norm_backward."""
         N, OC = dout.shape
-        device, partials = self.device, self.back.partials
         shares = max(1, min(64, N // 256))
-        to = dbias if shares == 1 else partials
-        device.launch("matmul_backward_bias", (OC, shares), to, dout, N, OC)
-        if shares > 1:
-            device.launch("add_partials", OC, dbias, None, None, partials, shares, OC)
+        self.device.launch("matmul_backward_bias", (OC, shares), self.back.sums, dout, N, OC)
+        return dbias, shares, OC
 
     def attention_backward(self, qkv, lse, atty, dbias):
-        """dqkv = the gradient of qkv, given dinp, that of atty. dbias += the sum of its rows."""
+        """dqkv = the gradient of qkv, given dinp, that of atty. Leaves sums of its rows for dbias,
+        and returns (dbias, blocks of rows, 3C) for norm_backward."""
         (B, T), d = self.BT, self.back
-        sums, blocks = d.dqkv_sums, B * -(-T // self.device.attention_sizes.rows)
-        self.attention("attention_backward_q", d.dqkv, sums, d.delta, lse, atty, qkv, d.dinp)
-        self.attention("attention_backward_kv", d.dqkv, sums, d.delta, lse, qkv, d.dinp)
-        OC = dbias.size
-        self.device.launch("add_partials", OC, dbias, None, None, sums, blocks, OC)
+        self.attention("attention_backward_q", d.dqkv, d.sums, d.delta, lse, atty, qkv, d.dinp)
+        self.attention("attention_backward_kv", d.dqkv, d.sums, d.delta, lse, qkv, d.dinp)
+        return dbias, B * -(-T // self.device.attention_sizes.rows), dbias.size
 
     def attention(self, kernel, *arrays):
         """Launch an attention kernel: a block takes some rows of one head."""
@@ -428,7 +431,7 @@ class GPT2:
         launch, b = self.device.launch, self.batch
         dx, g = self.back.dresidual, self.grads
         launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.runs, B * T, C)
-        launch("encoder_backward_wpe", T * C, g.wpe, dx, B, T, C)
+        launch("encoder_backward_wpe", g.wpe.size, g.wpe, dx, B, T, len(g.wpe), C, self.micro > 0)
 
     def last_norm_forward(self):
         """The stream ends in lnf (N,C), which the head turns into logits."""
@@ -480,10 +483,7 @@ class GPT2:
 
     def backward_pass(self):
         """From lnf through the loss to the gradients of all parameters. A step's first micro-batch
-        sets them, the others add; those that no product sets are cleared first."""
-        for row in self.config.parameter_table():
-            if self.micro == 0 and not row.linear:
-                self.device.zero(getattr(self.grads, row.name))
+        sets them, the others add."""
         for rows in self.parts:
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)

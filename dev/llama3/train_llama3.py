@@ -371,13 +371,14 @@ class Llama3(GPT2):
                            weight, self.config.eps, len(out))
 
     def norm_backward(self, dweight, inp, weight, rstd):
-        """dx += the gradient of the norm's input, given back.dinp, that of its output. dweight +=
+        """dx += the gradient of the norm's input, given back.dinp, that of its output. dweight is
         its own."""
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, shared = rmsnorm_backward_launch(device, N)
         device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,
                       rstd, N, shared=shared)
-        device.launch("add_partials", C, dweight, None, None, d.partials, blocks, C)
+        device.launch("add_partials", (C, 1), dweight, None, None, None, d.partials, None, blocks,
+                      C, 0, 0, self.micro > 0)
 
     def attention_backward(self, qkv, lse, atty):
         """back.dqkv = the gradient of qkv, given back.dinp, that of atty."""
@@ -403,7 +404,10 @@ class Llama3(GPT2):
                            len(x), T, c.C)
 
     def embedding_backward(self):
+        """Add to the gradient of wte: if tied to what the head has set, else to zeros."""
         (B, T), C, b = self.BT, self.config.C, self.batch
+        if self.micro == 0 and not self.config.tied:
+            self.device.zero(self.grads.wte)
         self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual,
                            b.tokens, b.order, b.runs, B * T, C)
 

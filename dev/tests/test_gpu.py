@@ -91,14 +91,14 @@ def profiler_ranges(device_name, folder):
     for each in (plain, model):
         each.train_step(batch)
     step = [path for path in nvtx.all if path[0] == "step 1"]
-    check("ranges: all are closed", not nvtx.open and len(step) > 100, f"{nvtx.open} {len(step)}")
+    check("ranges: all are closed", not nvtx.open and len(step) > 80, f"{nvtx.open} {len(step)}")
     passes = [path[1] for path in step if len(path) == 2]
     check("ranges: passes", passes == ["forward_pass", "backward_pass", "update_pass"], passes)
     for l in (0, 1):
         own = [path[3] for path in step if path[1:3] == ("backward_pass", f"layer_backward {l}") and len(path) == 4]
         kernels = [name for name in own if not name.startswith("matmul ")]
         wish = [*["residual_layernorm_forward"] * 2, "matmul_backward_bias", "layernorm_backward", "add_partials",
-                "attention_backward_q", "attention_backward_kv", "add_partials", "layernorm_backward", "add_partials"]
+                "attention_backward_q", "attention_backward_kv", "layernorm_backward", "add_partials"]
         check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
         products = [name for name in own if name.startswith("matmul ")]
         wish = ["40 x 192 x 64", "40 x 64 x 64", "40 x 256 x 64",  # the forward pass, recomputed

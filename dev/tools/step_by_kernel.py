@@ -11,13 +11,13 @@ from dev.common.cuda_source import parameters_of
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import HERE, Config, FastCuda, read_kernels
 
-SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu"]
+SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu",
+           HERE / "dev/llama3/llama3.cu"]
 
 # A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
 # written. There are three kinds of exceptions. These arrays are both read and written:
 READ_TOO = {
-    "encoder_backward_wte.dwte", "encoder_backward_wpe.dwpe", "layernorm_backward.dresidual",
-    "add_partials.out1", "add_partials.out2", "add_partials.out3", "gelu_backward.dinp",
+    "encoder_backward_wte.dwte", "layernorm_backward.dresidual", "gelu_backward.dinp",
     "fused_classifier.logits", "adamw.params", "adamw.low", "adamw.m", "adamw.v",
     "adamw_bf16.params", "adamw_bf16.low", "adamw_bf16.m", "adamw_bf16.v",
 }
@@ -27,8 +27,9 @@ TOUCHED = {
     "encoder_forward.wte": lambda a: a.words * a.C * a.wte.itemsize,
     "encoder_backward_wte.dwte": lambda a: a.words * a.C * a.dwte.itemsize,
     "layernorm_backward.partials": lambda a: a.items[0] * a.partials[:, 0].nbytes,
-    "matmul_backward_bias.dbias": lambda a: a.items[1] * a.OC * a.dbias.itemsize,
-    "add_partials.partials": lambda a: a.items[1] * a.N * a.OC * a.partials.itemsize,
+    "matmul_backward_bias.sums": lambda a: a.items[1] * a.OC * a.sums.itemsize,
+    "add_partials.partials": lambda a: 3 * a.blocks * a.C * a.partials.itemsize,
+    "add_partials.sums": lambda a: a.rows * a.OC * a.sums.itemsize,
 }
 # FP8 passes the output of these kernels by value, in a struct. The argument named here is as large.
 OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout",

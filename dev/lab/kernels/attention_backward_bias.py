@@ -20,7 +20,7 @@ def scratch(a):
 def with_sums(device, a):
     heads.trainers_backward(device, a, a.sums)
     rows, width = a.B * -(-a.T // device.attention_sizes.rows), 3 * a.NH * a.HS
-    device.launch("add_partials", width, a.dqkvb, None, None, a.sums, rows, width)
+    device.launch("add_partials", (width, 4), None, None, None, a.dqkvb, None, a.sums, 0, 0, rows, width, True)
 
 
 LADDER = Ladder(

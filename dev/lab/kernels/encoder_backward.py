@@ -24,12 +24,13 @@ def problem(draw, B, T, C, V, share=10):
 
 def searching(device, a):
     device.launch("encoder_backward3", (a.N, a.C), a.dwte, a.dout, a.tokens, a.N, a.C, threads=a.threads)
-    device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C)
+    device.launch("encoder_backward_wpe", a.dwpe.size, a.dwpe, a.dout, a.B, a.T, len(a.dwpe), a.C, True)
 
 
 def trainers(device, a):
     device.launch("encoder_backward_wte", (a.N, a.C), a.dwte, a.dout, a.tokens, a.order, a.runs, a.N, a.C)
-    device.launch("encoder_backward_wpe", a.T * a.C, a.dwpe, a.dout, a.B, a.T, a.C, threads=a.threads)
+    device.launch("encoder_backward_wpe", a.dwpe.size, a.dwpe, a.dout, a.B, a.T, len(a.dwpe), a.C, True,
+                  threads=a.threads)
 
 
 LADDER = Ladder(

@@ -21,15 +21,14 @@ def shares_of(a):
 
 def trainers(device, a):
     shares = shares_of(a)
-    device.launch("matmul_backward_bias", (a.OC, shares), a.dbias if shares == 1 else a.partials, a.dout, a.N, a.OC)
-    if shares > 1:
-        device.launch("add_partials", a.OC, a.dbias, None, None, a.partials, shares, a.OC)
+    device.launch("matmul_backward_bias", (a.OC, shares), a.sums, a.dout, a.N, a.OC)
+    device.launch("add_partials", (a.OC, 4), None, None, None, a.dbias, None, a.sums, 0, 0, shares, a.OC, True)
 
 
 LADDER = Ladder(
     problem, "B=8,T=1024,OC=3072", ("B=1,T=2,OC=32", "B=3,T=9,OC=288", "B=1,T=140,OC=1600"),
     trainer_checks=("B=1,T=1,OC=2304", "B=1,T=256,OC=768", "B=2,T=300,OC=96", "B=1,T=2100,OC=32"),
-    args="dbias dout N OC", fp32="dbias partials", sums="dbias", versions=(
+    args="dbias dout N OC", fp32="dbias partials sums", sums="dbias", versions=(
         Version("one thread per column", "matmul_backward_bias1", "OC", threads=(32, 64, 128)),
         Version("the rows shared out, with atomics", "matmul_backward_bias2", "OC, shares", threads=(128, 256),
                 more=dict(shares=(16, 64, 256)), atomics=True),
@@ -38,6 +37,6 @@ LADDER = Ladder(
                 scratch=lambda a: dict(partials=(a.shares, a.OC))),
         Version("16 bytes per lane, no atomics: the trainer's", trainers, threads=(), trainer=True,
                 more=dict(shares=(None, 1, 3, 16, 32, 64)),
-                scratch=lambda a: dict(partials=(shares_of(a), a.OC)) if shares_of(a) > 1 else {},
+                scratch=lambda a: dict(sums=(shares_of(a), a.OC)),
                 held_back="the rest is the start of the first kernel, and the second kernel, which adds up the shares"),
     ), torch=lambda torch, x: lambda: x.dout.sum(0))
