@@ -569,12 +569,15 @@ constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 :
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
-constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // dv's product overlaps dscores
+// With one block on a multiprocessor, dv's product overlaps dscores, and in a third stage a tile's
+// last products overlap the first ones of the next tile.
+constexpr bool OVERLAP = HOPPER && WARPS == 8;
+constexpr int BACKWARD_STAGES = OVERLAP ? 3 : 2;
 
 // For the host: a block's rows, its threads, its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
-    (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
+    (2 * ROWS + 2 * BACKWARD_STAGES * TILE) * LD * (int)sizeof(real)}; }
 
 // Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
 #if HOPPER
@@ -598,13 +601,14 @@ struct Own {
     Head queries, keys, values, out;  // a block of keys advances queries and out
 };
 
-// Two stages, each with two tiles: keys and values, or queries and dout.
+// Stages, each with two tiles: keys and values, or queries and dout.
 template <int rows>
 struct Stages {
-    real* tiles;  // (2, 2, rows, LD)
+    real* tiles;  // (stages, 2, rows, LD)
     __device__ real* left(int stage) { return tiles + 2 * stage * rows * LD; }
     __device__ real* right(int stage) { return left(stage) + rows * LD; }
 };
+__device__ int after(int stage) { return (stage + 1) % BACKWARD_STAGES; }
 
 // A product (16 M, columns) in a warp's registers. This lane's x[e] is in row e.row() and
 // column e.column(): see D in the picture above mma.
@@ -835,11 +839,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
 
     Result<HP> dq = {};
-    int end = min(own.first + ROWS, T);
-    for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
+    int end = min(own.first + ROWS, T), key = 0, stage = 0;
+    do {
         tiles_arrive(arrivals);
         if (key + TILE < end)
-            load_stage(stages, stage ^ 1, qkv, own.keys, qkv, own.values, key + TILE, arrivals);
+            load_stage(stages, after(stage), qkv, own.keys, qkv, own.values, key + TILE, arrivals);
         if (key >= own.slab + SLAB) continue;
         const real *keys = stages.left(stage), *values = stages.right(stage);
 
@@ -855,8 +859,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         dscores_from_dweights(dweights, weights, relu,      // dS = P o (dP - D)
                               [&](Element e) { return row_delta[e]; });
         multiply(dq, dscores, keys);                        // dQ = dQ + dS K
-        products_arrive<0>(dq);
-    }
+        if (!OVERLAP) products_arrive<0>(dq);
+    } while (stage = after(stage), (key += TILE) < end);
+    products_arrive<0>(dq);
 
     each(dq, [&](Element e) { dq[e] *= scale; });
     dqkv.begin();
@@ -876,7 +881,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
     real* values = keys + ROWS * LD;
     Stages<TILE> stages = {values + ROWS * LD};  // of queries and dout
-    __shared__ float of_query[2][2][TILE];  // of each stage lse, then delta
+    __shared__ float of_query[BACKWARD_STAGES][2][TILE];  // of each stage lse, then delta
     static_assert(THREADS >= 2 * TILE);
     Arrivals arrivals = arrivals_start();
     Own own = own_rows<true>(T, NH, NKV);
@@ -899,11 +904,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     load_next(0);
 
     Result<HP> dk = {}, dv = {};
+    auto dv_and_dk_arrive = [&] { products_arrive<0>(dv), products_arrive<0>(dk); };
     int stage = 0;
     for (int head = 0; head < NH / NKV; head++) {
-        for (int query = own.first; query < T; query += TILE, stage ^= 1) {
+        for (int query = own.first; query < T; query += TILE, stage = after(stage)) {
             tiles_arrive(arrivals);
-            load_next(stage ^ 1);
+            load_next(after(stage));
             if (query + TILE <= own.slab) continue;  // these queries see none of the slab's keys
             const real *queries = stages.left(stage), *douts = stages.right(stage);
 
@@ -915,15 +921,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
             weights_from_scores(scores, relu, scale,            // P' = e^(S' - L)
                                 [&](Element e) { return of_query[stage][0][e.column()]; });
             hide_future<true>(weights, 0.0f, own, query);
-            if (EARLY_DV) multiply(dv, weights, douts);         // dV = dV + P' dO
-            products_arrive<EARLY_DV>(dweights);
+            if (OVERLAP) multiply(dv, weights, douts);         // dV = dV + P' dO
+            products_arrive<OVERLAP>(dweights);
             dscores_from_dweights(dweights, weights, relu,      // dS' = P' o (dP' - D)
                                   [&](Element e) { return of_query[stage][1][e.column()]; });
-            if (!EARLY_DV) multiply(dv, weights, douts);        // (or here)
+            if (!OVERLAP) multiply(dv, weights, douts);        // (or here)
             multiply(dk, dscores, queries);                     // dK = dK + dS' Q
-            products_arrive<0>(dv);
-            products_arrive<0>(dk);
+            if (!OVERLAP) dv_and_dk_arrive();
         }
+        dv_and_dk_arrive();
     }
 
     each(dk, [&](Element e) { dk[e] *= scale; });
