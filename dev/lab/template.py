@@ -143,10 +143,10 @@ def template(name):
     items, shared = version.items.replace("//", "/"), version.shared.replace("//", "/")
     comment += ["", f"Items: {items}. An item is {exercise.item}."]
     if exercise.items != "1":
-        comment += [f"BLOCK({threads}, ...) above the kernel gives each block {threads} threads. The comma is",
-                    "followed by the number of items that a block takes, where the word threads means",
-                    f"{threads}. The grid gets enough blocks for all items. The last block may have threads",
-                    "without an item."]
+        comment += [f"BLOCK({threads}, items) gives each block {threads} threads, and says how many items they "
+                    f"share; there, threads means {threads}.",
+                    "The grid gets enough blocks for all items. The last block may have threads for which there "
+                    "is no item."]
     comment += ways(exercise, threads)
     helpers = [HELPERS[helper].replace("{shared}", shared) for helper in exercise.helpers.split()]
     comment += ["", "You may use", *(f"    {helper}" for helper in helpers)]
