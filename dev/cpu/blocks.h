@@ -172,9 +172,11 @@ struct Block {
     }
 
     // Puts the running thread, number t, aside until its warp no longer has it in `waiting`; if it is ready, it only
-    // lets others go first. This and its callers are inlined: after a switch the processor guesses wrong where a return
+    // lets others go first. pc: where its kernel goes on, if that is not here.
+    // This and its callers are inlined: after a switch the processor guesses wrong where a return
     // goes to, and each return costs 10 ns.
-    __device__ void wait(unsigned t, const char* what, int line, bool ready = false, unsigned mask = 0) {
+    __device__ void wait(unsigned t, const char* what, int line, bool ready = false, unsigned mask = 0,
+                         const void* pc = nullptr) {
         const uint3 index = threadIdx;
         const unsigned bit = 1u << t % 32;
         Warp& w = warps[t / 32];
@@ -185,7 +187,7 @@ struct Block {
         running->line = line;
         running->mask = mask;
         parked++;
-        switch_to(choose(t));
+        switch_to(choose(t, pc));
         parked--;
         w.parked &= ~bit;
         threadIdx = index;
@@ -194,8 +196,8 @@ struct Block {
     // Which thread runs when thread t has returned or must wait. First the lanes of its own warp, so that warps finish
     // one by one and a kernel without barriers needs 32 stacks; then threads not yet started; then the next warp that
     // has ready lanes; and in the end the home stack.
-    QUIET __attribute__((noinline)) Fiber* choose(unsigned t) {
-        running->pc = __builtin_return_address(0);
+    QUIET __attribute__((noinline)) Fiber* choose(unsigned t, const void* pc = nullptr) {
+        running->pc = pc ? pc : __builtin_return_address(0);
         const unsigned mine = warps[t / 32].ready(), last_lane = order == REVERSE ? 0 : 31;
         if (mine) return warps[t / 32].fiber[following(t % 32, mine)];
         if (next < count) {
@@ -262,9 +264,9 @@ struct Block {
         Fiber* self = left = running;
         if (to == self) return;
         running = to;
-        if (_setjmp(self->context) == 0) {
+        if (MARK_PLACE(self->context) == 0) {
             __sanitizer_start_switch_fiber(&self->fake_stack, to->bottom, to->size);
-            if (to->started) _longjmp(to->context, 1);
+            if (to->started) GO_TO_PLACE(to->context);
             to->start();
         }
         __sanitizer_finish_switch_fiber(self->fake_stack, &left->bottom, &left->size);
@@ -328,9 +330,9 @@ struct Block {
     }
 };
 
-static thread_local Block* block;
-static thread_local void* dynamic_shared;
-static thread_local bool waited;  // some thread has, since the running fiber last looked
+static PER_OS_THREAD Block* block;
+static PER_OS_THREAD void* dynamic_shared;
+static PER_OS_THREAD bool waited;  // some thread has, since the running fiber last looked
 
 // Poisons a __shared__ variable if no thread of this block has come by its declaration yet. `poisoned` belongs to the
 // variable, and says for which block that was done.
@@ -400,7 +402,7 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
 #endif
     std::atomic<size_t> stuck{blocks};  // the first block that is
     OPENMP(omp parallel num_threads(int(workers))) {
-        static thread_local std::unique_ptr<Block> owner;
+        static PER_OS_THREAD std::unique_ptr<Block> owner;
         if (!owner) owner.reset(block = new Block);
         Block& b = *block;
         gridDim = {grid[0], grid[1], grid[2]};

@@ -11,6 +11,25 @@ constexpr size_t stack_bytes = 68 << 10;
 #endif
 constexpr size_t guard_bytes = 64 << 10;  // below each stack; a whole number of pages, whatever the page size
 
+// libasan replaces _longjmp by one that makes a system call, so there g++'s own takes its place.
+#if defined(__SANITIZE_ADDRESS__) && !defined(__clang__)
+#define MARK_PLACE(context) __builtin_setjmp(reinterpret_cast<void**>(context))
+#define GO_TO_PLACE(context) __builtin_longjmp(reinterpret_cast<void**>(context), 1)
+#else
+#define MARK_PLACE(context) _setjmp(context)
+#define GO_TO_PLACE(context) _longjmp(context, 1)
+#endif
+
+// A function of a warp or a block that does not touch a kernel's memory. The race finder's hooks in it would cost ten
+// times as much as the function, so there it is not inlined into a kernel; CALLER is where the kernel goes on.
+#ifdef __SANITIZE_THREAD__
+#define UNWATCHED QUIET __attribute__((noinline))
+#define CALLER __builtin_return_address(0)
+#else
+#define UNWATCHED __device__
+#define CALLER nullptr
+#endif
+
 void fiber_main();
 
 // A stack and, while no thread runs on it, the place where it goes on.

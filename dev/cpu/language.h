@@ -15,12 +15,15 @@
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #ifdef __SANITIZE_ADDRESS__
+#define PER_OS_THREAD  // libasan replaces the search for a thread_local by a slow one
 #define __global__
 #define __shared__ static  // there are no redzones around thread_locals or in inline functions: one OS thread it is
 #elif defined(__SANITIZE_THREAD__)
+#define PER_OS_THREAD thread_local  // or races.h would take it for a variable of the kernel
 #define __global__ __attribute__((noipa))  // in a loop over threads, several stores would become one
 #define __shared__ static
 #else
+#define PER_OS_THREAD thread_local
 #define __global__ inline __attribute__((always_inline))  // into the loop over threads
 #define __shared__ static thread_local
 #endif
@@ -60,8 +63,8 @@ struct dim3 {
 // Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
 // and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
 // are, and that includes the __shared__ arrays.
-static thread_local uint3 threadIdx, blockIdx;
-static thread_local dim3 blockDim, gridDim;
+static PER_OS_THREAD uint3 threadIdx, blockIdx;
+static PER_OS_THREAD dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 QUIET inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 

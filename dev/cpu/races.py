@@ -86,12 +86,13 @@ class Work(NamedTuple):
     written: int
     steps: int
     blocks: int  # that have touched an array
+    threads: int
 
 
 def work(library, enough=2**63, most=2**63):
     """The Work of a library's launches since the last call. Beyond `enough` steps races are no longer looked for,
     and at `most` the process ends with SIGXCPU."""
-    counts = (ctypes.c_ulong * 4)()
+    counts = (ctypes.c_ulong * 5)()
     library.races_work(counts, ctypes.c_ulong(enough), ctypes.c_ulong(most))
     return Work(*counts)
 

@@ -9,9 +9,16 @@ template <class T> struct Exchange {
     unsigned lane, mask;  // mask: without lanes that this warp has not
     const char* slots;
 
-    // The last lane to arrive may do work for all of them, with the values of all.
-    template <class Work = void (*)(T*)>
-    __device__ Exchange(unsigned named, T value, const char* what, int line, Work work = [](T*) {}) {
+    UNWATCHED Exchange(unsigned named, T value, const char* what, int line) {
+        meet(named, value, what, line, [](T*) {}, CALLER);
+    }
+    // The last lane to arrive does work for all of them, with the values of all. It touches a kernel's memory.
+    template <class Work>
+    __device__ Exchange(unsigned named, T value, const char* what, int line, Work work) {
+        meet(named, value, what, line, work, nullptr);
+    }
+    template <class Work>
+    __device__ void meet(unsigned named, T value, const char* what, int line, Work work, const void* pc) {
         static_assert(sizeof(T) <= slot_bytes, "raise slot_bytes");
         Block& b = *block;
         const unsigned t = thread_number();
@@ -29,10 +36,10 @@ template <class T> struct Exchange {
             races::warp_meets(t / 32, line);
             w.waiting = 0, w.exchanges++;
         }
-        if (!all || b.order != FORWARD) b.wait(t, what, line, all, whole ? w.lanes : mask);
+        if (!all || b.order != FORWARD) b.wait(t, what, line, all, whole ? w.lanes : mask, pc);
         waited = true;
     }
-    T of(unsigned i) const {
+    UNWATCHED T of(unsigned i) const {
         T value;
         memset(static_cast<void*>(&value), 0xff, sizeof(T));  // NaN, where there is no such lane, or it is not here
         if (mask >> i % 32 & 1) memcpy(&value, slots + i % 32 * sizeof(T), sizeof(T));
@@ -46,7 +53,7 @@ template <class T>
 using Shuffled = std::enable_if_t<shuffles<T>, std::conditional_t<std::is_integral_v<T> && sizeof(T) < 4, int, T>>;
 
 // All threads of the block meet. How many of them have voted?
-__device__ int all_meet(int vote, const char* what, int line, const char* file) {
+UNWATCHED int all_meet(int vote, const char* what, int line, const char* file) {
     races::arrives_in(file);
     Block& b = *block;
     const unsigned t = thread_number();
@@ -59,7 +66,7 @@ __device__ int all_meet(int vote, const char* what, int line, const char* file) 
         for (auto& w : b.warps) w.waiting = 0;
         b.votes[++b.rounds % 2] = 0;
     }
-    if (!all || b.order != FORWARD) b.wait(t, what, line, all);
+    if (!all || b.order != FORWARD) b.wait(t, what, line, all, 0, CALLER);
     waited = true;
     return votes;
 }

@@ -64,7 +64,7 @@ class Exercise(NamedTuple):
 
 TURNS = tuple(f"B=2,T=33,NH=6,NKV=2,HS=64,theta=3,half={half}" for half in (0, 1))
 
-ROPE = dict(qkv="B,T,NH+2*NKV,HS", dqkv="B,T,NH+2*NKV,HS", N="B*T", heads="NH + NKV: those that are turned",
+ROPE = dict(qkv="B,T,NH+2*NKV,HS", dqkv="B,T,NH+2*NKV,HS", heads="NH + NKV: those that are turned",
             row="(NH + 2*NKV) * HS", half="1: numbers i and i + HS/2 of a head are a pair; 0: 2i and 2i + 1")
 QKV = dict(qkv="B,T,3,NH,HS", dqkv="B,T,3,NH,HS", scale="1/sqrt(HS)")
 # Of one head, with q, k, v (T,HS).
@@ -141,7 +141,7 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("encoder_forward", "encoder_forward2", "an index from another array: the embedding of a token",
              "a number of out", ("The row is i / C: tokens[row] is a row of wte, and row % T is a row of wpe.",
                                  "out is fp32, so it needs no from_float."), axes="b t c",
-             shapes=dict(wpe="maxT,C", N="B*T")),
+             shapes=dict(wpe="maxT,C")),
     Exercise("permute", "permute1", "an index of five dimensions, taken apart by / and %", "a number of out",
              ("Take the index of out apart, last dimension first: c = i % head, then i / head % T, and so on.",
               "Build the index of inp, first dimension first: ((b*T + t)*3 + which)*NH + h, and so on."),
@@ -223,7 +223,7 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("encoder_backward", "encoder_backward1", "many threads that add to one place", "a number of dout",
              ("Two positions may have the same token, and then both add to the same row of dwte.",
               "atomicAdd allows that, in an order that varies."), NUMBERS + " atomicAdd",
-             shapes=dict(dwpe="maxT,C", N="B*T")),
+             shapes=dict(dwpe="maxT,C")),
     Exercise("rmsnorm_backward", "rmsnorm_backward1", "a gradient of a row, and one of all rows", "a row",
              ("With dnorm = dout * weight, dinp += rstd * (dnorm - x * rstd^2 * average of (dnorm * x)).",
               "Every row adds a term to dweight[c]: atomicAdd."), f"{NUMBERS} {WARPS} atomicAdd",

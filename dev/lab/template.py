@@ -60,8 +60,9 @@ def argument_lines(exercise, ladder):
         if "*" not in parameter:
             values = {table[0][name] for table in tables}
             same = len(values) == 1 and type(given[name]) is not int
+            rows_of_tokens = name == "N" and all(t[0]["N"] == t[0].get("B", 0) * t[0].get("T", 0) for t in tables)
             rows.append((label, "a number", exercise.shapes.get(label) or ("" if label == name else name) or (
-                f"{given[name]:.6g}" if same else "")))
+                f"{given[name]:.6g}" if same else "B*T, the rows" if rows_of_tokens else "")))
             continue
         arrays = [{**table[0], **table[1], **table[2]}.get(name) for table in tables]
         kind = next(kind for kind in ("real", "float", "int", "size_t", "AdamW", "low_half") if kind in parameter)
@@ -142,8 +143,10 @@ def template(name):
     items, shared = version.items.replace("//", "/"), version.shared.replace("//", "/")
     comment += ["", f"Items: {items}. An item is {exercise.item}."]
     if exercise.items != "1":
-        comment += ["BLOCK(threads, items) says how many threads a block has, and how many items they share. The grid",
-                    "gets enough blocks for all items. The last block may have threads for which there is no item."]
+        comment += [f"BLOCK({threads}, items) gives each block {threads} threads, and says how many items they "
+                    f"share; there, threads means {threads}.",
+                    "The grid gets enough blocks for all items. The last block may have threads for which there "
+                    "is no item."]
     comment += ways(exercise, threads)
     helpers = [HELPERS[helper].replace("{shared}", shared) for helper in exercise.helpers.split()]
     comment += ["", "You may use", *(f"    {helper}" for helper in helpers)]

@@ -4,14 +4,17 @@ to look for and each dtype.
     python -m dev.lab.trial JOB  # JSON in, a line of JSON for each event out
 
 JOB: {"compile": paths of files to compile together, "run": those to run, "look_for": BOUNDS, RACES, GPU or None,
-"compare": whether to compare results with NumPy too, "dtypes", "limit": seconds for one size}.
+"compare": whether to compare results with NumPy too, "races": whether another process looks for races, "dtypes",
+"limit": seconds for one size}.
 """
 import contextlib
 import ctypes
 import json
+import math
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np  # after prepro_tinyshakespeare, which says how its threads wait
@@ -29,6 +32,7 @@ from prepro_tinyshakespeare import UserError
 
 BOUNDS, RACES, GPU = "bounds", "races", "gpu"  # what a process looks for
 ORDERS = "forward", "reverse", 1  # of a block's threads, in which results are compared; the last is a shuffle
+PATIENCE = 0.5  # seconds of the processor after which no other order is tried, if the race finder runs too
 
 
 def build(paths, dtype, only):
@@ -113,7 +117,8 @@ def run_all(job, device, path, ladder, version):
                 complaint, remark = waste.complaint(bench, kernel, threads, items, own, one)
                 remarks = {remark: where} if remark else remarks  # the sizes of the last checks are larger
         else:
-            complaint = checked(bench, version, choice, path, job["look_for"], drawn == sizes)
+            seconds = PATIENCE if job.get("races") else math.inf
+            complaint = checked(bench, version, choice, path, job["look_for"], drawn == sizes, seconds)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if complaint:
             return complaint
@@ -163,11 +168,20 @@ def launched(bench, version, choice, look_for):
     return None
 
 
-def checked(bench, version, choice, path, look_for=None, drawn=False):
-    """What is wrong with a version, as a dict, or None. drawn: at sizes for which no limit was tried."""
+def orders_within(seconds):
+    """ORDERS, until these seconds of the processor are over."""
+    begun = time.process_time()
+    for order in ORDERS:
+        if order == ORDERS[0] or time.process_time() - begun < seconds:
+            yield order
+
+
+def checked(bench, version, choice, path, look_for=None, drawn=False, seconds=math.inf):
+    """What is wrong with a version, as a dict, or None. drawn: at sizes for which no limit was tried. seconds: after
+    which no other order of the threads is tried."""
     around = (lambda: unreadable(bench)) if look_for == BOUNDS else contextlib.nullcontext
     try:
-        comparison = bench.check(version, choice, ORDERS, around, 8 if drawn else 1)
+        comparison = bench.check(version, choice, orders_within(seconds), around, 8 if drawn else 1)
     except UserError as e:
         return dict(kind="stuck", text=str(e))
     except AssertionError as e:

@@ -19,7 +19,8 @@ from dev.lab.workers import sources_of
 READS, STEPS = 16, 64  # refused above this many times version 1's work
 REMARK = 4  # times as many bytes are said; and a quarter of the steps or idle blocks that are refused
 OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: index, sums over the block
-IDLE = 1 / 16  # of the blocks at least this part must touch an array
+IDLE = 1 / 16  # of the blocks, and of their threads, at least this part must touch an array;
+FEW = 4  # or more than so many of each block
 SPARE = 10**8  # steps that any kernel may take: a few seconds
 CACHE = "version1_work"
 
@@ -100,6 +101,10 @@ def found(bench, kernel, threads, items, own, one):
             f"BLOCK says that a block covers {math.prod(covered):,}, so {blocks:,} blocks are launched. But "
             f"{busy:,} of them do all the work, {round(math.prod(counts) / busy):,} items each: write "
             "that in BLOCK"]))
+        few = own.threads <= FEW * busy
+        rows.insert(1, (few * busy * threads * IDLE / max(own.threads, 1), [
+            f"of the {threads} threads of a block {threads - round(own.threads / busy)} do nothing",
+            f"BLOCK({threads}, threads) would give each of them an item. Or let them share the block's"]))
     return sorted(rows, key=lambda row: -min(row[0], 1))
 
 

@@ -420,14 +420,13 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights",
-            "skip_outliers": "outliers", "arrivals_start": "attention_forward"}
+            "arrivals_start": "attention_forward"}
 
 # {(function, number of the barrier in it): why no order of threads shows that it is missing}
 UNSEEN = {
     ("arrivals_start", 1): "only Hopper has it, and there it may go unnoticed",
     **dict.fromkeys([("tiles_arrive", 2), *(("matmul_forward6", i) for i in (1, 2, 3))], "only Hopper has it"),
     ("block_reduce", 2): "in the trainer's kernels a barrier is between two calls of a kind, each with its own array",
-    ("skip_outliers", 1): "the sums of z_score wait for all lanes, and a lane does not use what it reads after them",
     ("last_of", 1): "a block counts itself too early, and another would have to read at that very moment",
     ("backward_of_keys", 3): "as in last_of: the next block would have to begin before this one has stored its sums",
 }

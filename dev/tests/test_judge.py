@@ -82,6 +82,10 @@ CASES = (  # exercise, BLOCK, body, and what is said, or None, by the processes 
      r"slow: it reads each number of its inputs [\d,]+ times on average, and version 1 .* [\d.]+ ti"),
     ((R32,), "a block a number", "residual_forward", "BLOCK(256, 1)", RESIDUAL,
      r"slow: 2,581 of 2,592 blocks do nothing BLOCK says .* covers 1, so .* 236 items each"),
+    ((R32,), "a thread of each block", "residual_forward", "BLOCK(256, 1)", f"""
+    size_t i = blockIdx.x;
+    if (threadIdx.x == 0) {ADD}
+""", r"slow: of the 256 threads of a block 255 do nothing BLOCK.256, threads. would give"),
     ((B32,), "an array for the checks' C", "layernorm_forward", "", """
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;

@@ -460,7 +460,6 @@ ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
              ("tiles_arrive", 2): "tiles_arrive(Arrivals& arrivals) {"}
 APART = "see barriers_of_others"
 NOT_FOUND = {  # (function, number): why not
-    ("skip_outliers", 1): "no race: the sums of z_score wait for all lanes, behind what they read before",
     ("block_reduce", 2): f"no race: where the trainer calls two of a kind, a barrier is between them; {APART}",
     ("weights_to_fp8", 1): APART,
 }

@@ -257,6 +257,9 @@ def an_exercise(folder):
     wish = [f"  line {at}: 27.0 sectors a load (4.0 would do)   for (int v = 0; v < V; v++) largest",
             f"yours  version 1  version {len(find_ladder('softmax_forward').versions)}", "  sectors a load  "]
     check("the report", all(any(part in line for line in said) for part in wish), " ".join(said)[:300])
+    readme = (traffic.LAB / "README.md").read_text(encoding="utf-8")
+    strange = [row for row in traffic.figures_of(found) if f"| {row} |" not in readme]
+    check("the README explains each row of the table", not strange, strange)
     lines = draw_traffic.as_text(count)
     check("a drawing has a row for each sector", len(lines) == 3 + 27 and lines[-1].split() == [
         f"inp[{26 * 384}]", "26", *"......."], " ".join(lines)[:80])
