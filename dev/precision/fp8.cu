@@ -61,3 +61,130 @@ extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int fo
     s.largest = 0.0f;
     scales[i] = s;
 }
+
+// ---- twins of transposed tensors ----
+
+// 4 x 4 bytes turned: byte j of word i becomes byte i of word j.
+__device__ __forceinline__ void turn(unsigned (&w)[4]) {
+    unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
+    unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
+    w[0] = __byte_perm(a, b, 0x5410), w[1] = __byte_perm(a, b, 0x7632);
+    w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
+}
+
+// A tile of 128 rows and 128 columns on its way through shared memory: words[column][g] has rows 4 g .. 4 g + 3 of a
+// column. In place of g stands g ^ column / 16 * 4, so that a warp's words are in different banks.
+struct Turned { unsigned words[128][32]; };
+
+// Each of 256 threads puts 16 columns, from 16 p on, of four rows there, with p = threadIdx.x % 8 and
+// g = threadIdx.x / 8.
+__device__ __forceinline__ void put_turned(Turned& tile, const Stored<4, unsigned> (&rows)[4]) {
+    int g = threadIdx.x / 8, p = threadIdx.x % 8;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        unsigned w[4] = {rows[0].x[k], rows[1].x[k], rows[2].x[k], rows[3].x[k]};
+        turn(w);
+        for (int i = 0; i < 4; i++) tile.words[16 * p + 4 * k + i][g ^ 4 * p] = w[i];
+    }
+}
+
+// Stores the tile's columns as rows of across (C,stride), from (column,first) on. The stride is a multiple of 16.
+__device__ __forceinline__ void store_turned(
+    unsigned char* across, Turned& tile, int column, int first, int C, int stride) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < 128 * 8; i += blockDim.x) {
+        int c = i / 8, r = i % 8;
+        if (column + c < C && first + 16 * r < stride)
+            *reinterpret_cast<Stored<4, unsigned>*>(across + (size_t)(column + c) * stride + first + 16 * r) =
+                *reinterpret_cast<Stored<4, unsigned>*>(&tile.words[c][4 * (r ^ c / 16)]);
+    }
+}
+
+// across (C,stride) = the transposed twin (R,C), with zeros in columns R to stride, a multiple of 16, which cuBLASLt
+// needs. C is one too. Bound by memory: each byte is read and written once, 128 neighbours at a time. Items: C columns
+// along x, stride rows along y.
+BLOCK(256, 128, 128)
+extern "C" __global__ void transpose_fp8(unsigned char* __restrict__ across, const unsigned char* __restrict__ twin,
+                                         int R, int C, int stride) {
+    __shared__ __align__(16) Turned tile;
+    int column = 128 * blockIdx.x, first = 128 * blockIdx.y;
+    int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
+    Stored<4, unsigned> rows[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (r + i < R && c < C)
+            rows[i] = *reinterpret_cast<const Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c);
+    put_turned(tile, rows);
+    store_turned(across, tile, column, first, C, stride);
+}
+
+// ---- the head ----
+
+// As fused_classifier, but the logits (N,Vp) stay, and their gradient becomes a twin, out8 (N,Vp), in half of the
+// bytes: LARGEST_FP8 * (softmax - 1 at the target), so that the scale needs no history. scale8 gets that of
+// dloss * (softmax - 1 at the target). Vp is a multiple of 16. If shared memory has room for two rows of logits, a row
+// is read once, and the next is on its way meanwhile; otherwise pass 2 reads a row again, from L2. Items: blocks.
+constexpr float LARGEST_FP8 = 448.0f;
+
+template <bool cached>
+__device__ void classify_to_fp8(
+    unsigned char* __restrict__ out8, float* __restrict__ losses, const real* __restrict__ logits,
+    const int* __restrict__ targets, int N, int V, int Vp) {
+    DYNAMIC_SHARED(real, row_cache);  // (2,Vp)
+    auto load_row = [&](int stage, int row) {  // a thread copies what it reads itself
+        if (cached)
+            for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x)
+                copy16(row_cache + (size_t)stage * Vp + v, logits + (size_t)row * Vp + v, true);
+        copies_end();
+    };
+    if ((int)blockIdx.x < N) load_row(0, blockIdx.x);
+    for (int row = blockIdx.x, stage = 0; row < N; row += gridDim.x, stage ^= 1) {
+        int next = row + gridDim.x, target = targets[row];
+        const real* x = cached ? row_cache + (size_t)stage * Vp : logits + (size_t)row * Vp;
+        if (next < N) {
+            load_row(stage ^ 1, next);
+            copies_arrive<1>();
+        } else {
+            copies_arrive<0>();
+        }
+        float largest = LOWEST, sum = 0.0f;
+#pragma unroll 4
+        for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+            Pack<W> l = load<W>(x + v);
+            float before = largest;
+            if (v + W > V)
+                for (int i = 0; i < W; i++)
+                    if (v + i >= V) l[i] = LOWEST;
+            for (int i = 0; i < W; i++) largest = fmaxf(largest, l[i]);
+            if (largest > before) sum *= exponential(before - largest);
+            for (int i = 0; i < W; i++) sum += exponential(l[i], largest);
+        }
+        float top = block_reduce<warp_max>(largest, LOWEST);
+        sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
+        if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(logits[(size_t)row * Vp + target]);
+        float shift = top + logf(sum / LARGEST_FP8);  // e^(x - shift) = LARGEST_FP8 * softmax
+#pragma unroll 4
+        for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
+            Pack<W> l = load<W>(x + v);
+            for (int i = 0; i < W; i++) l[i] = exponential(l[i], shift);
+            if (v + W > V || (unsigned)(target - v) < W)
+                for (int i = 0; i < W; i++)
+                    l[i] = v + i < V ? l[i] - (v + i == target ? LARGEST_FP8 : 0.0f) : 0.0f;
+            Stored<W / 2, unsigned short> eight;
+            for (int i = 0; i < W; i += 2) eight.x[i / 2] = two_fp8(l[i], l[i + 1]);
+            *reinterpret_cast<Stored<W / 2, unsigned short>*>(out8 + (size_t)row * Vp + v) = eight;
+        }
+    }
+}
+
+BLOCK(1024, 1)
+extern "C" __global__ void __launch_bounds__(1024, 1) classifier_to_fp8(
+    unsigned char* __restrict__ out8, Scale* __restrict__ scale8, float* __restrict__ losses,
+    const real* __restrict__ logits, const int* __restrict__ targets, float dloss, int N, int V, int Vp, int room) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        scale8->scale = LARGEST_FP8 / dloss;
+        scale8->inverse = dloss / LARGEST_FP8;
+    }
+    if (room >= 2 * Vp) classify_to_fp8<true>(out8, losses, logits, targets, N, V, Vp);
+    else classify_to_fp8<false>(out8, losses, logits, targets, N, V, Vp);
+}

@@ -250,6 +250,15 @@ TABLE = [
         ("index", "weights_to_fp8", "scale8 + layer", "scale8"),
         ("index", "weights_to_fp8", "tile[r + j][c]", "tile[r + 15 - j][c]"),
         ("bound", "weights_to_fp8", "first + r >= R || column", "first + r > R || column"), dtype="fp8", file=FP8),
+    *of("transposed",
+        ("index", "turn", "0x7362", "0x7340"),
+        ("index", "put_turned", "g ^ 4 * p", "g"),
+        ("bound", "store_turned", "first + 16 * r < stride", "true"), dtype="fp8", file=FP8),
+    *of("classifier",
+        ("mask", "classify_to_fp8", "if (v + i >= V) l[i] = LOWEST;", ""),
+        ("mask", "classify_to_fp8", "v + W > V || (unsigned)(target - v) < W", "(unsigned)(target - v) < W"),
+        ("missing term", "classify_to_fp8", "stage ^= 1", "stage ^= 0"),
+        ("constant", "classifier_to_fp8", "dloss / LARGEST_FP8", "dloss"), dtype="fp8", file=FP8),
     *of("next_scales",
         ("constant", "next_scales", "448.0f / 2 / s.largest", "448.0f / s.largest"),
         ("mask", "next_scales", " && s.largest <= -LOWEST", ""),
@@ -418,6 +427,7 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights",
+            "store_turned": "transposed",
             "skip_outliers": "outliers", "arrivals_start": "attention_forward"}
 
 # {(function, number of the barrier in it): why no order of threads shows that it is missing}

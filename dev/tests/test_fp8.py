@@ -107,6 +107,118 @@ def next_scales(device_name):
         check(f"{case}: the largest begin anew", not found[:, 2].any())
 
 
+def transposed(device_name):
+    """The twin of a transposed tensor; the columns that fill its rows up to a multiple of 16 are zeros."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    for R, C in ((1, 16), (16, 128), (130, 48), (128, 128), (261, 400)):
+        stride = -(-R // 16) * 16
+        twin = np.random.default_rng(R).integers(256, size=(R, C)).astype(np.uint8)
+        found = on_device(device, np.full((C + 1, stride), 77, np.uint8))
+
+        def work(across, twin, R, C, stride):
+            device.launch("transpose_fp8", (C, stride), across, twin, R, C, stride)
+            return device.get(across)
+
+        wish = np.full((C + 1, stride), 77)
+        wish[:C] = np.pad(twin, ((0, stride - R), (0, 0))).T
+        for order, across in in_each_order(device, work, found, on_device(device, twin), R, C, stride):
+            yield f"{R, C} {order}", across, wish, EXACT
+
+
+def classifier(device_name):
+    """Losses, and the twin of dlogits, whose scale is 448 / dloss. Rows are cached in shared memory, or not."""
+    device, dloss = device_of(device_name, "fp8", 64, 2, plain=False), 1 / 96
+    for N, V, Vp, blocks, cached in ((5, 257, 384, 2, True), (5, 257, 384, 5, False), (3, 1000, 1008, 3, True),
+                                     (4, 384, 384, 1, True)):
+        rng = np.random.default_rng(N)
+        logits = to_bf16(np.float32(rng.normal(0, 4, (N, Vp))))
+        logits[:, V:] = 0x7FC0  # NaN in the padding
+        targets = rng.integers(V, size=N, dtype=np.int32)
+        targets[0] = V - 1
+        arrays = [on_device(device, x) for x in (
+            np.full((N, Vp), 99, np.uint8), np.zeros(4, np.float32), np.zeros(N, np.float32), logits, targets)]
+
+        def work(*args):
+            blocks, *args = args
+            device.launch("classifier_to_fp8", blocks, *args, shared=2 * args[-1])
+            return [device.get(array) for array in args[:3]]
+
+        x = to_float(logits)[:, :V].astype(np.float64)
+        e = np.exp(x - x.max(1, keepdims=True))
+        wish = e / e.sum(1, keepdims=True)
+        losses = -np.log(wish[np.arange(N), targets])
+        wish[np.arange(N), targets] -= 1
+        room = 2 * Vp if cached else 0
+        for order, (out8, scale, found) in in_each_order(device, work, blocks, *arrays, dloss, N, V, Vp, room):
+            case = f"{N, V, Vp, blocks, cached} {order}"
+            yield f"{case} losses", found, losses, 1e-6
+            yield f"{case} scale", scale[:2], [dloss / 448, 448 / dloss], 1e-6
+            values = out8.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            check(f"{case} padding", not values[:, V:].any())
+            # half a unit of the last bit, and 2^x is rounded
+            error = abs(values[:, :V] - 448 * wish) / np.maximum(abs(448 * wish), 2.0**-6)
+            check(f"{case} dlogits", error.max() < 0.0626, error.max())
+
+
+def formats(device_name):
+    """Why dlogits is e4m3, and not e5m2: relative errors of dinp and dwte for logits like those of a trained model."""
+    V, R, C, rng = 50257, 192, 32, np.random.default_rng(0)
+    often = -np.log(np.arange(V) + 10.0)  # how often words are
+    words, inputs = (rng.normal(0, 1, (n, C)) + rng.normal(0, 1, C) for n in (V, R))  # each set has a common part
+    x = np.exp(often + rng.normal(0, 3, (R, V)))
+    dlogits = x / x.sum(1, keepdims=True)
+    target = [rng.choice(V, p=p) for p in dlogits]
+    dlogits[np.arange(R), target] -= 1
+    errors = {}
+    for kind, scale in ((ml_dtypes.float8_e4m3fn, 448), (ml_dtypes.float8_e5m2, 2**15)):
+        twin = np.float32(scale * dlogits).astype(kind).astype(np.float64) / scale
+        errors[kind.__name__] = [np.linalg.norm(found - wish) / np.linalg.norm(wish) for found, wish in (
+            (twin @ words, dlogits @ words), (twin.T @ inputs, dlogits.T @ inputs))]
+    e4m3, e5m2 = errors.values()
+    check("dinp and dwte", max(e4m3) < 0.04, e4m3)
+    check("e5m2 is worse", e4m3[0] < e5m2[0] and e4m3[1] < e5m2[1], f"{e4m3} {e5m2}")
+
+
+def head(device_name):
+    """The head's products are those of its twins; in parts, and with rows that are no multiple of 16."""
+    place = fp8_device(device_name, Config(C=64, NH=2))
+    place.architecture = GPT2
+    with mock.patch("train_gpt2.LOGIT_ROWS", 16):
+        model = poisoned_model(place, 2, 23, fp8="head", C=64, NH=2)
+        steps_of(model, 3, 2)
+        check("parts", len(model.parts) == 3, model.parts)
+        before, n = place.get(place.all_scales)[:, 1], place.count
+        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+        model.set_batch(batch)
+        place.begin_step()
+        model.forward_pass()
+        lnf, wte = (to_float(place.get(x)).astype(np.float64) for x in (model.acts.lnf, model.params.wte))
+        lnf8, wte8 = in_8_bits(lnf, before[n - 1]), in_8_bits(wte, before[3 * n - 1])
+        dlogits8 = []
+        for rows in model.parts:
+            logits = model.head_forward(rows)
+            yield f"logits {rows.start}", place.get(logits), lnf8[rows] @ wte8.T, 3e-3
+            model.loss_forward(rows, logits, with_gradient=True)
+            twin = place.get(model.dlogits8[: len(logits)]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            dlogits8.append(twin / 448 / 46)
+            model.head_backward(rows, logits)
+        dlogits8 = np.concatenate(dlogits8)
+        yield "dinp", place.get(model.back.dinp), dlogits8 @ wte8, 3e-3
+        yield "dwte", place.get(model.grads.wte), dlogits8.T @ lnf8, 1e-5 if device_name == "cpu" else 2e-3
+        x = np.exp(lnf @ wte[:257].T)
+        wish = x / x.sum(1, keepdims=True)
+        wish[np.arange(46), place.get(model.batch.targets).reshape(-1)] -= 1
+        found = 46 * dlogits8[:, :257]
+        check("dlogits", np.linalg.norm(found - wish) < 0.1 * np.linalg.norm(wish))
+        model.mean_loss()
+        place.end_step()
+        largest = 224 / abs(lnf).max()
+        found = place.get(place.all_scales)[n - 1, 1]
+        check("the next scale at lnf", abs(found / largest - 1) < 1e-6, f"{found} {largest}")
+        tokens = np.zeros((1, 5), np.int32)
+        model.forward(tokens, tokens)  # fewer tokens, whose head is in bf16
+
+
 def steps_of(model, count, micros=1):
     """Train `count` steps, each on other words. Returns the losses."""
     rng, losses = np.random.default_rng(3), []
@@ -122,18 +234,19 @@ def twins(device_name):
     again, the products are the same, bit for bit, also in layers that recompute norms and GELUs."""
     # casts: how many twins in a layer no kernel leaves for the product that reads them. Llama's rope changes dqkv in
     # place, and when a layer is recomputed, the twins of dx and atty are gone by the time they are needed.
-    for architecture, recompute, casts in ((GPT2, 0, 0), (GPT2, 1, 0), (GPT2, 2, 2), (Llama3, 0, 1), (Llama3, 2, 3)):
+    for architecture, recompute, level, casts in (
+            (GPT2, 0, "layers", 0), (GPT2, 1, "layers", 0), (GPT2, 2, "head", 2), (Llama3, 0, "head", 1),
+            (Llama3, 2, "layers", 3)):
         results = []
-        for learns in (True, False):
+        for told in (True, False):
             place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
                                graph=False)  # so that each launch is counted
             place.architecture = architecture
-            model = poisoned_model(place, 2, 23, recompute=recompute, C=64, NH=2)  # any number of rows
+            model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)  # any number of rows
             losses = []
             for _ in range(3):
-                if not learns:
-                    place.known.clear()
-                    place.known = Forgetful()
+                if not told:
+                    place.readers = Forgetful()
                 below = type(place).__mro__[1 + type(place).__mro__.index(fp8.Fp8)]
                 with mock.patch.object(below, "launch", autospec=True, side_effect=below.launch) as watched:
                     losses += steps_of(model, 1, 2)
@@ -147,10 +260,10 @@ def twins(device_name):
 
 
 class Forgetful(dict):
-    """A dict that ignores |=."""
+    """A dict that stays empty."""
 
-    def __ior__(self, other):
-        return self
+    def __setitem__(self, key, value):
+        pass
 
 
 def products(device_name):
@@ -199,7 +312,7 @@ def scales_alone(device_name):
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
         place.architecture = GPT2
-        model, losses = poisoned_model(place, 2, 24, C=64, NH=2), []
+        model, losses = poisoned_model(place, 2, 24, fp8="head", C=64, NH=2), []
         for _ in range(3):
             if validates:
                 scales = place.get(place.all_scales)
@@ -217,20 +330,22 @@ def fixture(device_name):
     """In FP8 the fixture's gradients and loss are close to those in fp32."""
     c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
     truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
-    for dtype in ("bf16", "fp8"):
+    for dtype, level in (("bf16", "layers"), ("fp8", "layers"), ("fp8", "head")):
         place = fp8_device(device_name, c) if dtype == "fp8" else make_device(device_name, dtype, c)
-        model = model_class(GPT2, "--dtype", dtype)(c, place, *truth.x.shape)
+        model = model_class(GPT2, "--dtype", dtype, "--fp8", level)(c, place, *truth.x.shape)
         model.set_parameters(read_parameters(FIXTURES / "gpt2_tiny.bin", c))
         if dtype == "fp8":
             model.begin_step([pack_batch(truth.x, truth.y)])
         found = gradients(model, (truth.x, truth.y))
         loss = model.report().loss
-        check(f"{dtype}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
-        errors[dtype] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
+        check(f"{dtype} {level}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
+        errors[dtype, level] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
                          for name, wish in truth.gradients.items()}
-    for name, error in errors["fp8"].items():
-        wish = 16 * errors["bf16"][name]  # a mantissa of 3 bits is 16 times coarser than one of 7
-        check(f"gradient of {name}", error < wish, f"{error:.3f}, in bf16 {errors['bf16'][name]:.3f}")
+    in_bf16 = errors.pop(("bf16", "layers"))
+    for (_, level), of_level in errors.items():
+        for name, error in of_level.items():
+            wish = 16 * in_bf16[name]  # a mantissa of 3 bits is 16 times coarser than one of 7
+            check(f"{level}: gradient of {name}", error < wish, f"{error:.3f}, in bf16 {in_bf16[name]:.3f}")
 
 
 def refusals(device_name):
@@ -239,4 +354,5 @@ def refusals(device_name):
 
 
 if __name__ == "__main__":
-    run_program((numbers, weights, next_scales, twins, products, scales_alone, fixture, refusals))
+    run_program((numbers, weights, transposed, classifier, formats, next_scales, head, twins,
+                 products, scales_alone, fixture, refusals))
