@@ -52,8 +52,8 @@ FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same nam
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
-    (None, "--fp8", ("layers", "head"), "layers", "for --dtype fp8: head: the head's products "
-     "in FP8 too"),
+    (None, "--fp8", ("layers", "head", "all"), "layers", "for --dtype fp8: head: the head's "
+     "products in FP8 too; all: also the gradients of the layers' weights"),
     (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a graph"),
     (None, "--gpus", "count", None, "train on N of this machine's GPUs (default: 1, or the ranks "
      "that torchrun, srun or mpirun has started)"),
@@ -169,6 +169,8 @@ FEATURES = [
             "dev.memory.recompute:RecomputeHint"),
     Feature("memory", lambda flags, ranks: True, "dev.memory.fit:Fitting",
             "dev.memory.fit:FittingTraining"),
+    Feature("fp8 all", lambda flags, ranks: flags.dtype == "fp8" and flags.fp8 == "all",
+            "dev.precision.fp8_all:Fp8All"),
     Feature("relu", lambda flags, ranks: flags.attention == "relu",
             "dev.variants.relu_attention:Relu"),
     Feature("schedule", lambda flags, ranks: flags.schedule != "cosine",
@@ -199,6 +201,8 @@ EXCLUDES = {  # {names of features that do not go together: why, and what to do}
                          "share of them: expected --zero 0",
     ("fp8 head", "label smoothing"): "--fp8 head --label-smoothing: the classifier for FP8 has no "
                                      "smoothing: expected --fp8 layers",
+    **{("fp8 all", other): "--fp8 all: is for GPT-2 without --recompute: expected --fp8 head"
+       for other in ("Llama3", "recompute 1", "recompute 2")},
 }
 
 

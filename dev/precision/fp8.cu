@@ -118,6 +118,84 @@ extern "C" __global__ void transpose_fp8(unsigned char* __restrict__ across, con
     store_turned(across, tile, column, first, C, stride);
 }
 
+// ---- GELU, whose output and gradient only FP8 products read ----
+
+// Makes a tile of a twin (R,C) and of the transposed twin across (C,stride) from each_row(i): that returns 16 numbers
+// of row i, from the thread's own column c on, or zeros beyond R and C.
+template <class EachRow>
+__device__ __forceinline__ void store_both(
+    unsigned char* twin, unsigned char* across, Scale* scale8, int R, int C, int stride, EachRow each_row) {
+    __shared__ __align__(16) Turned tile;
+    int column = 128 * blockIdx.x, first = 128 * blockIdx.y;
+    int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
+    Output out = {nullptr, twin, scale8};
+    out.begin();
+    Stored<4, unsigned> rows[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (r + i >= R || c >= C) continue;
+        Pack<16> x = each_row((size_t)(r + i) * C + c);
+        for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j])), x[j] *= out.factor;
+        for (int j = 0; j < 4; j++)
+            rows[i].x[j] = two_fp8(x[4 * j], x[4 * j + 1]) | (unsigned)two_fp8(x[4 * j + 2], x[4 * j + 3]) << 16;
+        *reinterpret_cast<Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c) = rows[i];
+    }
+    out.end();
+    put_turned(tile, rows);
+    store_turned(across, tile, column, first, C, stride);
+}
+
+__device__ __forceinline__ Pack<16> load16(const real* p) {
+    Pack<16> x;
+    for (int k = 0; k < 16; k += W) {
+        Pack<W> part = load<W>(p + k);
+        for (int i = 0; i < W; i++) x[k + i] = part[i];
+    }
+    return x;
+}
+
+// twin (R,C) and across (C,stride) = the twin of gelu(inp (R,C)), plain and transposed. stride is R rounded up to a
+// multiple of 16, and C is one. Bound by memory: it reads two bytes a number and writes two. Items: C columns along x,
+// stride rows along y.
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256, 3) gelu_to_fp8(
+    unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, const real* __restrict__ inp,
+    int R, int C, int stride) {
+    store_both(twin, across, scale8, R, C, stride, [&](size_t i) {
+        Pack<16> x = load16(inp + i);
+        for (int j = 0; j < 16; j++) x[j] = gelu(x[j]);
+        return x;
+    });
+}
+
+// The same of the gradient of inp, given dout (R,C), that of the GELU. sums (gridDim.y,C) = the sums of its columns
+// over the block's rows; from these add_partials makes the gradient of the bias. Items as above.
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
+    unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, float* __restrict__ sums,
+    const real* __restrict__ dout, const real* __restrict__ inp, int R, int C, int stride) {
+    __shared__ float of_warp[8][128];
+    Pack<16> sum = {};
+    store_both(twin, across, scale8, R, C, stride, [&](size_t i) {
+        Pack<16> d = load16(dout + i), x = load16(inp + i);
+        for (int j = 0; j < 16; j++) d[j] *= gelu_derivative(x[j]);
+        sum = sum + d;
+        return d;
+    });
+    for (int j = 0; j < 16; j++) {  // lanes at distance 8 and 16 have other rows of the same columns
+        sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 8);
+        sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);
+    }
+    if (threadIdx.x % 32 < 8)
+        for (int j = 0; j < 16; j++) of_warp[threadIdx.x / 32][threadIdx.x % 8 * 16 + j] = sum[j];
+    __syncthreads();
+    int column = 128 * blockIdx.x + threadIdx.x;
+    if (threadIdx.x >= 128 || column >= C) return;
+    float total = 0.0f;
+    for (int w = 0; w < 8; w++) total += of_warp[w][threadIdx.x];
+    sums[(size_t)blockIdx.y * C + column] = total;
+}
+
 // ---- the head ----
 
 // As fused_classifier, but the logits (N,Vp) stay, and their gradient becomes a twin, out8 (N,Vp), in half of the

@@ -72,6 +72,19 @@ def fp8_table(c, B, T, rows):
     return [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]
 
 
+def padded(rows):
+    """The length of a transposed row: a multiple of WHOLE."""
+    return -(-rows // WHOLE) * WHOLE
+
+
+def transposed(device, memory, twin):
+    """The transposed twin (R,C) in some memory: (C,R), with zeros up to a multiple of WHOLE."""
+    R, C = twin.shape
+    across = memory.reshape(-1)[: C * padded(R)].reshape(C, padded(R))
+    device.launch("transpose_fp8", across.shape, across, twin, R, C, padded(R))
+    return across
+
+
 # ---- The device
 
 
@@ -83,6 +96,7 @@ class Fp8:
     def __init__(self, dtype, c, beside=()):
         self.weights = {}  # {address of a weight: its twins and its number}
         self.readers = {}  # {(address, in the backward pass?): the tensor that kernels write there}
+        self.twins_only = set()  # addresses of arrays of which only FP8 products read anything
         self.ready = None  # (address, tensor) whose twin is in the buffer
         self.calibrated = False  # whether each tensor has a scale
         super().__init__(dtype, c, beside)
@@ -191,10 +205,17 @@ class Fp8:
         """The struct Output of an array, 40 bytes by value: three pointers, and the kernel's
         notes."""
         struct = np.zeros(5, np.uint64)
-        struct[0] = address_of(out)
+        if not (tensor and self.calibrated and address_of(out) in self.twins_only):
+            struct[0] = address_of(out)
         if tensor:
             struct[1:3] = address_of(self.twin), address_of(self.scale(*tensor))
         return struct.view("V40")
+
+    def launch_both(self, name, out, tensor, across, args):
+        """Launch a kernel that makes the twin of out (N,C), plain and transposed, and not out."""
+        (N, C), stride = out.shape, across.shape[1]
+        self.launch(name, (C, stride), self.twin, across, self.scale(*tensor), *args, N, C, stride)
+        self.ready = address_of(out), tensor
 
     def zero(self, array):
         self.written(array)
@@ -209,6 +230,7 @@ class Fp8:
         """The twin of an array, made now unless the kernel that wrote the array has stored it."""
         at = address_of(array), tensor
         if self.ready != at:
+            assert not (self.calibrated and at[0] in self.twins_only), "its twin was overwritten"
             super().launch("to_fp8", array.size, array, array.size, self.twin, self.scale(*tensor))
             self.ready = at
         return self.twin[: array.size].reshape(array.shape)

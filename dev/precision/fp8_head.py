@@ -18,15 +18,10 @@ terms, beside which Hopper's 14 bits lose the many small ones. So they are promo
 way: see LONG_SUM in fp8.py.
 """
 from dev.common.devices import address_of
-from dev.precision.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE
+from dev.precision.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE, padded, transposed
 from train_gpt2 import Row, classifier_launch, carve, logit_rows
 
 import numpy as np
-
-
-def padded(rows):
-    """A multiple of WHOLE, as transposed rows need."""
-    return -(-rows // WHOLE) * WHOLE
 
 
 class Fp8Head:
@@ -97,17 +92,10 @@ class Fp8Head:
         matmul, adds = self.device.matmul, self.micro > 0 or rows.start > 0
         _, wte_transposed = self.head8.twins
         dlogits, lnf = self.dlogits8[: len(dlogits)], self.lnf8(rows)
-        dlogits_transposed = self.transposed(self.acts.logits.view(np.uint8), dlogits)
-        lnf_transposed = self.transposed(self.lnf_transposed, lnf)
+        dlogits_transposed = transposed(self.device, self.acts.logits.view(np.uint8), dlogits)
+        lnf_transposed = transposed(self.device, self.lnf_transposed, lnf)
         of_lnf, of_dlogits, of_wte = map(self.scale8, (INPUT, GRADIENT, WEIGHT))
         matmul(self.back.dinp[rows], dlogits, wte_transposed.T,
                scales=(of_dlogits, of_wte))  # (rows,Vp) @ (Vp,C) -> (rows,C)
         matmul(self.dhead, dlogits_transposed, lnf_transposed.T, accumulate=adds,
                scales=(of_dlogits, of_lnf))  # (Vp,rows) @ (rows,C) -> (Vp,C)
-
-    def transposed(self, memory, twin):
-        """The transposed twin (R,C) in some memory: (C,R), with zeros up to a multiple of WHOLE."""
-        R, C = twin.shape
-        across = memory.reshape(-1)[: C * padded(R)].reshape(C, padded(R))
-        self.device.launch("transpose_fp8", across.shape, across, twin, R, C, padded(R))
-        return across

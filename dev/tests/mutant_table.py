@@ -251,9 +251,15 @@ TABLE = [
         ("index", "weights_to_fp8", "tile[r + j][c]", "tile[r + 15 - j][c]"),
         ("bound", "weights_to_fp8", "first + r >= R || column", "first + r > R || column"), dtype="fp8", file=FP8),
     *of("transposed",
-        ("index", "turn", "0x7362", "0x7340"),
+        ("index", "turn", "c = __byte_perm(w[0], w[1], 0x7362)", "c = __byte_perm(w[0], w[1], 0x6372)"),
         ("index", "put_turned", "g ^ 4 * p", "g"),
         ("bound", "store_turned", "first + 16 * r < stride", "true"), dtype="fp8", file=FP8),
+    *of("both_twins",
+        ("missing term", "store_both", "out.end();", ""),
+        ("bound", "store_both", "r + i >= R || c >= C", "c >= C"),
+        ("missing term", "gelu_backward_to_fp8", "sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);", ""),
+        ("index", "gelu_backward_to_fp8", "blockIdx.y * C + column", "blockIdx.y * 128 + column"),
+        dtype="fp8", file=FP8),
     *of("classifier",
         ("mask", "classify_to_fp8", "if (v + i >= V) l[i] = LOWEST;", ""),
         ("mask", "classify_to_fp8", "v + W > V || (unsigned)(target - v) < W", "(unsigned)(target - v) < W"),
@@ -427,7 +433,7 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights",
-            "store_turned": "transposed",
+            "store_turned": "transposed", "gelu_backward_to_fp8": "both_twins",
             "skip_outliers": "outliers", "arrivals_start": "attention_forward"}
 
 # {(function, number of the barrier in it): why no order of threads shows that it is missing}

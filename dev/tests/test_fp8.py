@@ -125,6 +125,41 @@ def transposed(device_name):
             yield f"{R, C} {order}", across, wish, EXACT
 
 
+def both_twins(device_name):
+    """GELU's output and its gradient as twins, plain and transposed; the largest magnitude; sums of the gradient."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    for R, C in ((1, 16), (130, 144), (261, 64)):
+        rng, stride, scale = np.random.default_rng(R), -(-R // 16) * 16, np.float32(23)
+        inp, dout = (to_bf16(np.float32(rng.normal(0, 2, (R, C)))) for _ in "12")
+        x, d = (to_float(values).astype(np.float64) for values in (inp, dout))
+        inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+        gelu, slope = 0.5 * x * (1 + np.tanh(inner)), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+        derivative = 0.5 * (1 + np.tanh(inner)) + 0.5 * x / np.cosh(inner) ** 2 * slope
+        arrays = [on_device(device, values) for values in (
+            np.zeros((R, C), np.uint8), np.zeros((C, stride), np.uint8), np.zeros(4, np.float32),
+            np.zeros((-(-R // 128), C), np.float32), dout, inp)]
+
+        def work(name, twin, across, scale8, *args):
+            device.put(twin, np.full(twin.shape, 77))
+            device.put(across, np.full(across.shape, 77))
+            device.put(scale8, [1 / 23, 23, 0, 0])
+            device.launch(name, (twin.shape[1], across.shape[1]), twin, across, scale8, *args)
+            return [device.get(array) for array in (twin, across, scale8, args[0])]
+
+        for name, wish, some in (("gelu_to_fp8", gelu, (*arrays[:3], arrays[5])),
+                                 ("gelu_backward_to_fp8", d * derivative, arrays)):
+            for order, (twin, across, scale8, sums) in in_each_order(device, work, name, *some, R, C, stride):
+                case = f"{name} {R, C} {order}"
+                values = twin.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+                error = abs(values - scale * wish) / np.maximum(abs(scale * wish), 2.0**-6)
+                check(f"{case}", error.max() < 0.0626, error.max())
+                yield f"{case} transposed", across, np.pad(twin, ((0, stride - R), (0, 0))).T, EXACT
+                yield f"{case} largest", scale8[2], abs(wish).max(), 1e-5
+                if name == "gelu_backward_to_fp8":
+                    each = [wish[i : i + 128].sum(0) for i in range(0, R, 128)]
+                    yield f"{case} sums", sums, np.array(each), 1e-5
+
+
 def classifier(device_name):
     """Losses, and the twin of dlogits, whose scale is 448 / dloss. Rows are cached in shared memory, or not."""
     device, dloss = device_of(device_name, "fp8", 64, 2, plain=False), 1 / 96
@@ -217,6 +252,60 @@ def head(device_name):
         check("the next scale at lnf", abs(found / largest - 1) < 1e-6, f"{found} {largest}")
         tokens = np.zeros((1, 5), np.int32)
         model.forward(tokens, tokens)  # fewer tokens, whose head is in bf16
+
+
+def layers(device_name):
+    """With --fp8 all, weights have the gradients of their layers' twins: those of layer 0 are still in memory."""
+    place = fp8_device(device_name, Config(C=64, NH=2))
+    place.architecture = GPT2
+    model = poisoned_model(place, 2, 23, fp8="all", C=64, NH=2)
+    steps_of(model, 3, 2)
+    batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+    model.set_batch(batch)
+    place.begin_step()
+    scales, seen = place.get(place.all_scales)[:, 1], {}
+    product = model.weight_gradient
+
+    def spy(dweight, weight, inp):
+        product(dweight, weight, inp)
+        name = next(row.name for row in fp8.fp8_rows(model.config) if weight is getattr(model.layers[l][0], row.name))
+        twins_ = [place.get(x).view(ml_dtypes.float8_e4m3fn).astype(np.float64)[: len(x), :46]
+                  for x in (model.kept.gradient[: len(dweight)], inp)]
+        seen[name, l] = twins_[0] @ twins_[1].T, place.get(dweight), (
+            place.tensor(fp8.GRADIENT, weight), place.tensor(fp8.INPUT, weight))
+
+    model.forward_pass()
+    model.weight_gradient, backward = spy, model.layer_backward
+
+    def layer_backward(at):
+        nonlocal l
+        l = at
+        backward(at)
+
+    l, model.layer_backward = 0, layer_backward
+    model.backward_pass()
+    check("products", len(seen) == 8, [*seen])
+    for (name, at), (wish, found, tensors) in seen.items():
+        for kind, number in tensors:
+            wish = wish / scales[kind * place.count + number]
+        yield f"d{name} {at}", found, wish, 1e-5 if device_name == "cpu" else 2e-3
+
+
+def levels(device_name):
+    """The gradients and losses of --fp8 all are close to those of --fp8 layers, from the same weights."""
+    found, names = [], "qkvw qkvb attprojw attprojb fcw fcb fcprojw fcprojb ln1w ln2b wte".split()
+    for level in ("layers", "all"):
+        place = fp8_device(device_name, Config(C=64, NH=2), graph=False)
+        place.architecture = GPT2
+        model = poisoned_model(place, 2, 23, fp8=level, C=64, NH=2)
+        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+        model.train_step(batch, batch, learning_rate=0)
+        model.train_step(batch, batch, learning_rate=0)
+        found.append([model.report().loss, *(place.get(getattr(model.grads, name)) for name in names)])
+    check("loss", abs(found[1][0] / found[0][0] - 1) < 0.01, f"{found[1][0]} {found[0][0]}")
+    for name, one, other in zip(names, *(values[1:] for values in found)):
+        yield name, other, one, 0.1
+        check(f"{name} differs", not np.array_equal(one, other))
 
 
 def steps_of(model, count, micros=1):
@@ -312,7 +401,7 @@ def scales_alone(device_name):
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
         place.architecture = GPT2
-        model, losses = poisoned_model(place, 2, 24, fp8="head", C=64, NH=2), []
+        model, losses = poisoned_model(place, 2, 24, fp8="all", C=64, NH=2), []
         for _ in range(3):
             if validates:
                 scales = place.get(place.all_scales)
@@ -330,7 +419,7 @@ def fixture(device_name):
     """In FP8 the fixture's gradients and loss are close to those in fp32."""
     c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
     truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
-    for dtype, level in (("bf16", "layers"), ("fp8", "layers"), ("fp8", "head")):
+    for dtype, level in (("bf16", "layers"), ("fp8", "layers"), ("fp8", "head"), ("fp8", "all")):
         place = fp8_device(device_name, c) if dtype == "fp8" else make_device(device_name, dtype, c)
         model = model_class(GPT2, "--dtype", dtype, "--fp8", level)(c, place, *truth.x.shape)
         model.set_parameters(read_parameters(FIXTURES / "gpt2_tiny.bin", c))
@@ -354,5 +443,5 @@ def refusals(device_name):
 
 
 if __name__ == "__main__":
-    run_program((numbers, weights, transposed, classifier, formats, next_scales, head, twins,
-                 products, scales_alone, fixture, refusals))
+    run_program((numbers, weights, transposed, both_twins, classifier, formats, next_scales, head, layers, levels,
+                 twins, products, scales_alone, fixture, refusals))
