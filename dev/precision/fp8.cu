@@ -14,36 +14,6 @@ extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, unsign
     out.end();
 }
 
-// Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: out8 (layers,R,C) for the forward
-// pass, and transposed (layers,C,R) for the backward pass, since FP8 products need the summed index to be the fastest
-// in both factors. R and C are multiples of 16. A block transposes 64 x 64 weights in shared memory. Items: C columns
-// along x, layers * ceil(R/64) tiles of rows along y.
-BLOCK(256, 64, 1)
-extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsigned char* __restrict__ transposed,
-                                          const real* __restrict__ weights, Scale* scale8, int R, int C) {
-    __shared__ __align__(16) unsigned char tile[64][64 + 16];
-    int tiles = (R + 63) / 64, layer = blockIdx.y / tiles, first = blockIdx.y % tiles * 64, column = 64 * blockIdx.x;
-    size_t start = (size_t)layer * R * C;
-    Output out = {nullptr, &tile[0][0], scale8 + layer};
-    out.begin();
-    for (int i = threadIdx.x; i < 64 * 64 / W; i += blockDim.x) {
-        int r = i / (64 / W), c = i % (64 / W) * W;
-        if (first + r >= R || column + c >= C) continue;
-        out.store_twin(r * sizeof(tile[0]) + c, load<W>(weights + start + (size_t)(first + r) * C + column + c));
-        *reinterpret_cast<Stored<W, unsigned char>*>(out8 + start + (size_t)(first + r) * C + column + c) =
-            *reinterpret_cast<Stored<W, unsigned char>*>(&tile[r][c]);
-    }
-    out.end();
-    __syncthreads();
-    for (int i = threadIdx.x; i < 64 * 4; i += blockDim.x) {
-        int c = i / 4, r = i % 4 * 16;
-        if (column + c >= C || first + r >= R) continue;
-        Stored<16, unsigned char> part;
-        for (int j = 0; j < 16; j++) part.x[j] = tile[r + j][c];
-        *reinterpret_cast<Stored<16, unsigned char>*>(transposed + start + (size_t)(column + c) * R + first + r) = part;
-    }
-}
-
 // Sets the scales of the next step. They map this step's largest magnitude to half of the largest FP8 number, so that a
 // tensor may double in a step before it saturates. A tensor of zeros, or with an infinity, keeps its scale. So do all
 // tensors of a stopped step, which will be examined. The largest magnitudes are reset; with `forget` that is all.
@@ -118,15 +88,14 @@ extern "C" __global__ void transpose_fp8(unsigned char* __restrict__ across, con
     store_turned(across, tile, column, first, C, stride);
 }
 
-// ---- GELU, whose output and gradient only FP8 products read ----
-
-// Makes a tile of a twin (R,C) and of the transposed twin across (C,stride) from each_row(i): that returns 16 numbers
-// of row i, from the thread's own column c on, or zeros beyond R and C.
-template <class EachRow>
+// Makes the tile from row `first` on of a twin (R,C), and of the transposed twin across (C,stride). numbers_at(i)
+// returns the 16 numbers from number i on.
+template <class NumbersAt>
 __device__ __forceinline__ void store_both(
-    unsigned char* twin, unsigned char* across, Scale* scale8, int R, int C, int stride, EachRow each_row) {
+    unsigned char* twin, unsigned char* across, Scale* scale8, int first, int R, int C, int stride,
+    NumbersAt numbers_at) {
     __shared__ __align__(16) Turned tile;
-    int column = 128 * blockIdx.x, first = 128 * blockIdx.y;
+    int column = 128 * blockIdx.x;
     int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
     Output out = {nullptr, twin, scale8};
     out.begin();
@@ -134,7 +103,7 @@ __device__ __forceinline__ void store_both(
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (r + i >= R || c >= C) continue;
-        Pack<16> x = each_row((size_t)(r + i) * C + c);
+        Pack<16> x = numbers_at((size_t)(r + i) * C + c);
         for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j])), x[j] *= out.factor;
         for (int j = 0; j < 4; j++)
             rows[i].x[j] = two_fp8(x[4 * j], x[4 * j + 1]) | (unsigned)two_fp8(x[4 * j + 2], x[4 * j + 3]) << 16;
@@ -154,6 +123,23 @@ __device__ __forceinline__ Pack<16> load16(const real* p) {
     return x;
 }
 
+// Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: out8 (layers,R,C) for the forward
+// pass, and across (layers,C,R), transposed, for the backward pass, since FP8 products need the summed index to be the
+// fastest in both factors. R and C are multiples of 16. Items: C columns along x, layers * ceil(R/128) tiles of rows
+// along y.
+BLOCK(256, 128, 1)
+extern "C" __global__ void __launch_bounds__(256, 3) weights_to_fp8(
+    unsigned char* __restrict__ out8, unsigned char* __restrict__ across, const real* __restrict__ weights,
+    Scale* scale8, int R, int C) {
+    int tiles = (R + 127) / 128, layer = blockIdx.y / tiles;
+    size_t start = (size_t)layer * R * C;
+    store_both(out8 + start, across + start, scale8 + layer, blockIdx.y % tiles * 128, R, C, R, [&](size_t i) {
+        return load16(weights + start + i);
+    });
+}
+
+// ---- GELU, whose output and gradient only FP8 products read ----
+
 // twin (R,C) and across (C,stride) = the twin of gelu(inp (R,C)), plain and transposed. stride is R rounded up to a
 // multiple of 16, and C is one. Bound by memory: it reads two bytes a number and writes two. Items: C columns along x,
 // stride rows along y.
@@ -161,7 +147,7 @@ BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256, 3) gelu_to_fp8(
     unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, const real* __restrict__ inp,
     int R, int C, int stride) {
-    store_both(twin, across, scale8, R, C, stride, [&](size_t i) {
+    store_both(twin, across, scale8, 128 * blockIdx.y, R, C, stride, [&](size_t i) {
         Pack<16> x = load16(inp + i);
         for (int j = 0; j < 16; j++) x[j] = gelu(x[j]);
         return x;
@@ -176,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
     const real* __restrict__ dout, const real* __restrict__ inp, int R, int C, int stride) {
     __shared__ float of_warp[8][128];
     Pack<16> sum = {};
-    store_both(twin, across, scale8, R, C, stride, [&](size_t i) {
+    store_both(twin, across, scale8, 128 * blockIdx.y, R, C, stride, [&](size_t i) {
         Pack<16> d = load16(dout + i), x = load16(inp + i);
         for (int j = 0; j < 16; j++) d[j] *= gelu_derivative(x[j]);
         sum = sum + d;

@@ -163,7 +163,7 @@ class Fp8:
         for measure in (True, False) if rescale else (False,):
             for whole, twin, transposed, n in self.whole:
                 layers, R, C = whole.shape
-                self.launch("weights_to_fp8", (C, layers * -(-R // 64)), twin, transposed, whole,
+                self.launch("weights_to_fp8", (C, layers * -(-R // 128)), twin, transposed, whole,
                             scales[n:], R, C)
             if measure:
                 self.next_scales(scales)

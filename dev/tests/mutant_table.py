@@ -248,8 +248,8 @@ TABLE = [
         ("missing term", "end", "largest = warp_max(largest);", ""), dtype="fp8", file=FP8_OUTPUT),
     *of("weights",
         ("index", "weights_to_fp8", "scale8 + layer", "scale8"),
-        ("index", "weights_to_fp8", "tile[r + j][c]", "tile[r + 15 - j][c]"),
-        ("bound", "weights_to_fp8", "first + r >= R || column", "first + r > R || column"), dtype="fp8", file=FP8),
+        ("index", "weights_to_fp8", "across + start", "across"),
+        ("bound", "weights_to_fp8", "(R + 127) / 128", "R / 128 + 1"), dtype="fp8", file=FP8),
     *of("transposed",
         ("index", "turn", "c = __byte_perm(w[0], w[1], 0x7362)", "c = __byte_perm(w[0], w[1], 0x6372)"),
         ("index", "put_turned", "g ^ 4 * p", "g"),
@@ -432,7 +432,7 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
             "store_column_sums": "attention_backward_bias",
             "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
-            "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table", "weights_to_fp8": "weights",
+            "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table",
             "store_turned": "transposed", "gelu_backward_to_fp8": "both_twins",
             "skip_outliers": "outliers", "arrivals_start": "attention_forward"}
 
