@@ -5,6 +5,8 @@
 
 Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks in dev/tests/test_ranks.py.
 """
+import contextlib
+import io
 import itertools
 from unittest import mock
 
@@ -16,6 +18,7 @@ from dev.common.devices import make_device
 from dev.llama3.train_llama3 import Llama3
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
+from dev.tools import roundings
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import (FIXTURES, SMALL_MODEL, device_of, gradients, in_each_order, model_class, on_device,
                               poisoned_model, read_debug_state)
@@ -437,6 +440,23 @@ def fixture(device_name):
             check(f"{level}: gradient of {name}", error < wish, f"{error:.3f}, in bf16 {in_bf16[name]:.3f}")
 
 
+def learned(device_name):
+    """dev/tools/roundings.py says whether a version is in the range of bf16's runs, and whether its loss jumps."""
+    ramp = np.linspace(9, 4, 100)
+    spike = np.where(np.arange(100) == 60, 9.0, ramp)
+    curves = {"--dtype fp8": ramp + 0.01, "--fp8 head": spike, "--fp8 all": ramp + 0.1,
+              "-b 8": ramp + 0.02, "-b 4": ramp - 0.02, "--plain 1": ramp}
+    for versions, status, wish in ((["fp8"], 0, "| 4.2373 | -0.429 | in the range, or below |"),
+                                   (["fp8 --fp8 head"], 1, "a spike |"), (["fp8 --fp8 all"], 1, "0.0800 above |")):
+        out = io.StringIO()
+        with (mock.patch.object(roundings, "losses_of", lambda flags: list(next(
+                (curve for name, curve in curves.items() if " ".join(flags).endswith(name)), ramp))),
+              contextlib.redirect_stdout(out), contextlib.redirect_stderr(None)):
+            found = roundings.main([*versions, "--steps", "100", "--last", "10", "--", "-e", "d12"])
+        last = out.getvalue().strip().splitlines()[-3]
+        check(f"roundings {versions}", (found, last.endswith(wish)) == (status, True), f"{found}: {last}")
+
+
 def refusals(device_name):
     check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", fp8_device, device_name,
                   Config(C=32, NH=1), True)
@@ -444,4 +464,4 @@ def refusals(device_name):
 
 if __name__ == "__main__":
     run_program((numbers, weights, transposed, both_twins, classifier, formats, next_scales, head, layers, levels,
-                 twins, products, scales_alone, fixture, refusals))
+                 twins, products, scales_alone, fixture, learned, refusals))
