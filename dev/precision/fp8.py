@@ -1,12 +1,15 @@
-"""--dtype fp8: the layers' matrix products take 8-bit numbers, in the forward pass and for the
-gradients of their inputs.
+"""--dtype fp8: matrix products take 8-bit numbers, which tensor cores multiply twice as fast. --fp8
+says which:
 
-Everything else is as in bf16: the gradients of the weights, the head, attention, norms, the update,
-and what is kept for the backward pass. A twin is an 8-bit copy of a tensor, times a scale. It lives
-from the kernel that writes the tensor to the product that reads it:
+    layers    out = inp @ w.T     twins of inp and w                       this file
+              dinp = dout @ w     twins of dout and of the transposed w
+    head      these, and the head's three products                         fp8_head.py
+    all       these, and dw = dout.T @ inp of the layers                   fp8_all.py
 
-    forward     out = inp @ w.T     twins of inp and w
-    backward    dinp = dout @ w     twins of dout and of the transposed w
+Everything else is as in bf16: attention, norms, the update, and what is kept for the backward
+pass. A twin is an 8-bit copy of a tensor, times a scale. It lives from the kernel that writes the
+tensor to the product that reads it. In both factors of a product the summed index has to be the
+fastest. So some twins are of transposed tensors.
 
 All are e4m3: 4 bits of exponent, 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients
 that paper uses e5m2, for its range. But with a scale for each tensor the extra bit of mantissa is
@@ -19,8 +22,9 @@ they store. For the first scales, the passes of a run's first step are done once
 update. Scales change at the end of a step, and are in checkpoints.
 
 Hopper's tensor cores sum FP8 products in about 14 bits (DeepSeek-AI, the same section) unless they
-are told to promote the sums to fp32 every so often. We do not: it takes 4% of a step, and gains
-less than rounding to 8 bits loses (see dev/RESULTS.md). A CPU's sums are fp32.
+are told to promote the sums to fp32 every so often. For sums over channels they are not: that
+would take 4% of a step with --fp8 layers, and gain less than rounding to 8 bits loses (see
+dev/RESULTS.md). Sums over tokens or words are promoted if they are long. A CPU's sums are fp32.
 
 The model says which product reads what a kernel writes (READERS), and when a step begins and ends.
 The device's methods do the rest: launch has the kernel store the twin, and matmul multiplies twins.
@@ -41,7 +45,7 @@ from train_gpt2 import Cuda, Row, address, carve, stride_of
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
 OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
 WHOLE = 16  # cuBLASLt needs rows and columns in multiples of this; other weights stay in bf16
-LONG_SUM = 8192  # of so many terms or more, a sum is promoted to fp32 on its way
+LONG_SUM = 8192  # a sum of so many terms, over tokens or words, is promoted to fp32 on its way
 INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order of their scales
 
 
@@ -60,8 +64,8 @@ def fp8_rows(c):
 
 
 def fp8_table(c, B, T, rows):
-    """The arena "fp8" for these weights: all scales, structs of fp8_output.cuh; the twin of the next
-    product's input; and the weights' twins, plain and transposed."""
+    """The arena "fp8" for these weights: all scales, structs of fp8_output.cuh; the twin of the
+    next product's input; and the weights' twins, plain and transposed."""
     twins = []
     for row in rows:
         R, C = row.shape
@@ -92,6 +96,7 @@ class Fp8:
     """A mixin in front of a device class. It serves one model, the last one made."""
     TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
     NEEDS = 89, "Ada", "--dtype bf16"
+    promote = False  # whether the next product's sums are promoted to fp32 on their way
 
     def __init__(self, dtype, c, beside=()):
         self.weights = {}  # {address of a weight: its twins and its number}
@@ -119,8 +124,8 @@ class Fp8:
             whole = whole.reshape(-1, *row.shape)
             twins = [getattr(views, row.name + end) for end in ("", "_transposed")]
             self.whole.append((whole, *twins, n))
-            for l, weight in enumerate(whole):
-                self.weights[address_of(weight)] = SimpleNamespace(
+            for l in range(len(whole)):
+                self.weights[address_of(whole[l])] = SimpleNamespace(
                     twins=[twin[l] for twin in twins], number=n + l)
             n += len(whole)
         self.count = n  # the number of tensors of each kind
@@ -237,6 +242,7 @@ class Fp8:
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, scales=None):
         """As Cuda.matmul. scales: those of a and b, if these are twins."""
+        self.promote = scales is not None and a.shape[1] >= LONG_SUM
         weight = None if scales else self.weights.get(address_of(b))
         if weight:
             backward = not stride_of(b)[0]  # b is w, and not w.T
@@ -256,10 +262,9 @@ class Fp8:
 class Fp8OnGpu(Fp8):
     """FP8 on a GPU, with cuBLASLt: in front of FastCuda."""
 
-    def multiply_twins(self, out, a, b, scales, bias, accumulate):
+    def multiply_twins(self, out, a, b, scales, bias, accumulate=False):
         """out (I,J) = a (I,K) @ b (K,J) + bias (J), of twins times the inverses of their scales; or
         out += that."""
-        self.terms = a.shape[1]
         epilogue = self.NO_EPILOGUE if bias is None else self.ADD_BIAS
         self.product(epilogue, out, a, b, bias, None, accumulate, *scales)
 
@@ -268,16 +273,20 @@ class Fp8OnGpu(Fp8):
         made = super().attributes(transpose_a, transpose_b, epilogue, out, bias, aux)
         if scales:
             of_a, of_b = scales
-            made += [(25, ctypes.c_int8(self.terms < LONG_SUM)), (17, address(of_b)),
+            made += [(25, ctypes.c_int8(not self.promote)), (17, address(of_b)),
                      (18, address(of_a))]
         return made
+
+    def choose(self, name, *more):
+        """As FastCuda.choose. What is fastest depends on how sums are made."""
+        return super().choose((*name, "promoted") if self.promote else name, *more)
 
 
 class Fp8OnCpu(Fp8):
     """FP8 on a CPU: fp32 products of the twins' numbers."""
     VALUES = e4m3_values()
 
-    def multiply_twins(self, out, a, b, scales, bias, accumulate):
+    def multiply_twins(self, out, a, b, scales, bias, accumulate=False):
         """As Fp8OnGpu.multiply_twins."""
         a, b = self.VALUES[a] * scales[0], self.VALUES[b] * scales[1]
         super(Fp8, self).matmul(out, a, b, bias, accumulate)

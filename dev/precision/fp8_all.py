@@ -3,22 +3,21 @@
     dw = dout.T @ inp        twins of the transposed dout and of the transposed inp
 
 So each input of a linear layer has two twins: the forward pass keeps the transposed one for the
-backward pass, where it stands for the input itself. Of ln1, ln2, GELU's output, and the gradients of
-qkv and fch, nothing but twins is ever stored. That makes up for the bytes of the transposed ones. In
-bytes for each number of an (N,C), what a layer moves besides products, attention and norms:
+backward pass, where it stands for the input itself. Of ln1, ln2, GELU's output, and the gradients
+of qkv and fch, nothing but twins is ever stored. That makes up for the transposed ones. In bytes
+for each number of an (N,C), what a layer moves besides products, attention and norms:
 
                         --fp8 head                            --fp8 all
-    ln1, ln2            2*2  as bf16                          2*2     transposed from the twin
-    atty                                                      2       likewise
-    GELU                4*5  bf16 to bf16 and twin            4*4     bf16 to both twins
-    its gradient        4*7  two bf16 to bf16 and twin        4*6     two bf16 to both twins
-    fc's bias           4*2                                           (in the line above)
-    dqkv                3*2  as bf16                          3*2     transposed from the twin
-    dresidual, twice                                          2*2     likewise
+    ln1, ln2            2*2  as bf16                          2*2  transposed from the twin
+    atty                                                      2    transposed from the twin
+    GELU                4*5  bf16 to bf16 and twin            4*4  bf16 to both twins
+    its gradient        4*7  two bf16 to bf16 and twin        4*6  two bf16 to both twins
+    bias of fc          4*2                                        in the line above
+    dqkv                3*2  as bf16                          3*2  transposed from the twin
+    dresidual, twice                                          2*2  transposed from the twin
     all                 66                                    56
 
-The products themselves take 0.55 to 0.7 of bf16's time. They sum over all tokens, and are promoted to
-fp32 on their way: see LONG_SUM in fp8.py.
+The products sum over all tokens, and are promoted to fp32 on their way: see LONG_SUM in fp8.py.
 """
 from types import SimpleNamespace
 

@@ -4,17 +4,16 @@
     backward    dlnf = dlogits @ wte          of dlogits, and of the transposed wte
                 dwte = dlogits.T @ lnf        of the transposed dlogits, and of the transposed lnf
 
-The summed index has to be the fastest in both factors, hence the transposed ones. They are made from
-the plain twins, tile by tile (transpose_fp8).
+The transposed ones are made from the plain twins, tile by tile (transpose_fp8).
 
 The classifier stores dlogits as a twin at once, which halves its bytes. Since dlogits is dloss *
 (softmax - 1 at the target), its scale is known: dloss becomes 448. The smallest number of e4m3 is
-2**18 times smaller than 448, so probabilities below 2e-6 become 0: that is 1% of a row's sum. In e5m2
+2**18 times smaller, so probabilities below 2e-6 become 0: together that is 1% of a row. In e5m2
 they would stay, but the gradients would be less exact, as dev/tests/test_fp8.py shows: errors come
 from the mantissa of large probabilities.
 
-dinp sums over all words, and dwte over thousands of tokens. Such sums are dominated by a few large
-terms, beside which Hopper's 14 bits lose the many small ones. So they are promoted to fp32 on their
+dlnf sums over all words, and dwte over thousands of tokens. A few large terms dominate such sums,
+and beside them Hopper's 14 bits lose the many small ones. So they are promoted to fp32 on their
 way: see LONG_SUM in fp8.py.
 """
 from dev.common.devices import address_of

@@ -4,13 +4,14 @@ bf16, each of which rounds otherwise.
     python -m dev.tools.roundings fp8 "fp8 --fp8 all" -- -e d12 -i TOKENS
     python -m dev.tools.roundings "fp8 --fp8 all" --steps 100 -- -e d24 -i TOKENS
 
-Sums in another order round otherwise, so two right programs have different losses after some hundred
-steps. The four runs in bf16 show by how much: they split the same batches otherwise, or multiply
-with another library. A version is a dtype, perhaps with more flags. It has learned as well if the
-mean loss of its last steps is in their range, or below. Flags for all runs come after --; TOKENS
-should be so long that the model cannot learn it by heart. Jump is the most by which the loss of a step after the first
-quarter was above the mean of the 16 steps before it. The exit status is 1 if a version's loss is
-above the range, or if its jump is more than 0.1 and 1.5 times the largest in bf16.
+Sums in another order round otherwise, so two right programs have different losses after some
+hundred steps. The four runs in bf16 show by how much: they split the same batches otherwise, or
+multiply with another library. A version is a dtype, perhaps with more flags. It has learned as well
+if the mean loss of its last steps is in their range, or below. Flags for all runs come after --;
+TOKENS should be so long that the model cannot learn it by heart. Jump is the most by which the loss
+of a step after the first quarter was above the mean of the 16 steps before it. The exit status is 1
+if a version's loss is above the range, or if its jump is more than 0.1 and 1.5 times the largest in
+bf16.
 """
 import re
 import shlex
@@ -29,7 +30,7 @@ FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
 COMMON = "-b 16 -t 1024 -d 16384 -l 6e-4 -u 40 -c 0.1 --beta2 0.95 -v 0 -s 0"
 ROUNDINGS = ("", "-b 8", "-b 4", "--plain 1")  # of the runs in bf16
 BEFORE = 16  # steps whose mean a loss is compared with
-SPIKE, LEAST = 1.5, 0.1  # a jump is a spike if it is larger than bf16's by this factor, and than this
+SPIKE, LEAST = 1.5, 0.1  # a spike is a jump of more than LEAST, and SPIKE times bf16's largest
 
 
 def losses_of(flags):
