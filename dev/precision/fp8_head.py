@@ -13,8 +13,8 @@ they would stay, but the gradients would be less exact, as dev/tests/test_fp8.py
 from the mantissa of large probabilities.
 
 dlnf sums over all words, and dwte over thousands of tokens. A few large terms dominate such sums,
-and beside them Hopper's 14 bits lose the many small ones. So they are promoted to fp32 on their
-way: see LONG_SUM in fp8.py.
+and beside them Hopper's 14 bits would lose the many small ones: a tenth of dlnf (see
+dev/RESULTS.md). So they are promoted to fp32 on their way: see LONG_SUM in fp8.py.
 """
 from dev.common.devices import address_of
 from dev.precision.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE, padded, transposed
