@@ -1,6 +1,7 @@
 /*
-FP8, for --dtype fp8: twins of weights, and of arrays whose kernel has made none; and the next step's scales. Compiled
-after kernels.cu, with fp8_output.cuh's Output. fp8.py says when each is used, and why.
+FP8, for --dtype fp8: twins of weights, and of arrays whose kernel has made none; transposed twins; twins that stand for
+GELU's output and gradient, and for dlogits; and the next step's scales. Compiled after kernels.cu, with
+fp8_output.cuh's Output. fp8.py says when each is used, and why.
 */
 
 // out8 (n) = the twin of inp (n), the same as if the kernel that wrote inp had stored it. Items: n numbers.

@@ -22,9 +22,10 @@ they store. For the first scales, the passes of a run's first step are done once
 update. Scales change at the end of a step, and are in checkpoints.
 
 Hopper's tensor cores sum FP8 products in about 14 bits (DeepSeek-AI, the same section) unless they
-are told to promote the sums to fp32 every so often. For sums over channels they are not: that
-would take 4% of a step with --fp8 layers, and gain less than rounding to 8 bits loses (see
-dev/RESULTS.md). Sums over tokens or words are promoted if they are long. A CPU's sums are fp32.
+are told to promote the sums to fp32 every so often. That takes 4% of a step with --fp8 layers, and
+gains less than rounding to 8 bits loses (see dev/RESULTS.md). So only sums are promoted that are
+long, or that a few large terms dominate: fp8_head.py and fp8_all.py say which. A CPU's sums are
+fp32.
 
 The model says which product reads what a kernel writes (READERS), and when a step begins and ends.
 The device's methods do the rest: launch has the kernel store the twin, and matmul multiplies twins.
@@ -45,7 +46,6 @@ from train_gpt2 import Cuda, Row, address, carve, stride_of
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
 OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
 WHOLE = 16  # cuBLASLt needs rows and columns in multiples of this; other weights stay in bf16
-LONG_SUM = 8192  # a sum of so many terms, over tokens or words, is promoted to fp32 on its way
 INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order of their scales
 
 
@@ -96,7 +96,7 @@ class Fp8:
     """A mixin in front of a device class. It serves one model, the last one made."""
     TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
     NEEDS = 89, "Ada", "--dtype bf16"
-    promote = False  # whether the next product's sums are promoted to fp32 on their way
+    promote = False  # whether the sums of this product are promoted to fp32 on their way
 
     def __init__(self, dtype, c, beside=()):
         self.weights = {}  # {address of a weight: its twins and its number}
@@ -240,9 +240,11 @@ class Fp8:
             self.ready = at
         return self.twin[: array.size].reshape(array.shape)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, scales=None):
-        """As Cuda.matmul. scales: those of a and b, if these are twins."""
-        self.promote = scales is not None and a.shape[1] >= LONG_SUM
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, scales=None,
+               promote=False):
+        """As Cuda.matmul. scales: those of a and b, if these are twins. promote: their sums, to
+        fp32 on their way."""
+        self.promote = promote
         weight = None if scales else self.weights.get(address_of(b))
         if weight:
             backward = not stride_of(b)[0]  # b is w, and not w.T

@@ -17,7 +17,8 @@ for each number of an (N,C), what a layer moves besides products, attention and 
     dresidual, twice                                          2*2  transposed from the twin
     all                 66                                    56
 
-The products sum over all tokens, and are promoted to fp32 on their way: see LONG_SUM in fp8.py.
+The products sum over all tokens. Over many of them the sums are promoted to fp32 on their way,
+since what Hopper's 14 bits lose grows with the number of terms.
 """
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from dev.precision.fp8 import GRADIENT, INPUT, padded, transposed
 from train_gpt2 import Row, carve
 
 SHARED = "ln1", "ln2", "fch_gelu"  # these arrays of bf16 are only for a run's first step, and dgelu
+LONG_SUM = 16384  # tokens, from which on sums over them are promoted
 TILE = 128  # rows of a block of gelu_backward_to_fp8
 
 
@@ -58,7 +60,7 @@ class Fp8All:
                                       for x in (a.ln1, a.ln2, a.fch_gelu, self.back.dqkv)}
 
     def layer_forward(self, l):
-        """As GPT2.layer_forward; behind each product its input is transposed and kept."""
+        """As GPT2.layer_forward; each product's input is transposed and kept."""
         device = self.device
         if not device.calibrated:
             return super().layer_forward(l)
@@ -111,10 +113,10 @@ class Fp8All:
                                   for name in ("ln1", "atty", "ln2", "fch_gelu")})
 
     def linear(self, out, inp, weight, bias, kept):
-        """out = inp @ weight.T + bias; kept = the transposed twin of inp."""
-        self.device.matmul(out, inp, weight.T, bias=bias)
+        """out = inp @ weight.T + bias; kept = the transposed twin of inp, made while L2 has that."""
         twin = self.device.twin_of(inp, self.device.tensor(INPUT, weight))
         transposed(self.device, kept, twin)
+        self.device.matmul(out, inp, weight.T, bias=bias)
 
     def transpose_gradient(self, dout, weight):
         """kept.gradient = the transposed twin of dout, the gradient of what a product with this
@@ -128,4 +130,5 @@ class Fp8All:
         device = self.device
         dout = self.kept.gradient[: len(dweight)]
         scales = [device.scale(*device.tensor(kind, weight)) for kind in (GRADIENT, INPUT)]
-        device.matmul(dweight, dout, inp.T, accumulate=self.micro > 0, scales=scales)
+        device.matmul(dweight, dout, inp.T, accumulate=self.micro > 0, scales=scales,
+                      promote=dout.shape[1] >= LONG_SUM)

@@ -14,7 +14,7 @@ from the mantissa of large probabilities.
 
 dlnf sums over all words, and dwte over thousands of tokens. A few large terms dominate such sums,
 and beside them Hopper's 14 bits would lose the many small ones: a tenth of dlnf (see
-dev/RESULTS.md). So they are promoted to fp32 on their way: see LONG_SUM in fp8.py.
+dev/RESULTS.md). So they are promoted to fp32 on their way.
 """
 from dev.common.devices import address_of
 from dev.precision.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE, padded, transposed
@@ -95,6 +95,6 @@ class Fp8Head:
         lnf_transposed = transposed(self.device, self.lnf_transposed, lnf)
         of_lnf, of_dlogits, of_wte = map(self.scale8, (INPUT, GRADIENT, WEIGHT))
         matmul(self.back.dinp[rows], dlogits, wte_transposed.T,
-               scales=(of_dlogits, of_wte))  # (rows,Vp) @ (Vp,C) -> (rows,C)
+               scales=(of_dlogits, of_wte), promote=True)  # (rows,Vp) @ (Vp,C) -> (rows,C)
         matmul(self.dhead, dlogits_transposed, lnf_transposed.T, accumulate=adds,
-               scales=(of_dlogits, of_lnf))  # (Vp,rows) @ (rows,C) -> (Vp,C)
+               scales=(of_dlogits, of_lnf), promote=True)  # (Vp,rows) @ (rows,C) -> (Vp,C)

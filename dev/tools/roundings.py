@@ -27,7 +27,7 @@ from train_gpt2 import parse_flags
 TOP = Path(__file__).resolve().parents[2]
 FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
          (None, "--last", "count", 50, "steps whose mean loss counts")]
-COMMON = "-b 16 -t 1024 -d 16384 -l 6e-4 -u 40 -c 0.1 --beta2 0.95 -v 0 -s 0"
+COMMON = "-b 16 -t 1024 -d 16384 -l 6e-4 -u 40 -c 0.1 --beta2 0.95 -v 0 -s 0 --shuffle 0"
 ROUNDINGS = ("", "-b 8", "-b 4", "--plain 1")  # of the runs in bf16
 BEFORE = 16  # steps whose mean a loss is compared with
 SPIKE, LEAST = 1.5, 0.1  # a spike is a jump of more than LEAST, and SPIKE times bf16's largest
