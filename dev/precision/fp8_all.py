@@ -113,7 +113,7 @@ class Fp8All:
                                   for name in ("ln1", "atty", "ln2", "fch_gelu")})
 
     def linear(self, out, inp, weight, bias, kept):
-        """out = inp @ weight.T + bias; kept = the transposed twin of inp, made while L2 has that."""
+        """out = inp @ weight.T + bias; kept = the transposed twin of inp, which is in L2 now."""
         twin = self.device.twin_of(inp, self.device.tensor(INPUT, weight))
         transposed(self.device, kept, twin)
         self.device.matmul(out, inp, weight.T, bias=bias)
