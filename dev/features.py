@@ -52,6 +52,8 @@ FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same nam
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
+    (None, "--fp8", ("layers", "head", "all"), "layers", "for --dtype fp8: head: the head's "
+     "products in FP8 too; all: also the gradients of the layers' weights"),
     (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a graph"),
     (None, "--gpus", "count", None, "train on N of this machine's GPUs (default: 1, or the ranks "
      "that torchrun, srun or mpirun has started)"),
@@ -94,7 +96,7 @@ GROUPS = {  # {headline in --help: flags}
     "how long, and what is shown": ("steps", "val-every", "val-batches", "sample-every",
                                     "sample-tokens", "hellaswag", "nvtx"),
     "experiments, and the seed": ("overfit", "attention", "label-smoothing", "seed"),
-    "the machine": ("device", "dtype", "plain", "graph"),
+    "the machine": ("device", "dtype", "fp8", "plain", "graph"),
     "several GPUs": ("gpus", "zero", "log-ranks"),
     "less memory": ("moments", "recompute"),
     "instead of training": ("sample", "temperature", "top-k", "dry-run", "replay")}
@@ -109,7 +111,7 @@ DESCRIPTORS = "d12, d24, d36, d48 or another depth"
 NEEDS = {  # {flag: the one that it is useless without}
     "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
     "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample",
-    "log_ranks": "output", "ema": "output"}
+    "log_ranks": "output", "ema": "output", "fp8": "dtype"}
 
 
 class Feature(NamedTuple):
@@ -136,6 +138,8 @@ FEATURES = [
             training="dev.runs.hellaswag_score:Scored"),
     Feature("overfit", lambda flags, ranks: flags.overfit,
             training="dev.variants.overfit:Overfit"),
+    Feature("fp8 head", lambda flags, ranks: flags.dtype == "fp8" and flags.fp8 != "layers",
+            "dev.precision.fp8_head:Fp8Head"),
     Feature("fp8", lambda flags, ranks: flags.dtype == "fp8", "dev.precision.fp8:Fp8Model",
             "dev.precision.fp8:Fp8Training"),
     Feature("zero", lambda flags, ranks: ranks and flags.zero, "dev.ranks.zero:Sharded"),
@@ -165,6 +169,8 @@ FEATURES = [
             "dev.memory.recompute:RecomputeHint"),
     Feature("memory", lambda flags, ranks: True, "dev.memory.fit:Fitting",
             "dev.memory.fit:FittingTraining"),
+    Feature("fp8 all", lambda flags, ranks: flags.dtype == "fp8" and flags.fp8 == "all",
+            "dev.precision.fp8_all:Fp8All"),
     Feature("relu", lambda flags, ranks: flags.attention == "relu",
             "dev.variants.relu_attention:Relu"),
     Feature("schedule", lambda flags, ranks: flags.schedule != "cosine",
@@ -180,6 +186,7 @@ FEATURES = [
 PAIRS = {
     ("recompute 1", "Llama3"): ("dev.memory.recompute:LlamaInside", ""),
     ("recompute 2", "Llama3"): ("dev.memory.recompute:LlamaLayers", ""),
+    ("fp8", "Llama3"): ("dev.precision.fp8:Fp8Llama", ""),
     ("fp8", "ranks"): ("dev.precision.fp8:Fp8Ranked", ""),
     ("fp8", "explain"): ("", "dev.precision.fp8:Fp8Explained"),
     ("hellaswag", "runs"): ("", "dev.runs.hellaswag_score:ScoredAndKept"),
@@ -192,6 +199,10 @@ PAIRS = {
 EXCLUDES = {  # {names of features that do not go together: why, and what to do}
     ("ema", "zero"): "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a "
                          "share of them: expected --zero 0",
+    ("fp8 head", "label smoothing"): "--fp8 head --label-smoothing: the classifier for FP8 has no "
+                                     "smoothing: expected --fp8 layers",
+    **{("fp8 all", other): "--fp8 all: is for GPT-2 without --recompute: expected --fp8 head"
+       for other in ("Llama3", "recompute 1", "recompute 2")},
 }
 
 

@@ -1,6 +1,7 @@
 /*
-FP8, for --dtype fp8: twins of weights, and of arrays whose kernel has made none; and the next step's scales. Compiled
-after kernels.cu, with fp8_output.cuh's Output. fp8.py says when each is used, and why.
+FP8, for --dtype fp8: twins of weights, and of arrays whose kernel has made none; transposed twins; twins that stand for
+GELU's output and gradient, and for dlogits; and the next step's scales. Compiled after kernels.cu, with
+fp8_output.cuh's Output. fp8.py says when each is used, and why.
 */
 
 // out8 (n) = the twin of inp (n), the same as if the kernel that wrote inp had stored it. Items: n numbers.
@@ -12,36 +13,6 @@ extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, unsign
     out.begin();
     if (i < n) out.store_twin(i, load<W>(inp + i));
     out.end();
-}
-
-// Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: out8 (layers,R,C) for the forward
-// pass, and transposed (layers,C,R) for the backward pass, since FP8 products need the summed index to be the fastest
-// in both factors. R and C are multiples of 16. A block transposes 64 x 64 weights in shared memory. Items: C columns
-// along x, layers * ceil(R/64) tiles of rows along y.
-BLOCK(256, 64, 1)
-extern "C" __global__ void weights_to_fp8(unsigned char* __restrict__ out8, unsigned char* __restrict__ transposed,
-                                          const real* __restrict__ weights, Scale* scale8, int R, int C) {
-    __shared__ __align__(16) unsigned char tile[64][64 + 16];
-    int tiles = (R + 63) / 64, layer = blockIdx.y / tiles, first = blockIdx.y % tiles * 64, column = 64 * blockIdx.x;
-    size_t start = (size_t)layer * R * C;
-    Output out = {nullptr, &tile[0][0], scale8 + layer};
-    out.begin();
-    for (int i = threadIdx.x; i < 64 * 64 / W; i += blockDim.x) {
-        int r = i / (64 / W), c = i % (64 / W) * W;
-        if (first + r >= R || column + c >= C) continue;
-        out.store_twin(r * sizeof(tile[0]) + c, load<W>(weights + start + (size_t)(first + r) * C + column + c));
-        *reinterpret_cast<Stored<W, unsigned char>*>(out8 + start + (size_t)(first + r) * C + column + c) =
-            *reinterpret_cast<Stored<W, unsigned char>*>(&tile[r][c]);
-    }
-    out.end();
-    __syncthreads();
-    for (int i = threadIdx.x; i < 64 * 4; i += blockDim.x) {
-        int c = i / 4, r = i % 4 * 16;
-        if (column + c >= C || first + r >= R) continue;
-        Stored<16, unsigned char> part;
-        for (int j = 0; j < 16; j++) part.x[j] = tile[r + j][c];
-        *reinterpret_cast<Stored<16, unsigned char>*>(transposed + start + (size_t)(column + c) * R + first + r) = part;
-    }
 }
 
 // Sets the scales of the next step. They map this step's largest magnitude to half of the largest FP8 number, so that a
@@ -60,4 +31,235 @@ extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int fo
     }
     s.largest = 0.0f;
     scales[i] = s;
+}
+
+// ---- twins of transposed tensors ----
+
+// 4 x 4 bytes turned: byte j of word i becomes byte i of word j.
+__device__ __forceinline__ void turn(unsigned (&w)[4]) {
+    unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
+    unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
+    w[0] = __byte_perm(a, b, 0x5410), w[1] = __byte_perm(a, b, 0x7632);
+    w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
+}
+
+// A tile of 128 rows and 128 columns on its way through shared memory: words[column][g] has rows 4 g .. 4 g + 3 of a
+// column. In place of g stands g ^ column / 16 * 4, so that a warp's words are in different banks.
+struct Turned { unsigned words[128][32]; };
+
+// Each of 256 threads puts 16 columns, from 16 p on, of four rows there, with p = threadIdx.x % 8 and
+// g = threadIdx.x / 8.
+__device__ __forceinline__ void put_turned(Turned& tile, const Stored<4, unsigned> (&rows)[4]) {
+    int g = threadIdx.x / 8, p = threadIdx.x % 8;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        unsigned w[4] = {rows[0].x[k], rows[1].x[k], rows[2].x[k], rows[3].x[k]};
+        turn(w);
+        for (int i = 0; i < 4; i++) tile.words[16 * p + 4 * k + i][g ^ 4 * p] = w[i];
+    }
+}
+
+// Stores the tile's columns as rows of across (C,stride), from (column,first) on. The stride is a multiple of 16.
+__device__ __forceinline__ void store_turned(
+    unsigned char* across, Turned& tile, int column, int first, int C, int stride) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < 128 * 8; i += blockDim.x) {
+        int c = i / 8, r = i % 8;
+        if (column + c < C && first + 16 * r < stride)
+            *reinterpret_cast<Stored<4, unsigned>*>(across + (size_t)(column + c) * stride + first + 16 * r) =
+                *reinterpret_cast<Stored<4, unsigned>*>(&tile.words[c][4 * (r ^ c / 16)]);
+    }
+}
+
+// across (C,stride) = the transposed twin (R,C), with zeros in columns R to stride, a multiple of 16, which cuBLASLt
+// needs. C is one too. Bound by memory: each byte is read and written once, 128 neighbours at a time. Items: C columns
+// along x, stride rows along y.
+BLOCK(256, 128, 128)
+extern "C" __global__ void transpose_fp8(unsigned char* __restrict__ across, const unsigned char* __restrict__ twin,
+                                         int R, int C, int stride) {
+    __shared__ __align__(16) Turned tile;
+    int column = 128 * blockIdx.x, first = 128 * blockIdx.y;
+    int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
+    Stored<4, unsigned> rows[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (r + i < R && c < C)
+            rows[i] = *reinterpret_cast<const Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c);
+    put_turned(tile, rows);
+    store_turned(across, tile, column, first, C, stride);
+}
+
+// Makes the tile from row `first` on of a twin (R,C), and of the transposed twin across (C,stride). numbers_at(i)
+// returns the 16 numbers from number i on.
+template <class NumbersAt>
+__device__ __forceinline__ void store_both(
+    unsigned char* twin, unsigned char* across, Scale* scale8, int first, int R, int C, int stride,
+    NumbersAt numbers_at) {
+    __shared__ __align__(16) Turned tile;
+    int column = 128 * blockIdx.x;
+    int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
+    Output out = {nullptr, twin, scale8};
+    out.begin();
+    Stored<4, unsigned> rows[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (r + i >= R || c >= C) continue;
+        Pack<16> x = numbers_at((size_t)(r + i) * C + c);
+        for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j])), x[j] *= out.factor;
+        for (int j = 0; j < 4; j++)
+            rows[i].x[j] = two_fp8(x[4 * j], x[4 * j + 1]) | (unsigned)two_fp8(x[4 * j + 2], x[4 * j + 3]) << 16;
+        *reinterpret_cast<Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c) = rows[i];
+    }
+    out.end();
+    put_turned(tile, rows);
+    store_turned(across, tile, column, first, C, stride);
+}
+
+__device__ __forceinline__ Pack<16> load16(const real* p) {
+    Pack<16> x;
+    for (int k = 0; k < 16; k += W) {
+        Pack<W> part = load<W>(p + k);
+        for (int i = 0; i < W; i++) x[k + i] = part[i];
+    }
+    return x;
+}
+
+// Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: out8 (layers,R,C) for the forward
+// pass, and across (layers,C,R), transposed, for the backward pass, since FP8 products need the summed index to be the
+// fastest in both factors. R and C are multiples of 16. Items: C columns along x, layers * ceil(R/128) tiles of rows
+// along y.
+BLOCK(256, 128, 1)
+extern "C" __global__ void __launch_bounds__(256, 3) weights_to_fp8(
+    unsigned char* __restrict__ out8, unsigned char* __restrict__ across, const real* __restrict__ weights,
+    Scale* scale8, int R, int C) {
+    int tiles = (R + 127) / 128, layer = blockIdx.y / tiles;
+    size_t start = (size_t)layer * R * C;
+    store_both(out8 + start, across + start, scale8 + layer, blockIdx.y % tiles * 128, R, C, R, [&](size_t i) {
+        return load16(weights + start + i);
+    });
+}
+
+// ---- GELU, whose output and gradient only FP8 products read ----
+
+// gelu(x) is x times this: see kernels.cu. Its exact division would take half of these kernels' instructions; the
+// factors of the exponent are multiplied by LOG2_E.
+__device__ __forceinline__ float gelu_share(float x) {
+    constexpr float first = -LOG2_E * SQRT_8_OVER_PI, third = 0.044715f * first;
+    return __fdividef(1.0f, 1.0f + power_of_2(x * (first + third * (x * x))));
+}
+
+// twin (R,C) and across (C,stride) = the twin of gelu(inp (R,C)), plain and transposed. stride is R rounded up to a
+// multiple of 16, and C is one. Bound by memory: it reads two bytes a number and writes two. Items: C columns along x,
+// stride rows along y.
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256, 3) gelu_to_fp8(
+    unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, const real* __restrict__ inp,
+    int R, int C, int stride) {
+    store_both(twin, across, scale8, 128 * blockIdx.y, R, C, stride, [&](size_t i) {
+        Pack<16> x = load16(inp + i);
+        for (int j = 0; j < 16; j++) x[j] *= gelu_share(x[j]);
+        return x;
+    });
+}
+
+// The same of the gradient of inp, given dout (R,C), that of the GELU. sums (gridDim.y,C) = the sums of its columns
+// over the block's rows; from these add_partials makes the gradient of the bias. Items as above.
+BLOCK(256, 128, 128)
+extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
+    unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, float* __restrict__ sums,
+    const real* __restrict__ dout, const real* __restrict__ inp, int R, int C, int stride) {
+    __shared__ float of_warp[8][128];
+    Pack<16> sum = {};
+    store_both(twin, across, scale8, 128 * blockIdx.y, R, C, stride, [&](size_t i) {
+        Pack<16> d = load16(dout + i), x = load16(inp + i);
+        for (int j = 0; j < 16; j++) {
+            float share = gelu_share(x[j]), slope = SQRT_8_OVER_PI * (1.0f + 3 * 0.044715f * (x[j] * x[j]));
+            d[j] *= share + x[j] * share * (1.0f - share) * slope;
+        }
+        sum = sum + d;
+        return d;
+    });
+    for (int j = 0; j < 16; j++) {  // lanes at distance 8 and 16 have other rows of the same columns
+        sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 8);
+        sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);
+    }
+    if (threadIdx.x % 32 < 8)
+        for (int j = 0; j < 16; j++) of_warp[threadIdx.x / 32][threadIdx.x % 8 * 16 + j] = sum[j];
+    __syncthreads();
+    int column = 128 * blockIdx.x + threadIdx.x;
+    if (threadIdx.x >= 128 || column >= C) return;
+    float total = 0.0f;
+    for (int w = 0; w < 8; w++) total += of_warp[w][threadIdx.x];
+    sums[(size_t)blockIdx.y * C + column] = total;
+}
+
+// ---- the head ----
+
+// As fused_classifier, but the logits (N,Vp) stay, and their gradient becomes a twin, out8 (N,Vp), in half of the
+// bytes: LARGEST_FP8 * (softmax - 1 at the target), so that the scale needs no history. scale8 gets that of
+// dloss * (softmax - 1 at the target). Vp is a multiple of 16. If shared memory has room for two rows of logits, a row
+// is read once, and the next is on its way meanwhile; otherwise pass 2 reads a row again, from L2. Items: blocks.
+constexpr float LARGEST_FP8 = 448.0f;
+
+template <bool cached>
+__device__ void classify_to_fp8(
+    unsigned char* __restrict__ out8, float* __restrict__ losses, const real* __restrict__ logits,
+    const int* __restrict__ targets, int N, int V, int Vp) {
+    DYNAMIC_SHARED(real, row_cache);  // (2,Vp)
+    auto load_row = [&](int stage, int row) {  // a thread copies what it reads itself
+        if (cached)
+            for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x)
+                copy16(row_cache + (size_t)stage * Vp + v, logits + (size_t)row * Vp + v, true);
+        copies_end();
+    };
+    if ((int)blockIdx.x < N) load_row(0, blockIdx.x);
+    for (int row = blockIdx.x, stage = 0; row < N; row += gridDim.x, stage ^= 1) {
+        int next = row + gridDim.x, target = targets[row];
+        const real* x = cached ? row_cache + (size_t)stage * Vp : logits + (size_t)row * Vp;
+        if (next < N) {
+            load_row(stage ^ 1, next);
+            copies_arrive<1>();
+        } else {
+            copies_arrive<0>();
+        }
+        float largest = LOWEST, sum = 0.0f;
+#pragma unroll 4
+        for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {
+            Pack<W> l = load<W>(x + v);
+            float before = largest;
+            if (v + W > V)
+                for (int i = 0; i < W; i++)
+                    if (v + i >= V) l[i] = LOWEST;
+            for (int i = 0; i < W; i++) largest = fmaxf(largest, l[i]);
+            if (largest > before) sum *= exponential(before - largest);
+            for (int i = 0; i < W; i++) sum += exponential(l[i], largest);
+        }
+        float top = block_reduce<warp_max>(largest, LOWEST);
+        sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
+        if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(logits[(size_t)row * Vp + target]);
+        float shift = top + logf(sum / LARGEST_FP8);  // e^(x - shift) = LARGEST_FP8 * softmax
+#pragma unroll 4
+        for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
+            Pack<W> l = load<W>(x + v);
+            for (int i = 0; i < W; i++) l[i] = exponential(l[i], shift);
+            if (v + W > V || (unsigned)(target - v) < W)
+                for (int i = 0; i < W; i++)
+                    l[i] = v + i < V ? l[i] - (v + i == target ? LARGEST_FP8 : 0.0f) : 0.0f;
+            Stored<W / 2, unsigned short> eight;
+            for (int i = 0; i < W; i += 2) eight.x[i / 2] = two_fp8(l[i], l[i + 1]);
+            *reinterpret_cast<Stored<W / 2, unsigned short>*>(out8 + (size_t)row * Vp + v) = eight;
+        }
+    }
+}
+
+BLOCK(1024, 1)
+extern "C" __global__ void __launch_bounds__(1024, 1) classifier_to_fp8(
+    unsigned char* __restrict__ out8, Scale* __restrict__ scale8, float* __restrict__ losses,
+    const real* __restrict__ logits, const int* __restrict__ targets, float dloss, int N, int V, int Vp, int room) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        scale8->scale = LARGEST_FP8 / dloss;
+        scale8->inverse = dloss / LARGEST_FP8;
+    }
+    if (room >= 2 * Vp) classify_to_fp8<true>(out8, losses, logits, targets, N, V, Vp);
+    else classify_to_fp8<false>(out8, losses, logits, targets, N, V, Vp);
 }

@@ -1,12 +1,15 @@
-"""--dtype fp8: the layers' matrix products take 8-bit numbers, in the forward pass and for the
-gradients of their inputs.
+"""--dtype fp8: matrix products take 8-bit numbers, which tensor cores multiply twice as fast. --fp8
+says which:
 
-Everything else is as in bf16: the gradients of the weights, the head, attention, norms, the update,
-and what is kept for the backward pass. A twin is an 8-bit copy of a tensor, times a scale. It lives
-from the kernel that writes the tensor to the product that reads it:
+    layers    out = inp @ w.T     twins of inp and w                       this file
+              dinp = dout @ w     twins of dout and of the transposed w
+    head      these, and the head's three products                         fp8_head.py
+    all       these, and dw = dout.T @ inp of the layers                   fp8_all.py
 
-    forward     out = inp @ w.T     twins of inp and w
-    backward    dinp = dout @ w     twins of dout and of the transposed w
+Everything else is as in bf16: attention, norms, the update, and what is kept for the backward
+pass. A twin is an 8-bit copy of a tensor, times a scale. It lives from the kernel that writes the
+tensor to the product that reads it. In both factors of a product the summed index has to be the
+fastest. So some twins are of transposed tensors.
 
 All are e4m3: 4 bits of exponent, 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients
 that paper uses e5m2, for its range. But with a scale for each tensor the extra bit of mantissa is
@@ -19,11 +22,13 @@ they store. For the first scales, the passes of a run's first step are done once
 update. Scales change at the end of a step, and are in checkpoints.
 
 Hopper's tensor cores sum FP8 products in about 14 bits (DeepSeek-AI, the same section) unless they
-are told to promote the sums to fp32 every so often. We do not: it takes 4% of a step, and gains
-less than rounding to 8 bits loses (see dev/RESULTS.md). A CPU's sums are fp32.
+are told to promote the sums to fp32 every so often. That takes 4% of a step with --fp8 layers, and
+gains less than rounding to 8 bits loses (see dev/RESULTS.md). So only sums are promoted that are
+long, or that a few large terms dominate: fp8_head.py and fp8_all.py say which. A CPU's sums are
+fp32.
 
-It is done inside the device's methods: launch makes kernels store twins, and matmul multiplies
-them. The model says when a step begins and ends.
+The model says which product reads what a kernel writes (READERS), and when a step begins and ends.
+The device's methods do the rest: launch has the kernel store the twin, and matmul multiplies twins.
 """
 import ctypes
 import re
@@ -58,17 +63,30 @@ def fp8_rows(c):
             if row.linear and row.layers and not any(n % WHOLE for n in row.shape)]
 
 
-def fp8_table(c, B, T):
-    """The arena "fp8": all scales, structs of fp8_output.cuh; the twin of the next product's input;
-    and the weights' twins, plain and transposed."""
-    rows, twins = fp8_rows(c), []
+def fp8_table(c, B, T, rows):
+    """The arena "fp8" for these weights: all scales, structs of fp8_output.cuh; the twin of the
+    next product's input; and the weights' twins, plain and transposed."""
+    twins = []
     for row in rows:
         R, C = row.shape
-        twins += [Row(row.name, (R, C), np.uint8, row.layers),
-                  Row(f"{row.name}_transposed", (C, R), np.uint8, row.layers)]
-    widest = max((max(row.shape) for row in rows), default=0)
-    tensors = 3 * sum(row.layers for row in rows)
+        twins += [Row(row.name, (R, C), np.uint8, max(1, row.layers)),
+                  Row(f"{row.name}_transposed", (C, R), np.uint8, max(1, row.layers))]
+    widest = max((max(row.shape) for row in fp8_rows(c)), default=0)
+    tensors = 3 * sum(max(1, row.layers) for row in rows)
     return [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]
+
+
+def padded(rows):
+    """The length of a transposed row: a multiple of WHOLE."""
+    return -(-rows // WHOLE) * WHOLE
+
+
+def transposed(device, memory, twin):
+    """The transposed twin (R,C) in some memory: (C,R), with zeros up to a multiple of WHOLE."""
+    R, C = twin.shape
+    across = memory.reshape(-1)[: C * padded(R)].reshape(C, padded(R))
+    device.launch("transpose_fp8", across.shape, across, twin, R, C, padded(R))
+    return across
 
 
 # ---- The device
@@ -78,12 +96,12 @@ class Fp8:
     """A mixin in front of a device class. It serves one model, the last one made."""
     TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
     NEEDS = 89, "Ada", "--dtype bf16"
+    promote = False  # whether the sums of this product are promoted to fp32 on their way
 
     def __init__(self, dtype, c, beside=()):
         self.weights = {}  # {address of a weight: its twins and its number}
-        self.known = {}  # {launch: the tensor whose twin its kernel makes}
-        self.writers = {}  # {address: the last launches that wrote there}
-        self.last = None  # the tensor that the last product read
+        self.readers = {}  # {(address, in the backward pass?): the tensor that kernels write there}
+        self.twins_only = set()  # addresses of arrays of which only FP8 products read anything
         self.ready = None  # (address, tensor) whose twin is in the buffer
         self.calibrated = False  # whether each tensor has a scale
         super().__init__(dtype, c, beside)
@@ -97,20 +115,21 @@ class Fp8:
 
     def adopt(self, model):
         """Find a model's weights, and carve its arena "fp8"."""
-        table = fp8_table(model.config, model.B, model.T)
-        views, n = carve(model.arenas["fp8"], table), 0
+        c, rows = model.config, model.weights_in_fp8(model.config)
+        views, n = carve(model.arenas["fp8"], model.tables(c, self, model.B, model.T)["fp8"]), 0
         self.all_scales, self.twin, self.verdict = views.scales, views.twin, model.adam.verdict
         self.weights, self.whole = {}, []
-        for row in fp8_rows(model.config):
-            whole = getattr(model.params, row.name)
+        for row in rows:
+            whole = model.head if row.name == "head" else getattr(model.params, row.name)
+            whole = whole.reshape(-1, *row.shape)
             twins = [getattr(views, row.name + end) for end in ("", "_transposed")]
             self.whole.append((whole, *twins, n))
-            for l in range(row.layers):
+            for l in range(len(whole)):
                 self.weights[address_of(whole[l])] = SimpleNamespace(
                     twins=[twin[l] for twin in twins], number=n + l)
-            n += row.layers
+            n += len(whole)
         self.count = n  # the number of tensors of each kind
-        self.known, self.writers, self.ready, self.calibrated = {}, {}, None, False
+        self.readers, self.ready, self.calibrated = {}, None, False
         self.set_scales(np.ones(3 * n))
 
     # ---- Scales
@@ -149,15 +168,14 @@ class Fp8:
         for measure in (True, False) if rescale else (False,):
             for whole, twin, transposed, n in self.whole:
                 layers, R, C = whole.shape
-                self.launch("weights_to_fp8", (C, layers * -(-R // 64)), twin, transposed, whole,
+                self.launch("weights_to_fp8", (C, layers * -(-R // 128)), twin, transposed, whole,
                             scales[n:], R, C)
             if measure:
                 self.next_scales(scales)
 
     def begin_step(self):
         """Forget what validations have left behind."""
-        self.ready = self.last = None
-        self.writers.clear()
+        self.ready = None
         self.next_scales(self.all_scales[: WEIGHT * self.count], forget=True)
 
     def end_step(self):
@@ -165,91 +183,115 @@ class Fp8:
         self.next_scales(self.all_scales)
         self.cast_weights()
 
-    # ---- Launches and products. The device learns which kernels write what products read: the
-    # first time, the product makes the twin itself, and notes which launches wrote the tensor. From
-    # then on these launches make the twin too. A launch is identified by its kernel, what it
-    # writes, and the product before it, which tells layers apart.
+    # ---- Launches and products. A tensor is (kind, number of its weight).
+
+    def read_by(self, array, backward, tensor):
+        """From now on, what kernels of this pass write to an array is this tensor, which a product
+        reads; or None."""
+        self.readers[address_of(array), backward] = tensor
+
+    def tensor(self, kind, weight):
+        """The tensor of this kind at a weight; None if its products are in bf16."""
+        found = self.weights.get(address_of(weight))
+        return (kind, found.number) if found else None
 
     def launch(self, name, items, *args, **more):
-        """As Cuda.launch. What the kernel writes, its first argument, gets a twin if an FP8 product
-        reads it next."""
+        """As Cuda.launch. If a product reads what the kernel writes, its first argument, the kernel
+        stores the twin too."""
+        self.written(args[0])
         if name in self.outputs:
-            out = args[0]
-            note = name, address_of(out), self.last
-            self.writers.setdefault(address_of(out), []).append(note)
-            tensor = self.known.get(note)
-            if tensor:
-                self.ready = address_of(out), tensor
-            args = self.with_twin(out, tensor), *args[1:]
-        else:
-            self.written(args[0])
+            at = address_of(args[0])
+            tensor = self.readers.get((at, "backward" in name))
+            self.ready = (at, tensor) if tensor else self.ready
+            args = self.with_twin(args[0], tensor), *args[1:]
         super().launch(name, items, *args, **more)
 
     def with_twin(self, out, tensor):
         """The struct Output of an array, 40 bytes by value: three pointers, and the kernel's
         notes."""
         struct = np.zeros(5, np.uint64)
-        struct[0] = address_of(out)
+        if not (tensor and self.calibrated and address_of(out) in self.twins_only):
+            struct[0] = address_of(out)
         if tensor:
             struct[1:3] = address_of(self.twin), address_of(self.scale(*tensor))
         return struct.view("V40")
+
+    def launch_both(self, name, out, tensor, across, args):
+        """Launch a kernel that makes the twin of out (N,C), plain and transposed, and not out."""
+        (N, C), stride = out.shape, across.shape[1]
+        self.launch(name, (C, stride), self.twin, across, self.scale(*tensor), *args, N, C, stride)
+        self.ready = address_of(out), tensor
 
     def zero(self, array):
         self.written(array)
         super().zero(array)
 
     def written(self, array):
-        """An array was overwritten by something that makes no twins."""
-        self.writers.pop(address_of(array), None)
+        """An array is overwritten, so it has no twin any more."""
         if self.ready and self.ready[0] == address_of(array):
             self.ready = None
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """As Cuda.matmul."""
-        weight = self.weights.get(address_of(b))
+    def twin_of(self, array, tensor):
+        """The twin of an array, made now unless the kernel that wrote the array has stored it."""
+        at = address_of(array), tensor
+        if self.ready != at:
+            assert not (self.calibrated and at[0] in self.twins_only), "its twin was overwritten"
+            super().launch("to_fp8", array.size, array, array.size, self.twin, self.scale(*tensor))
+            self.ready = at
+        return self.twin[: array.size].reshape(array.shape)
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, scales=None,
+               promote=False):
+        """As Cuda.matmul. scales: those of a and b, if these are twins. promote: their sums, to
+        fp32 on their way."""
+        self.promote = promote
+        weight = None if scales else self.weights.get(address_of(b))
         if weight:
             backward = not stride_of(b)[0]  # b is w, and not w.T
             tensor = GRADIENT if backward else INPUT, weight.number
-            writers = self.writers.pop(address_of(a), [])
-            if self.ready != (address_of(a), tensor):
-                super().launch("to_fp8", a.size, a, a.size, self.twin, self.scale(*tensor))
-                self.known |= dict.fromkeys(writers, tensor)
-            self.ready, self.last = None, tensor
+            twin = self.twin_of(a, tensor)
+            if self.calibrated:
+                a, b = twin, weight.twins[backward].T
+                scales = self.scale(*tensor), self.scale(WEIGHT, weight.number)
         self.written(out)
-        if not weight or not self.calibrated:
+        if scales:
+            self.multiply_twins(out, a, b, [scale[:1] for scale in scales], bias, accumulate)
+            self.gelu_of_product(out, gelu, dgelu_at)
+        else:
             super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
-            return
-        scales = self.scale(*tensor)[:1], self.scale(WEIGHT, weight.number)[:1]
-        twin_of_a = self.twin[: a.size].reshape(a.shape)
-        self.multiply_twins(out, twin_of_a, weight.twins[backward].T, scales, bias)
-        self.gelu_of_product(out, gelu, dgelu_at)
 
 
 class Fp8OnGpu(Fp8):
     """FP8 on a GPU, with cuBLASLt: in front of FastCuda."""
 
-    def multiply_twins(self, out, a, b, scales, bias):
-        """out (I,J) = a (I,K) @ b (K,J) + bias (J), of twins times the inverses of their scales."""
+    def multiply_twins(self, out, a, b, scales, bias, accumulate=False):
+        """out (I,J) = a (I,K) @ b (K,J) + bias (J), of twins times the inverses of their scales; or
+        out += that."""
         epilogue = self.NO_EPILOGUE if bias is None else self.ADD_BIAS
-        self.product(epilogue, out, a, b, bias, None, False, *scales)
+        self.product(epilogue, out, a, b, bias, None, accumulate, *scales)
 
     def attributes(self, transpose_a, transpose_b, epilogue, out, bias, aux, *scales):
         """17, 18: scales of b and a. 25: sums may have fewer bits."""
         made = super().attributes(transpose_a, transpose_b, epilogue, out, bias, aux)
         if scales:
             of_a, of_b = scales
-            made += [(25, ctypes.c_int8(1)), (17, address(of_b)), (18, address(of_a))]
+            made += [(25, ctypes.c_int8(not self.promote)), (17, address(of_b)),
+                     (18, address(of_a))]
         return made
+
+    def choose(self, name, *more):
+        """As FastCuda.choose. What is fastest depends on how sums are made."""
+        return super().choose((*name, "promoted") if self.promote else name, *more)
 
 
 class Fp8OnCpu(Fp8):
     """FP8 on a CPU: fp32 products of the twins' numbers."""
     VALUES = e4m3_values()
 
-    def multiply_twins(self, out, a, b, scales, bias):
+    def multiply_twins(self, out, a, b, scales, bias, accumulate=False):
         """As Fp8OnGpu.multiply_twins."""
         a, b = self.VALUES[a] * scales[0], self.VALUES[b] * scales[1]
-        super(Fp8, self).matmul(out, a, b, bias)
+        super(Fp8, self).matmul(out, a, b, bias, accumulate)
 
 
 def with_fp8(device):
@@ -276,10 +318,22 @@ def check_plain(plain):
 
 class Fp8Model:
     """A model on such a device."""
+    # What kernels write, by its name in the tables, and the weight of the product that reads it; in
+    # the forward pass (False) and in the backward pass. There fch_gelu's memory has the gradient of
+    # fch. norm_backward, below, adds the stream's gradient.
+    READERS = {False: dict(ln1="qkvw", atty="attprojw", ln2="fcw", fch_gelu="fcprojw"),
+               True: dict(dqkv="qkvw", fch_gelu="fcw")}
+    HIDDEN = "fch_gelu"
+
+    @classmethod
+    def weights_in_fp8(cls, c):
+        """Rows of the weights whose products are in FP8."""
+        return fp8_rows(c)
 
     @classmethod
     def tables(cls, c, device, B, T):
-        return super().tables(c, device, B, T) | {"fp8": fp8_table(c, B, T)}
+        return super().tables(c, device, B, T) | {
+            "fp8": fp8_table(c, B, T, cls.weights_in_fp8(c))}
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
@@ -288,6 +342,40 @@ class Fp8Model:
     def set_parameters(self, tensors):
         super().set_parameters(tensors)
         self.device.cast_weights(rescale=True)
+
+    def layer_forward(self, l):
+        self.in_layer(l)
+        super().layer_forward(l)
+
+    def layer_backward(self, l):
+        self.in_layer(l)
+        # --recompute makes these again, but does not repeat the product that read them
+        self.device.read_by(getattr(self.layers[l][2], self.HIDDEN), False, None)
+        super().layer_backward(l)
+
+    def in_layer(self, l):
+        """Tell the device which products of layer l read what kernels write."""
+        self.layer, (p, _, a) = l, self.layers[l]
+        for backward, kind in ((False, INPUT), (True, GRADIENT)):
+            for name, weight in self.READERS[backward].items():
+                array = getattr(a, name) if hasattr(a, name) else getattr(self.back, name)
+                tensor = self.device.tensor(kind, getattr(p, weight))
+                self.device.read_by(array, backward, tensor)
+
+    def last_norm_backward(self):
+        self.layer = self.config.L
+        super().last_norm_backward()
+
+    def norm_backward(self, dweight, *more):
+        """The stream's gradient dx goes on to the product whose output the norm has added to x."""
+        l, reader = self.layer, None
+        if l < self.config.L and dweight is self.layers[l][1].ln2w:
+            reader = self.layers[l][0].attprojw
+        elif l > 0:
+            reader = self.layers[l - 1][0].fcprojw
+        tensor = None if reader is None else self.device.tensor(GRADIENT, reader)
+        self.device.read_by(self.back.dresidual, True, tensor)
+        super().norm_backward(dweight, *more)
 
     def train_step(self, *batches, **adamw):
         self.begin_step(batches)
@@ -300,7 +388,7 @@ class Fp8Model:
         if not device.calibrated:
             self.measure(batches)
             device.end_step()
-            device.calibrated, device.last = True, None
+            device.calibrated = True
 
     def measure(self, batches):
         """The passes of a step, whose kernels note the largest magnitudes."""
@@ -314,6 +402,14 @@ class Fp8Model:
     def update_pass(self):
         super().update_pass()
         self.device.end_step()
+
+
+class Fp8Llama:
+    """Llama 3 on such a device. rope_backward changes dqkv, which so gets its twin when its product
+    comes."""
+    READERS = {False: dict(ln1="qkvw", atty="attprojw", ln2="fcw", fch_swiglu="fcprojw"),
+               True: dict(fch="fcw")}
+    HIDDEN = "fch_swiglu"
 
 
 class Fp8Training:

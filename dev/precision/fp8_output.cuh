@@ -17,7 +17,7 @@ __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
 #endif
 
 struct Output {
-    real* numbers;
+    real* numbers;        // null if only FP8 products read them
     unsigned char* twin;  // null if no FP8 product reads the numbers
     Scale* scale;
     float factor;   // the twin's scale
@@ -30,7 +30,7 @@ struct Output {
 
     template <int n>
     __device__ __forceinline__ void store(size_t i, Pack<n> x) {
-        ::store(numbers + i, x);
+        if (numbers) ::store(numbers + i, x);
         if (twin) store_twin(i, x);
     }
 

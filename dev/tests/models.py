@@ -136,11 +136,11 @@ def model_class(architecture, *given):
     return attach(parse_flags("", FEATURE_FLAGS, given), Training, architecture)[1]
 
 
-def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", **sizes):
+def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", fp8="layers", **sizes):
     """A model with parameters of deviation 0.2, whose activations and gradients are NaN until they are computed."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}", "--moments",
-                        moments, "--attention", kind)
+                        moments, "--attention", kind, "--fp8", fp8)
     model = Model(c, device, B, T)
     poison(model, "activations", "backward", "gradients")
     values = np.random.default_rng(1).normal(0, 0.2, layout(c.parameter_table())[-1] // 4).astype(np.float32)

@@ -5,6 +5,8 @@
 
 Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks in dev/tests/test_ranks.py.
 """
+import contextlib
+import io
 import itertools
 from unittest import mock
 
@@ -16,6 +18,7 @@ from dev.common.devices import make_device
 from dev.llama3.train_llama3 import Llama3
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
+from dev.tools import roundings
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import (FIXTURES, SMALL_MODEL, device_of, gradients, in_each_order, model_class, on_device,
                               poisoned_model, read_debug_state)
@@ -69,7 +72,7 @@ def numbers(device_name):
 def weights(device_name):
     """The twins of weights, plain and transposed; each layer has its own scale."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
-    for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 64, 64), (2, 192, 144)):
+    for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 128, 64), (2, 272, 144)):
         rng = np.random.default_rng(R)
         w = to_bf16(np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None]))
         scale, nothing = np.float32(rng.uniform(1, 50, L)), np.zeros(w.size, np.uint8)
@@ -80,7 +83,7 @@ def weights(device_name):
             for array in (out, across):
                 device.zero(array)
             device.put(scales, fresh)
-            device.launch("weights_to_fp8", (C, len(w) * -(-R // 64)), out, across, w, scales, R, C)
+            device.launch("weights_to_fp8", (C, len(w) * -(-R // 128)), out, across, w, scales, R, C)
             return device.get(out), device.get(across), device.get(scales)[:, 2]
 
         wish = cut_off(scale[:, None, None] * to_float(w))
@@ -107,6 +110,209 @@ def next_scales(device_name):
         check(f"{case}: the largest begin anew", not found[:, 2].any())
 
 
+def transposed(device_name):
+    """The twin of a transposed tensor; the columns that fill its rows up to a multiple of 16 are zeros."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    for R, C in ((1, 16), (16, 128), (130, 48), (128, 128), (261, 400)):
+        stride = -(-R // 16) * 16
+        twin = np.random.default_rng(R).integers(256, size=(R, C)).astype(np.uint8)
+        found = on_device(device, np.full((C + 1, stride), 77, np.uint8))
+
+        def work(across, twin, R, C, stride):
+            device.launch("transpose_fp8", (C, stride), across, twin, R, C, stride)
+            return device.get(across)
+
+        wish = np.full((C + 1, stride), 77)
+        wish[:C] = np.pad(twin, ((0, stride - R), (0, 0))).T
+        for order, across in in_each_order(device, work, found, on_device(device, twin), R, C, stride):
+            yield f"{R, C} {order}", across, wish, EXACT
+
+
+def both_twins(device_name):
+    """GELU's output and its gradient as twins, plain and transposed; the largest magnitude; sums of the gradient."""
+    device = device_of(device_name, "fp8", 64, 2, plain=False)
+    for R, C in ((1, 16), (130, 144), (261, 64)):
+        rng, stride, scale = np.random.default_rng(R), -(-R // 16) * 16, np.float32(23)
+        inp, dout = (to_bf16(np.float32(rng.normal(0, 2, (R, C)))) for _ in "12")
+        inp[0, :4] = to_bf16(np.float32([-1e4, -30, 15, 0]))
+        x, d = (to_float(values).astype(np.float64) for values in (inp, dout))
+        inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+        gelu, slope = 0.5 * x * (1 + np.tanh(inner)), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+        derivative = 0.5 * (1 + np.tanh(inner)) + 0.5 * x / np.cosh(inner) ** 2 * slope
+        arrays = [on_device(device, values) for values in (
+            np.zeros((R, C), np.uint8), np.zeros((C, stride), np.uint8), np.zeros(4, np.float32),
+            np.zeros((-(-R // 128), C), np.float32), dout, inp)]
+
+        def work(name, twin, across, scale8, *args):
+            device.put(twin, np.full(twin.shape, 77))
+            device.put(across, np.full(across.shape, 77))
+            device.put(scale8, [1 / 23, 23, 0, 0])
+            device.launch(name, (twin.shape[1], across.shape[1]), twin, across, scale8, *args)
+            return [device.get(array) for array in (twin, across, scale8, args[0])]
+
+        for name, wish, some in (("gelu_to_fp8", gelu, (*arrays[:3], arrays[5])),
+                                 ("gelu_backward_to_fp8", d * derivative, arrays)):
+            for order, (twin, across, scale8, sums) in in_each_order(device, work, name, *some, R, C, stride):
+                case = f"{name} {R, C} {order}"
+                values = twin.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+                error = abs(values - scale * wish) / np.maximum(abs(scale * wish), 2.0**-6)
+                check(f"{case}", error.max() < 0.0626, error.max())
+                yield f"{case} transposed", across, np.pad(twin, ((0, stride - R), (0, 0))).T, EXACT
+                yield f"{case} largest", scale8[2], abs(wish).max(), 1e-5
+                if name == "gelu_backward_to_fp8":
+                    each = [wish[i : i + 128].sum(0) for i in range(0, R, 128)]
+                    yield f"{case} sums", sums, np.array(each), 1e-5
+
+
+def classifier(device_name):
+    """Losses, and the twin of dlogits, whose scale is 448 / dloss. Rows are cached in shared memory, or not."""
+    device, dloss = device_of(device_name, "fp8", 64, 2, plain=False), 1 / 96
+    for N, V, Vp, blocks, cached in ((5, 257, 384, 2, True), (5, 257, 384, 5, False), (3, 1000, 1008, 3, True),
+                                     (4, 384, 384, 1, True)):
+        rng = np.random.default_rng(N)
+        logits = to_bf16(np.float32(rng.normal(0, 4, (N, Vp))))
+        logits[:, V:] = 0x7FC0  # NaN in the padding
+        targets = rng.integers(V, size=N, dtype=np.int32)
+        targets[0] = V - 1
+        arrays = [on_device(device, x) for x in (
+            np.full((N, Vp), 99, np.uint8), np.zeros(4, np.float32), np.zeros(N, np.float32), logits, targets)]
+
+        def work(*args):
+            blocks, *args = args
+            device.launch("classifier_to_fp8", blocks, *args, shared=2 * args[-1])
+            return [device.get(array) for array in args[:3]]
+
+        x = to_float(logits)[:, :V].astype(np.float64)
+        e = np.exp(x - x.max(1, keepdims=True))
+        wish = e / e.sum(1, keepdims=True)
+        losses = -np.log(wish[np.arange(N), targets])
+        wish[np.arange(N), targets] -= 1
+        room = 2 * Vp if cached else 0
+        for order, (out8, scale, found) in in_each_order(device, work, blocks, *arrays, dloss, N, V, Vp, room):
+            case = f"{N, V, Vp, blocks, cached} {order}"
+            yield f"{case} losses", found, losses, 1e-5
+            yield f"{case} scale", scale[1:2], [448 / dloss], 1e-6
+            yield f"{case} inverse", scale[:1], [dloss / 448], 1e-6
+            values = out8.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            check(f"{case} padding", not values[:, V:].any())
+            # half a unit of the last bit, and 2^x is rounded
+            error = abs(values[:, :V] - 448 * wish) / np.maximum(abs(448 * wish), 2.0**-6)
+            check(f"{case} dlogits", error.max() < 0.0626, error.max())
+
+
+def formats(device_name):
+    """Why dlogits is e4m3, and not e5m2: relative errors of dinp and dwte for logits like those of a trained model."""
+    V, R, C, rng = 50257, 192, 32, np.random.default_rng(0)
+    often = -np.log(np.arange(V) + 10.0)  # how often words are
+    words, inputs = (rng.normal(0, 1, (n, C)) + rng.normal(0, 1, C) for n in (V, R))  # each set has a common part
+    x = np.exp(often + rng.normal(0, 3, (R, V)))
+    dlogits = x / x.sum(1, keepdims=True)
+    target = [rng.choice(V, p=p) for p in dlogits]
+    dlogits[np.arange(R), target] -= 1
+    errors = {}
+    for kind, scale in ((ml_dtypes.float8_e4m3fn, 448), (ml_dtypes.float8_e5m2, 2**15)):
+        twin = np.float32(scale * dlogits).astype(kind).astype(np.float64) / scale
+        errors[kind.__name__] = [np.linalg.norm(found - wish) / np.linalg.norm(wish) for found, wish in (
+            (twin @ words, dlogits @ words), (twin.T @ inputs, dlogits.T @ inputs))]
+    e4m3, e5m2 = errors.values()
+    check("dinp and dwte", max(e4m3) < 0.04, e4m3)
+    check("e5m2 is worse", e4m3[0] < e5m2[0] and e4m3[1] < e5m2[1], f"{e4m3} {e5m2}")
+
+
+def head(device_name):
+    """The head's products are those of its twins; in parts, and with rows that are no multiple of 16."""
+    place = fp8_device(device_name, Config(C=64, NH=2))
+    place.architecture = GPT2
+    with mock.patch("train_gpt2.LOGIT_ROWS", 16):
+        model = poisoned_model(place, 2, 23, fp8="head", C=64, NH=2)
+        steps_of(model, 3, 2)
+        check("parts", len(model.parts) == 3, model.parts)
+        before, n = place.get(place.all_scales)[:, 1], place.count
+        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+        model.set_batch(batch)
+        place.begin_step()
+        model.forward_pass()
+        lnf, wte = (to_float(place.get(x)).astype(np.float64) for x in (model.acts.lnf, model.params.wte))
+        lnf8, wte8 = in_8_bits(lnf, before[n - 1]), in_8_bits(wte, before[3 * n - 1])
+        dlogits8 = []
+        for rows in model.parts:
+            logits = model.head_forward(rows)
+            yield f"logits {rows.start}", place.get(logits), lnf8[rows] @ wte8.T, 3e-3
+            model.loss_forward(rows, logits, with_gradient=True)
+            twin = place.get(model.dlogits8[: len(logits)]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            dlogits8.append(twin / 448 / 46)
+            model.head_backward(rows, logits)
+        dlogits8 = np.concatenate(dlogits8)
+        yield "dinp", place.get(model.back.dinp), dlogits8 @ wte8, 3e-3
+        yield "dwte", place.get(model.grads.wte), dlogits8.T @ lnf8, 1e-5 if device_name == "cpu" else 2e-3
+        x = np.exp(lnf @ wte[:257].T)
+        wish = x / x.sum(1, keepdims=True)
+        wish[np.arange(46), place.get(model.batch.targets).reshape(-1)] -= 1
+        found = 46 * dlogits8[:, :257]
+        check("dlogits", np.linalg.norm(found - wish) < 0.1 * np.linalg.norm(wish))
+        model.mean_loss()
+        place.end_step()
+        largest = 224 / abs(lnf).max()
+        found = place.get(place.all_scales)[n - 1, 1]
+        check("the next scale at lnf", abs(found / largest - 1) < 1e-6, f"{found} {largest}")
+        tokens = np.zeros((1, 5), np.int32)
+        model.forward(tokens, tokens)  # fewer tokens, whose head is in bf16
+
+
+def layers(device_name):
+    """With --fp8 all, weights have the gradients of their layers' twins: those of layer 0 are still in memory."""
+    place = fp8_device(device_name, Config(C=64, NH=2))
+    place.architecture = GPT2
+    model = poisoned_model(place, 2, 23, fp8="all", C=64, NH=2)
+    steps_of(model, 3, 2)
+    batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+    model.set_batch(batch)
+    place.begin_step()
+    scales, seen = place.get(place.all_scales)[:, 1], {}
+    product = model.weight_gradient
+
+    def spy(dweight, weight, inp):
+        product(dweight, weight, inp)
+        name = next(row.name for row in fp8.fp8_rows(model.config) if weight is getattr(model.layers[l][0], row.name))
+        twins_ = [place.get(x).view(ml_dtypes.float8_e4m3fn).astype(np.float64)[: len(x), :46]
+                  for x in (model.kept.gradient[: len(dweight)], inp)]
+        seen[name, l] = twins_[0] @ twins_[1].T, place.get(dweight), (
+            place.tensor(fp8.GRADIENT, weight), place.tensor(fp8.INPUT, weight))
+
+    model.forward_pass()
+    model.weight_gradient, backward = spy, model.layer_backward
+
+    def layer_backward(at):
+        nonlocal l
+        l = at
+        backward(at)
+
+    l, model.layer_backward = 0, layer_backward
+    model.backward_pass()
+    check("products", len(seen) == 8, [*seen])
+    for (name, at), (wish, found, tensors) in seen.items():
+        for kind, number in tensors:
+            wish = wish / scales[kind * place.count + number]
+        yield f"d{name} {at}", found, wish, 1e-5 if device_name == "cpu" else 2e-3
+
+
+def levels(device_name):
+    """The gradients and losses of --fp8 all are close to those of --fp8 layers, from the same weights."""
+    found, names = [], "qkvw qkvb attprojw attprojb fcw fcb fcprojw fcprojb ln1w ln2b wte".split()
+    for level in ("layers", "all"):
+        place = fp8_device(device_name, Config(C=64, NH=2), graph=False)
+        place.architecture = GPT2
+        model = poisoned_model(place, 2, 23, fp8=level, C=64, NH=2)
+        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+        model.train_step(batch, batch, learning_rate=0)
+        model.train_step(batch, batch, learning_rate=0)
+        found.append([model.report().loss, *(place.get(getattr(model.grads, name)) for name in names)])
+    check("loss", abs(found[1][0] / found[0][0] - 1) < 0.01, f"{found[1][0]} {found[0][0]}")
+    for name, one, other in zip(names, *(values[1:] for values in found)):
+        yield name, other, one, 0.1
+        check(f"{name} differs", not np.array_equal(one, other))
+
+
 def steps_of(model, count, micros=1):
     """Train `count` steps, each on other words. Returns the losses."""
     rng, losses = np.random.default_rng(3), []
@@ -122,18 +328,19 @@ def twins(device_name):
     again, the products are the same, bit for bit, also in layers that recompute norms and GELUs."""
     # casts: how many twins in a layer no kernel leaves for the product that reads them. Llama's rope changes dqkv in
     # place, and when a layer is recomputed, the twins of dx and atty are gone by the time they are needed.
-    for architecture, recompute, casts in ((GPT2, 0, 0), (GPT2, 1, 0), (GPT2, 2, 2), (Llama3, 0, 1), (Llama3, 2, 3)):
+    for architecture, recompute, level, casts in (
+            (GPT2, 0, "layers", 0), (GPT2, 1, "layers", 0), (GPT2, 2, "head", 2), (Llama3, 0, "head", 1),
+            (Llama3, 2, "layers", 3)):
         results = []
-        for learns in (True, False):
+        for told in (True, False):
             place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
                                graph=False)  # so that each launch is counted
             place.architecture = architecture
-            model = poisoned_model(place, 2, 23, recompute=recompute, C=64, NH=2)  # any number of rows
+            model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)  # any number of rows
             losses = []
             for _ in range(3):
-                if not learns:
-                    place.known.clear()
-                    place.known = Forgetful()
+                if not told:
+                    place.readers = Forgetful()
                 below = type(place).__mro__[1 + type(place).__mro__.index(fp8.Fp8)]
                 with mock.patch.object(below, "launch", autospec=True, side_effect=below.launch) as watched:
                     losses += steps_of(model, 1, 2)
@@ -147,10 +354,10 @@ def twins(device_name):
 
 
 class Forgetful(dict):
-    """A dict that ignores |=."""
+    """A dict that stays empty."""
 
-    def __ior__(self, other):
-        return self
+    def __setitem__(self, key, value):
+        pass
 
 
 def products(device_name):
@@ -199,7 +406,7 @@ def scales_alone(device_name):
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
         place.architecture = GPT2
-        model, losses = poisoned_model(place, 2, 24, C=64, NH=2), []
+        model, losses = poisoned_model(place, 2, 24, fp8="all", C=64, NH=2), []
         for _ in range(3):
             if validates:
                 scales = place.get(place.all_scales)
@@ -217,20 +424,39 @@ def fixture(device_name):
     """In FP8 the fixture's gradients and loss are close to those in fp32."""
     c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
     truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
-    for dtype in ("bf16", "fp8"):
+    for dtype, level in (("bf16", "layers"), ("fp8", "layers"), ("fp8", "head"), ("fp8", "all")):
         place = fp8_device(device_name, c) if dtype == "fp8" else make_device(device_name, dtype, c)
-        model = model_class(GPT2, "--dtype", dtype)(c, place, *truth.x.shape)
+        model = model_class(GPT2, "--dtype", dtype, "--fp8", level)(c, place, *truth.x.shape)
         model.set_parameters(read_parameters(FIXTURES / "gpt2_tiny.bin", c))
         if dtype == "fp8":
             model.begin_step([pack_batch(truth.x, truth.y)])
         found = gradients(model, (truth.x, truth.y))
         loss = model.report().loss
-        check(f"{dtype}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
-        errors[dtype] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
+        check(f"{dtype} {level}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
+        errors[dtype, level] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
                          for name, wish in truth.gradients.items()}
-    for name, error in errors["fp8"].items():
-        wish = 16 * errors["bf16"][name]  # a mantissa of 3 bits is 16 times coarser than one of 7
-        check(f"gradient of {name}", error < wish, f"{error:.3f}, in bf16 {errors['bf16'][name]:.3f}")
+    in_bf16 = errors.pop(("bf16", "layers"))
+    for (_, level), of_level in errors.items():
+        for name, error in of_level.items():
+            wish = 16 * in_bf16[name]  # a mantissa of 3 bits is 16 times coarser than one of 7
+            check(f"{level}: gradient of {name}", error < wish, f"{error:.3f}, in bf16 {in_bf16[name]:.3f}")
+
+
+def learned(device_name):
+    """dev/tools/roundings.py says whether a version is in the range of bf16's runs, and whether its loss jumps."""
+    ramp = np.linspace(9, 4, 100)
+    spike = np.where(np.arange(100) == 60, 9.0, ramp)
+    curves = {"--dtype fp8": ramp + 0.01, "--fp8 head": spike, "--fp8 all": ramp + 0.1,
+              "-b 8": ramp + 0.02, "-b 4": ramp - 0.02, "--plain 1": ramp}
+    for versions, status, wish in ((["fp8"], 0, "| 4.2373 | -0.429 | in the range, or below |"),
+                                   (["fp8 --fp8 head"], 1, "a spike |"), (["fp8 --fp8 all"], 1, "0.0800 above |")):
+        out = io.StringIO()
+        with (mock.patch.object(roundings, "losses_of", lambda flags: list(next(
+                (curve for name, curve in curves.items() if " ".join(flags).endswith(name)), ramp))),
+              contextlib.redirect_stdout(out), contextlib.redirect_stderr(None)):
+            found = roundings.main([*versions, "--steps", "100", "--last", "10", "--", "-e", "d12"])
+        last = out.getvalue().strip().splitlines()[-3]
+        check(f"roundings {versions}", (found, last.endswith(wish)) == (status, True), f"{found}: {last}")
 
 
 def refusals(device_name):
@@ -239,4 +465,5 @@ def refusals(device_name):
 
 
 if __name__ == "__main__":
-    run_program((numbers, weights, next_scales, twins, products, scales_alone, fixture, refusals))
+    run_program((numbers, weights, transposed, both_twins, classifier, formats, next_scales, head, layers, levels,
+                 twins, products, scales_alone, fixture, learned, refusals))

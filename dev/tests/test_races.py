@@ -461,7 +461,7 @@ ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
 APART = "see barriers_of_others"
 NOT_FOUND = {  # (function, number): why not
     ("block_reduce", 2): f"no race: where the trainer calls two of a kind, a barrier is between them; {APART}",
-    ("weights_to_fp8", 1): APART,
+    ("store_turned", 1): APART, ("gelu_backward_to_fp8", 1): APART,
 }
 
 
@@ -498,13 +498,17 @@ def barriers_of_others(folder):
     """The same for two that no kernel of the lab comes by."""
     (folder / "twice.cu").write_text(TWICE)
     twice = Cpu("fp32", Config(C=64, NH=1), [folder / "twice.cu"], {"twice"})
-    few = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only={"weights_to_fp8"})))
+    only = {"transpose_fp8", "gelu_backward_to_fp8"}
+    few = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only=only)))
     in_fp8 = with_fp8(few)("fp8", Config(C=64, NH=1), (FP8,))
     numbers = np.ones((2, 64), np.float32)
     twins, weights, scales = np.zeros((2, 64, 64), np.uint8), np.zeros((64, 64), BF16), np.ones((1, 4), np.float32)
+    sums = np.zeros((1, 64), np.float32)
     for device, barrier, name, *arguments in (
             (twice, ("block_reduce", 2), "twice", 64, *numbers),
-            (in_fp8, ("weights_to_fp8", 1), "weights_to_fp8", (64, 1), *twins, weights, scales, 64, 64)):
+            (in_fp8, ("gelu_backward_to_fp8", 1), "gelu_backward_to_fp8", (64, 64), *twins, scales, sums,
+             weights, weights, 64, 64, 64),
+            (in_fp8, ("store_turned", 1), "transpose_fp8", (64, 64), *twins, 64, 64, 64)):
         [mutant] = (m for m in mutants.barriers(every=True) if (m.where, int(m.kind.split()[1])) == barrier)
         device.launch(name, *arguments)
         device.library.races_ignore(mutant.file.encode(), mutants.line_of(mutant))

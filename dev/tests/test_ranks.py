@@ -60,6 +60,7 @@ def same_losses(device_name, folder):
             ("Llama", "llama_gqa.bin", "fp32", 48, (most, 1)), ("fp8", "", "fp8", 16, (2, 1)),
             ("tied Llama", "llama_tied.bin", "fp32", 48, (2, 1), (most, 0))):
         flags, kind = (*SMALL, "-d", total, "--dtype", dtype, "--shuffle", 0, "-x", 4), {}
+        flags += ("--fp8", "all") * (dtype == "fp8")
         if model:
             kind = dict(trainer=LLAMA, model=FIXTURES / model)
         expected = curve(train(device_name, 1, folder, folder / f"{name} 1", *flags, **kind))

@@ -89,7 +89,7 @@ def resumed_runs(device_name, folder):
 
     for name, flags, keywords in (
             ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}), ("in order", ("--shuffle", 0), {}),
-            ("fp8", ("--dtype", "fp8"), {}), *[("plain", ("--plain", 1), {})] * (device_name == "cuda"),
+            ("fp8", ("--dtype", "fp8", "--fp8", "all"), {}), *[("plain", ("--plain", 1), {})] * (device_name == "cuda"),
             ("bf16 moments", ("--moments", "bf16", "--dtype", "fp32"), {}),
             ("Llama", (), dict(trainer=LLAMA, model=FIXTURES / "llama_gqa.bin")),
             ("tied Llama in bf16", ("--dtype", "bf16", "--moments", "bf16"),
