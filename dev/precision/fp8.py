@@ -77,7 +77,7 @@ def fp8_table(c, B, T):
 class Fp8:
     """A mixin in front of a device class. It serves one model, the last one made."""
     TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
-    NEEDS = 89, "Ada", "--dtype bf16"
+    NEEDS = 89, "--dtype bf16"
 
     def __init__(self, dtype, c, beside=()):
         self.weights = {}  # {address of a weight: its twins and its number}

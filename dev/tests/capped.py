@@ -6,8 +6,8 @@
 
 The host reads the smaller GPU's compute capability, memory, shared memory and multiprocessors, from the table GPUS. The
 program's kernels are compiled to PTX for it, as far as the real GPU is newer, and the driver translates that. A launch
-that the smaller GPU would refuse is an error here, too. Only CuPy is patched, so the trainer has no line for this.
-CuPy's own kernels, and cuBLAS, run as on the real GPU. Processes that the program starts are not capped.
+that the smaller GPU would refuse is an error here, too. CuPy and features.capability are patched, so the trainer has no
+line for this. CuPy's own kernels, and cuBLAS, run as on the real GPU. Processes that the program starts are not capped.
 """
 import functools
 import runpy
@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 from unittest import mock
 
+from dev import features
 from prepro_tinyshakespeare import UserError, run
 
 
@@ -130,6 +131,7 @@ def capped(capability):
     own = cupy.cuda.Device().compute_capability
     target = min(digits(capability), own, key=int)
     context = ExitStack()
+    context.enter_context(mock.patch.object(features, "capability", lambda: int(digits(capability))))  # by the driver
     context.enter_context(mock.patch.object(cupy.cuda, "Device", device_like(cupy.cuda.Device, capability)))
     context.enter_context(mock.patch.object(
         cupy, "RawModule", functools.partial(Module, cupy.RawModule, GPUS[capability], target)))

@@ -18,7 +18,7 @@ from dev.common.devices import make_device
 from dev.common.file_kinds import read_header
 from dev.cpu.device import Cpu
 from dev.features import FLAGS as FEATURE_FLAGS
-from dev.features import attach, has_gpu
+from dev.features import attach, capability, has_gpu
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import describe_choice, find_ladder, launched_by, model_of, parse_sizes
@@ -95,8 +95,12 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
         # Without CuPy's pool, which to a sanitizer looks like one large array.
         without_pool = device.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext()
         with without_pool, noting(device, launched):
+            attention, given = device.attention_sizes, parse_sizes(sizes)
+            if "HS" in given and max(attention.shared_forward, attention.shared_backward) > device.max_shared:
+                print(f"skipped: {title}: heads are too long for this GPU's shared memory")
+                continue
             try:
-                bench = Bench(kernel, device, parse_sizes(sizes))
+                bench = Bench(kernel, device, given)
                 choices = version.choices(device, few=True) if bench.fits(version) else ()
                 choices = [choice for choice in choices if choice.get("threads") is None]  # the lab tries others
             except Exception as e:
@@ -277,11 +281,16 @@ def read_flags(description, kernels):
     return flags
 
 
+def dtypes_of(device_name):
+    """Those of LIMITS that a device has: GPUs before 8.0 have fp32 alone."""
+    return ["fp32"] if device_name == "cuda" and capability() < 80 else [*LIMITS]
+
+
 def places_of(flags):
     """Each combination of (device's name, dtype) that the flags ask for."""
     return [(name, dtype)
             for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"])
-            for dtype in ([flags.dtype] if flags.dtype else LIMITS)]
+            for dtype in ([flags.dtype] if flags.dtype else dtypes_of(name))]
 
 
 def each_device(flags):
