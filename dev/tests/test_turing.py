@@ -1,8 +1,9 @@
-"""Test what differs on a GPU of compute capability 7.5, such as a T4: fp32 alone, and products without tensor cores.
+"""Test what differs on a GPU of compute capability 7.5, such as a T4: only fp32, and products
+without tensor cores.
 
     python -m dev.tests.test_turing
 
-test_gpt2.py has attention as on such a GPU, and capped.py runs a program on a large GPU as if it were one.
+test_gpt2.py tests attention as on such a GPU. capped.py runs a program as on one.
 """
 import contextlib
 import os
@@ -73,7 +74,8 @@ def driver(capability):
 
 
 def dtypes():
-    """Without --dtype a T4 trains in fp32, and newer GPUs in bf16. Another dtype is refused on a T4 in one line."""
+    """Without --dtype a T4 trains in fp32, and newer GPUs in bf16. What a GPU cannot do is refused
+    in one line."""
     for capability, wish in ((0, "bf16"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (120, "bf16")):
         with mock.patch("ctypes.CDLL", lambda name, capability=capability: driver(capability)):
             found = features.capability(), features.has_gpu(), features.default_dtype("cuda")
@@ -81,26 +83,29 @@ def dtypes():
             check(f"default on a CPU beside {capability}", features.default_dtype("cpu") == "fp32")
     with mock.patch("ctypes.CDLL", side_effect=OSError):
         check("no driver", (features.capability(), features.has_gpu()) == (0, False))
-    error = type("CUDARuntimeError", (Exception,), {})
-    for capability, dtype, wish in ((75, "bf16", "bf16 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
-                                    (75, "tf32", "tf32 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
-                                    (70, "fp32", "fp32 needs .* 7.5, and .* 7.0: train with --device cpu"),
-                                    (75, "fp32", None)):
-        runtime = SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=error)
-        gpu = SimpleNamespace(compute_capability=f"{capability}", attributes={})
-        cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=error),
-                               Device=lambda gpu=gpu: gpu)
-        cublas = SimpleNamespace(CUBLASError=error, CUBLAS_COMPUTE_32F=0, CUBLAS_COMPUTE_32F_FAST_TF32=1)
-        libs = SimpleNamespace(cublas=cublas)
-        modules = {"cupy": SimpleNamespace(cuda=cuda), "cupy_backends.cuda.libs": libs}
-        with mock.patch.dict(sys.modules, modules):
-            if wish:
-                check_refusal(f"{dtype} on {capability}", wish, Cuda, dtype, Config())
-            else:
-                try:
-                    Cuda(dtype, Config())
-                except KeyError as e:  # of attributes
-                    check(f"{dtype} on {capability}", e.args == ("MaxSharedMemoryPerBlockOptin",), e)
+    error = type("Error", (Exception,), {})
+    for capability, dtype, wish in (
+            (75, "bf16", "bf16 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
+            (75, "tf32", "tf32 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
+            (70, "fp32", "fp32 needs .* 7.5, and .* 7.0: train with --device cpu")):
+        check_refusal(f"{dtype} on {capability}", wish, cuda_on, capability, dtype, error)
+    try:
+        cuda_on(75, "fp32", error)
+    except KeyError as e:  # what comes after the refusals
+        check("fp32 on 75", e.args == ("MaxSharedMemoryPerBlockOptin",), e)
+
+
+def cuda_on(capability, dtype, error):
+    """Make the trainer's Cuda on a GPU of which only this is known."""
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=error)
+    gpu = SimpleNamespace(compute_capability=f"{capability}", attributes={})
+    cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=error),
+                           Device=lambda: gpu)
+    cublas = SimpleNamespace(CUBLASError=error, CUBLAS_COMPUTE_32F=0)
+    modules = {"cupy": SimpleNamespace(cuda=cuda),
+               "cupy_backends.cuda.libs": SimpleNamespace(cublas=cublas)}
+    with mock.patch.dict(sys.modules, modules):
+        Cuda(dtype, Config())
 
 
 def compiled():
@@ -108,10 +113,9 @@ def compiled():
     if not has_nvrtc():
         print("skipped: NVRTC is not installed")
         return
-    from dev.tools import compile_kernels
-    more = [compile_kernels.MOMENTS, compile_kernels.SMOOTHING, compile_kernels.AVERAGE, compile_kernels.OUTLIERS,
-            compile_kernels.LLAMA]
-    report, faults = compile_kernels.compile_for("sm_75", "fp32", compile_kernels.SMALL, more, spilled=0)
+    from dev.tools import compile_kernels as those
+    more = [those.MOMENTS, those.SMOOTHING, those.AVERAGE, those.OUTLIERS, those.LLAMA]
+    report, faults = those.compile_for("sm_75", "fp32", those.SMALL, more, spilled=0)
     check("sm_75 fp32", report and not faults, faults)
     shared = max(report[name][1] for name in report)
     check("sm_75: shared memory that kernels declare", shared <= 16384, shared)
