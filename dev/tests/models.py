@@ -65,6 +65,11 @@ ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"
 launched = set()  # the names of the kernels that tests have launched
 
 
+def fit_turing(C=0, HS=0, **other):
+    """Whether rows and heads fit into 64 KB of shared memory, which a block has there."""
+    return C <= 4096 and HS <= 64
+
+
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
     """Check the trainer's versions of these kernels, or of `only` one: a check for each size and each choice of what
     can be chosen. They are compiled for the one of the models, (C, NH), whose sizes fit."""
@@ -78,7 +83,8 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
         for version in kernel.versions:
             if version.trainer and dtype in version.dtypes:
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
-                           for sizes in (*kernel.checks, *kernel.trainer_checks)]
+                           for sizes in (*kernel.checks, *kernel.trainer_checks)
+                           if device_name == "cpu" or capability() >= 80 or fit_turing(**parse_sizes(sizes))]
     named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
@@ -95,12 +101,8 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
         # Without CuPy's pool, which to a sanitizer looks like one large array.
         without_pool = device.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext()
         with without_pool, noting(device, launched):
-            attention, given = device.attention_sizes, parse_sizes(sizes)
-            if "HS" in given and max(attention.shared_forward, attention.shared_backward) > device.max_shared:
-                print(f"skipped: {title}: heads are too long for this GPU's shared memory")
-                continue
             try:
-                bench = Bench(kernel, device, given)
+                bench = Bench(kernel, device, parse_sizes(sizes))
                 choices = version.choices(device, few=True) if bench.fits(version) else ()
                 choices = [choice for choice in choices if choice.get("threads") is None]  # the lab tries others
             except Exception as e:
