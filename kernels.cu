@@ -85,6 +85,13 @@ struct real { unsigned short bits; };  // the upper half of an fp32
 using real = float;
 #endif
 
+// Turing (7.5) has no asynchronous copies, no TF32, and 64 KB of shared memory.
+#if __CUDA_ARCH__ == 750
+#define TURING 1
+#elif !defined(TURING)
+#define TURING 0
+#endif
+
 #ifdef __CUDACC__  // PTX, here and below; on a CPU, dev/cpu/cuda.h has C++ of the same names
 __device__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
@@ -103,6 +110,17 @@ __device__ float power_of_2(float x) {
 }
 
 // Start to copy 16 or 4 bytes from device to shared memory; zeros, unless `there`.
+#if TURING  // and wait
+__device__ void copy16(void* shared, const void* global, bool there) {
+    *(float4*)shared = there ? *(const float4*)global : float4{};
+}
+__device__ void copy4(void* shared, const void* global, bool there) {
+    *(float*)shared = there ? *(const float*)global : 0.0f;
+}
+__device__ void copies_end() {}
+template <int pending>
+__device__ void copies_arrive() {}
+#else
 __device__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  ::"r"(shared_address(shared)), "l"(global), "r"(there ? 16 : 0)
@@ -120,6 +138,7 @@ template <int pending>
 __device__ void copies_arrive() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
+#endif
 #endif
 
 __device__ float to_float(float x) { return x; }
@@ -559,8 +578,8 @@ constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * M * WARPS;        // that a block owns
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
-constexpr int KEYS = 64;                    // rows of a tile in the forward pass
-constexpr int TILE = HOPPER ? 64 : 32;      // rows of a tile in the backward pass
+constexpr int KEYS = TURING ? 32 : 64;      // rows of a tile in the forward pass
+constexpr int TILE = HOPPER ? 64 : TURING ? 16 : 32;  // in the backward pass
 constexpr int LD = HOPPER ? HP : HP + 8;    // reals stored per row of a tile
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
@@ -1065,7 +1084,25 @@ struct alignas(8) Pair { float x, y; };
 __device__ Pair pair(float x, float y) { return {x, y}; }
 #endif
 
-#ifdef __CUDACC__
+#if TURING
+// Two D side by side, without tensor cores: lanes ask each other for rows of A and columns of B.
+__device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
+                         const Pair (&b)[4]) {
+    auto from = [](int lane, Pair x, int i) { return __shfl_sync(FULL_WARP, i ? x.y : x.x, lane); };
+    int q = threadIdx.x % 4, row = threadIdx.x % 32 - q;
+#pragma unroll 1
+    for (int p = 0; p < 4; p++)
+        for (int k = 0; k < 4; k++) {
+            float upper = from(row + p, a[k & 2], k % 2), lower = from(row + p, a[k | 1], k % 2);
+            for (int n = 0; n < 4; n++) {
+                float column = from(8 * q + n % 2 * 4 + p, b[n / 2 * 2 + k / 2], k % 2);
+                float(&d)[4] = n < 2 ? left : right;
+                d[n % 2] = fmaf(upper, column, d[n % 2]);
+                d[n % 2 + 2] = fmaf(lower, column, d[n % 2 + 2]);
+            }
+        }
+}
+#elif defined(__CUDACC__)
 #ifdef BF16
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

@@ -93,6 +93,12 @@ KERNELS = (
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
 
 
+AS_TURING = (  # heads of 64 and of 6 channels, whole tiles and parts of one
+    ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
+    ("gqa_forward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"),
+    ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=64"),
+    ("gqa_backward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"),
+    ("attention_backward_bias", "B=1,T=70,NH=2,HS=64"))
 AS_HOPPER = (  # heads of 64 and of 128 channels, whole tiles and parts of one
     ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"),
     ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
@@ -106,24 +112,28 @@ AS_HOPPER = (  # heads of 64 and of 128 channels, whole tiles and parts of one
     ("attention_backward_bias", "B=1,T=150,NH=2,HS=128"))
 
 
-def test_as_hopper(only=None):
-    """Attention as on a Hopper GPU, on the CPU, with wgmma in C++: a missing wait gives NaN."""
-    devices = {}
-    for name, text in AS_HOPPER:
+AS = {"bf16": ("Hopper", AS_HOPPER), "fp32": ("Turing", AS_TURING)}
+
+
+def test_as_on(dtype, only=None):
+    """Attention on the CPU as on a GPU whose kernels differ. Hopper's has wgmma in C++: a missing
+    wait gives NaN. Turing's has products without tensor cores."""
+    devices, (gpu, cases) = {}, AS[dtype]
+    for name, text in cases:
         kernel, sizes = find_ladder(name), parse_sizes(text)
         if only not in (None, name):
             continue
         C, NH = model_of(kernel, sizes)
         try:
             if C not in devices:
-                flags = f"{os.environ.get('CXXFLAGS', '')} -DHOPPER"
+                flags = f"{os.environ.get('CXXFLAGS', '')} -D{gpu.upper()}"
                 with mock.patch.dict(os.environ, CXXFLAGS=flags):
-                    devices[C] = Cpu("bf16", Config(C=C, NH=NH), only=(*ATTENTION, "add_partials"))
+                    devices[C] = Cpu(dtype, Config(C=C, NH=NH), only=(*ATTENTION, "add_partials"))
             version = next(version for version in kernel.versions if version.trainer)
             verdict = Bench(kernel, devices[C], sizes).check(version, {})
-            check(f"{name} {text} as on Hopper:", verdict.place is None, verdict)
+            check(f"{name} {text} as on {gpu}:", verdict.place is None, verdict)
         except Exception as e:
-            check(f"{name} {text} as on Hopper:", False, f"{type(e).__name__}: {e}")
+            check(f"{name} {text} as on {gpu}:", False, f"{type(e).__name__}: {e}")
 
 
 # ---- Matrix products
@@ -259,8 +269,8 @@ def main():
     for name, dtype in each_device(flags):
         if not flags.state:
             check_kernels(name, dtype, KERNELS, COMPILED_FOR, flags.only)
-            if (name, dtype) == ("cpu", "bf16"):
-                test_as_hopper(flags.only)
+            if name == "cpu" and dtype in AS:
+                test_as_on(dtype, flags.only)
         if kernels:
             continue
         for plain in each_kind(flags, name, dtype):

@@ -925,7 +925,7 @@ class Cuda:
     OPTIONS = ("-std=c++17",)
     TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
     ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
-    NEEDS = 80, "Ampere", "--device cpu"  # least compute capability, its name, or else
+    NEEDS = 80, "--dtype fp32"  # least compute capability, or else
 
     def __init__(self, dtype, c, beside=()):
         try:
@@ -933,17 +933,17 @@ class Cuda:
             from cupy_backends.cuda.libs import cublas
             cupy.cuda.runtime.getDeviceCount()
         except Exception as e:  # CuPy or a GPU is missing
-            raise UserError(f"--device cuda: {e}: check pip install -r requirements.txt and "
-                            "nvidia-smi, or train with --device cpu") from None
+            raise UserError(f"--device cuda: {e}: run python -m dev.tools.doctor, or train with "
+                            "--device cpu") from None
         self.cupy, self.cublas, self.gpu = cupy, cublas, cupy.cuda.Device()
         self.Fault = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError,
                       cublas.CUBLASError)
         self.capability = int(self.gpu.compute_capability)
-        least, name, remedy = self.NEEDS
-        if self.capability < least:
-            raise UserError(f"this GPU has compute capability {self.capability / 10}; expected "
-                            f"{least / 10} ({name}) or later: train with {remedy}")
         self.dtype = dtype or "bf16"
+        least, remedy = (75, "--device cpu") if self.dtype == "fp32" else self.NEEDS
+        if self.capability < least:
+            raise UserError(f"{self.dtype} needs compute capability {least / 10}, and this GPU has "
+                            f"{self.capability / 10}: train with {remedy}")
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
         self.compute = cublas.CUBLAS_COMPUTE_32F
         if self.dtype == "tf32":

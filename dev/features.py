@@ -51,7 +51,7 @@ FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same nam
     (None, "--seed", "count or 0", 42, "for the initial parameters, and --moments bf16's rounding"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
-     "bf16, the layers' products in FP8 (default: bf16; on a CPU fp32)"),
+     "bf16, the layers' products in FP8 (default: bf16; on a CPU, and a GPU before 8.0, fp32)"),
     (None, "--fp8", ("layers", "head", "all"), "layers", "for --dtype fp8: head: the head's "
      "products in FP8 too; all: also the gradients of the layers' weights"),
     (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a graph"),
@@ -247,7 +247,7 @@ def set_defaults(flags, table, kind):
     on_cpu, given = flags.device == "cpu", flags.model or os.path.exists(file) and file
     defaults = {key_of(row): row[3] for row in table}
     defaults |= dict(model=given or (small(descriptor) if on_cpu else descriptor),
-                     dtype="fp32" if on_cpu else "bf16")
+                     dtype=default_dtype(flags.device))
     if not given and (on_cpu or not flags.train_data):
         defaults |= SCRATCH[flags.device]
     for name, value in defaults.items():
@@ -255,13 +255,25 @@ def set_defaults(flags, table, kind):
             setattr(flags, name, value)
 
 
-def has_gpu():
-    """Whether NVIDIA's driver reports a GPU, without the second that importing CuPy takes."""
+def capability():
+    """The first GPU's compute capability as NVIDIA's driver reports it, 75 for 7.5; 0 without a
+    GPU. Importing CuPy would take a second."""
+    found = {75: ctypes.c_int(), 76: ctypes.c_int()}  # the driver's numbers for 7 and 5 of 7.5
     with contextlib.suppress(OSError):
-        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        driver = ctypes.CDLL("libcuda.so.1")
         driver.cuInit(0)
-        return driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
-    return False
+        for attribute, value in found.items():
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0)
+    return 10 * found[75].value + found[76].value
+
+
+def has_gpu():
+    return capability() > 0
+
+
+def default_dtype(device):
+    """A CPU is fast in fp32 only, and GPUs before 8.0 have nothing else."""
+    return "fp32" if device == "cpu" or 0 < capability() < 80 else "bf16"
 
 
 def attach(flags, Training, Model, ranks=None, folder=None):

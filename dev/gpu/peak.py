@@ -2,6 +2,7 @@
 
 # Dense FLOPs of a multiprocessor per clock, from NVIDIA's architecture white papers
 FLOPS_PER_CLOCK = {  # by compute capability
+    75: dict(fp32=128),
     80: dict(fp32=128, tf32=1024, bf16=2048), 86: dict(fp32=256, tf32=256, bf16=512),
     89: dict(fp32=256, tf32=256, bf16=512, fp8=1024),
     90: dict(fp32=256, tf32=2048, bf16=4096, fp8=8192),

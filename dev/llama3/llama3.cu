@@ -4,17 +4,20 @@ each forward next to its backward. This file is compiled after kernels.cu and us
 too: what is added to and what is set, and that every run gives the same bits.
 
 More sizes than in kernels.cu: NKV key-value heads, a divisor of NH; H hidden channels of the MLP, a multiple of 8.
-C is at most 8,192, and HS even. A row of qkv has NH query heads, then NKV key heads, then NKV value heads.
+C is at most 8,192, on Turing 4,096; HS is even. A row of qkv has NH query heads, NKV key heads, and NKV value heads.
 */
 
 // ---- residual stream and RMSNorm (Zhang and Sennrich 2019, section 4) ----
 
-// A block of 8 warps works on up to 8,192 numbers at a time, at most 32 per lane, which registers can hold. So a row of
-// up to 1,024 channels takes one warp, and a longer one 2, 4 or 8. Lane i of a row has packs i, i + ROW_LANES, ... of n
-// columns each. EACH_ROW_PACK iterates over them: pack k begins at column c.
-constexpr int ROW_WARPS = CHANNELS <= 1024 ? 1 : CHANNELS <= 2048 ? 2 : CHANNELS <= 4096 ? 4 : 8;
+// A block of 8 warps works on up to 8,192 numbers at a time, at most 32 per lane, which registers can hold; on Turing on
+// half of that, which shared memory can hold. So a row of up to 1,024 channels takes one warp, and a longer one 2, 4 or
+// 8. Lane i of a row has packs i, i + ROW_LANES, ... of n columns each. EACH_ROW_PACK iterates over them: pack k begins
+// at column c.
+constexpr int LONGEST_ROW = TURING ? 4096 : 8192;
+constexpr int EIGHTH = LONGEST_ROW / 8;
+constexpr int ROW_WARPS = CHANNELS <= EIGHTH ? 1 : CHANNELS <= 2 * EIGHTH ? 2 : CHANNELS <= 4 * EIGHTH ? 4 : 8;
 constexpr int ROW_LANES = 32 * ROW_WARPS, ROWS_AT_ONCE = 8 / ROW_WARPS;
-static_assert(CHANNELS <= 8192, "a block has a row in its registers");
+static_assert(CHANNELS <= LONGEST_ROW, "C is at most 8,192, on Turing 4,096");
 template <int n>
 constexpr int row_packs = (CHANNELS + ROW_LANES * n - 1) / (ROW_LANES * n);
 #define EACH_ROW_PACK(n)                                                                                            \
@@ -97,7 +100,7 @@ extern "C" __global__ void rmsnorm_again(real* __restrict__ out, const real* __r
 // As in layernorm_backward, a lane keeps the sums of its columns in registers, and its next row is copied into shared
 // memory (rows at once, STAGES, 3, C). In bf16 the copy runs while the block works on a row. In fp32 there is only room
 // for one row, so the other block of the multiprocessor works while this one waits. Items: blocks, at most two per
-// multiprocessor. Each gets 96 KiB of shared memory, for any C and real.
+// multiprocessor. Each gets 96 KiB of shared memory, on Turing 48 KiB, for any C and real.
 constexpr int STAGES = sizeof(real) == 2 ? 2 : 1;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(

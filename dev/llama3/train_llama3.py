@@ -295,7 +295,7 @@ class Config3(Config):
 
 def rmsnorm_backward_launch(device, N):
     """(blocks, bytes of shared memory): at most two blocks per multiprocessor; see the kernel."""
-    return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), 96 * 1024
+    return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), min(96 * 1024, device.max_shared)
 
 
 class Llama3(GPT2):

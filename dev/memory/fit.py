@@ -5,7 +5,7 @@ import bisect
 
 from dev.cpu.device import available_memory
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import layout
+from train_gpt2 import BF16, layout
 
 SPARE = 2**28  # bytes that CuPy, cuBLAS and the driver take in the first step
 
@@ -39,9 +39,10 @@ class Fitting:
         shared = max(attention.shared_forward, attention.shared_backward,
                      device.layernorm_sizes.shared_of_row)
         if shared > device.max_shared:
+            has_bf16 = device.real != BF16 and getattr(device, "capability", 80) >= 80
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of "
-                            f"shared memory, and this device has {device.max_shared:,}: choose a "
-                            "smaller C, smaller heads, or bf16")
+                            f"shared memory, and this device has {device.max_shared:,}: choose "
+                            "smaller heads, a smaller C" + (", or bf16" if has_bf16 else ""))
         asked, free, fits = self.memory(config, device, B, T)
         if asked > free:
             memory = "memory" if device.name == "cpu" else "device memory"

@@ -95,7 +95,7 @@ def transposed(device, memory, twin):
 class Fp8:
     """A mixin in front of a device class. It serves one model, the last one made."""
     TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
-    NEEDS = 89, "Ada", "--dtype bf16"
+    NEEDS = 89, "--dtype bf16"
     promote = False  # whether the sums of this product are promoted to fp32 on their way
 
     def __init__(self, dtype, c, beside=()):

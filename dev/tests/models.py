@@ -18,7 +18,7 @@ from dev.common.devices import make_device
 from dev.common.file_kinds import read_header
 from dev.cpu.device import Cpu
 from dev.features import FLAGS as FEATURE_FLAGS
-from dev.features import attach, has_gpu
+from dev.features import attach, capability, has_gpu
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import describe_choice, find_ladder, launched_by, model_of, parse_sizes
@@ -65,6 +65,11 @@ ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"
 launched = set()  # the names of the kernels that tests have launched
 
 
+def fit_turing(C=0, HS=0, **other):
+    """Whether rows and heads fit into 64 KB of shared memory, which a block has there."""
+    return C <= 4096 and HS <= 64
+
+
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
     """Check the trainer's versions of these kernels, or of `only` one: a check for each size and each choice of what
     can be chosen. They are compiled for the one of the models, (C, NH), whose sizes fit."""
@@ -78,7 +83,8 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
         for version in kernel.versions:
             if version.trainer and dtype in version.dtypes:
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
-                           for sizes in (*kernel.checks, *kernel.trainer_checks)]
+                           for sizes in (*kernel.checks, *kernel.trainer_checks)
+                           if device_name == "cpu" or capability() >= 80 or fit_turing(**parse_sizes(sizes))]
     named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
@@ -277,11 +283,16 @@ def read_flags(description, kernels):
     return flags
 
 
+def dtypes_of(device_name):
+    """Those of LIMITS that a device has: GPUs before 8.0 have fp32 alone."""
+    return ["fp32"] if device_name == "cuda" and capability() < 80 else [*LIMITS]
+
+
 def places_of(flags):
     """Each combination of (device's name, dtype) that the flags ask for."""
     return [(name, dtype)
             for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"])
-            for dtype in ([flags.dtype] if flags.dtype else LIMITS)]
+            for dtype in ([flags.dtype] if flags.dtype else dtypes_of(name))]
 
 
 def each_device(flags):

@@ -26,7 +26,7 @@ def of(kernel, *rows, dtype="fp32", file=KERNELS, flag=""):
     return [Mutant(kind, kernel, dtype, where, old, new, file, flag) for kind, where, old, new in rows]
 
 
-AS_HOPPER = "-DHOPPER"
+AS_HOPPER, AS_TURING = "-DHOPPER", "-DTURING"
 CUT_OFF = ("rounding", "from_float(real&", "two_bf16(x, 0.0f)", "__float_as_uint(x) >> 16")
 
 TABLE = [
@@ -206,6 +206,10 @@ TABLE = [
         ("missing wait", "tiles_arrive(Arrivals& arrivals) {", "copies_arrive<0>();", ""),
         ("index", "attention_backward_kv", "own.queries, dout", "own.queries, qkv"),
         dtype="bf16", flag=AS_HOPPER),
+    *of("attention_forward",
+        ("index", "mma_pair", "a[k | 1]", "a[k & 2]"),
+        ("missing term", "mma_pair", "fmaf(lower, column, d[n % 2 + 2])", "lower * column"),
+        flag=AS_TURING),
     # ---- outliers.cu
     *of("outliers",
         ("index", "z_score", "seen % WINDOW", "(seen + 1) % WINDOW"),

@@ -1,6 +1,6 @@
 """Compile kernels.cu with NVRTC for several GPUs, without having one, and print what ptxas reports.
 
-    python -m dev.tools.compile_kernels            # sm_80 sm_90a sm_100 sm_120
+    python -m dev.tools.compile_kernels            # sm_75 (fp32 alone) sm_80 sm_90a sm_100 sm_120
     python -m dev.tools.compile_kernels sm_90a
 
 For each dtype there is a table with a row for each kernel: registers per thread and bytes of static
@@ -66,7 +66,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
 def main():
     gpus, flags = split_names(sys.argv[1:], [])
     parse_flags(__doc__, [], flags)  # there is only --help
-    gpus = gpus or ["sm_80", "sm_90a", "sm_100", "sm_120"]
+    gpus = gpus or ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120"]
     if wrong := [gpu for gpu in gpus if not re.fullmatch(r"sm_\d+[a-z]?", gpu)]:
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
@@ -81,7 +81,7 @@ def main():
             return [*((gpu, SMALL, [FP8]) for gpu in some),
                     *((gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some)]
         lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
-        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in gpus), *others]
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in gpus if gpu != "sm_75" or dtype == "fp32"), *others]
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]

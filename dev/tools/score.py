@@ -6,7 +6,7 @@ import sys
 
 from dev.common.devices import make_device
 from dev.common.file_kinds import read_header
-from dev.features import has_gpu
+from dev.features import default_dtype, has_gpu
 from dev.llama3.train_llama3 import Llama3
 from dev.memory.fit import Fitting
 from dev.runs.hellaswag_score import PADDING, count_right, read_examples
@@ -20,7 +20,7 @@ FLAGS = [
     ("-b", "--batch-size", "count", 16, "B, rows in a batch; an example has four"),
     ("-t", "--seq-len", "count", None, "T, tokens in a row (default: enough for the longest)"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
-    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU fp32)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU, and a GPU before 8.0, fp32)"),
     (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster of train_gpt2.py"),
 ]
 
@@ -43,7 +43,7 @@ def main(arguments=None):
     most = max(example.longest for example in examples)
     B, T = flags.batch_size, flags.seq_len or min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
     place = flags.device or ("cuda" if has_gpu() else "cpu")
-    device = make_device(place, flags.dtype, c, flags.plain)
+    device = make_device(place, flags.dtype or default_dtype(place), c, flags.plain)
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {flags.model} (-e), {c}")
     print(f"data         | {flags.data}: {len(examples):,} examples of at most {most} tokens "
