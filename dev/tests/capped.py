@@ -1,0 +1,153 @@
+"""Run a program on a large GPU as if it were a smaller one.
+
+    python -m dev.tests.capped 8.6 test_gpt2 --device cuda --dtype bf16
+    python -m dev.tests.capped 8.6 train_gpt2 -x 100
+    python -m dev.tests.capped 8.6 dev.tests.test_fp8 --device cuda
+
+The host reads the smaller GPU's compute capability, memory, shared memory and multiprocessors, from the table GPUS. The
+program's kernels are compiled to PTX for it, as far as the real GPU is newer, and the driver translates that. A launch
+that the smaller GPU would refuse is an error here, too. Only CuPy is patched, so the trainer has no line for this.
+CuPy's own kernels, and cuBLAS, run as on the real GPU. Processes that the program starts are not capped.
+"""
+import functools
+import runpy
+import sys
+from contextlib import ExitStack
+from typing import NamedTuple
+from unittest import mock
+
+from prepro_tinyshakespeare import UserError, run
+
+
+class Gpu(NamedTuple):
+    """What a GPU has. NVIDIA's CUDA programming guide lists the figures of each compute capability."""
+    name: str
+    of_block: int  # bytes of shared memory that a block may ask for
+    of_multiprocessor: int  # bytes of shared memory
+    reserved: int  # bytes of it that the driver takes for each block
+    threads: int  # of a multiprocessor
+    blocks: int  # that a multiprocessor can hold
+    multiprocessors: int
+    l2: int  # bytes
+    memory: int  # bytes
+
+
+KB, MB, GB = 2**10, 2**20, 2**30
+GPUS = {  # by compute capability
+    "7.5": Gpu("T4", 64 * KB, 64 * KB, 0, 1024, 16, 40, 4 * MB, 15 * GB),
+    "8.0": Gpu("A100", 163 * KB, 164 * KB, KB, 2048, 32, 108, 40 * MB, 40 * GB),
+    "8.6": Gpu("RTX 3060", 99 * KB, 100 * KB, KB, 1536, 16, 28, 3 * MB, 12 * GB),
+    "8.9": Gpu("RTX 4060", 99 * KB, 100 * KB, KB, 1536, 24, 24, 24 * MB, 8 * GB),
+    "9.0": Gpu("H100", 227 * KB, 228 * KB, KB, 2048, 32, 132, 50 * MB, 80 * GB),
+    "10.0": Gpu("B200", 227 * KB, 228 * KB, KB, 2048, 32, 148, 126 * MB, 180 * GB),
+    "12.0": Gpu("RTX 5070", 99 * KB, 100 * KB, KB, 1536, 24, 48, 48 * MB, 12 * GB),
+}
+
+
+def attributes_of(gpu):
+    """A GPU's figures by the names that CuPy gives them."""
+    return {"MaxSharedMemoryPerBlockOptin": gpu.of_block, "MaxSharedMemoryPerMultiprocessor": gpu.of_multiprocessor,
+            "ReservedSharedMemoryPerBlock": gpu.reserved, "MaxThreadsPerMultiProcessor": gpu.threads,
+            "MaxBlocksPerMultiprocessor": gpu.blocks, "MultiProcessorCount": gpu.multiprocessors, "L2CacheSize": gpu.l2}
+
+
+def digits(capability):
+    """"86" for "8.6", as CuPy writes it."""
+    return capability.replace(".", "")
+
+
+def device_like(Device, capability):
+    """A subclass of CuPy's Device that has a smaller GPU's figures."""
+    gpu = GPUS[capability]
+
+    class Capped(Device):
+        compute_capability = digits(capability)
+
+        @property
+        def attributes(self):
+            return {**super().attributes, **attributes_of(gpu)}
+
+        @property
+        def mem_info(self):
+            free, total = super().mem_info
+            return max(0, gpu.memory - (total - free)), min(gpu.memory, total)
+
+    return Capped
+
+
+class Checked:
+    """A kernel that refuses what the smaller GPU would refuse."""
+
+    def __init__(self, name, kernel, gpu):
+        vars(self).update(name=name, kernel=kernel, gpu=gpu)
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.kernel, name, value)
+
+    @functools.cached_property
+    def declared(self):
+        """The bytes of shared memory that the kernel declares itself. CuPy asks the driver each time."""
+        return self.kernel.shared_size_bytes
+
+    def __call__(self, grid, block, args, shared_mem=0):
+        asked, gpu = self.declared + shared_mem, self.gpu
+        if asked > gpu.of_block:
+            raise UserError(f"{self.name}: a block needs {asked:,} bytes of shared memory, and an {gpu.name} has "
+                            f"{gpu.of_block:,}")
+        self.kernel(grid, block, args, shared_mem=shared_mem)
+
+
+class Module:
+    """CuPy's RawModule, compiled to PTX."""
+
+    def __init__(self, RawModule, gpu, target, *args, **options):
+        self.module, self.gpu, self.target = RawModule(*args, **options), gpu, target
+
+    def patched(self):
+        """CuPy compiles a module when its first function is asked for."""
+        from cupy.cuda import compiler
+        return mock.patch.multiple(
+            compiler, _get_arch=lambda: self.target,
+            _get_arch_for_options_for_nvrtc=lambda arch=None: (f"-arch=compute_{self.target}", "ptx"))
+
+    def get_function(self, name):
+        with self.patched():
+            return Checked(name, self.module.get_function(name), self.gpu)
+
+    def get_global(self, name):
+        with self.patched():
+            return self.module.get_global(name)
+
+
+def capped(capability):
+    """A context in which CuPy's GPU looks like one of this compute capability, a key of GPUS."""
+    import cupy
+    if capability not in GPUS:
+        raise UserError(f"{capability}: expected a compute capability: {', '.join(GPUS)}")
+    own = cupy.cuda.Device().compute_capability
+    target = min(digits(capability), own, key=int)
+    context = ExitStack()
+    context.enter_context(mock.patch.object(cupy.cuda, "Device", device_like(cupy.cuda.Device, capability)))
+    context.enter_context(mock.patch.object(
+        cupy, "RawModule", functools.partial(Module, cupy.RawModule, GPUS[capability], target)))
+    return context
+
+
+def main():
+    if len(sys.argv) < 3 or sys.argv[1] in ("-h", "--help"):
+        raise UserError(f"expected a compute capability ({', '.join(GPUS)}), a module, and its arguments: "
+                        "python -m dev.tests.capped 8.6 test_gpt2 --device cuda")
+    capability, module = sys.argv[1:3]
+    del sys.argv[:2]
+    with capped(capability):
+        gpu = GPUS[capability]
+        print(f"as on an {gpu.name}: compute capability {capability}, {gpu.of_block // KB} KB of shared memory for a "
+              f"block, {gpu.multiprocessors} multiprocessors, {gpu.memory // GB} GB", flush=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    run(main)
