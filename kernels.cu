@@ -548,9 +548,11 @@ constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * M * WARPS;        // that a block owns
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
-constexpr int KEYS = 64;                    // rows of a tile in the forward pass
-constexpr int TILE = HOPPER ? 64 : 32;      // rows of a tile in the backward pass
-constexpr int LD = HOPPER ? HP : HP + 8;    // reals stored per row of a tile
+constexpr bool WIDE = HP * sizeof(real) > 256;     // small tiles, as most GPUs have 99 KB a block
+constexpr int KEYS = WIDE ? 32 : 64;               // rows of a tile in the forward pass
+constexpr int TILE = HOPPER ? 64 : WIDE ? 16 : 32;  // rows of a tile in the backward pass
+constexpr bool SWIZZLED = HOPPER || HP == 128 || (HP == 64 && sizeof(real) == 2);
+constexpr int LD = SWIZZLED ? HP : HP + 8;  // reals stored per row of a tile
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // per row
@@ -1123,8 +1125,9 @@ __device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
 }
 
 #if !HOPPER
-// LD > HP: in bf16 the same column of 8 neighbouring rows is in different banks.
-__device__ int in_tile(int row, int c) { return row * LD + c; }
+// In bf16 the same column of 8 neighbouring rows is in different banks: LD > HP, or packs of 8 are
+// permuted in each row, which fits two blocks of heads of 64 into the 100 KB of a multiprocessor.
+__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ row % 8 * 8 : c); }
 
 // A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
 // whose columns are the tile's rows. Both are the same quarters, with x[1] and x[2] exchanged.
