@@ -566,6 +566,7 @@ constexpr bool EARLY_DV = HOPPER && WARPS == 8;  // dv's product overlaps dscore
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
     (2 * ROWS + 4 * TILE) * LD * (int)sizeof(real)}; }
+static_assert(ROWS >= 64);  // or the host's dqkv_sums is too small
 
 // Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
 #if HOPPER

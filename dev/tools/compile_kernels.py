@@ -30,7 +30,7 @@ from dev.common.nvrtc import NotCompiled, compile_cuda
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tools.launches import faults_of_launches, launches_of
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import Config, Cuda, parse_flags, read_kernels
+from train_gpt2 import GPT2, Config, Cuda, parse_flags, read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
 SPILLED = 68  # bytes that a kernel may spill when it has used all its registers
@@ -71,11 +71,12 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
         if registers * kernels[name].threads > REGISTERS:
             faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
     capability = CAPABILITIES.get(gpu.rstrip("af"))
-    launches = launches_of(capability, dtype, dataclasses.replace(c, L=1), arrays) if capability else set()
-    if capability and LLAMA in sources:
-        llama = Config3(L=1, NH=c.NH, NKV=c.NH // 2, C=c.C)
-        launches |= launches_of(capability, dtype, llama, arrays, Llama3)
-    faults += [f"{where}: {fault}" for fault in faults_of_launches(capability, launches, used)]
+    models = [(dataclasses.replace(c, L=1), GPT2)]
+    if LLAMA in sources:
+        models.append((Config3(L=1, NH=c.NH, NKV=c.NH // 2, C=c.C), Llama3))
+    for config, Model in models if capability else ():
+        launches, missing = launches_of(capability, dtype, config, arrays, Model)
+        faults += [f"{where}: {fault}" for fault in [*missing, *faults_of_launches(capability, launches, used)]]
     return report, faults
 
 

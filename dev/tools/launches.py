@@ -2,6 +2,7 @@
 
 The trainer's own device gets a GPU's figures, from dev/common/gpus.py, and notes launches instead of running them.
 """
+import re
 import sys
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from dev.common.gpus import GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block
-from train_gpt2 import GPT2, SIZES, Cuda, pack_batch, read_kernels
+from train_gpt2 import GPT2, SIZES, Config, Cuda, pack_batch, read_kernels
 
 
 class Launch(NamedTuple):
@@ -20,11 +21,36 @@ class Launch(NamedTuple):
     shared: int  # bytes of dynamic shared memory
 
 
+def most_tensors():
+    """How many tensors adamw's bisection can tell apart: its first step is half of them."""
+    return 2 * int(re.search(r"int half = (\d+); half > 0; half /= 2", Config.SOURCES[0].read_text("utf-8"))[1])
+
+
+def rows_of_sums(a, grid, heads):
+    return grid[0] // heads * a.qkv.shape[1]  # a row for each block of a head
+
+
+# What a kernel takes for granted: (what, {grid, arguments by name} -> how much is needed, and how much there is)
+NEEDS = {
+    "layernorm_backward": ("numbers of partials", lambda a, grid: (3 * grid[0] * a.inp.shape[1], a.partials.size)),
+    "rmsnorm_backward": ("numbers of partials", lambda a, grid: (grid[0] * a.inp.shape[1], a.partials.size)),
+    "matmul_backward_bias": ("numbers of dbias", lambda a, grid: (grid[1] * a.OC, a.dbias.size)),
+    "add_partials": ("numbers of partials", lambda a, grid: (grid[1] * a.N * a.OC, a.partials.size)),
+    "attention_backward_q": ("numbers of sums", lambda a, grid: (
+        0 if a.sums is None else rows_of_sums(a, grid, a.NH), 0 if a.sums is None else a.sums.size)),
+    "attention_backward_kv": ("numbers of sums", lambda a, grid: (
+        0 if a.sums is None else rows_of_sums(a, grid, a.NKV), 0 if a.sums is None else a.sums.size)),
+    "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
+    "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
+}
+
+
 class Noting(Cuda):
-    """A GPU that notes launches. arrays: the values of the arrays that launches read (see SIZES)."""
+    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. arrays: the values of the
+    arrays that launches read (see SIZES)."""
 
     def __init__(self, capability, arrays, *args):
-        self.arrays, self.launched = arrays, []
+        self.arrays, self.launched, self.faults = arrays, [], []
         cuda = mock.MagicMock()
         for name in ("CUDARuntimeError", "CUDADriverError", "CompileException"):
             for place in (cuda.runtime, cuda.driver, cuda.compiler):
@@ -55,17 +81,22 @@ class Noting(Cuda):
     def launch(self, name, items, *args, threads=None, shared=0):
         grid, (threads,), _ = self.kernels[name].plan(items, args, self.W, threads)
         self.launched.append(Launch(name, grid, threads, shared))
+        names = [re.search(r"\w+$", text)[0] for text in self.kernels[name].parameters]
+        what, needs = NEEDS.get(name, ("", lambda a, grid: (0, 0)))
+        needed, there = needs(SimpleNamespace(**dict(zip(names, args))), (*grid, 1))
+        if needed > there:
+            self.faults.append(f"{name} needs {needed:,} {what}, and there are {there:,}")
 
 
-def launches_of(capability, dtype, c, arrays, Model=GPT2, B=4, T=1024):
-    """The set of the launches of a training step and of a forward pass."""
+def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024):
+    """(the set of the launches of a training step and of a forward pass, what their kernels do not get)."""
     device = Noting(capability, arrays, dtype.replace("fp8", "bf16"), c)
     model = Model(c, device, B, T)
     tokens = np.zeros((B, T), np.int32)
     with mock.patch.object(model, "report", lambda: SimpleNamespace(loss=0)):
         model.train_step(pack_batch(tokens, tokens))
         model.forward(tokens, tokens)
-    return set(device.launched)
+    return set(device.launched), device.faults
 
 
 def faults_of_launches(capability, launches, used):
