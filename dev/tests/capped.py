@@ -90,7 +90,10 @@ def capped(capability):
     import cupy
     if capability not in GPUS:
         raise UserError(f"{capability}: expected a compute capability: {', '.join(GPUS)}")
-    own = cupy.cuda.Device().compute_capability
+    try:
+        own = cupy.cuda.Device().compute_capability
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        raise UserError(f"{e}: expected a GPU, newer than the one to run as: check nvidia-smi") from None
     target = min(digits(capability), own, key=int)
     context = ExitStack()
     context.enter_context(mock.patch.object(cupy.cuda, "Device", device_like(cupy.cuda.Device, capability)))

@@ -76,7 +76,8 @@ def arrays_too_small(device_name):
 
 
 def tiles_of_32_rows(device_name):
-    """kernels.cu does not compile with tiles that need more sums than the host allocates."""
+    """kernels.cu does not compile with tiles that need more sums than the host allocates. And sizes that a file has for
+    the host are read from what NVRTC makes of it."""
     text = Config.SOURCES[0].read_text("utf-8").replace("HOPPER && HP == 128 ? 8 : 4;", "2;")
     if not has_nvrtc():
         return print("skipped: tiles of 32 rows needs NVRTC, which is not installed")
@@ -86,6 +87,9 @@ def tiles_of_32_rows(device_name):
     except NotCompiled as e:
         message = str(e)
     check("tiles of 32 rows", "comparison was 32 >= 64" in message, message[:200])
+    _, used, arrays = compile_cuda('extern "C" { __constant__ int sizes[] = {7, 100352, -1, 0}; }\n'
+                                   'extern "C" __global__ void f(int* x) { *x = sizes[threadIdx.x]; }', "sm_86", [])
+    check("sizes for the host", (arrays, [*used]) == ({"sizes": [7, 100352, -1, 0]}, ["f"]), arrays)
 
 
 def launches_that_fail(device_name):
