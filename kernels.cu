@@ -578,9 +578,11 @@ constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * M * WARPS;        // that a block owns
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
-constexpr int KEYS = TURING ? 32 : 64;      // rows of a tile in the forward pass
-constexpr int TILE = HOPPER ? 64 : TURING ? 16 : 32;  // in the backward pass
-constexpr int LD = HOPPER ? HP : HP + 8;    // reals stored per row of a tile
+constexpr bool WIDE = TURING || HP * sizeof(real) > 256;  // small tiles: most GPUs have 99 KB
+constexpr int KEYS = WIDE ? 32 : 64;               // rows of a tile in the forward pass
+constexpr int TILE = HOPPER ? 64 : WIDE ? 16 : 32;  // rows of a tile in the backward pass
+constexpr bool SWIZZLED = HP % 64 == 0;     // so two blocks of bf16 fit 100 KB, if HP is 64
+constexpr int LD = SWIZZLED ? HP : HP + 8;  // reals stored per row of a tile
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // per row
@@ -597,6 +599,7 @@ constexpr int BACKWARD_STAGES = OVERLAP ? 3 : 2;
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
     (2 * ROWS + 2 * BACKWARD_STAGES * TILE) * LD * (int)sizeof(real)}; }
+static_assert(ROWS >= 64);  // or the host's `sums` is too small
 
 // Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
 #if HOPPER
@@ -1177,8 +1180,12 @@ __device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
 }
 
 #if !HOPPER
-// LD > HP: in bf16 the same column of 8 neighbouring rows is in different banks.
-__device__ int in_tile(int row, int c) { return row * LD + c; }
+// In bf16 the same column of 8 neighbouring rows is in different banks, in fp32 of rows 0..3, 4..7
+// and 0, 2, 4, 6: packs of 8 are permuted in each row, or, for other heads, LD > HP.
+__device__ int in_tile(int row, int c) {
+    int turn = sizeof(real) == 2 ? row % 8 : (row + row / 4) % 4;
+    return row * LD + (SWIZZLED ? c ^ 8 * turn : c);
+}
 
 // A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
 // whose columns are the tile's rows. Both are the same quarters, with x[1] and x[2] exchanged.

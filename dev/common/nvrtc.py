@@ -14,6 +14,9 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) by
                    r"(?:(?:(?!Compil).)*?(\d+) bytes smem)?")
 
 
+CONSTANT = re.compile(r"\.const \.align 4 \.b8 (\w+)\[(\d+)\] = \{([\d, ]*)\}")  # in PTX
+
+
 class Used(NamedTuple):
     """What a kernel needs on a GPU: of each thread registers and bytes that it spills; of each block
     bytes of static shared memory."""
@@ -46,8 +49,8 @@ def include_flags():
 
 
 def compile_cuda(text, gpu, flags):
-    """(NVRTC's messages, {kernel: Used}) of a program for a GPU such as sm_90a. Raises
-    NotCompiled."""
+    """(NVRTC's messages, {kernel: Used}, {array: values of the ints that it begins with}) of a
+    program for a GPU such as sm_90a. The arrays are those in constant memory. Raises NotCompiled."""
     import cupy  # noqa: F401
     from cupy_backends.cuda.libs import nvrtc
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
@@ -59,4 +62,8 @@ def compile_cuda(text, gpu, flags):
     for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
         used[name] = Used(int(registers), int(stores) + int(loads), int(shared or 0))
-    return log, used
+    arrays = {}
+    for name, size, values in CONSTANT.findall(nvrtc.getPTX(program).decode()):
+        given = bytes(map(int, values.split(",")))  # PTX leaves out zeros at the end
+        arrays[name] = memoryview(given.ljust(int(size), b"\0")).cast("i").tolist()
+    return log, used, arrays

@@ -1,8 +1,9 @@
 """What GPUs say of a student's kernel, without having one: NVRTC's errors, registers, spills and shared
 memory, and how many of its blocks fit on a multiprocessor."""
 import re
-from typing import NamedTuple
 
+from dev.common.gpus import GPUS as ALL_GPUS
+from dev.common.gpus import REGISTERS, STATIC, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, compile_cuda, include_flags
 from dev.common.student_text import for_gpu
 from dev.lab.explain import quoted
@@ -10,17 +11,8 @@ from dev.lab.ladder import LAB, parse_sizes
 from dev.lab.submission import MODEL, code_of, exercise_of, read_submission
 from train_gpt2 import Cuda, read_kernels
 
-REGISTERS, WARPS, BLOCKS = 65536, 64, 32  # of a multiprocessor, for both GPUs below
-STATIC = 48 * 1024  # bytes of shared memory that a block may declare
-
-
-class Gpu(NamedTuple):
-    name: str
-    shared: int  # bytes of a multiprocessor
-    block: int  # of them one block can have
-
-
-GPUS = {"sm_80": Gpu("A100", 164 * 1024, 163 * 1024), "sm_90a": Gpu("H100", 228 * 1024, 227 * 1024)}
+WARPS = 64  # of a multiprocessor, on both GPUs
+GPUS = {"sm_80": ALL_GPUS["8.0"], "sm_90a": ALL_GPUS["9.0"]}
 
 # What usually causes an error of NVRTC that g++ does not see: (what its message says, what to do)
 CAUSES = (
@@ -62,7 +54,7 @@ def judge(path, dtypes):
     for gpu in GPUS:
         for dtype in dtypes:
             try:
-                _, used = compile_cuda(text, gpu, switches(gpu, dtype))
+                _, used, _ = compile_cuda(text, gpu, switches(gpu, dtype))
             except NotCompiled as e:
                 return error_lines(path, str(e), dtype), []
             sizes = {**parse_sizes(ladder.shape), "HS": 64, "threads": threads,
@@ -95,23 +87,6 @@ def error_lines(path, log, dtype):
     return [*lines, *([f"usually: {cause}"] if cause else [])]
 
 
-def registers_of_block(used, threads):
-    """The registers that a block takes: a warp gets them in steps of 256, and four warps at a time."""
-    warps = -(-threads // 128) * 4
-    return warps * -(-32 * used.registers // 256) * 256
-
-
-def blocks_that_fit(gpu, used, threads, dynamic=0):
-    """How many blocks fit on a multiprocessor at the same time; 0: a launch fails."""
-    warps, shared = -(-threads // 32), used.shared + dynamic
-    if registers_of_block(used, threads) > REGISTERS or used.shared > STATIC or shared > gpu.block:
-        return 0
-    of_warp = -(-32 * max(used.registers, 1) // 256) * 256
-    by_registers = REGISTERS // 4 // of_warp * 4 // warps  # a quarter of a multiprocessor has a quarter of them
-    by_shared = gpu.shared // (-(-shared // 128) * 128 + 1024)  # 1 KB of each block is CUDA's own
-    return min(BLOCKS, WARPS // warps, by_registers, by_shared)
-
-
 def launch_lines(path, facts):
     """The lines that say why a GPU cannot launch the kernel, or []."""
     worst = next((each for each in facts if not each["blocks"]), None)
@@ -123,9 +98,9 @@ def launch_lines(path, facts):
     declared = [quoted(path, i) for i, line in enumerate(code, 1) if "__shared__" in line]
     if shared > STATIC:
         return [*shared_lines(path, shared), at]
-    if shared + worst["dynamic"] > GPUS[worst["gpu"]].block:
+    if shared + worst["dynamic"] > GPUS[worst["gpu"]].of_block:
         return [f"it cannot be launched: a block has {shared:,} bytes in __shared__ arrays and {worst['dynamic']:,} of "
-                f"dynamic shared memory, and {GPUS[worst['gpu']].block:,} are there", *declared, at]
+                f"dynamic shared memory, and {GPUS[worst['gpu']].of_block:,} are there", *declared, at]
     return [f"no GPU can launch it: a thread needs {registers} registers, so {threads} threads need "
             f"{registers * threads:,}, and a multiprocessor has {REGISTERS:,}",
             *(quoted(path, i) for i, line in enumerate(code, 1) if re.match(r"\s*BLOCK\(", line)),

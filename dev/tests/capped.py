@@ -4,7 +4,7 @@
     python -m dev.tests.capped 8.6 train_gpt2 -x 100
     python -m dev.tests.capped 8.6 dev.tests.test_fp8 --device cuda
 
-The host reads the smaller GPU's compute capability, memory, shared memory and multiprocessors, from the table GPUS. The
+The host reads the smaller GPU's figures, from dev/common/gpus.py: compute capability, memory, multiprocessors. The
 program's kernels are compiled to PTX for it, as far as the real GPU is newer, and the driver translates that. A launch
 that the smaller GPU would refuse is an error here, too. CuPy and features.capability are patched, so the trainer has no
 line for this. CuPy's own kernels, and cuBLAS, run as on the real GPU. Processes that the program starts are not capped.
@@ -13,48 +13,11 @@ import functools
 import runpy
 import sys
 from contextlib import ExitStack
-from typing import NamedTuple
 from unittest import mock
 
 from dev import features
+from dev.common.gpus import GPUS, GB, KB, attributes_of, digits
 from prepro_tinyshakespeare import UserError, run
-
-
-class Gpu(NamedTuple):
-    """What a GPU has. NVIDIA's CUDA programming guide lists the figures of each compute capability."""
-    name: str
-    of_block: int  # bytes of shared memory that a block may ask for
-    of_multiprocessor: int  # bytes of shared memory
-    reserved: int  # bytes of it that the driver takes for each block
-    threads: int  # of a multiprocessor
-    blocks: int  # that a multiprocessor can hold
-    multiprocessors: int
-    l2: int  # bytes
-    memory: int  # bytes
-
-
-KB, MB, GB = 2**10, 2**20, 2**30
-GPUS = {  # by compute capability
-    "7.5": Gpu("T4", 64 * KB, 64 * KB, 0, 1024, 16, 40, 4 * MB, 15 * GB),
-    "8.0": Gpu("A100", 163 * KB, 164 * KB, KB, 2048, 32, 108, 40 * MB, 40 * GB),
-    "8.6": Gpu("RTX 3060", 99 * KB, 100 * KB, KB, 1536, 16, 28, 3 * MB, 12 * GB),
-    "8.9": Gpu("RTX 4060", 99 * KB, 100 * KB, KB, 1536, 24, 24, 24 * MB, 8 * GB),
-    "9.0": Gpu("H100", 227 * KB, 228 * KB, KB, 2048, 32, 132, 50 * MB, 80 * GB),
-    "10.0": Gpu("B200", 227 * KB, 228 * KB, KB, 2048, 32, 148, 126 * MB, 180 * GB),
-    "12.0": Gpu("RTX 5070", 99 * KB, 100 * KB, KB, 1536, 24, 48, 48 * MB, 12 * GB),
-}
-
-
-def attributes_of(gpu):
-    """A GPU's figures by the names that CuPy gives them."""
-    return {"MaxSharedMemoryPerBlockOptin": gpu.of_block, "MaxSharedMemoryPerMultiprocessor": gpu.of_multiprocessor,
-            "ReservedSharedMemoryPerBlock": gpu.reserved, "MaxThreadsPerMultiProcessor": gpu.threads,
-            "MaxBlocksPerMultiprocessor": gpu.blocks, "MultiProcessorCount": gpu.multiprocessors, "L2CacheSize": gpu.l2}
-
-
-def digits(capability):
-    """"86" for "8.6", as CuPy writes it."""
-    return capability.replace(".", "")
 
 
 def device_like(Device, capability):
@@ -128,7 +91,10 @@ def capped(capability):
     import cupy
     if capability not in GPUS:
         raise UserError(f"{capability}: expected a compute capability: {', '.join(GPUS)}")
-    own = cupy.cuda.Device().compute_capability
+    try:
+        own = cupy.cuda.Device().compute_capability
+    except cupy.cuda.runtime.CUDARuntimeError as e:
+        raise UserError(f"{e}: expected a GPU, newer than the one to run as: check nvidia-smi") from None
     target = min(digits(capability), own, key=int)
     context = ExitStack()
     context.enter_context(mock.patch.object(features, "capability", lambda: int(digits(capability))))  # by the driver

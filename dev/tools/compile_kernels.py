@@ -1,19 +1,21 @@
 """Compile kernels.cu with NVRTC for several GPUs, without having one, and print what ptxas reports.
 
-    python -m dev.tools.compile_kernels            # sm_75 (fp32 alone) sm_80 sm_90a sm_100 sm_120
+    python -m dev.tools.compile_kernels            # sm_75 (fp32) sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
     python -m dev.tools.compile_kernels sm_90a
+    python -m dev.tools.compile_kernels --few      # as CI: all of it for sm_90a, one model for others
 
 For each dtype there is a table with a row for each kernel: registers per thread and bytes of static
 shared memory on each GPU, for heads of 64 channels. The exit status is 1 if the compiler warns, if a
-kernel spills more than a few registers or needs so many that no block fits on a multiprocessor, or
-if the compiler serializes wgmma.
+kernel spills more than a few registers, if the compiler serializes wgmma, or if a GPU would refuse a
+launch of a training step: see launches.py.
 
-The same rules hold for two more models: one with heads of 128 channels and Llama 3's kernels, and
-one with 4,096 channels. These are compiled for the last GPU named, and for sm_90a, where attention
-has code of its own for such heads. GPT-2's layernorms, which Llama does not use, may spill there.
-The kernel lab is compiled too, where naive versions may spill: for the last GPU only, except for
-the kernels that use wgmma.
+The same rules hold for heads of 80, 96 and 128 channels, and for two more models: one with heads of
+128 channels and Llama 3's kernels, and one with 4,096 channels. These two are compiled for the last
+GPU named, and for sm_90a, where attention has code of its own for such heads. GPT-2's layernorms,
+which Llama does not use, may spill there. The kernel lab is compiled too, where naive versions may
+spill: for the last GPU only, except for the kernels that use wgmma.
 """
+import dataclasses
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor  # in threads NVRTC compiles one program at a time
@@ -23,14 +25,22 @@ import cupy  # noqa: F401  (finds and loads NVRTC)
 from cupy_backends.cuda.libs import nvrtc
 
 from dev.common.flags import split_names
+from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
+from dev.llama3.train_llama3 import Config3, Llama3
+from dev.tools.launches import faults_of_launches, launches_of
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import Config, Cuda, parse_flags, read_kernels
+from train_gpt2 import GPT2, Config, Cuda, parse_flags, read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
 SPILLED = 68  # bytes that a kernel may spill when it has used all its registers
-REGISTERS = 65536  # of a multiprocessor, and so the most that a block can have
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
+HEADS = {64: SMALL, 80: Config(C=960, NH=12), 96: Config(C=1152, NH=12), 128: LARGE_HEADS}  # by channels of a head
+ALL = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
+# What --few compiles beside sm_90a: each GPU's dtype, and the channels of a head.
+FEW = {"sm_80": ("bf16", 64), "sm_86": ("fp32", 128), "sm_89": ("tf32", 80), "sm_120": ("bf16", 96)}
+FLAGS = [(None, "--few", "switch", 0, "sm_90a, and one model for each of a few others")]
+CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
 LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
     "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
     "variants/ema", "variants/outliers"))
@@ -47,7 +57,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     hopper = ["-DHOPPER"] * (gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in (64, 128))  # as FastCuda
     try:
-        log, used = compile_cuda(text, gpu, [*Cuda.OPTIONS, *DTYPES[dtype], *hopper, *c.switches()])
+        log, used, arrays = compile_cuda(text, gpu, [*Cuda.OPTIONS, *DTYPES[dtype], *hopper, *c.switches()])
     except NotCompiled as e:
         return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{e}"]
     kernels, report = read_kernels(sources), {}
@@ -60,13 +70,20 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
         # Kernels launched with more threads than their BLOCK says have __launch_bounds__, which ptxas obeys.
         if registers * kernels[name].threads > REGISTERS:
             faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
+    capability = CAPABILITIES.get(gpu.rstrip("af"))
+    models = [(dataclasses.replace(c, L=1), GPT2)]
+    if LLAMA in sources:
+        models.append((Config3(L=1, NH=c.NH, NKV=c.NH // 2, C=c.C), Llama3))
+    for config, Model in models if capability else ():
+        launches, missing = launches_of(capability, dtype, config, arrays, Model)
+        faults += [f"{where}: {fault}" for fault in [*missing, *faults_of_launches(capability, launches, used)]]
     return report, faults
 
 
 def main():
     gpus, flags = split_names(sys.argv[1:], [])
-    parse_flags(__doc__, [], flags)  # there is only --help
-    gpus = gpus or ["sm_75", "sm_80", "sm_90a", "sm_100", "sm_120"]
+    few = FEW if parse_flags(__doc__, FLAGS, flags).few else {}
+    gpus = gpus or (["sm_90a"] if few else ALL)
     if wrong := [gpu for gpu in gpus if not re.fullmatch(r"sm_\d+[a-z]?", gpu)]:
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
@@ -80,8 +97,12 @@ def main():
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
             return [*((gpu, SMALL, [FP8]) for gpu in some),
                     *((gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some)]
+        own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]  # which has heads of up to 64 channels
         lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
-        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in gpus if gpu != "sm_75" or dtype == "fp32"), *others]
+        more = ([(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype] if few else
+                [(gpu, c) for gpu in own for c in HEADS.values() if c != SMALL and gpu != "sm_75"])
+        large = others if dtype != "tf32" or not few else others[:1]
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large]
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]
@@ -90,9 +111,9 @@ def main():
     for dtype, some in found.items():
         first = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU
         table = {gpu: first[gpu] for gpu in gpus if gpu in first}
-        print(f"\n{dtype:26}" + "".join(f"{gpu:>14}" for gpu in table))
+        print(f"\n{dtype:26}" + "".join(f"{gpu:>12}" for gpu in table))
         for name in read_kernels([*SMALL.SOURCES, *[FP8] * (dtype == "fp8")]):
-            print(f"{name:26}" + "".join("{:8}{:6}".format(*report.get(name, "--")) for report in table.values()))
+            print(f"{name:26}" + "".join("{:6}{:6}".format(*report.get(name, "--")) for report in table.values()))
     faults = [fault for some in found.values() for *_, of_job in some for fault in of_job]
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)

@@ -1,0 +1,160 @@
+"""Test what decides whether a GPU that is not here can run a training step, and programs that run as on such a GPU.
+
+    python -m dev.tests.test_launches
+"""
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+from unittest import mock
+
+import train_gpt2
+from dev.common.gpus import GPUS, blocks_that_fit
+from dev.common.nvrtc import NotCompiled, Used, compile_cuda, has_nvrtc
+from dev.llama3.train_llama3 import META, Config3, Llama3
+from dev.ranks.zero import share_of
+from dev.tests import capped
+from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tools import launches
+from dev.tools.launches import Launch, faults_of_launches, launches_of, most_tensors
+from train_gpt2 import GPT2, Config
+
+# As kernels.cu has them for heads of 64 channels in bf16
+ARRAYS = {"attention_sizes": [128, 128, 49152, 49152], "layernorm_sizes": [384, 32, 9216]}
+MODELS = [*(Config.from_descriptor(f"d{L}") for L in (1, 12, 24, 36, 48, 60, 72, 84, 200)),
+          *(Config3(**sizes) for sizes in META.values()), Config3()]
+
+
+def of_step(c, capability="8.6", arrays=ARRAYS, **sizes):
+    Model = Llama3 if isinstance(c, Config3) else GPT2
+    return launches_of(capability, "bf16", dataclasses.replace(c, L=1), arrays, Model, **sizes)
+
+
+def arrays_suffice(device_name):
+    """In every model kernels get arrays as large as they take for granted, with few multiprocessors and with many."""
+    gpus = "8.9", "10.0"
+    for c in MODELS:
+        row = 2 * 3 * 2 * c.C
+        arrays = ARRAYS | {"attention_sizes": [64, 128, 49152, 49152], "layernorm_sizes": [512, 128, row]}
+        for capability in gpus:
+            for B, T in ((1, 1), (1, 65), (16, 1024)):
+                made, faults = of_step(c, capability, arrays, B=B, T=T)
+                if faults or len(made) < 15:
+                    check(f"{type(c).__name__} C={c.C} NH={c.NH} B={B} T={T} on {capability}", False, faults)
+    check("arrays suffice in every model", True, f"{len(MODELS)} models, {len(gpus)} GPUs")
+    for c in (Config(), Config3(), Config3(tied=False)):
+        for ranks in (1, 2, 3, 7, 8, 64, 1000):
+            most = max(len(share_of(c.parameter_table(), SimpleNamespace(rank=rank, count=ranks))) for rank in (0, 1))
+            if most > most_tensors():
+                check(f"{type(c).__name__}, {ranks} ranks: tensors for adamw", False, most)
+    check("adamw's bisection finds every tensor, with --zero and tails too", most_tensors() == 32, most_tensors())
+
+
+def arrays_too_small(device_name):
+    """Each kernel that would write beyond an array, or read beyond it, is named."""
+    def less(table, wanted, parts):
+        """A table with a part of a row's numbers."""
+        return lambda *args: [row._replace(shape=(row.size // parts,)) if row.name == wanted else row
+                              for row in table(*args)]
+
+    narrow, backward = ARRAYS | {"attention_sizes": [32, 64, 1, 1]}, Config.backward_table
+    for what, arrays, patched, wish in (
+            ("tiles of 32 rows", narrow, (), "attention_backward_kv attention_backward_q add_partials"),
+            ("half of partials", ARRAYS, (Config, "backward_table", less(backward, "partials", 2)),
+             "add_partials layernorm_backward"),
+            ("a quarter", ARRAYS, (Config, "backward_table", less(backward, "partials", 4)),
+             "add_partials layernorm_backward matmul_backward_bias"),
+            ("half of dqkv_sums", ARRAYS, (Config, "backward_table", less(backward, "dqkv_sums", 2)), ""),
+            ("a quarter", ARRAYS, (Config, "backward_table", less(backward, "dqkv_sums", 4)),
+             "attention_backward_kv attention_backward_q add_partials"),
+            ("half of norm", ARRAYS, (train_gpt2, "update_table", less(train_gpt2.update_table, "norm", 2)),
+             "global_norm"),
+            ("one tensor too many", ARRAYS, (launches, "most_tensors", lambda: 15), "adamw")):
+        with mock.patch.object(*patched) if patched else contextlib.nullcontext():
+            _, faults = of_step(Config(), "10.0", arrays)
+        named = sorted({fault.split(" needs ")[0] for fault in faults})
+        check(f"{what}: {wish}", named == sorted(wish.split()), faults)
+
+
+def tiles_of_32_rows(device_name):
+    """kernels.cu does not compile with tiles that need more sums than the host allocates. And sizes that a file has for
+    the host are read from what NVRTC makes of it."""
+    text = Config.SOURCES[0].read_text("utf-8").replace("HOPPER && HP == 128 ? 8 : 4;", "2;")
+    if not has_nvrtc():
+        return print("skipped: tiles of 32 rows needs NVRTC, which is not installed")
+    try:
+        compile_cuda(text, "sm_86", ["-std=c++17", "-DFP32", *Config().switches()])
+        message = ""
+    except NotCompiled as e:
+        message = str(e)
+    check("tiles of 32 rows", "comparison was 32 >= 64" in message, message[:200])
+    _, used, arrays = compile_cuda('extern "C" { __constant__ int sizes[] = {7, 100352, -1, 0}; }\n'
+                                   'extern "C" __global__ void f(int* x) { *x = sizes[threadIdx.x]; }', "sm_86", [])
+    check("sizes for the host", (arrays, [*used]) == ({"sizes": [7, 100352, -1, 0]}, ["f"]), arrays)
+
+
+def launches_that_fail(device_name):
+    """A launch is refused for its shared memory, registers, threads or grid, and passes just below."""
+    fits, limit = Launch("f", (1,), 1024, 98 * 1024), GPUS["8.6"].of_block
+    check("99 KB are there", limit == 101376)
+    for what, launch, used, faults in (
+            ("dynamic and static memory as large as can be", fits, Used(64, 0, 1024), 0),
+            ("2,048 static bytes", fits, Used(64, 0, 2048), 1),
+            ("too much dynamic memory", fits._replace(shared=limit - 1023), Used(64, 0, 1024), 1),
+            ("too many registers", fits, Used(65, 0, 1024), 1),
+            ("fewer threads", fits._replace(threads=512), Used(128, 0, 1024), 0),
+            ("too many threads", fits._replace(threads=1056), Used(16, 0, 1024), 1),
+            ("a grid too high", fits._replace(grid=(1, 65536)), Used(64, 0, 1024), 1),
+            ("a grid as high as can be", fits._replace(grid=(1, 65535)), Used(64, 0, 1024), 0)):
+        found = faults_of_launches("8.6", {launch}, {"f": used})
+        check(what, len(found) == faults, found)
+    for capability, wish in (("7.5", 1), ("8.0", 3), ("8.6", 2), ("8.9", 2), ("9.0", 4), ("12.0", 2)):
+        yield f"blocks of 48 KB on {capability}", blocks_that_fit(
+            GPUS[capability], Used(128, 0, 0), 128, 48 * 1024), wish, EXACT
+    yield "of 1,536 threads", blocks_that_fit(GPUS["8.6"], Used(32, 0, 0), 512), 3, EXACT
+    yield "16 blocks", blocks_that_fit(GPUS["8.6"], Used(32, 0, 0), 32), 16, EXACT
+
+
+def as_on_another_gpu(device_name):
+    """capped.py: the host reads the table's figures, kernels are compiled to PTX, and launches are checked."""
+    class Device:
+        compute_capability, attributes = "90", {"ClockRate": 1, "MultiProcessorCount": 132}
+        mem_info = 130 * 2**30, 140 * 2**30
+
+    device = capped.device_like(Device, "8.6")()
+    found = {name: device.attributes[name] for name in ("ClockRate", "MultiProcessorCount",
+                                                        "MaxSharedMemoryPerBlockOptin")}
+    check("figures", (device.compute_capability, found) == ("86", {
+        "ClockRate": 1, "MultiProcessorCount": 28, "MaxSharedMemoryPerBlockOptin": 101376}), found)
+    check("memory", device.mem_info == (2 * 2**30, 12 * 2**30), device.mem_info)
+    done = []
+
+    class Kernel:
+        shared_size_bytes, max_dynamic_shared_size_bytes = 1024, 0
+
+        def __call__(self, *args, **options):
+            done.append((args, options))
+
+    class RawModule:
+        def __init__(self, **options):
+            self.options = options
+
+        def get_function(self, name):
+            from cupy.cuda import compiler
+            done.append((compiler._get_arch(), compiler._get_arch_for_options_for_nvrtc("90")))
+            return Kernel()
+
+    function = capped.Module(RawModule, GPUS["8.6"], "86", code="", options=()).get_function("f")
+    check("compiled to PTX", done == [("86", ("-arch=compute_86", "ptx"))], done)
+    function.max_dynamic_shared_size_bytes = 100352
+    check("attributes pass through", function.kernel.max_dynamic_shared_size_bytes == 100352)
+    function((1,), (32,), (), shared_mem=100352)
+    check("launched", done[1:] == [(((1,), (32,), ()), {"shared_mem": 100352})], done)
+    check_refusal("too much", "f: a block needs 101,377 bytes of shared memory, and an RTX 3060 has 101,376",
+                  function, (1,), (32,), (), 100353)
+    check_refusal("unknown", "5.0: expected a compute capability: 7.5, 8.0", capped.capped, "5.0")
+
+
+TESTS = (arrays_suffice, arrays_too_small, tiles_of_32_rows, launches_that_fail, as_on_another_gpu)
+
+if __name__ == "__main__":
+    run_program(TESTS)

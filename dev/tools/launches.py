@@ -1,0 +1,114 @@
+"""What the host launches in a training step on a GPU that is not here, and whether that GPU can run it.
+
+The trainer's own device gets a GPU's figures, from dev/common/gpus.py, and notes launches instead of running them.
+"""
+import re
+import sys
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+
+from dev.common.gpus import GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block
+from train_gpt2 import GPT2, SIZES, Config, Cuda, pack_batch, read_kernels
+
+
+class Launch(NamedTuple):
+    kernel: str
+    grid: tuple
+    threads: int
+    shared: int  # bytes of dynamic shared memory
+
+
+def most_tensors():
+    """How many tensors adamw's bisection can tell apart: its first step is half of them."""
+    return 2 * int(re.search(r"int half = (\d+); half > 0; half /= 2", Config.SOURCES[0].read_text("utf-8"))[1])
+
+
+def rows_of_sums(a, grid, heads):
+    return grid[0] // heads * a.qkv.shape[1]  # a row for each block of a head
+
+
+# What a kernel takes for granted: (what, {grid, arguments by name} -> how much is needed, and how much there is)
+NEEDS = {
+    "layernorm_backward": ("numbers of partials", lambda a, grid: (3 * grid[0] * a.inp.shape[1], a.partials.size)),
+    "rmsnorm_backward": ("numbers of partials", lambda a, grid: (grid[0] * a.inp.shape[1], a.partials.size)),
+    "matmul_backward_bias": ("numbers of sums", lambda a, grid: (grid[1] * a.OC, a.sums.size)),
+    "add_partials": ("numbers of partials", lambda a, grid: (min(3, grid[1]) * a.blocks * a.C, a.partials.size)),
+    "attention_backward_q": ("numbers of sums", lambda a, grid: (
+        0 if a.sums is None else rows_of_sums(a, grid, a.NH), 0 if a.sums is None else a.sums.size)),
+    "attention_backward_kv": ("numbers of sums", lambda a, grid: (
+        0 if a.sums is None else rows_of_sums(a, grid, a.NKV), 0 if a.sums is None else a.sums.size)),
+    "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
+    "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
+}
+
+
+class Noting(Cuda):
+    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. arrays: the values of the
+    arrays that launches read (see SIZES)."""
+
+    def __init__(self, capability, arrays, *args):
+        self.arrays, self.launched, self.faults = arrays, [], []
+        cuda = mock.MagicMock()
+        for name in ("CUDARuntimeError", "CUDADriverError", "CompileException"):
+            for place in (cuda.runtime, cuda.driver, cuda.compiler):
+                setattr(place, name, type(name, (Exception,), {}))
+        cuda.Device = lambda: SimpleNamespace(compute_capability=digits(capability),
+                                              attributes=attributes_of(GPUS[capability]))
+        fake = SimpleNamespace(cuda=cuda)
+        with mock.patch.dict(sys.modules, {"cupy": fake}):
+            super().__init__(*args)
+
+    def compile(self, sources):
+        self.kernels = read_kernels(sources)
+        for name, fields in SIZES.items():
+            setattr(self, name, SimpleNamespace(**dict(zip(fields, self.arrays[name]))))
+
+    def empty(self, nbytes):
+        return np.empty(nbytes, np.uint8)  # never touched, so it takes no memory
+
+    def put(self, array, values):
+        pass
+
+    def zero(self, array):
+        pass
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        self.gelu_of_product(out, gelu, dgelu_at)
+
+    def launch(self, name, items, *args, threads=None, shared=0):
+        grid, (threads,), _ = self.kernels[name].plan(items, args, self.W, threads)
+        self.launched.append(Launch(name, grid, threads, shared))
+        names = [re.search(r"\w+$", text)[0] for text in self.kernels[name].parameters]
+        what, needs = NEEDS.get(name, ("", lambda a, grid: (0, 0)))
+        needed, there = needs(SimpleNamespace(**dict(zip(names, args))), (*grid, 1))
+        if needed > there:
+            self.faults.append(f"{name} needs {needed:,} {what}, and there are {there:,}")
+
+
+def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024):
+    """(the set of the launches of a training step and of a forward pass, what their kernels do not get)."""
+    device = Noting(capability, arrays, dtype.replace("fp8", "bf16"), c)
+    model = Model(c, device, B, T)
+    tokens = np.zeros((B, T), np.int32)
+    with mock.patch.object(model, "report", lambda: SimpleNamespace(loss=0)):
+        model.train_step(pack_batch(tokens, tokens))
+        model.forward(tokens, tokens)
+    return set(device.launched), device.faults
+
+
+def faults_of_launches(capability, launches, used):
+    """Why a GPU would refuse launches: texts. used {kernel: Used}: what the compiler says."""
+    gpu, faults = GPUS[capability], []
+    for launch in sorted(launches):
+        own = used[launch.kernel]
+        if not blocks_that_fit(gpu, own, launch.threads, launch.shared):
+            faults.append(
+                f"an {gpu.name} cannot launch {launch.kernel}: its blocks have {launch.threads} threads, "
+                f"{registers_of_block(own, launch.threads):,} registers of {REGISTERS:,}, and "
+                f"{own.shared + launch.shared:,} bytes of shared memory of {gpu.of_block:,}")
+        if max(launch.grid[1:], default=1) > 65535 or launch.grid[0] >= 2**31:
+            faults.append(f"{launch.kernel}: no GPU has a grid of {launch.grid} blocks")
+    return faults
