@@ -252,13 +252,12 @@ extern "C" __global__ void encoder_forward(
 }
 
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
-// any order. So the host sorts the positions by token: order (N). Equal tokens are a run, and
+// any order, so the host sorts the positions by token: order (N). Equal tokens are a run, and
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
 // words occur once or twice, but one may make up a tenth of the batch. So a block does two things
-// for each of its i: if run i is long, its warps share it; then warp w takes run warps * i + w, if
-// that is short. A warp has 32 W channels. Mostly there are far fewer runs than positions, so there
-// is a warp for four of these, and a block goes on to i + gridDim.x. Items: N positions along x, C
-// channels along y.
+// for each of its i: its warps share run i, if that is long; then warp w takes run warps * i + w,
+// if that is short. There are far fewer runs than positions, so there is a warp for four of these,
+// and a block goes on to i + gridDim.x. Items: N positions along x, C channels along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
@@ -390,8 +389,8 @@ extern "C" __global__ void layernorm_again(
 // layer whose output was added to the stream. A warp has a row, or four warps a long one, and keeps
 // the sums of its columns in registers. While a row is worked on, the next is copied to shared
 // memory (rows of a block, 2 stages, 3, C): some tens of KB are always on their way to each
-// multiprocessor, so one block on each is enough. Items: blocks. The host chooses their number, and
-// their threads in place of 256: see layernorm_sizes.
+// multiprocessor, so one block on each is enough. Items: blocks. The host chooses their number and
+// their threads: see layernorm_sizes.
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
@@ -566,7 +565,7 @@ extern "C" __global__ void add_partials(
 // gaps at the end. Products wait for earlier ones: where several blocks fit a
 // multiprocessor, they fill each other's gaps.
 
-// -DHOPPER is for Hopper GPUs: see the last section.
+// -DHOPPER is for Hopper GPUs: see their section.
 #ifndef HOPPER
 #define HOPPER 0
 #endif
@@ -590,8 +589,8 @@ constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 :
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
-// With one block on a multiprocessor, dv's product overlaps dscores, and in a third stage a tile's
-// last products overlap the first ones of the next tile.
+// If a block is alone on a multiprocessor, dv's product overlaps dscores, and thanks to a third
+// stage a tile's last products overlap the next tile's first.
 constexpr bool OVERLAP = HOPPER && WARPS == 8;
 constexpr int BACKWARD_STAGES = OVERLAP ? 3 : 2;
 
@@ -1088,23 +1087,8 @@ __device__ Pair pair(float x, float y) { return {x, y}; }
 #endif
 
 #if TURING
-// Two D side by side, without tensor cores: lanes ask each other for rows of A and columns of B.
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
-                         const Pair (&b)[4]) {
-    auto from = [](int lane, Pair x, int i) { return __shfl_sync(FULL_WARP, i ? x.y : x.x, lane); };
-    int q = threadIdx.x % 4, row = threadIdx.x % 32 - q;
-#pragma unroll 1
-    for (int p = 0; p < 4; p++)
-        for (int k = 0; k < 4; k++) {
-            float upper = from(row + p, a[k & 2], k % 2), lower = from(row + p, a[k | 1], k % 2);
-            for (int n = 0; n < 4; n++) {
-                float column = from(8 * q + n % 2 * 4 + p, b[n / 2 * 2 + k / 2], k % 2);
-                float(&d)[4] = n < 2 ? left : right;
-                d[n % 2] = fmaf(upper, column, d[n % 2]);
-                d[n % 2 + 2] = fmaf(lower, column, d[n % 2 + 2]);
-            }
-        }
-}
+                         const Pair (&b)[4]);  // see the end
 #elif defined(__CUDACC__)
 #ifdef BF16
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
@@ -1711,4 +1695,26 @@ __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) 
 
 template <int pending, int columns>
 __device__ void products_arrive(Result<columns>& x) { wgmma_wait<pending>(x.x); }
+#endif
+
+// ---- On Turing, without tensor cores for fp32 ----
+
+#if TURING
+// mma for two B side by side, as above: lanes ask each other for rows of A and columns of B.
+__device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
+                         const Pair (&b)[4]) {
+    auto from = [](int lane, Pair x, int i) { return __shfl_sync(FULL_WARP, i ? x.y : x.x, lane); };
+    int q = threadIdx.x % 4, row = threadIdx.x % 32 - q;
+#pragma unroll 1
+    for (int p = 0; p < 4; p++)
+        for (int k = 0; k < 4; k++) {
+            float upper = from(row + p, a[k & 2], k % 2), lower = from(row + p, a[k | 1], k % 2);
+            for (int n = 0; n < 4; n++) {
+                float column = from(8 * q + n % 2 * 4 + p, b[n / 2 * 2 + k / 2], k % 2);
+                float(&d)[4] = n < 2 ? left : right;
+                d[n % 2] = fmaf(upper, column, d[n % 2]);
+                d[n % 2 + 2] = fmaf(lower, column, d[n % 2 + 2]);
+            }
+        }
+}
 #endif

@@ -27,7 +27,7 @@ BUDGETS = {
     "train_gpt2.py: names from prepro_tinyshakespeare": 8,
     "train_gpt2.py: lines before Faster that name a feature": 0,
     "train_gpt2.py: habits": 0,
-    "kernels.cu: bytes": 80000,
+    "kernels.cu: bytes": 83000,
     "kernels.cu: bytes before Faster": 72000,
     "kernels.cu: widest line": 100,
     "prepro_tinyshakespeare.py: bytes": 9480,

@@ -58,14 +58,14 @@ def arrays_too_small(device_name):
 
     narrow, backward = ARRAYS | {"attention_sizes": [32, 64, 1, 1]}, Config.backward_table
     for what, arrays, patched, wish in (
-            ("tiles of 32 rows", narrow, (), "attention_backward_kv attention_backward_q add_partials"),
+            ("tiles of 32 rows", narrow, (), "attention_backward_kv attention_backward_q"),
             ("half of partials", ARRAYS, (Config, "backward_table", less(backward, "partials", 2)),
              "add_partials layernorm_backward"),
             ("a quarter", ARRAYS, (Config, "backward_table", less(backward, "partials", 4)),
-             "add_partials layernorm_backward matmul_backward_bias"),
-            ("half of dqkv_sums", ARRAYS, (Config, "backward_table", less(backward, "dqkv_sums", 2)), ""),
-            ("a quarter", ARRAYS, (Config, "backward_table", less(backward, "dqkv_sums", 4)),
-             "attention_backward_kv attention_backward_q add_partials"),
+             "add_partials layernorm_backward"),
+            ("half of sums", ARRAYS, (Config, "backward_table", less(backward, "sums", 2)), ""),
+            ("a quarter", ARRAYS, (Config, "backward_table", less(backward, "sums", 4)),
+             "attention_backward_kv attention_backward_q matmul_backward_bias"),
             ("half of norm", ARRAYS, (train_gpt2, "update_table", less(train_gpt2.update_table, "norm", 2)),
              "global_norm"),
             ("one tensor too many", ARRAYS, (launches, "most_tensors", lambda: 15), "adamw")):
