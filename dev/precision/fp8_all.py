@@ -92,8 +92,8 @@ class Fp8All:
         sums, dfch = self.kept.sums, dgelu
         device.launch_both("gelu_backward_to_fp8", dfch, device.tensor(GRADIENT, p.fcw),
                            self.kept.gradient, (sums, dgelu, a.fch))
-        device.launch("add_partials", (g.fcb.size, 4), None, None, None, g.fcb, None, sums, 0, 0,
-                      len(sums), g.fcb.size, self.micro > 0)
+        device.launch("add_partials", (g.fcb.size, 1), g.fcb, None, None, None, sums, None,
+                      len(sums), g.fcb.size, 0, 0, self.micro > 0)
         self.weight_gradient(g.fcw, p.fcw, kept.ln2)  # (4C,N) @ (N,C) -> (4C,C)
         matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
         self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
