@@ -285,9 +285,9 @@ def encoder_backward(device, dtype, numbers):
     device.put(packed, data)
     batch = carve(packed, batch_table(*tokens.shape))
     dwte, dwpe = rows.new(V, C), rows.new(few, C)
-    dwte[...], dwpe[...] = 0, 0
+    dwte[...] = 0
     device.launch("encoder_backward_wte", (rows.N, C), dwte, dout, batch.tokens, batch.order, batch.runs, rows.N, C)
-    device.launch("encoder_backward_wpe", few * C, dwpe, dout, rows.N // few, few, C)
+    device.launch("encoder_backward_wpe", few * C, dwpe, dout, rows.N // few, few, few, C, False)
     for word in (0, 1, V - 1):
         wish, own = 0, rows.np.asarray(tokens.reshape(-1) == word)
         for start in range(0, rows.N, PART // C):
