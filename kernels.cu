@@ -580,7 +580,7 @@ constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup'
 constexpr bool WIDE = TURING || HP * sizeof(real) > 256;  // small tiles: most GPUs have 99 KB
 constexpr int KEYS = WIDE ? 32 : 64;               // rows of a tile in the forward pass
 constexpr int TILE = HOPPER ? 64 : WIDE ? 16 : 32;  // rows of a tile in the backward pass
-constexpr bool SWIZZLED = HP % 64 == 0;     // so two blocks of bf16 fit 100 KB, if HP is 64
+constexpr bool SWIZZLED = HOPPER || HP == 128 || (HP == 64 && sizeof(real) == 2);
 constexpr int LD = SWIZZLED ? HP : HP + 8;  // reals stored per row of a tile
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
@@ -1164,12 +1164,9 @@ __device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
 }
 
 #if !HOPPER
-// In bf16 the same column of 8 neighbouring rows is in different banks, in fp32 of rows 0..3, 4..7
-// and 0, 2, 4, 6: packs of 8 are permuted in each row, or, for other heads, LD > HP.
-__device__ int in_tile(int row, int c) {
-    int turn = sizeof(real) == 2 ? row % 8 : (row + row / 4) % 4;
-    return row * LD + (SWIZZLED ? c ^ 8 * turn : c);
-}
+// In bf16 the same column of 8 neighbouring rows is in different banks: LD > HP, or packs of 8 are
+// permuted in each row, which fits two blocks of heads of 64 into the 100 KB of a multiprocessor.
+__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ row % 8 * 8 : c); }
 
 // A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
 // whose columns are the tile's rows. Both are the same quarters, with x[1] and x[2] exchanged.

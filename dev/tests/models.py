@@ -65,9 +65,9 @@ ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"
 launched = set()  # the names of the kernels that tests have launched
 
 
-def fit_turing(C=0, HS=0, **other):
-    """Whether rows and heads fit into 64 KB of shared memory, which a block has there."""
-    return C <= 4096 and HS <= 64
+def fits(device_name, C=0, HS=0, **other):
+    """Whether rows and heads fit into a block's shared memory: before 8.0 that is 64 KB."""
+    return device_name == "cpu" or capability() >= 80 or C <= 4096 and HS <= 64
 
 
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
@@ -84,7 +84,7 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
             if version.trainer and dtype in version.dtypes:
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
                            for sizes in (*kernel.checks, *kernel.trainer_checks)
-                           if device_name == "cpu" or capability() >= 80 or fit_turing(**parse_sizes(sizes))]
+                           if fits(device_name, **parse_sizes(sizes))]
     named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)

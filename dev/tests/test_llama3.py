@@ -25,7 +25,7 @@ from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import (EXACT, TINY, check, check_refusal, finite_difference, header_refusal, normal, numbers_of,
                               run, summary)
 from dev.tests.models import (DEBUG_STATE, FIXTURES, SMALL_MODEL, check_dump, check_kernels, check_launched, device_of,
-                              each_device, each_kind, read_flags, write_checkpoint)
+                              dtypes_of, each_device, each_kind, read_flags, write_checkpoint)
 from dev.tests.steps import check_steps
 from dev.tests.trainings import LLAMA, call, two_token_files
 from prepro_tinyshakespeare import UserError, write_tokens
@@ -113,6 +113,8 @@ def files(device_name, folder):
         if tied:
             tensors["lm_head"] = tensors["wte"]
         for dtype, version in (("fp32", 3), ("bf16", 5)):
+            if dtype not in dtypes_of(device_name):
+                continue
             device = device_of(device_name, dtype, 64, 2, True, Llama3)
             model, whole = Llama3(c, device, 1, 1), format_b(c, tensors, version)
             path.write_bytes(whole)
@@ -176,9 +178,10 @@ def command_line(device_name, folder):
     with contextlib.redirect_stdout(None):
         write_tokens(folder / "larger.bin", [5] * 9 + [331] * 90)
     tiny = ("-e", GQA, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "3", "-g", "2")
+    dtypes = [dtype for dtype in ("fp32", "bf16") if dtype in dtypes_of(device_name)]
     others = ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1")
     for wish, *flags in (
-            *((None, *tiny, "--dtype", dtype, "-o", f"{dtype}_{n}") for dtype in ("fp32", "bf16") for n in (1, 2)),
+            *((None, *tiny, "--dtype", dtype, "-o", f"{dtype}_{n}") for dtype in dtypes for n in (1, 2)),
             *((None, *tiny, "--dtype", "fp32", *flags, "-o", name) for name, *flags in others),
             (None, *tiny[2:], "-e", "llama3:d1", "-t", "9", "-g", "0"),
             ("is a GPT-2 checkpoint, which train_gpt2.py", *tiny, "-e", TINY), ("-e d1.5: expected", "-e", "d1.5"),
@@ -191,7 +194,7 @@ def command_line(device_name, folder):
     def result(name):
         return folder / name / "model_00000003.bin"
 
-    for dtype in ("fp32", "bf16"):
+    for dtype in dtypes:
         one, two = (result(f"{dtype}_{n}") for n in (1, 2))
         check(f"train_llama3.py: its checkpoint in {dtype} is one", Config3.from_file(one) == Config3.from_file(GQA))
         same = one.read_bytes() == two.read_bytes() != GQA.read_bytes()

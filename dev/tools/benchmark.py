@@ -82,13 +82,13 @@ FIRST = [  # the most important rows
     Row("d12", "bf16", 32, ("default", "flash"), llmc=True),
     Row("d12", "bf16", 64, ("default", "cudnn"), llmc=True),
     Row("d48", "bf16", 8, ("default", "cudnn"), llmc=True),
-    Row("d12", "fp8", 32),
-    Row("d48", "fp8", 8),
+    *(Row(model, "fp8", B, flags=flags) for model, B in (("d12", 32), ("d48", 8))
+      for flags in ((), ("--fp8", "all"))),
+    Row("llama3.2:1B", "bf16", 4, ("default", "cudnn"), T=2048),
     Row("d12", "tf32", 4, ("reduce-overhead", "naive")),
     Row("d12", "fp32", 4, ("reduce-overhead", "efficient")),
 ]
 THEN = [  # if there is time left after FASTER
-    Row("llama3.2:1B", "bf16", 4, ("default", "cudnn"), T=2048),
     Row("d24", "bf16", 8, ("default", "cudnn")),
     Row("d12", "bf16", 32, flags=("--recompute", "2")),
 ]
