@@ -13,7 +13,7 @@ from dev.cpu.device import Cpu
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import FIXTURES
 from dev.tools import benchmark, peers
-from dev.tools.benchmark import ROWS, Row
+from dev.tools.benchmark import FIRST, ROWS, THEN, Row
 from dev.tools.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
 from dev.tools.step_by_kernel import Recording, by_label, read_table, recorded_steps, work_of_step
 from train_gpt2 import GPT2, Config, pack_batch
@@ -95,14 +95,14 @@ def jobs(folder):
     said = io.StringIO()
     with mock.patch.multiple(benchmark, run_job=job, has_gpu=lambda: True, RESULTS=results), \
             contextlib.redirect_stdout(said):
-        benchmark.main(["--rows", "B=(4|32)$|1B", "--llmc", str(folder), "--commit", "abc1234"])
-    first, then = [str(row) for row in ROWS[:8] if row.B in (4, 32)], [str(ROWS[8])]
+        benchmark.main(["--rows", "B=(4|32)$|355M", "--llmc", str(folder), "--commit", "abc1234"])
+    first, then = [str(row) for row in FIRST if str(row).endswith(("B=4", "B=32"))], [str(THEN[0])]
     order = [row for name, row, *_ in done if name == "time_ours"]
     check("rows, in the order of ROWS", order == first + then, order)
     names = [name for name, row, *_ in done if row == str(ROWS[0])]
     check("a row beside its peers", names == ["time_ours", "time_torch", "time_llmc"] + 6 * ["time_faster"], names)
     last = max(i for i, (name, *_) in enumerate(done) if name == "time_faster")
-    check("Faster, before the rows that can wait", done[last + 1][:2] == ("time_ours", str(ROWS[8])), done)
+    check("Faster, before the rows that can wait", done[last + 1][:2] == ("time_ours", str(THEN[0])), done)
     text = results.read_text()
     check("the report takes the old one's place", text.startswith("above\n<!-- benchmark: begin -->\n## 20")
           and text.endswith("<!-- benchmark: end -->\nbelow\n") and "old" not in text
