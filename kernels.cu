@@ -11,7 +11,8 @@ gradients of parameters, and statistics are fp32. The file is compiled for one m
 and -DHS=HS: a row whose length is known can stay in registers.
 
 Rules for all of them:
-  - A step's first micro-batch sets the gradient of a parameter; with `adds`, others add to it.
+  - A kernel sets the gradient of a parameter in a step's first micro-batch, and adds to it in
+    later ones (adds). encoder_backward_wte always adds: the head has set the gradient of wte.
   - An activation and its gradient are set (=). The residual stream is the exception, because two
     branches meet there: residual_layernorm_forward adds to it, layernorm_backward to its gradient.
   - The order of a sum depends on shapes and the grid alone, without float atomics: every run gives
@@ -85,7 +86,7 @@ struct real { unsigned short bits; };  // the upper half of an fp32
 using real = float;
 #endif
 
-// Turing (7.5) has no asynchronous copies, no TF32, and 64 KB of shared memory.
+// Turing (7.5) has no asynchronous copies, no bf16, no TF32, and 64 KB of shared memory.
 #if __CUDA_ARCH__ == 750
 #define TURING 1
 #elif !defined(TURING)
@@ -109,8 +110,10 @@ __device__ float power_of_2(float x) {
     return y;
 }
 
-// Start to copy 16 or 4 bytes from device to shared memory; zeros, unless `there`.
-#if TURING  // and wait
+// Start to copy 16 or 4 bytes from device to shared memory; zeros, unless `there`. copies_end
+// closes a group of copies. copies_arrive waits until at most `pending` of this thread's groups are
+// under way.
+#if TURING  // copies at once, so there is nothing to wait for
 __device__ void copy16(void* shared, const void* global, bool there) {
     *(float4*)shared = there ? *(const float4*)global : float4{};
 }
@@ -131,8 +134,6 @@ __device__ void copy4(void* shared, const void* global, bool there) {
                  ::"r"(shared_address(shared)), "l"(global), "r"(there ? 4 : 0)
                  : "memory");
 }
-// copies_end closes a group of copies. copies_arrive waits until at most `pending` of this thread's
-// groups are under way.
 __device__ void copies_end() { asm volatile("cp.async.commit_group;"); }
 template <int pending>
 __device__ void copies_arrive() {
@@ -256,8 +257,9 @@ extern "C" __global__ void encoder_forward(
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
 // words occur once or twice, but one may make up a tenth of the batch. So a block does two things
 // for each of its i: its warps share run i, if that is long; then warp w takes run warps * i + w,
-// if that is short. There are far fewer runs than positions, so there is a warp for four of these,
-// and a block goes on to i + gridDim.x. Items: N positions along x, C channels along y.
+// if that is short. Usually there are far fewer runs than positions, so the grid has a warp for
+// four positions, and a block goes on to i + gridDim.x. Items: N positions along x, C channels
+// along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
@@ -524,10 +526,10 @@ extern "C" __global__ void matmul_backward_bias(
     add_columns(sums, dout, N, OC, blockIdx.y, gridDim.y, false);
 }
 
-// Gradients of a norm, and of the bias of a linear layer nearby, in one launch:
-//   out1, out2, out3 (C) = the sum over the blocks of partials (3,blocks,C)
-//   dbias (OC) = the sum over the rows of sums (rows,OC)
-// What is null is left out. Items: C or OC columns along x, the three outs and dbias along y.
+// Finishes the gradients of a norm and of one linear layer's bias, in one launch:
+//   out1, out2, out3 (C) = the sums over the blocks of partials (3,blocks,C)
+//   dbias (OC) = the sum of the rows of sums (rows,OC)
+// or += with adds. Null outputs are skipped. Items: max(C, OC) columns along x, outputs along y.
 BLOCK(256, 32)
 extern "C" __global__ void add_partials(
     float* out1, float* out2, float* out3, float* dbias, const float* __restrict__ partials,
@@ -861,6 +863,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 
     Result<HP> dq = {};
     int end = min(own.first + ROWS, T), key = 0, stage = 0;
+    // Not a for: a path around it moves wgmma's results, and then ptxas serializes the products.
     do {
         tiles_arrive(arrivals);
         if (key + TILE < end)
@@ -942,11 +945,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
             weights_from_scores(scores, relu, scale,            // P' = e^(S' - L)
                                 [&](Element e) { return of_query[stage][0][e.column()]; });
             hide_future<true>(weights, 0.0f, own, query);
-            if (OVERLAP) multiply(dv, weights, douts);         // dV = dV + P' dO
+            if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO
             products_arrive<OVERLAP>(dweights);
             dscores_from_dweights(dweights, weights, relu,      // dS' = P' o (dP' - D)
                                   [&](Element e) { return of_query[stage][1][e.column()]; });
-            if (!OVERLAP) multiply(dv, weights, douts);        // (or here)
+            if (!OVERLAP) multiply(dv, weights, douts);         // (or here)
             multiply(dk, dscores, queries);                     // dK = dK + dS' Q
             if (!OVERLAP) dv_and_dk_arrive();
         }
@@ -1697,7 +1700,9 @@ __device__ void products_arrive(Result<columns>& x) { wgmma_wait<pending>(x.x); 
 // ---- On Turing, without tensor cores for fp32 ----
 
 #if TURING
-// mma for two B side by side, as above: lanes ask each other for rows of A and columns of B.
+// mma for two B side by side; the picture above Pair shows who holds what. This lane, 4g + q, makes
+// rows g and g+8 of D, in columns 2q and 2q+1. For each summed index it asks lane 4g + p for two
+// numbers of A, and lanes 8q + p and 8q + 4 + p for those of B's two columns.
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
                          const Pair (&b)[4]) {
     auto from = [](int lane, Pair x, int i) { return __shfl_sync(FULL_WARP, i ? x.y : x.x, lane); };

@@ -379,9 +379,9 @@ class GPT2:
 
     def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd,
                       summed=(None, 0, 0)):
-        """dx += the gradient of inp. dinp is that of the norm's output, a product's input. dweight
-        and dbias are theirs. dbias_before, unless None, is the sum over rows of the new dx. summed:
-        what bias_backward or attention_backward returned, to be added up in the same launch."""
+        """Add the gradient of inp to dx, given dinp, that of the norm's output. Make dweight, dbias
+        and, unless None, dbias_before: the sum over rows of the new dx. summed: what bias_backward
+        or attention_backward returned. The same launch finishes that gradient."""
         C, N, device = self.config.C, len(inp), self.device
         blocks, threads, shared = layernorm_backward_launch(device, N)
         d = self.back
@@ -392,16 +392,16 @@ class GPT2:
                       d.partials, d.sums, blocks, C, rows, OC, self.micro > 0)
 
     def bias_backward(self, dbias, dout):
-        """dbias (OC), the sum over rows of dout (N,OC). Leaves sums of shares of the rows, and
-        returns (dbias, shares, OC) for norm_backward."""
+        """Begin dbias (OC), the sum over rows of dout (N,OC): sum shares of the rows. Returns
+        (dbias, shares, OC), from which norm_backward finishes it."""
         N, OC = dout.shape
         shares = max(1, min(64, N // 256))
         self.device.launch("matmul_backward_bias", (OC, shares), self.back.sums, dout, N, OC)
         return dbias, shares, OC
 
     def attention_backward(self, qkv, lse, atty, dbias):
-        """dqkv = the gradient of qkv, given dinp, that of atty. Leaves sums of its rows for dbias,
-        and returns (dbias, blocks of rows, 3C) for norm_backward."""
+        """dqkv = the gradient of qkv, given dinp, that of atty. Begins dbias, and returns
+        (dbias, blocks of rows, 3C), from which norm_backward finishes it."""
         (B, T), d = self.BT, self.back
         self.attention("attention_backward_q", d.dqkv, d.sums, d.delta, lse, atty, qkv, d.dinp)
         self.attention("attention_backward_kv", d.dqkv, d.sums, d.delta, lse, qkv, d.dinp)
@@ -426,7 +426,7 @@ class GPT2:
                            x.shape[1])
 
     def embedding_backward(self):
-        """Add to the gradients of wte, which has the head's already, and wpe."""
+        """Add to the gradient of wte, which the head has set, and make that of wpe."""
         (B, T), C = self.BT, self.config.C
         launch, b = self.device.launch, self.batch
         dx, g = self.back.dresidual, self.grads

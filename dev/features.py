@@ -111,7 +111,7 @@ DESCRIPTORS = "d12, d24, d36, d48 or another depth"
 NEEDS = {  # {flag: the one that it is useless without}
     "checkpoint_every": "output", "resume": "output", "checkpoints_kept": "checkpoint_every",
     "checkpoints_major": "checkpoints_kept", "temperature": "sample", "top_k": "sample",
-    "log_ranks": "output", "ema": "output", "fp8": "dtype"}
+    "log_ranks": "output", "ema": "output"}
 
 
 class Feature(NamedTuple):
@@ -199,8 +199,8 @@ PAIRS = {
 EXCLUDES = {  # {names of features that do not go together: why, and what to do}
     ("ema", "zero"): "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a "
                          "share of them: expected --zero 0",
-    ("fp8 head", "label smoothing"): "--fp8 head --label-smoothing: the classifier for FP8 has no "
-                                     "smoothing: expected --fp8 layers",
+    ("fp8 head", "label smoothing"): "--fp8 head or all with --label-smoothing: the classifier for "
+                                     "FP8 has no smoothing: expected --fp8 layers",
     **{("fp8 all", other): "--fp8 all: is for GPT-2 without --recompute: expected --fp8 head"
        for other in ("Llama3", "recompute 1", "recompute 2")},
 }
@@ -327,6 +327,8 @@ def run_with(flags, table, Model, Training, FastTraining):
 
     def classes(*more):
         set_defaults(flags, table, Model.Config)
+        if flags.fp8 not in (None, "layers") and flags.dtype != "fp8":
+            raise UserError(f"--fp8 {flags.fp8} --dtype {flags.dtype}: expected --dtype fp8")
         fast = flags.device == "cuda" and not flags.plain
         return attach(flags, FastTraining if fast else Training, Model, *more)
 

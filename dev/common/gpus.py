@@ -1,4 +1,4 @@
-"""What GPUs have, for programs that do without them."""
+"""Limits of seven GPUs, for programs that run without one: shared memory, threads, blocks."""
 from typing import NamedTuple
 
 KB, MB, GB = 2**10, 2**20, 2**30
@@ -7,8 +7,8 @@ STATIC = 48 * KB  # bytes of shared memory that a block may declare
 
 
 class Gpu(NamedTuple):
-    """A GPU. NVIDIA's CUDA programming guide lists these figures for each compute capability, but
-    for the last three, which are the GPU's own."""
+    """A GPU. NVIDIA's CUDA programming guide lists these figures for each compute capability,
+    except the last three, which are the GPU's own."""
     name: str
     of_block: int  # bytes of shared memory that a block may ask for
     of_multiprocessor: int  # bytes of shared memory

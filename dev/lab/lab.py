@@ -25,7 +25,7 @@ from pathlib import Path
 
 from dev.cpu import races
 from dev.cpu.device import compiler_of
-from dev.features import has_gpu  # after prepro_tinyshakespeare, which says how NumPy's threads wait
+from dev.features import capability, has_gpu  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab import results
 from dev.lab.ladder import DTYPES, KERNELS, LAB, asked_sizes, find_ladder, kernel_names
 from dev.lab.workers import Failure, Task, failures_only, one_line, run_ladders
@@ -132,7 +132,8 @@ def main(arguments=None):
         if not races.finds_races(compiler_of()):
             raise UserError(f"--races: {compiler_of()} cannot build it; it needs g++ 11 or later")
         os.environ["CXXFLAGS"] += f" {races.FLAG}"
-    task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else DTYPES, timed, bool(flags.kernel),
+    own = DTYPES if device == "cpu" or capability() >= 80 else ("fp32",)
+    task = Task(device, {}, sizes, flags.version, (flags.dtype,) if flags.dtype else own, timed, bool(flags.kernel),
                 flags.races)
     total, out, ran = failures_only(), flags.out or (None if flags.kernel else LAB), []
 
@@ -229,7 +230,7 @@ def exercise(flags, device):
     counts = goals.counted(path)
     say(counts["report"])
     if device == "cpu":
-        say(["There is no GPU here, so it is not timed."])
+        say(["It is not timed on a CPU."])
     else:
         lines, remark = card.sanitize(path)
         say(lines or [remark])

@@ -96,11 +96,11 @@ extern "C" __global__ void rmsnorm_again(real* __restrict__ out, const real* __r
 // Adds the gradient of a norm to that of the residual stream. With norm = inp * rstd and dnorm = dout * weight, for
 // each row:
 //   dresidual (N,C) += rstd * (dnorm - norm * average(dnorm * norm))
-//   partials (gridDim.x, C) = the sum of dout * norm over each block's rows, for add_partials to add to dweight
+//   partials (gridDim.x, C) = each block's sum of dout * norm, from which add_partials makes dweight
 // As in layernorm_backward, a lane keeps the sums of its columns in registers, and its next row is copied into shared
 // memory (rows at once, STAGES, 3, C). In bf16 the copy runs while the block works on a row. In fp32 there is only room
-// for one row, so the other block of the multiprocessor works while this one waits. Items: blocks, at most two per
-// multiprocessor. Each gets 96 KiB of shared memory, on Turing 48 KiB, for any C and real.
+// for one row; where two blocks fit a multiprocessor, the other works while this one waits. Items: blocks, two for each
+// multiprocessor. A block needs up to 96 KiB of shared memory, on Turing 48 KiB.
 constexpr int STAGES = sizeof(real) == 2 ? 2 : 1;
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(

@@ -371,8 +371,8 @@ class Llama3(GPT2):
                            weight, self.config.eps, len(out))
 
     def norm_backward(self, dweight, inp, weight, rstd):
-        """dx += the gradient of the norm's input, given back.dinp, that of its output. dweight is
-        its own."""
+        """dx += the gradient of the norm's input, given back.dinp, that of its output. Makes
+        dweight."""
         C, N, device, d = self.config.C, len(inp), self.device, self.back
         blocks, shared = rmsnorm_backward_launch(device, N)
         device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,

@@ -35,7 +35,7 @@ extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int fo
 
 // ---- twins of transposed tensors ----
 
-// 4 x 4 bytes turned: byte j of word i becomes byte i of word j.
+// Transposes 4 x 4 bytes: byte j of word i becomes byte i of word j.
 __device__ __forceinline__ void turn(unsigned (&w)[4]) {
     unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
     unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void turn(unsigned (&w)[4]) {
 }
 
 // A tile of 128 rows and 128 columns on its way through shared memory: words[column][g] has rows 4 g .. 4 g + 3 of a
-// column. In place of g stands g ^ column / 16 * 4, so that a warp's words are in different banks.
+// column. Group g is stored at g ^ column / 16 * 4, so that a warp's words are in different banks.
 struct Turned { unsigned words[128][32]; };
 
 // Each of 256 threads puts 16 columns, from 16 p on, of four rows there, with p = threadIdx.x % 8 and

@@ -6,16 +6,18 @@ says which:
     head      these, and the head's three products                         fp8_head.py
     all       these, and dw = dout.T @ inp of the layers                   fp8_all.py
 
-Everything else is as in bf16: attention, norms, the update, and what is kept for the backward
-pass. A twin is an 8-bit copy of a tensor, times a scale. It lives from the kernel that writes the
-tensor to the product that reads it. In both factors of a product the summed index has to be the
-fastest. So some twins are of transposed tensors.
+Everything else is as in bf16: attention, norms, the update, and, except with `all`, what is kept
+for the backward pass. A twin is an 8-bit copy of a tensor, times a scale. It is made when the
+tensor is written, and lives until a product has read it; weights' twins live for a step, and `all`
+keeps those of inputs for the backward pass. In both factors of a product the summed index has to be
+the fastest. So some twins are of transposed tensors.
 
 All are e4m3: 4 bits of exponent, 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients
 that paper uses e5m2, for its range. But with a scale for each tensor the extra bit of mantissa is
 worth more (see dev/RESULTS.md), as DeepSeek-AI (2024, "DeepSeek-V3", section 3.3.2) found with
 scales for smaller blocks. A scale maps the largest magnitude of a tensor to half of 448, the
-largest number of e4m3; the factor of two is room to grow. That magnitude is known only when the
+largest number of e4m3; the factor of two is room to grow. (dlogits have a bound, so fp8_head.py
+uses all of 448.) That magnitude is known only when the
 whole tensor is written, and then making the twin would cost another pass. So scales come from the
 step before ("delayed scaling": Peng et al. 2023, section 2): kernels note the largest magnitude
 they store. For the first scales, the passes of a run's first step are done once in bf16, without an

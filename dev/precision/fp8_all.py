@@ -4,8 +4,8 @@
 
 So each input of a linear layer has two twins: the forward pass keeps the transposed one for the
 backward pass, where it stands for the input itself. Of ln1, ln2, GELU's output, and the gradients
-of qkv and fch, nothing but twins is ever stored. That makes up for the transposed ones. In bytes
-for each number of an (N,C), what a layer moves besides products, attention and norms:
+of qkv and fch, only twins are stored, after the first step. That pays for the transposed ones.
+Bytes that a layer moves for each number of an (N,C) array, besides products, attention and norms:
 
                         --fp8 head                            --fp8 all
     ln1, ln2            2*2  as bf16                          2*2  transposed from the twin
@@ -28,8 +28,8 @@ from dev.common.devices import address_of
 from dev.precision.fp8 import GRADIENT, INPUT, padded, transposed
 from train_gpt2 import Row, carve
 
-SHARED = "ln1", "ln2", "fch_gelu"  # these arrays of bf16 are only for a run's first step, and dgelu
-LONG_SUM = 16384  # tokens, from which on sums over them are promoted
+SHARED = "ln1", "ln2", "fch_gelu"  # arrays of bf16 for a run's first step; fch_gelu holds dgelu, too
+LONG_SUM = 16384  # sums over this many tokens or more are promoted
 TILE = 128  # rows of a block of gelu_backward_to_fp8
 
 
@@ -79,7 +79,8 @@ class Fp8All:
         device.matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
     def layer_backward(self, l):
-        """As GPT2.layer_backward."""
+        """As GPT2.layer_backward. In the first step's passes in bf16, layers share their inputs, so
+        weights get wrong gradients, which nobody reads; those of activations are right."""
         device = self.device
         if not device.calibrated:
             return super().layer_backward(l)

@@ -59,7 +59,7 @@ class Checked:
     def __call__(self, grid, block, args, shared_mem=0):
         asked, gpu = self.declared + shared_mem, self.gpu
         if asked > gpu.of_block:
-            raise UserError(f"{self.name}: a block needs {asked:,} bytes of shared memory, and an {gpu.name} has "
+            raise UserError(f"{self.name}: a block needs {asked:,} bytes of shared memory, and the {gpu.name} has "
                             f"{gpu.of_block:,}")
         self.kernel(grid, block, args, shared_mem=shared_mem)
 
@@ -90,7 +90,8 @@ def capped(capability):
     """A context in which CuPy's GPU looks like one of this compute capability, a key of GPUS."""
     import cupy
     if capability not in GPUS:
-        raise UserError(f"{capability}: expected a compute capability: {', '.join(GPUS)}")
+        known = ", ".join(f"{key} ({gpu.name})" for key, gpu in GPUS.items())
+        raise UserError(f"{capability}: expected a compute capability: {known}")
     try:
         own = cupy.cuda.Device().compute_capability
     except cupy.cuda.runtime.CUDARuntimeError as e:
@@ -112,7 +113,7 @@ def main():
     del sys.argv[:2]
     with capped(capability):
         gpu = GPUS[capability]
-        print(f"as on an {gpu.name}: compute capability {capability}, {gpu.of_block // KB} KB of shared memory for a "
+        print(f"as on the {gpu.name}: compute capability {capability}, {gpu.of_block // KB} KB of shared memory for a "
               f"block, {gpu.multiprocessors} multiprocessors, {gpu.memory // GB} GB", flush=True)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -97,7 +97,7 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
         "NO  GPU .*7.0: fp32: no.* -> train with --device cpu",
         "--device cuda lacks: GPU, CuPy, a kernel"]),
     ("no driver", dict(modules=cupy()), 0, [
-        "NO  driver .*libcuda.so.1.* -> install NVIDIA's driver", "NO  CuPy .*comes after: GPU",
+        "NO  driver .*libcuda.so.1.* -> .*install its driver", "NO  CuPy .*not looked at: it needs: GPU",
         "--device cuda lacks: driver", "--device cpu would train"]),
     ("neither a driver nor a compiler", dict(NO_CPU), 1, [
         r"NO  compiler neither .* -> apt install g\+\+", "--device cuda lacks: driver",
@@ -111,7 +111,7 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
         "NO  GPU .* -> .*reboot"]),
     ("no CuPy", dict(gpu=driver(), names=()), 0, [
         "NO  CuPy .*not installed -> pip install -r requirements.txt",
-        "NO  a kernel comes after: CuPy"]),
+        "NO  a kernel not looked at: it needs: CuPy"]),
     ("no CuPy, an old driver", dict(gpu=driver(12040), names=()), 0, [
         "NO  CuPy .* -> pip install 'cupy-cuda12x"]),
     ("a broken CuPy", dict(gpu=driver()), 0, [
@@ -119,7 +119,7 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
     ("a driver too old for CuPy", dict(gpu=driver(12040), modules=cupy()), 0, [
         "ok  driver .*CUDA 12.4",
         "NO  CuPy .*14.2.0 needs CUDA 13, the driver knows 12 -> "
-        r"pip uninstall -y cupy-cuda13x; pip install 'cupy-cuda12x\[ctk\]' numpy tiktoken"]),
+        r"pip uninstall -y cupy-cuda13x; pip install 'cupy-cuda12x\[ctk\]>=14.2' numpy tiktoken"]),
     ("CuPy for CUDA 12", dict(gpu=driver(12040), modules=cupy(cuda=12090),
                               names=["cupy-cuda12x"]), 0, [
         "ok  CuPy .*for CUDA 12", "--device cuda would train"]),
@@ -129,8 +129,11 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
         "pip uninstall -y cupy-cuda12x cupy-cuda13x; pip install -r"]),
     ("an old CuPy", dict(gpu=driver(), modules=cupy("13.6.0")), 0, [
         "NO  CuPy .*13.6.0; expected 14.2 or later -> pip"]),
-    ("a full GPU", dict(gpu=driver(), modules=cupy(free=2**30)), 0, [
-        "NO  a kernel .*1.0 of 16.0 GiB .* -> .*nvidia-smi"]),
+    ("an old CuPy for CUDA 12", dict(gpu=driver(12040, 75), modules=cupy("13.6.0", cuda=12090),
+                                     names=["cupy-cuda12x"]), 0, [
+        "NO  CuPy .*13.6.0; expected .* -> pip uninstall -y cupy-cuda12x; pip install 'cupy-cuda12x"]),
+    ("a full GPU", dict(gpu=driver(), modules=cupy(free=2**29)), 0, [
+        "NO  a kernel .*0.5 of 16.0 GiB .* -> .*nvidia-smi"]),
     ("no NCCL", dict(gpu=driver(), modules=cupy(nccl=False)), 0, [
         'NO  NCCL .*--gpus 2 .* -> pip install "nvidia-nccl', "--device cuda would train"]),
     ("no cuBLASLt", dict(gpu=driver(), modules=cupy(), maps="libm.so"), 0, [

@@ -149,9 +149,9 @@ def as_on_another_gpu(device_name):
     check("attributes pass through", function.kernel.max_dynamic_shared_size_bytes == 100352)
     function((1,), (32,), (), shared_mem=100352)
     check("launched", done[1:] == [(((1,), (32,), ()), {"shared_mem": 100352})], done)
-    check_refusal("too much", "f: a block needs 101,377 bytes of shared memory, and an RTX 3060 has 101,376",
+    check_refusal("too much", "f: a block needs 101,377 bytes of shared memory, and the RTX 3060 has 101,376",
                   function, (1,), (32,), (), 100353)
-    check_refusal("unknown", "5.0: expected a compute capability: 7.5, 8.0", capped.capped, "5.0")
+    check_refusal("unknown", "5.0: expected a compute capability: 7.5 .T4., 8.0", capped.capped, "5.0")
 
 
 TESTS = (arrays_suffice, arrays_too_small, tiles_of_32_rows, launches_that_fail, as_on_another_gpu)

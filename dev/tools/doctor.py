@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIP, GPP = "pip install -r requirements.txt", "apt install g++ (macOS: xcode-select --install)"
-DRIVER = "install NVIDIA's driver 580 or later (WSL2: in Windows; a notebook: choose a GPU)"
+DRIVER = ("with an NVIDIA GPU, install its driver 580 or later (WSL2: in Windows; a notebook: choose a "
+          "GPU); without one, train with --device cpu")
 DTYPES = {75: "fp32", 80: "bf16, tf32", 89: "fp8"}  # by the least compute capability
 
 
@@ -25,9 +26,10 @@ class Wrong(Exception):
     """What was found; and the step that helps, if it is not the row's."""
 
 
-def above(version, *least):
+def above(version, *least, remedy=None):
     if [int(n) for n in re.findall(r"\d+", version)[:2]] < [*least]:
-        raise Wrong(f"{version}; expected {'.'.join(map(str, least))} or later")
+        text = f"{version}; expected {'.'.join(map(str, least))} or later"
+        raise Wrong(*filter(None, (text, remedy)))
     return version
 
 
@@ -70,14 +72,14 @@ def cupy():  # made for one CUDA, which the driver has to know
     named = {str(d.metadata["Name"]) for d in metadata.distributions()}
     names = sorted(name for name in named if re.fullmatch(r"cupy(-cuda.*)?", name))
     again, knows = f"pip uninstall -y {' '.join(names)}; " * bool(names), int(driver()[5:7])
-    again += PIP if knows > 12 else "pip install 'cupy-cuda12x[ctk]' numpy tiktoken"
+    again += PIP if knows > 12 else "pip install 'cupy-cuda12x[ctk]>=14.2' numpy tiktoken"
     if len(names) != 1:
         raise Wrong(" and ".join(names) or "is not installed", again)
     from cupy import __version__, cuda
     needs = cuda.runtime.runtimeGetVersion() // 1000
     if needs > knows:
         raise Wrong(f"{__version__} needs CUDA {needs}, the driver knows {knows}", again)
-    return f"{above(__version__, 14, 2)}, for CUDA {needs}"
+    return f"{above(__version__, 14, 2, remedy=again)}, for CUDA {needs}"
 
 
 def kernel():
@@ -86,9 +88,11 @@ def kernel():
     RawKernel('extern "C" __global__ void f(float* x) { *x = 1; }', "f")((1,), (1,), (out,))
     free, total = cuda.Device().mem_info
     found = f"ran on the GPU; {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
-    if float(out[0]) != 1 or free < 2**32:
-        raise Wrong(found, "see in nvidia-smi who has the memory; or train -e d6 -b 1")
-    return found
+    if float(out[0]) != 1:
+        raise Wrong("gave a wrong number", "see nvidia-smi, and reboot")
+    if free < 2**30:
+        raise Wrong(found, "see in nvidia-smi who has the memory")
+    return found + "; train -e d6 -b 1" * (free < 2**32)
 
 
 def cublaslt():
@@ -131,7 +135,7 @@ def main():
     for row in ROWS:
         right[row.what], remedy = right[row.after], ""
         try:
-            found = row.find() or "is there" if right[row.after] else f"comes after: {row.after}"
+            found = row.find() or "is there" if right[row.after] else f"not looked at: it needs: {row.after}"
         except Exception as e:  # a broken installation may raise anything
             args = e.args if isinstance(e, Wrong) else str(e).strip().splitlines()[:1]
             found, remedy = (*(args or [type(e).__name__]), row.remedy)[:2]

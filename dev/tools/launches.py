@@ -106,7 +106,7 @@ def faults_of_launches(capability, launches, used):
         own = used[launch.kernel]
         if not blocks_that_fit(gpu, own, launch.threads, launch.shared):
             faults.append(
-                f"an {gpu.name} cannot launch {launch.kernel}: its blocks have {launch.threads} threads, "
+                f"{gpu.name}: {launch.kernel} cannot be launched: its blocks have {launch.threads} threads, "
                 f"{registers_of_block(own, launch.threads):,} registers of {REGISTERS:,}, and "
                 f"{own.shared + launch.shared:,} bytes of shared memory of {gpu.of_block:,}")
         if max(launch.grid[1:], default=1) > 65535 or launch.grid[0] >= 2**31:

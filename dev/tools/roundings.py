@@ -39,8 +39,8 @@ def losses_of(flags):
                           text=True)
     losses = [float(loss) for loss in re.findall(r"^step .*\| loss (\S+) ", done.stdout, re.M)]
     if done.returncode or not losses:
-        raise UserError(f"train_gpt2.py {shlex.join(flags)}: expected steps, found status "
-                        f"{done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}")
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise UserError(f"train_gpt2.py {shlex.join(flags)} failed: {' '.join(last)}")
     return losses
 
 
@@ -61,8 +61,8 @@ def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, own)
     if not versions:
         raise UserError("no version is given: expected a dtype such as fp8; --help says more")
-    runs = [*((f"bf16 {more}".strip(), True) for more in ROUNDINGS),
-            *((version, False) for version in versions)]
+    runs = [*((version, False) for version in versions),  # first, as a name may be wrong
+            *((f"bf16 {more}".strip(), True) for more in ROUNDINGS)]
     in_bf16, found = [], []
     for name, plain in runs:
         losses = losses_of([*COMMON.split(), "-x", f"{flags.steps}", *shared, "--dtype",

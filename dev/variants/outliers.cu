@@ -31,7 +31,7 @@ extern "C" __global__ void skip_outliers(
     int count = *seen;
     double loss_z = z_score(windows, count, verdict->loss), norm_z = z_score(windows + WINDOW, count, verdict->norm);
     bool skips = (loss_limit > 0.0f && loss_z > loss_limit) || (norm_limit > 0.0f && norm_z > norm_limit);
-    // No __syncwarp here: all lanes read *verdict and *seen before that of the second z_score.
+    // No __syncwarp is needed: all lanes read *verdict and *seen before the one in the second z_score.
     if (threadIdx.x > 0) return;
     float* z = z_scores + 2 * ((int)*step % WINDOW);
     z[0] = loss_z, z[1] = norm_z;

@@ -33,7 +33,7 @@ extern "C" __global__ void matmul_backward_bias2(float* dbias, const real* __res
 BLOCK(256, 8 * W)
 extern "C" __global__ void matmul_backward_bias3(float* dbias, float* partials, int* counters,
                                                  const real* __restrict__ dout, int N, int OC) {
-    add_columns(partials, dout, N, OC, blockIdx.y, gridDim.y);
+    add_columns(partials, dout, N, OC, blockIdx.y, gridDim.y, false);
     if (!lab::last_of(counters + blockIdx.x, gridDim.y)) return;
     int column = 8 * W * blockIdx.x + threadIdx.x;
     if (threadIdx.x >= 8 * W || column >= OC) return;
