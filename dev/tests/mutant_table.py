@@ -207,8 +207,8 @@ TABLE = [
         ("index", "attention_backward_kv", "own.queries, dout", "own.queries, qkv"),
         dtype="bf16", flag=AS_HOPPER),
     *of("attention_forward",
-        ("index", "mma_pair", "a[k | 1]", "a[k & 2]"),
-        ("missing term", "mma_pair", "fmaf(lower, column, d[n % 2 + 2])", "lower * column"),
+        ("index", "", "a[k | 1]", "a[k & 2]"),
+        ("missing term", "", "fmaf(lower, column, d[n % 2 + 2])", "lower * column"),
         flag=AS_TURING),
     # ---- outliers.cu
     *of("outliers",
