@@ -297,7 +297,8 @@ extern "C" __global__ void encoder_backward_wte(
     }
 }
 
-// dwpe (maxT,C)[t] = the sum over b of dout (B,T,C)[b,t], and 0 beyond T. Items: maxT*C numbers.
+// dwpe (maxT,C)[t] = the sum over b of dout (B,T,C)[b,t], and 0 beyond T; or += with adds. Items:
+// maxT*C numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void encoder_backward_wpe(
     float* __restrict__ dwpe, const real* __restrict__ dout, int B, int T, int maxT, int C,

@@ -68,7 +68,6 @@ class Row(NamedTuple):
     mean: float = 0.0  # a parameter starts as mean + std * normal
     std: float = 0.0
     decay: bool = False  # weight decay applies
-    linear: bool = False  # a matrix product makes its gradient
 
     @property
     def size(self):
@@ -111,11 +110,11 @@ class Config:
         """The parameters, in a checkpoint's order. They start as in GPT-2 (Radford et al. 2019,
         section 2.3): the 2L matrices that add to the residual stream are divided by sqrt(2L)."""
         C, once, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
-        weight = dict(std=0.02, decay=True, linear=True)
+        weight = dict(std=0.02, decay=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
         return [
             Row("wte", (self.Vp, C), **once, **weight),  # token embeddings, and the head's weight
-            Row("wpe", (self.maxT, C), **once, std=0.02, decay=True),  # position embeddings
+            Row("wpe", (self.maxT, C), **once, **weight),  # position embeddings
             Row("ln1w", (C,), **each, mean=1.0),
             Row("ln1b", (C,), **each),
             Row("qkvw", (3 * C, C), **each, **weight),

@@ -22,7 +22,8 @@ def flops_per_token(c, T):
     """FLOPs to train on one token: 6 for each weight of a matrix product (2 forward, 4 backward),
     and 12*L*C for each of the T/2 tokens that attention sees on average (Chowdhery et al. 2022,
     appendix B, halved since it is causal)."""
-    weights = sum(row.size for row in c.parameter_table() if row.linear)
+    layers = sum(row.size for row in c.parameter_table() if row.decay and row.layers)
+    weights = layers + c.Vp * c.C  # the head's
     return 6 * weights + 6 * c.L * c.C * T
 
 

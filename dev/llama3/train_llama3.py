@@ -237,12 +237,11 @@ class Config3(Config):
     def parameter_table(self, real=np.float32):
         """The parameters, as they lie in memory. They start as GPT-2's do."""
         C, H, once, each = self.C, self.H, dict(dtype=real), dict(dtype=real, layers=self.L)
-        weight = dict(std=0.02, decay=True, linear=True)
+        weight = dict(std=0.02, decay=True)
         residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
-        embedding = weight | dict(linear=self.tied)  # a product sets its gradient if it is the head
         head = [] if self.tied else [Row("lm_head", (self.Vp, C), **once, **weight)]
         return [
-            Row("wte", (self.Vp, C), **once, **embedding),
+            Row("wte", (self.Vp, C), **once, **weight),
             *head,  # turns channels into logits
             Row("ln1w", (C,), **each, mean=1.0),
             Row("qkvw", (self.QKV, C), **each, **weight),

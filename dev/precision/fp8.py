@@ -62,7 +62,7 @@ def e4m3_values():
 def fp8_rows(c):
     """The rows of the parameter table that have products in FP8."""
     return [row for row in c.parameter_table()
-            if row.linear and row.layers and not any(n % WHOLE for n in row.shape)]
+            if row.decay and row.layers and not any(n % WHOLE for n in row.shape)]
 
 
 def fp8_table(c, B, T, rows):

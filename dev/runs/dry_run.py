@@ -49,7 +49,7 @@ class DryRun:
         rate = product_rate(device, c, B, T) * SHARE[device.name]
         # --recompute 2 does the products of a layer's forward pass again, except the last.
         again = 2 * sum(row.size for row in c.parameter_table()
-                        if row.linear and row.layers and row.name != "fcprojw")
+                        if row.decay and row.layers and row.name != "fcprojw")
         flops = flops_per_token(c, T) + again * (flags.recompute == 2)
         seconds = flags.total_batch / self.count * flops / rate
         print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, "

@@ -13,18 +13,15 @@ of a step after the first quarter was above the mean of the 16 steps before it. 
 if a version's loss is above the range, or if its jump is more than 0.1 and 1.5 times the largest in
 bf16.
 """
-import re
 import shlex
 import statistics
-import subprocess
 import sys
-from pathlib import Path
 
 from dev.common.flags import split_names
+from dev.tools.turns import TOP, steps_of
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import parse_flags
 
-TOP = Path(__file__).resolve().parents[2]
 FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
          (None, "--last", "count", 50, "steps whose mean loss counts")]
 COMMON = "-b 16 -t 1024 -d 16384 -l 6e-4 -u 40 -c 0.1 --beta2 0.95 -v 0 -s 0 --shuffle 0"
@@ -35,13 +32,7 @@ SPIKE, LEAST = 1.5, 0.1  # a spike is a jump of more than LEAST, and SPIKE times
 
 def losses_of(flags):
     """The losses of a run's steps. Raises UserError."""
-    done = subprocess.run([sys.executable, TOP / "train_gpt2.py", *flags], capture_output=True,
-                          text=True)
-    losses = [float(loss) for loss in re.findall(r"^step .*\| loss (\S+) ", done.stdout, re.M)]
-    if done.returncode or not losses:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise UserError(f"train_gpt2.py {shlex.join(flags)} failed: {' '.join(last)}")
-    return losses
+    return [float(loss) for loss, _ in steps_of(TOP, flags)]
 
 
 def jump_of(losses):
