@@ -14,6 +14,7 @@ struct WarpGroup {
         bool add, a_in_registers;
         unsigned long long a, b;  // descriptions
         unsigned registers[4];    // what the thread holds of A, if it is in registers
+        bool of_rows;             // A and B are 64 columns of 16 rows each, and D is A' B
     };
     struct Result {
         float (*d)[4];
@@ -61,15 +62,23 @@ struct WarpGroup {
             bool right = true;
             for (auto& of_thread : asked)
                 right &= i < of_thread.size() && of_thread[i].right && of_thread[i].a == product.a &&
-                         of_thread[i].b == product.b && of_thread[i].add == product.add;
+                         of_thread[i].b == product.b && of_thread[i].add == product.add &&
+                         of_thread[i].of_rows == product.of_rows;
             float A[64][16], B[64][64], D[64][64] = {};  // B has a row for each column of D, or for each of A
+            const bool b_of_rows = product.a_in_registers || product.of_rows;
             for (int row = 0; row < 64; row++)
-                for (int piece = 0; piece < 2 && !product.a_in_registers; piece++) {
+                for (int piece = 0; piece < 2 && !b_of_rows; piece++) {
                     read(A[row] + 8 * piece, shared, product.a, row, piece);
                     read(B[row] + 8 * piece, shared, product.b, row, piece);
                 }
-            for (int row = 0; row < 16 && product.a_in_registers; row++)
-                for (int piece = 0; piece < 8; piece++) read(B[row] + 8 * piece, shared, product.b, row, piece);
+            for (int row = 0; row < 16 && b_of_rows; row++)
+                for (int piece = 0; piece < 8; piece++) {
+                    float column[8];
+                    read(B[row] + 8 * piece, shared, product.b, row, piece);
+                    if (!product.of_rows) continue;
+                    read(column, shared, product.a, row, piece);
+                    for (int i = 0; i < 8; i++) A[8 * piece + i][row] = column[i];
+                }
             for (int t = 0; t < 128 && product.a_in_registers; t++)
                 for (int r = 0; r < 4; r++)
                     for (int j = 0; j < 2; j++)
@@ -77,7 +86,7 @@ struct WarpGroup {
                             __uint_as_float(asked[t][i].registers[r] >> 16 * j << 16);
             for (int m = 0; m < 64; m++)
                 for (int k = 0; k < 16; k++)
-                    for (int n = 0; n < 64; n++) D[m][n] += A[m][k] * (product.a_in_registers ? B[k][n] : B[n][k]);
+                    for (int n = 0; n < 64; n++) D[m][n] += A[m][k] * (b_of_rows ? B[k][n] : B[n][k]);
             for (int t = 0; t < 128 && right; t++) {
                 Result& result = result_of(t, asked[t][i]);
                 for (int e = 0; e < 32; e++)
@@ -136,10 +145,11 @@ struct WarpGroup {
     }
 };
 
-// Counts the one arrival and the bytes that its phase still waits for. It takes the place of a kernel's mbarrier.
+// Counts the arrivals and the bytes that its phase still waits for. It takes the place of a kernel's mbarrier.
 struct Mbarrier {
     int bytes;
-    unsigned short arrivals, phase;  // phase: its parity
+    unsigned char arrivals, of_phase;  // of_phase: how many arrivals a phase has
+    unsigned short phase;              // its parity
 };
 static_assert(sizeof(Mbarrier) == sizeof(unsigned long long));
 
@@ -171,11 +181,58 @@ struct Box {
     }
 };
 
+// Bytes on their way to shared memory, which are poison until a thread waits for them.
+struct Line {
+    char* to;
+    const char* from;
+    int bytes;
+    Mbarrier* mbarrier;
+    races::Asked asked;
+
+    QUIET void tell_races(bool begins) const {
+        races::copy(to, bytes, true, begins, asked);
+        races::copy(from, bytes, false, begins, asked);
+    }
+    QUIET void deliver() const {
+        memcpy(to, from, bytes);
+        tell_races(false);
+    }
+};
+
+// Floats on their way from shared to device memory, of one thread, who waits for them. There they are poison until then.
+struct AddedLine {
+    unsigned thread;
+    float* to;
+    const float* from;
+    std::vector<float> added, sum;  // what was in shared memory when it began, and what comes of it
+    races::Asked asked;
+    bool read;
+
+    QUIET void land(const void* p, bool writes) {
+        races::Asked now = asked;
+        now.time = races::time();
+        races::copy(p, 4 * sum.size(), writes, false, now);
+    }
+    QUIET void end_reading() {
+        if (read) return;
+        if (memcmp(added.data(), from, 4 * added.size())) memset(sum.data(), 0xff, 4 * sum.size());
+        land(from, false);
+        read = true;
+    }
+    QUIET void end() {
+        end_reading();
+        memcpy(to, sum.data(), 4 * sum.size());
+        land(to, true);
+    }
+};
+
 // What the threads of a block have under way.
 struct Hopper {
     size_t block = 0;  // its number
     WarpGroup groups[8];
     std::vector<Box> boxes;
+    std::vector<Line> lines;
+    std::vector<AddedLine> added;
     std::vector<std::pair<Mbarrier*, unsigned>> waiting;  // threads, and at which mbarrier
 
     // Lets all threads that wait at an mbarrier look again.
@@ -187,16 +244,19 @@ struct Hopper {
     }
     QUIET void complete(Mbarrier& mbarrier) {
         if (mbarrier.arrivals || mbarrier.bytes) return;
-        mbarrier.arrivals = 1, mbarrier.phase ^= 1;
+        mbarrier.arrivals = mbarrier.of_phase, mbarrier.phase ^= 1;
         wake(mbarrier);
     }
-    // Delivers the boxes that have begun.
+    // Delivers the boxes and lines that have begun.
     QUIET void deliver(Mbarrier& mbarrier) {
-        const auto arrived = std::stable_partition(boxes.begin(), boxes.end(),
-                                                   [&](Box& box) { return box.mbarrier != &mbarrier; });
-        if (arrived == boxes.end()) return;
-        for (auto box = arrived; box != boxes.end(); ++box) box->deliver(), mbarrier.bytes -= 8192;
-        boxes.erase(arrived, boxes.end());
+        auto there = [&](auto& copy) { return copy.mbarrier != &mbarrier; };
+        const auto box = std::stable_partition(boxes.begin(), boxes.end(), there);
+        const auto line = std::stable_partition(lines.begin(), lines.end(), there);
+        if (box == boxes.end() && line == lines.end()) return;
+        for (auto it = box; it != boxes.end(); ++it) it->deliver(), mbarrier.bytes -= 8192;
+        for (auto it = line; it != lines.end(); ++it) it->deliver(), mbarrier.bytes -= it->bytes;
+        boxes.erase(box, boxes.end());
+        lines.erase(line, lines.end());
         complete(mbarrier);
     }
 };
@@ -236,10 +296,13 @@ inline void ask(WarpGroup::Product product) {
     group.asked[t % 128].push_back(product);
 }
 inline void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, true, add, false, a, b, {}});
+    ask({d, true, add, false, a, b, {}, false});
+}
+inline void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    ask({d, true, add, false, a, b, {}, true});
 }
 inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
-    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}});
+    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false});
 }
 
 __device__ void wgmma_commit(int line = __builtin_LINE()) {
@@ -265,7 +328,11 @@ template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int l
 }
 
 inline Mbarrier& as_mbarrier(unsigned long long& mbarrier) { return reinterpret_cast<Mbarrier&>(mbarrier); }
-__device__ void mbarrier_start(unsigned long long& mbarrier) { as_mbarrier(mbarrier) = {0, 1, 0}; }
+__device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals = 1) {
+    as_mbarrier(mbarrier) = {0, (unsigned char)arrivals, (unsigned char)arrivals, 0};
+}
+__device__ void shared_written() {}
+__device__ void global_seen() {}
 QUIET inline void mbarrier_arrive(unsigned long long& mbarrier) {
     races::hand_over(&mbarrier);
     as_mbarrier(mbarrier).arrivals--;
@@ -300,6 +367,37 @@ QUIET inline __attribute__((noinline)) void copy_box(void* box, const void* map,
     memset(box, 0xff, 8192);
     as_mbarrier(mbarrier).bytes += 8192;
     state().wake(as_mbarrier(mbarrier));
+}
+QUIET inline __attribute__((noinline)) void copy_line(void* shared, const void* global, int bytes,
+                                                      unsigned long long& mbarrier) {
+    state().lines.push_back({static_cast<char*>(shared), static_cast<const char*>(global), bytes,
+                             &as_mbarrier(mbarrier), races::asked(__builtin_return_address(0))});
+    state().lines.back().tell_races(true);
+    memset(shared, 0xff, bytes);
+    as_mbarrier(mbarrier).bytes += bytes;
+    state().wake(as_mbarrier(mbarrier));
+}
+
+QUIET inline __attribute__((noinline)) void add_line(float* global, const float* shared, int bytes, bool add) {
+    const size_t n = bytes / 4;
+    AddedLine sum = {thread_number(), global, shared, std::vector<float>(shared, shared + n),
+                     std::vector<float>(shared, shared + n), races::asked(__builtin_return_address(0)), false};
+    races::copy(shared, bytes, false, true, sum.asked);
+    races::copy(global, bytes, true, true, sum.asked);
+    for (size_t i = 0; i < n && add; i++) sum.sum[i] += global[i];
+    memset(static_cast<void*>(global), 0xff, bytes);
+    state().added.push_back(std::move(sum));
+}
+QUIET inline void lines_read() {
+    for (AddedLine& sum : state().added)
+        if (sum.thread == thread_number()) sum.end_reading();
+}
+QUIET inline void lines_arrive() {
+    auto& sums = state().added;
+    const unsigned t = thread_number();
+    for (AddedLine& sum : sums)
+        if (sum.thread == t) sum.end();
+    sums.erase(std::remove_if(sums.begin(), sums.end(), [t](AddedLine& sum) { return sum.thread == t; }), sums.end());
 }
 
 }  // namespace hopper

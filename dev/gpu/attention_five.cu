@@ -1,0 +1,363 @@
+// Attention's gradient with five products instead of seven, for heads of 128 channels on Hopper: a
+// prototype beside attention_backward_q and attention_backward_kv, compiled after kernels.cu with
+// -DBF16 -DHOPPER -DHS=128. dev/gpu/attention_five.py checks and times it.
+//
+// A block owns keys, as in attention_backward_kv. It has the dscores of all queries that see them,
+// so dq = dscore k is one more product there, and attention_backward_q is not needed. But a query's
+// dq is a sum over the keys of many blocks. They add their parts to dq in device memory, in fp32,
+// one after another: first the block with the first keys. So the bits are the same on every run.
+//   - A block walks over the queries from the last one up to its own keys. All blocks of a head
+//     begin with the same queries, and each waits until the one before it has added its part. They
+//     wait once, at their first tile; from then on they follow each other at a distance.
+//   - GPUs start blocks in the order of their numbers, those with the first keys first. A block
+//     waits only for blocks of lower numbers, so one that everybody waits for has started.
+//   - One more warp adds the parts, while the other eight go on: the copy engine takes a part from
+//     shared memory and adds it in L2.
+// What a tile of 64 queries costs, in clocks: five products 2,560 of the tensor cores, and 2,944 of
+// shared memory.
+static_assert(HOPPER && HS == 128, "compile it with -DBF16 -DHOPPER -DHS=128");
+
+constexpr int WORKERS = THREADS;         // two warpgroups multiply,
+constexpr int FIVE_THREADS = WORKERS + 32;  // and a warp adds to dq
+constexpr int FIVE_STAGES = 3;
+#ifndef AT_ONCE
+#define AT_ONCE 16  // heads whose tiles and dq should be in L2
+#endif
+static_assert(ROWS == 128 && TILE == 64 && WORKERS == 256);
+constexpr int DSCORES = ROWS * TILE;     // numbers of a block's dscores with one tile
+constexpr int PART = TILE * HP;          // numbers of a part of dq
+struct FiveStage { float lse[TILE], delta[TILE]; };
+
+#ifdef __CUDACC__
+// As mbarrier_start, for a phase that ends after so many arrivals.
+__device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.proxy.async.shared::cta;"
+                 ::"r"(shared_address(&mbarrier)), "r"(arrivals) : "memory");
+}
+// What this thread has written to shared memory, wgmma and the copy engine see after a barrier.
+__device__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The copy engine's next accesses of device memory come after what this thread has waited for.
+__device__ void global_seen() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// D (64,64) = A' B, or with `add` D += A' B: A and B are 64 columns of 16 rows of two tiles.
+__device__ void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 1, 1;}"
+                 : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
+}
+
+// Starts to copy bytes to shared memory; the mbarrier counts them.
+__device__ void copy_line(void* shared, const void* global, int bytes,
+                          unsigned long long& mbarrier) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+                 ::"r"(shared_address(&mbarrier)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+                   "r"(shared_address(&mbarrier)) : "memory");
+}
+
+// Starts to add floats in shared memory to those in device memory, or to copy them there. This
+// thread waits: lines_read until the shared memory may be written again, lines_arrive until all is
+// done.
+__device__ void add_line(float* global, const float* shared, int bytes, bool add) {
+    if (add)
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                     ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                     ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ void lines_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ void lines_arrive() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+#endif
+
+// stats (B,NH,tiles,2,TILE): of each tile of queries lse and then delta, the sum over a head's
+// channels of out * dout, with zeros beyond T. turns (B,NH,tiles) = 0: see attention_five. 16 lanes
+// share a row. Items: tiles of all heads.
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(256) attention_five_delta(
+    FiveStage* __restrict__ stats, int* __restrict__ turns, const float* __restrict__ lse,
+    const real* __restrict__ out, const real* __restrict__ dout, int T, int NH) {
+    constexpr int rows = 256 / 16, steps = TILE / rows;
+    int tiles = (T + TILE - 1) / TILE, first = blockIdx.x % tiles * TILE, head = blockIdx.x / tiles;
+    int lane = threadIdx.x % 16;
+    Head of_out = {head / NH, head % NH, NH, T};
+    Pack<W> x[steps], y[steps];
+#pragma unroll
+    for (int i = 0; i < steps; i++) {
+        size_t at = of_out.at(min(first + rows * i + (int)threadIdx.x / 16, T - 1)) + W * lane;
+        x[i] = load<W>(out + at);
+        y[i] = load<W>(dout + at);
+    }
+#pragma unroll
+    for (int i = 0; i < steps; i++) {
+        int row = rows * i + threadIdx.x / 16, t = first + row;
+        float sum = 0.0f;
+        for (int j = 0; j < W; j++) sum += x[i][j] * y[i][j];
+        for (int distance = 8; distance > 0; distance /= 2)
+            sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        if (lane > 0) continue;
+        stats[blockIdx.x].lse[row] = t < T ? lse[of_out.row() + t] : 0.0f;
+        stats[blockIdx.x].delta[row] = t < T ? sum : 0.0f;
+    }
+    if (threadIdx.x == 0) turns[blockIdx.x] = 0;
+}
+
+// What this block owns, as own_rows<true>, with fewer heads at a time: dq needs room in L2, too.
+__device__ Own own_keys(int T, int NH, int NKV) {
+    int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
+    int section = blockIdx.x / (AT_ONCE * blocks) * AT_ONCE, i = blockIdx.x - section * blocks;
+    int heads_here = min(AT_ONCE, heads - section);
+    int head = section + i % heads_here, first = i / heads_here * ROWS;
+    int warp = threadIdx.x / 32 * 16, slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
+    int b = head / NKV, kv = head % NKV, all = NH + 2 * NKV;
+    return {first, first + slab, first + warp,
+            {b, kv * NH / NKV, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T},
+            {b, kv * NH / NKV, NH, T}};
+}
+
+// Walks over the tiles of queries that see a block's keys: heads in order, of each the last first.
+struct Walk {
+    int head, query, first, last, left;
+    __device__ bool next() {
+        query -= TILE;
+        if (query < first) query = last, head++;
+        return --left > 0;
+    }
+};
+
+// A phase of an mbarrier ends when all warps of the workers have arrived.
+__device__ void warp_arrives(unsigned long long& mbarrier) {
+    shared_written();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
+}
+
+// In place of hide_future<true>: a slab also takes part in tiles whose queries see none of its keys.
+__device__ void hide_later_keys(Result<TILE>& x, const Own& own, int query) {
+    if (query >= own.slab + SLAB) return;
+    each(x, [&](Element e) {
+        if (own.warp + e.row() > query + e.column()) x[e] = 0.0f;
+    });
+}
+
+// Stores the workers' dscores, rounded to bf16, for dq: two boxes (ROWS,TILE), swizzled.
+__device__ void store_dscores(real* tile, const Own& own, Result<TILE>& x) {
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++)
+        each_row([&](Element e) {
+            int row = own.warp - own.first + e.row(), c = column_of(n, 0);
+            store(tile + row * TILE + (c ^ row % 8 * 8),
+                  Pack<2>{x[{0, n, e.i}], x[{0, n, e.i + 1}]});
+        });
+}
+
+// Starts part (64 queries, 64 channels) = dscores' keys. A warpgroup has half of the channels.
+__device__ void multiply_dq(Result<TILE>& part, const real* dscores, const real* keys) {
+    auto a = describe(address16(dscores)), b = describe(address16(keys));
+    wgmma_fence(part.x);
+#pragma unroll
+    for (int row = 0; row < ROWS; row += 16)
+        wgmma_of_rows(part.x[0], further(a, row * TILE / W), further(b, in_tile(row, 0) / W),
+                      row > 0);
+    wgmma_commit();
+}
+
+// store_rows and store_column_sums without their barriers, which the warp that adds does not reach.
+__device__ ColumnSums store_own_rows(
+    Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
+    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < HP / 8; n++)
+        each_row([&](Element e) {
+            Pack<2> two = {x[{0, n, e.i}], x[{0, n, e.i + 1}]};
+            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
+        });
+    __syncwarp();
+    ColumnSums sums = {};
+    int c = lane % HEAD_LANES * HEAD_PACK;
+#pragma unroll
+    for (int r = 0; r < 16; r += 32 / HEAD_LANES) {
+        int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
+        Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
+        if (t >= head.T) continue;
+        array.store(head.at(t) + c, pack);
+        sums.x[0] = sums.x[0] + pack;
+    }
+    return sums;
+}
+constexpr int SHARES = WORKERS / HEAD_LANES;  // of a column's sum
+__device__ void share_column_sums(float* of_share, ColumnSums& of_lane) {
+    store(of_share + threadIdx.x / HEAD_LANES * HP + threadIdx.x % HEAD_LANES * HEAD_PACK,
+          of_lane.x[0]);
+}
+__device__ void store_shared_sums(float* sums, Head head, int block, const float* of_share) {
+    int blocks = (head.T + ROWS - 1) / ROWS, c = threadIdx.x % HP;
+    float sum = 0.0f;
+    for (int i = 0; i < SHARES; i++) sum += of_share[i * HP + c];
+    sums[(((size_t)head.b * blocks + block) * head.heads + head.h) * HS + c] = sum;
+}
+
+// dk and dv of a block's keys, and its parts of dq (B,NH,tiles,PART), which attention_five_dq
+// scales and rounds. turns says how many blocks have added to a tile of dq. Items: blocks of ROWS
+// keys.
+BLOCK(288, 1)
+extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
+    Output dqkv, float* sums, float* dq, int* turns, const FiveStage* __restrict__ stats,
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu,
+    int T, int NH, int NKV) {
+    DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
+    real* values = keys + ROWS * LD;
+    Stages<TILE> stages = {values + ROWS * LD};         // of queries and dout
+    real* all_dscores = stages.left(FIVE_STAGES);       // two, by turns
+    float* part_of_dq = reinterpret_cast<float*>(all_dscores + 2 * DSCORES);
+    __shared__ __align__(16) FiveStage of_query[FIVE_STAGES];
+    // Stages are full; all workers have come so far; a part of dq is there; it has been read.
+    __shared__ unsigned long long full[FIVE_STAGES], met, part_there, part_read;
+    if (threadIdx.x == 0) {
+        for (auto& mbarrier : full) mbarrier_start(mbarrier, 1);
+        mbarrier_start(met, WORKERS / 32);
+        mbarrier_start(part_there, WORKERS / 32);
+        mbarrier_start(part_read, 1);
+    }
+    __syncthreads();
+    Own own = own_keys(T, NH, NKV);
+    int tiles = (T + TILE - 1) / TILE, of_head = tiles - own.first / TILE;
+    Walk walk = {own.queries.h, (tiles - 1) * TILE, own.first, (tiles - 1) * TILE,
+                 of_head * (NH / NKV)};
+    auto tile_of = [&](const Walk& w) {
+        return ((size_t)own.queries.b * NH + w.head) * tiles + w.query / TILE;
+    };
+
+    if (threadIdx.x >= WORKERS) {  // the warp that adds
+        int turn = own.first / ROWS, parity = 0;
+        do {
+            mbarrier_wait(part_there, parity);
+            parity ^= 1;
+            if (threadIdx.x == WORKERS) {
+                volatile int* adders = turns + tile_of(walk);
+                while (*adders < turn) {}
+                __threadfence();
+                global_seen();
+                add_line(dq + tile_of(walk) * PART, part_of_dq, PART * sizeof(float), turn > 0);
+                lines_read();
+                mbarrier_arrive(part_read);
+                lines_arrive();
+                __threadfence();
+                *adders = turn + 1;
+            }
+            __syncwarp();
+        } while (walk.next());
+        return;
+    }
+
+    Walk ahead = walk;  // thread 0 asks for tiles
+    int loaded = 0;     // the stage that it asks for next
+    auto load_next = [&] {
+        if (ahead.left <= 0) return;
+        Arrivals arrivals = {&full[loaded], 0};
+        Head queries = own.queries, out = own.out;
+        queries.h = out.h = ahead.head;
+        load_stage(stages, loaded, qkv, queries, dout, out, ahead.query, arrivals);
+        copy_line(&of_query[loaded], stats + tile_of(ahead), sizeof(FiveStage), full[loaded]);
+        mbarrier_arrive(full[loaded]);
+        loaded = loaded == FIVE_STAGES - 1 ? 0 : loaded + 1;
+        ahead.next();
+    };
+    if (threadIdx.x == 0) {
+        Arrivals arrivals = {&full[0], 0};
+        load_tile<ROWS>(keys, qkv, own.keys, own.first, arrivals);
+        load_tile<ROWS>(values, qkv, own.values, own.first, arrivals);
+        load_next();
+        load_next();
+    }
+    int half = (own.slab - own.first) / 64;  // of the channels of dq
+    const real* half_keys = keys + in_tile(0, 64) * half;
+    float4* my_part = reinterpret_cast<float4*>(part_of_dq) + half * PART / 8 + threadIdx.x % 128;
+
+    Result<HP> dk = {}, dv = {};
+    Result<TILE> scores, dweights, part;
+    auto &weights = scores, &dscores = dweights;            // computed in place
+    int stage = 0, full_parity = 0, parity = 0;
+    bool more, first = true;
+    mbarrier_wait(full[0], 0);
+    multiply_transposed(scores, own, keys, stages.left(0));     // S' = K Q'
+    do {
+        const real *queries = stages.left(stage), *douts = stages.right(stage);
+        const FiveStage& of = of_query[stage];
+        real* my_dscores = all_dscores + parity * DSCORES;
+        multiply_transposed(dweights, own, values, douts);      // dP' = V dO'
+        products_arrive<1>(scores);  // and all that was asked for before
+        weights_from_scores(scores, relu, scale,                // P' = e^(S' - L)
+                            [&](Element e) { return of.lse[e.column()]; });
+        hide_later_keys(weights, own, walk.query);
+        multiply(dv, weights, douts);                           // dV = dV + P' dO
+        products_arrive<1>(dweights);
+        dscores_from_dweights(dweights, weights, relu,          // dS' = P' o (dP' - D)
+                              [&](Element e) { return of.delta[e.column()]; });
+        multiply(dk, dscores, queries);                         // dK = dK + dS' Q
+        store_dscores(my_dscores, own, dscores);
+        warp_arrives(met);
+        mbarrier_wait(met, parity);  // all dscores are there; nobody uses the tile before this one
+        if (threadIdx.x == 0) load_next();
+        multiply_dq(part, my_dscores, half_keys);               // dQ = dS K, of these keys
+        more = walk.next();
+        stage = stage == FIVE_STAGES - 1 ? 0 : stage + 1;
+        full_parity ^= stage == 0;
+        if (more) mbarrier_wait(full[stage], full_parity);
+        multiply_transposed(scores, own, keys, stages.left(stage));  // the last is for nothing
+        products_arrive<1>(part);
+        if (!first) mbarrier_wait(part_read, parity ^ 1);  // the part before this one
+        first = false;
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+            my_part[128 * n] = {part.x[0][n][0], part.x[0][n][1], part.x[0][n][2], part.x[0][n][3]};
+        warp_arrives(part_there);
+        parity ^= 1;
+    } while (more);
+    products_arrive<0>(scores);
+    products_arrive<0>(dv), products_arrive<0>(dk);
+
+    warp_arrives(met);
+    mbarrier_wait(met, parity);  // no product reads a tile any more
+    each(dk, [&](Element e) { dk[e] *= scale; });
+    dqkv.begin();
+    ColumnSums dk_sums = store_own_rows(dqkv, own.keys, own, keys, dk);
+    ColumnSums dv_sums = store_own_rows(dqkv, own.values, own, values, dv);
+    float* of_share = reinterpret_cast<float*>(stages.left(0));  // (2, SHARES, HP)
+    if (sums) {
+        share_column_sums(of_share, dk_sums);
+        share_column_sums(of_share + SHARES * HP, dv_sums);
+        warp_arrives(met);
+        mbarrier_wait(met, parity ^ 1);
+        store_shared_sums(sums, threadIdx.x < HP ? own.keys : own.values, own.first / ROWS,
+                          of_share + threadIdx.x / HP * SHARES * HP);
+    }
+    dqkv.end();
+}
+
+// dq, scaled and rounded, from the sums of all parts, and the sums of its columns. Items: blocks of
+// ROWS queries.
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(THREADS) attention_five_dq(
+    Output dqkv, float* sums, const float* __restrict__ dq, float scale, int T, int NH, int NKV) {
+    DYNAMIC_SHARED(real, rows);  // (ROWS, LD), and (TILE, LD) for the sums
+    Own own = own_rows<false>(T, NH, NKV);
+    int tiles = (T + TILE - 1) / TILE, tile = own.slab / TILE;
+    Result<HP> x = {};
+    if (tile < tiles) {
+        const float4* from = reinterpret_cast<const float4*>(dq) + threadIdx.x % 128 +
+            (((size_t)own.queries.b * NH + own.queries.h) * tiles + tile) * (PART / 4);
+#pragma unroll
+        for (int n = 0; n < HP / 8; n++) {
+            float4 four = from[128 * n];
+            x.x[0][n][0] = scale * four.x, x.x[0][n][1] = scale * four.y;
+            x.x[0][n][2] = scale * four.z, x.x[0][n][3] = scale * four.w;
+        }
+    }
+    dqkv.begin();
+    ColumnSums dq_sums = store_rows(dqkv, own.queries, own, rows, x);
+    if (sums) store_column_sums(sums, own.queries, own, dq_sums, rows + ROWS * LD);
+    dqkv.end();
+}

@@ -1,0 +1,181 @@
+"""Attention's gradient with five products, attention_five.cu, beside the trainer's with seven.
+
+    python -m dev.gpu.attention_five                       # on a Hopper GPU: checks, then times
+    python -m dev.gpu.attention_five --shape B=8,T=2048,NH=16 --at-once 8,16,32
+    CXXFLAGS="-O1 -DHOPPER" python -m dev.gpu.attention_five --device cpu          # only checks
+    CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" python -m dev.gpu.attention_five --device cpu --shape T=150
+
+Both are checked against NumPy at small sizes, where a GPU must also give the same bits twice, and a
+CPU in each order of threads. Times are medians in microseconds: of all kernels together, of each of
+them, and of cuDNN's gradient if PyTorch is installed.
+"""
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from dev.common.devices import make_device
+from dev.lab import heads, timing
+from dev.lab.bench import Bench
+from dev.lab.ladder import Ladder, Version, parse_sizes
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import Config, to_float
+
+HERE = Path(__file__).with_suffix(".cu")
+THREADS = 288
+# Keys and values, three stages of queries and dout, two dscores, in bf16; and a part of dq
+SHARED = 2 * (2 * 128 * 128 + 3 * 2 * 64 * 128 + 2 * 128 * 64) + 4 * 64 * 128
+CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2", "B=2,T=300,NH=3,NKV=3",
+          "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1", "B=1,T=140,NH=2,NKV=2,cold=1",
+          "B=1,T=640,NH=2,NKV=2")
+SHAPE = "B=8,T=2048,NH=16,NKV=16"
+
+
+class Config128(Config):
+    """Heads of 128 channels; AT_ONCE of them at a time."""
+    AT_ONCE = 16
+
+    def switches(self):
+        return ["-DCHANNELS=256", "-DHS=128", f"-DAT_ONCE={self.AT_ONCE}"]
+
+
+def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
+    return heads.backward_problem(draw, B, T, NH, NKV, HS, relu, cold)
+
+
+def scratch(a):
+    blocks, tiles = -(-a.T // 128), -(-a.T // 64)
+    return dict(sums=(a.B, blocks, a.NH + 2 * a.NKV, a.HS), dq=(a.B, a.NH, tiles, 64 * a.HS),
+                stats=(a.B, a.NH, tiles, 2, 64), turns=(a.B, a.NH, tiles), delta=(a.B, a.NH, a.T))
+
+
+def tiled(a, x):
+    return x.reshape(a.B * a.T, -1)
+
+
+def delta(device, a):
+    device.launch("attention_five_delta", a.B * a.NH * -(-a.T // 64), a.stats, a.turns, a.lse, a.out,
+                  a.dout, a.T, a.NH)
+
+
+def gradients(device, a):
+    device.launch("attention_five", -(-a.T // 128) * a.B * a.NKV, a.dqkv, a.sums, a.dq, a.turns,
+                  a.stats, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.relu, a.T, a.NH, a.NKV,
+                  threads=THREADS, shared=SHARED)
+
+
+def round_dq(device, a):
+    device.launch("attention_five_dq", -(-a.T // 128) * a.B * a.NH, a.dqkv, a.sums, a.dq, a.scale,
+                  a.T, a.NH, a.NKV, shared=(128 + 64) * a.HS * 2, threads=256)
+
+
+def five(device, a):
+    delta(device, a), gradients(device, a), round_dq(device, a)
+
+
+def seven(device, a):
+    heads.trainers_backward(device, a, a.sums)
+
+
+def trainers_q(device, a):
+    heads.launch_trainers(device, a, "attention_backward_q", a.dqkv, a.sums, a.delta, a.lse, a.out,
+                          tiled=(a.qkv, a.dout))
+
+
+def trainers_kv(device, a):
+    heads.launch_trainers(device, a, "attention_backward_kv", a.dqkv, a.sums, a.delta, a.lse,
+                          tiled=(a.qkv, a.dout))
+
+
+VERSIONS = [Version(what, run, threads=(), scratch=scratch) for what, run in (
+    ("five products", five), ("seven products, the trainer's", seven))]
+# turns is filled with bytes of 255, like all scratch: attention_five_delta must clear it.
+LADDER = Ladder(problem, SHAPE, CHECKS, tuple(VERSIONS), fp32="lse delta dq stats sums turns",
+                sums="dqkv", limits=heads.ATTENTION_LIMITS, flops=lambda a: 10 * heads.pairs_seen(a) * a.HS,
+                torch=heads.torch_backward)
+
+
+def make(name, at_once):
+    """A device for heads of 128 channels."""
+    c = type("Config128", (Config128,), dict(AT_ONCE=at_once))(C=256, NH=2)
+    device = make_device(name, "bf16", c, beside=[HERE])
+    if not device.hopper:
+        raise UserError("attention_five.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")
+    return device
+
+
+def check_sums(bench, a):
+    """Raises AssertionError unless the sums of each block's rows are those of dqkv."""
+    dqkv, found = (to_float(bench.device.get(x)).astype(np.float64)
+                   for x in (bench.sets[0].dqkv, bench.scratch.sums))
+    rows = np.pad(dqkv, ((0, 0), (0, -a.T % 128), (0, 0), (0, 0)))
+    wish = rows.reshape(a.B, -1, 128, a.NH + 2 * a.NKV, a.HS)
+    off = abs(found - wish.sum(2)) - 1e-5 * abs(wish).sum(2)
+    assert (off <= 0).all(), f"sums{np.unravel_index(off.argmax(), off.shape)} is wrong"
+
+
+def check(device, text):
+    """Check both at a size. Returns how many are wrong."""
+    bench, wrong = Bench(LADDER, device, {**parse_sizes(text), "HS": 128}), 0
+    for version in VERSIONS:
+        try:
+            found = bench.check(version, {})
+            assert found.place is None, str(found)
+            check_sums(bench, bench.given)
+            said = str(found)
+        except (AssertionError, UserError) as e:
+            wrong, said = wrong + 1, f"error: {e}"
+        print(f"{text}: {version.what}: {said}", flush=True)
+    return wrong
+
+
+def time(device, text, at_once, peers):
+    """Print the times at a size."""
+    bench = Bench(LADDER, device, {**parse_sizes(text), "HS": 128})
+
+    def seconds(run):
+        works = bench.launches(VERSIONS[0]._replace(run=run), {})
+        return f"{1e6 * timing.time_rounds(device, list(works)):.0f}"
+
+    for _ in range(2):
+        words = [f"five {seconds(five)}: delta {seconds(delta)}, dq {seconds(round_dq)}"]
+        if peers:
+            words += [f"seven {seconds(seven)}: q {seconds(trainers_q)}, kv {seconds(trainers_kv)}"]
+            library = timing.time_torch(bench)
+            words += [f"cuDNN {1e6 * library:.0f}"] * bool(library)
+        print(f"{text}, {at_once} heads at once, us: {'; '.join(words)}", flush=True)
+
+
+def sizes_in_words(sizes):
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--shape", help="sizes to time, or on a CPU to check, such as B=8,T=2048,NH=16")
+    parser.add_argument("--at-once", default="16", help="heads whose tiles share L2: numbers to try")
+    flags = parser.parse_args(arguments)
+    asked = parse_sizes(flags.shape) if flags.shape else {}
+    if "NH" in asked:
+        asked.setdefault("NKV", asked["NH"])
+    wrong, checks = 0, CHECKS
+    if flags.device == "cpu" and flags.shape:
+        checks = [sizes_in_words({"B": 1, "NH": 2, "NKV": 2, **asked})]
+    for i, at_once in enumerate(map(int, flags.at_once.split(","))):
+        device = make(flags.device, at_once)
+        wrong += sum(check(device, text) for text in (checks if i == 0 else checks[-1:]))
+        if device.name == "cuda" and not wrong:
+            stream = device.cupy.cuda.Stream(non_blocking=True)  # the default one cannot be recorded
+            with stream:
+                time(device, sizes_in_words({**parse_sizes(SHAPE), **asked}), at_once, i == 0)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as e:
+        sys.exit(f"error: {e}")
