@@ -333,6 +333,8 @@ __device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals = 1) {
 }
 __device__ void shared_written() {}
 __device__ void global_seen() {}
+template <int> void keep_registers() {}
+template <int> void take_registers() {}
 QUIET inline void mbarrier_arrive(unsigned long long& mbarrier) {
     races::hand_over(&mbarrier);
     as_mbarrier(mbarrier).arrivals--;

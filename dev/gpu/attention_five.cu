@@ -11,14 +11,15 @@
 //     wait once, at their first tile; from then on they follow each other at a distance.
 //   - GPUs start blocks in the order of their numbers, those with the first keys first. A block
 //     waits only for blocks of lower numbers, so one that everybody waits for has started.
-//   - One more warp adds the parts, while the other eight go on: the copy engine takes a part from
-//     shared memory and adds it in L2.
+//   - A third warpgroup has two warps that work: one adds the parts, while the others go on (the
+//     copy engine takes a part from shared memory and adds it in L2), and one asks for tiles. It
+//     gives most of its registers to the two that multiply: 24 and 240 instead of 168 each.
 // What a tile of 64 queries costs, in clocks: five products 2,560 of the tensor cores, and 2,944 of
 // shared memory.
 static_assert(HOPPER && HS == 128, "compile it with -DBF16 -DHOPPER -DHS=128");
 
 constexpr int WORKERS = THREADS;         // two warpgroups multiply,
-constexpr int FIVE_THREADS = WORKERS + 32;  // and a warp adds to dq
+constexpr int FIVE_THREADS = WORKERS + 128;  // and of a third, two warps add and load
 constexpr int FIVE_STAGES = 3;
 #ifndef AT_ONCE
 #define AT_ONCE 16  // heads whose tiles and dq should be in L2
@@ -44,6 +45,12 @@ __device__ void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 1, 1;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
+
+// A warpgroup gives registers back, or takes those that another has given back.
+template <int n>
+__device__ void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n)); }
+template <int n>
+__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n)); }
 
 // Starts to copy bytes to shared memory; the mbarrier counts them.
 __device__ void copy_line(void* shared, const void* global, int bytes,
@@ -127,6 +134,17 @@ struct Walk {
     }
 };
 
+// As load_tile, by one thread.
+template <int rows>
+__device__ void load_boxes(
+    real* tile, const Tiles& array, Head head, int first, unsigned long long& mbarrier) {
+#pragma unroll
+    for (int row = 0; row < rows; row += 64)
+#pragma unroll
+        for (int c = 0; c < HP; c += 64)
+            copy_box(tile + in_tile(row, c), &array, head.h * HS + c, first + row, head.b, mbarrier);
+}
+
 // A phase of an mbarrier ends when all warps of the workers have arrived.
 __device__ void warp_arrives(unsigned long long& mbarrier) {
     shared_written();
@@ -202,7 +220,7 @@ __device__ void store_shared_sums(float* sums, Head head, int block, const float
 // dk and dv of a block's keys, and its parts of dq (B,NH,tiles,PART), which attention_five_dq
 // scales and rounds. turns says how many blocks have added to a tile of dq. Items: blocks of ROWS
 // keys.
-BLOCK(288, 1)
+BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     Output dqkv, float* sums, float* dq, int* turns, const FiveStage* __restrict__ stats,
     const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu,
@@ -213,11 +231,11 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     real* all_dscores = stages.left(FIVE_STAGES);       // two, by turns
     float* part_of_dq = reinterpret_cast<float*>(all_dscores + 2 * DSCORES);
     __shared__ __align__(16) FiveStage of_query[FIVE_STAGES];
-    // Stages are full; all workers have come so far; a part of dq is there; it has been read.
-    __shared__ unsigned long long full[FIVE_STAGES], met, part_there, part_read;
+    // Stages are full; all workers are done with a tile; a part of dq is there; it has been read.
+    __shared__ unsigned long long full[FIVE_STAGES], done, part_there, part_read;
     if (threadIdx.x == 0) {
         for (auto& mbarrier : full) mbarrier_start(mbarrier, 1);
-        mbarrier_start(met, WORKERS / 32);
+        mbarrier_start(done, WORKERS / 32);
         mbarrier_start(part_there, WORKERS / 32);
         mbarrier_start(part_read, 1);
     }
@@ -230,12 +248,12 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
         return ((size_t)own.queries.b * NH + w.head) * tiles + w.query / TILE;
     };
 
-    if (threadIdx.x >= WORKERS) {  // the warp that adds
-        int turn = own.first / ROWS, parity = 0;
-        do {
-            mbarrier_wait(part_there, parity);
-            parity ^= 1;
-            if (threadIdx.x == WORKERS) {
+    if (threadIdx.x >= WORKERS) {
+        keep_registers<24>();
+        if (threadIdx.x == WORKERS) {  // adds parts of dq
+            int turn = own.first / ROWS, parity = 0;
+            do {
+                mbarrier_wait(part_there, parity);
                 volatile int* adders = turns + tile_of(walk);
                 while (*adders < turn) {}
                 __threadfence();
@@ -246,49 +264,53 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
                 lines_arrive();
                 __threadfence();
                 *adders = turn + 1;
+                parity ^= 1;
+            } while (walk.next());
+        } else if (threadIdx.x == WORKERS + 32) {  // loads
+            load_boxes<ROWS>(keys, qkv, own.keys, own.first, full[0]);
+            load_boxes<ROWS>(values, qkv, own.values, own.first, full[0]);
+            Head queries = own.queries, out = own.out;
+            int stage = 0, parity = 0;
+            for (int n = 0;; n++) {
+                if (n >= FIVE_STAGES) {  // nobody uses tile n-3 any more
+                    mbarrier_wait(done, parity);
+                    parity ^= 1;
+                }
+                queries.h = out.h = walk.head;
+                load_boxes<TILE>(stages.left(stage), qkv, queries, walk.query, full[stage]);
+                load_boxes<TILE>(stages.right(stage), dout, out, walk.query, full[stage]);
+                copy_line(&of_query[stage], stats + tile_of(walk), sizeof(FiveStage), full[stage]);
+                mbarrier_arrive(full[stage]);
+                stage = stage == FIVE_STAGES - 1 ? 0 : stage + 1;
+                if (!walk.next()) break;
             }
-            __syncwarp();
-        } while (walk.next());
+        }
         return;
     }
+    take_registers<240>();
 
-    Walk ahead = walk;  // thread 0 asks for tiles
-    int loaded = 0;     // the stage that it asks for next
-    auto load_next = [&] {
-        if (ahead.left <= 0) return;
-        Arrivals arrivals = {&full[loaded], 0};
-        Head queries = own.queries, out = own.out;
-        queries.h = out.h = ahead.head;
-        load_stage(stages, loaded, qkv, queries, dout, out, ahead.query, arrivals);
-        copy_line(&of_query[loaded], stats + tile_of(ahead), sizeof(FiveStage), full[loaded]);
-        mbarrier_arrive(full[loaded]);
-        loaded = loaded == FIVE_STAGES - 1 ? 0 : loaded + 1;
-        ahead.next();
-    };
-    if (threadIdx.x == 0) {
-        Arrivals arrivals = {&full[0], 0};
-        load_tile<ROWS>(keys, qkv, own.keys, own.first, arrivals);
-        load_tile<ROWS>(values, qkv, own.values, own.first, arrivals);
-        load_next();
-        load_next();
-    }
     int half = (own.slab - own.first) / 64;  // of the channels of dq
     const real* half_keys = keys + in_tile(0, 64) * half;
     float4* my_part = reinterpret_cast<float4*>(part_of_dq) + half * PART / 8 + threadIdx.x % 128;
 
     Result<HP> dk = {}, dv = {};
-    Result<TILE> scores, dweights, part;
-    auto &weights = scores, &dscores = dweights;            // computed in place
-    int stage = 0, full_parity = 0, parity = 0;
-    bool more, first = true;
-    mbarrier_wait(full[0], 0);
-    multiply_transposed(scores, own, keys, stages.left(0));     // S' = K Q'
+    int stage = 0, full_parity = 0, parity = 0, all = walk.left;
+    auto store_part = [&](Result<TILE>& part, bool first) {  // for the thread that adds
+        if (!first) mbarrier_wait(part_read, parity);        // the part before this one
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++)
+            my_part[128 * n] = {part.x[0][n][0], part.x[0][n][1], part.x[0][n][2], part.x[0][n][3]};
+        warp_arrives(part_there);
+    };
     do {
+        mbarrier_wait(full[stage], full_parity);
         const real *queries = stages.left(stage), *douts = stages.right(stage);
         const FiveStage& of = of_query[stage];
-        real* my_dscores = all_dscores + parity * DSCORES;
+        Result<TILE> scores, dweights, part;
+        auto &weights = scores, &dscores = dweights;            // computed in place
+        multiply_transposed(scores, own, keys, queries);        // S' = K Q'
         multiply_transposed(dweights, own, values, douts);      // dP' = V dO'
-        products_arrive<1>(scores);  // and all that was asked for before
+        products_arrive<1>(scores);
         weights_from_scores(scores, relu, scale,                // P' = e^(S' - L)
                             [&](Element e) { return of.lse[e.column()]; });
         hide_later_keys(weights, own, walk.query);
@@ -296,31 +318,27 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
         products_arrive<1>(dweights);
         dscores_from_dweights(dweights, weights, relu,          // dS' = P' o (dP' - D)
                               [&](Element e) { return of.delta[e.column()]; });
+        if (walk.left < all) mbarrier_wait(done, parity ^ 1);
+        store_dscores(all_dscores + parity * DSCORES, own, dscores);
         multiply(dk, dscores, queries);                         // dK = dK + dS' Q
-        store_dscores(my_dscores, own, dscores);
-        warp_arrives(met);
-        mbarrier_wait(met, parity);  // all dscores are there; nobody uses the tile before this one
-        if (threadIdx.x == 0) load_next();
-        multiply_dq(part, my_dscores, half_keys);               // dQ = dS K, of these keys
-        more = walk.next();
+        // dQ = dS K of the tile before, which both warpgroups are done with. At first, of nothing.
+        multiply_dq(part, all_dscores + (parity ^ 1) * DSCORES, half_keys);
+        products_arrive<0>(part);
+        warp_arrives(done);
+        if (walk.left < all) store_part(part, walk.left == all - 1);
+        parity ^= 1;
         stage = stage == FIVE_STAGES - 1 ? 0 : stage + 1;
         full_parity ^= stage == 0;
-        if (more) mbarrier_wait(full[stage], full_parity);
-        multiply_transposed(scores, own, keys, stages.left(stage));  // the last is for nothing
-        products_arrive<1>(part);
-        if (!first) mbarrier_wait(part_read, parity ^ 1);  // the part before this one
-        first = false;
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-            my_part[128 * n] = {part.x[0][n][0], part.x[0][n][1], part.x[0][n][2], part.x[0][n][3]};
-        warp_arrives(part_there);
-        parity ^= 1;
-    } while (more);
-    products_arrive<0>(scores);
+    } while (walk.next());
+    mbarrier_wait(done, parity ^ 1);
+    Result<TILE> part;
+    multiply_dq(part, all_dscores + (parity ^ 1) * DSCORES, half_keys);
+    products_arrive<0>(part);
     products_arrive<0>(dv), products_arrive<0>(dk);
+    store_part(part, all == 1);
+    warp_arrives(done);
+    mbarrier_wait(done, parity);  // no product reads a tile any more
 
-    warp_arrives(met);
-    mbarrier_wait(met, parity);  // no product reads a tile any more
     each(dk, [&](Element e) { dk[e] *= scale; });
     dqkv.begin();
     ColumnSums dk_sums = store_own_rows(dqkv, own.keys, own, keys, dk);
@@ -329,8 +347,8 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     if (sums) {
         share_column_sums(of_share, dk_sums);
         share_column_sums(of_share + SHARES * HP, dv_sums);
-        warp_arrives(met);
-        mbarrier_wait(met, parity ^ 1);
+        warp_arrives(done);
+        mbarrier_wait(done, parity ^ 1);
         store_shared_sums(sums, threadIdx.x < HP ? own.keys : own.values, own.first / ROWS,
                           of_share + threadIdx.x / HP * SHARES * HP);
     }

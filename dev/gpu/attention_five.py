@@ -23,7 +23,7 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import Config, to_float
 
 HERE = Path(__file__).with_suffix(".cu")
-THREADS = 288
+THREADS = 384
 # Keys and values, three stages of queries and dout, two dscores, in bf16; and a part of dq
 SHARED = 2 * (2 * 128 * 128 + 3 * 2 * 64 * 128 + 2 * 128 * 64) + 4 * 64 * 128
 CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2", "B=2,T=300,NH=3,NKV=3",
