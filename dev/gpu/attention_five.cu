@@ -9,8 +9,9 @@
 //   - A block walks over the queries from the last one up to its own keys. All blocks of a head
 //     begin with the same queries, and each waits until the one before it has added its part. They
 //     wait once, at their first tile; from then on they follow each other at a distance.
-//   - GPUs start blocks in the order of their numbers, those with the first keys first. A block
-//     waits only for blocks of lower numbers, so one that everybody waits for has started.
+//   - A block may only wait for one that has started, or a full GPU would wait for ever. So a block
+//     takes a number when it starts, and of each head those with the first keys have the lower ones.
+//     -DTICKETS=0: its number is blockIdx.x, since GPUs start blocks in that order, as far as known.
 //   - A third warpgroup has two warps that work: one adds the parts, while the others go on (the
 //     copy engine takes a part from shared memory and adds it in L2), and one asks for tiles. It
 //     gives most of its registers to the two that multiply: 24 and 240 instead of 168 each.
@@ -23,6 +24,9 @@ constexpr int FIVE_THREADS = WORKERS + 128;  // and of a third, two warps add an
 constexpr int FIVE_STAGES = 3;
 #ifndef AT_ONCE
 #define AT_ONCE 16  // heads whose tiles and dq should be in L2
+#endif
+#ifndef TICKETS
+#define TICKETS 1
 #endif
 static_assert(ROWS == 128 && TILE == 64 && WORKERS == 256);
 constexpr int DSCORES = ROWS * TILE;     // numbers of a block's dscores with one tile
@@ -80,8 +84,8 @@ __device__ void lines_arrive() { asm volatile("cp.async.bulk.wait_group 0;" ::: 
 #endif
 
 // stats (B,NH,tiles,2,TILE): of each tile of queries lse and then delta, the sum over a head's
-// channels of out * dout, with zeros beyond T. turns (B,NH,tiles) = 0: see attention_five. 16 lanes
-// share a row. Items: tiles of all heads.
+// channels of out * dout, with zeros beyond T. turns (1 + B*NH*tiles) = 0: see attention_five. 16
+// lanes share a row. Items: tiles of all heads.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256) attention_five_delta(
     FiveStage* __restrict__ stats, int* __restrict__ turns, const float* __restrict__ lse,
@@ -108,13 +112,14 @@ extern "C" __global__ void __launch_bounds__(256) attention_five_delta(
         stats[blockIdx.x].lse[row] = t < T ? lse[of_out.row() + t] : 0.0f;
         stats[blockIdx.x].delta[row] = t < T ? sum : 0.0f;
     }
-    if (threadIdx.x == 0) turns[blockIdx.x] = 0;
+    if (threadIdx.x == 0) turns[1 + blockIdx.x] = 0;
+    if (threadIdx.x == 0 && blockIdx.x == 0) turns[0] = 0;
 }
 
 // What this block owns, as own_rows<true>, with fewer heads at a time: dq needs room in L2, too.
-__device__ Own own_keys(int T, int NH, int NKV) {
+__device__ Own own_keys(int number, int T, int NH, int NKV) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
-    int section = blockIdx.x / (AT_ONCE * blocks) * AT_ONCE, i = blockIdx.x - section * blocks;
+    int section = number / (AT_ONCE * blocks) * AT_ONCE, i = number - section * blocks;
     int heads_here = min(AT_ONCE, heads - section);
     int head = section + i % heads_here, first = i / heads_here * ROWS;
     int warp = threadIdx.x / 32 * 16, slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
@@ -218,8 +223,8 @@ __device__ void store_shared_sums(float* sums, Head head, int block, const float
 }
 
 // dk and dv of a block's keys, and its parts of dq (B,NH,tiles,PART), which attention_five_dq
-// scales and rounds. turns says how many blocks have added to a tile of dq. Items: blocks of ROWS
-// keys.
+// scales and rounds. turns: how many blocks have started, and how many have added to each tile of
+// dq. Items: blocks of ROWS keys.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     Output dqkv, float* sums, float* dq, int* turns, const FiveStage* __restrict__ stats,
@@ -233,14 +238,16 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     __shared__ __align__(16) FiveStage of_query[FIVE_STAGES];
     // Stages are full; all workers are done with a tile; a part of dq is there; it has been read.
     __shared__ unsigned long long full[FIVE_STAGES], done, part_there, part_read;
+    __shared__ int number;
     if (threadIdx.x == 0) {
         for (auto& mbarrier : full) mbarrier_start(mbarrier, 1);
         mbarrier_start(done, WORKERS / 32);
         mbarrier_start(part_there, WORKERS / 32);
         mbarrier_start(part_read, 1);
+        number = TICKETS ? atomicAdd(turns, 1) : blockIdx.x;
     }
     __syncthreads();
-    Own own = own_keys(T, NH, NKV);
+    Own own = own_keys(number, T, NH, NKV);
     int tiles = (T + TILE - 1) / TILE, of_head = tiles - own.first / TILE;
     Walk walk = {own.queries.h, (tiles - 1) * TILE, own.first, (tiles - 1) * TILE,
                  of_head * (NH / NKV)};
@@ -254,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
             int turn = own.first / ROWS, parity = 0;
             do {
                 mbarrier_wait(part_there, parity);
-                volatile int* adders = turns + tile_of(walk);
+                volatile int* adders = turns + 1 + tile_of(walk);
                 while (*adders < turn) {}
                 __threadfence();
                 global_seen();

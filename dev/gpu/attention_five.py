@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from dev.common.devices import make_device
+from dev.cpu.device import Cpu
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
 from dev.lab.ladder import Ladder, Version, parse_sizes
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config, to_float
+from train_gpt2 import Config, read_kernels, to_float
 
 HERE = Path(__file__).with_suffix(".cu")
 THREADS = 384
@@ -47,7 +48,7 @@ def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
 def scratch(a):
     blocks, tiles = -(-a.T // 128), -(-a.T // 64)
     return dict(sums=(a.B, blocks, a.NH + 2 * a.NKV, a.HS), dq=(a.B, a.NH, tiles, 64 * a.HS),
-                stats=(a.B, a.NH, tiles, 2, 64), turns=(a.B, a.NH, tiles), delta=(a.B, a.NH, a.T))
+                stats=(a.B, a.NH, tiles, 2, 64), turns=(1 + a.B * a.NH * tiles,), delta=(a.B, a.NH, a.T))
 
 
 def tiled(a, x):
@@ -99,7 +100,11 @@ LADDER = Ladder(problem, SHAPE, CHECKS, tuple(VERSIONS), fp32="lse delta dq stat
 def make(name, at_once):
     """A device for heads of 128 channels."""
     c = type("Config128", (Config128,), dict(AT_ONCE=at_once))(C=256, NH=2)
-    device = make_device(name, "bf16", c, beside=[HERE])
+    if name == "cpu":
+        device = Cpu("bf16", c, [HERE], only={kernel for kernel in read_kernels([*c.SOURCES, HERE])
+                                              if kernel.startswith(("attention_b", "attention_f"))})
+    else:
+        device = make_device(name, "bf16", c, beside=[HERE])
     if not device.hopper:
         raise UserError("attention_five.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")
     return device
