@@ -198,8 +198,8 @@ struct Cell {
             if (rare) rare->clear();
         }
     }
-    // The copy whose beginning was x is complete.
-    QUIET void land(const Access& x) {
+    // The copy whose beginning was x is complete, for the thread that waited as the last.
+    QUIET void land(Access x, unsigned waited) {
         if (x.writes && write.there && write.under_way) write.time = x.time, write.under_way = false;
         if (x.writes || !rare) return;
         for (auto source = rare->sources.begin(); source != rare->sources.end(); ++source)
@@ -207,6 +207,7 @@ struct Cell {
                 rare->sources.erase(source);
                 break;
             }
+        x.thread = static_cast<unsigned short>(waited);
         reads.add(x);
     }
 };

@@ -138,7 +138,7 @@ struct WarpGroup {
         const size_t by_all = *std::min_element(arrived, arrived + 4);
         const auto end = std::find_if(readings.begin(), readings.end(), [&](Reading& r) { return r.group > by_all; });
         for (auto r = readings.begin(); r != end; ++r) {
-            r->asked.time = races::time();
+            r->asked.time = races::time(), r->asked.waited = thread_number();
             races::copy(shared + 16 * r->place, 16, false, false, r->asked);
         }
         readings.erase(readings.begin(), end);

@@ -287,8 +287,9 @@ QUIET inline void works_for_warp(bool begins) { warp_works = begins; }
 struct Asked {
     const void* pc;
     unsigned thread, time;
+    unsigned waited;  // the thread that was the last to wait for its end
 };
-QUIET inline Asked asked(const void* pc) { return {pc, thread_number(), now}; }
+QUIET inline Asked asked(const void* pc) { return {pc, thread_number(), now, thread_number()}; }
 QUIET inline unsigned time() { return now; }
 QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, const Asked& by) {
     if (traffic::counting) {
@@ -301,7 +302,7 @@ QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, co
     Access x = access_of(by.pc, bytes, writes, false);
     x.copies = true, x.under_way = begins, x.thread = static_cast<unsigned short>(by.thread), x.time = by.time;
     if (begins) access(Address(p), bytes, x);
-    else each_cell(*region, Address(p), bytes, [&](Cell& cell, Address) QUIET { cell.land(x); });
+    else each_cell(*region, Address(p), bytes, [&](Cell& cell, Address) QUIET { cell.land(x, by.waited); });
 }
 
 // A thread arrives at an mbarrier, and others wait there: what it did before, it has done.
@@ -442,7 +443,7 @@ inline void warp_meets(unsigned, int) {}
 inline void lanes_meet(unsigned, unsigned) {}
 inline void works_for_warp(bool) {}
 inline void verified(const void*, size_t) {}
-struct Asked { unsigned time; };
+struct Asked { unsigned time, waited; };
 inline Asked asked(const void*) { return {}; }
 inline unsigned time() { return 0; }
 inline void copy(const void*, size_t, bool, bool, const Asked&) {}
