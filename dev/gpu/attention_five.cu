@@ -10,8 +10,8 @@
 //     begin with the same queries, and each waits until the one before it has added its part. They
 //     wait once, at their first tile; from then on they follow each other at a distance.
 //   - A block may only wait for one that has started, or a full GPU would wait for ever. So a block
-//     takes a number when it starts, and of each head those with the first keys have the lower ones.
-//     -DTICKETS=0: its number is blockIdx.x, since GPUs start blocks in that order, as far as known.
+//     takes a number when it starts; of each head, those with the first keys have the lower ones.
+//     -DTICKETS=0: the number is blockIdx.x, in whose order GPUs start blocks, as far as is known.
 //   - A third warpgroup has two warps that work: one adds the parts, while the others go on (the
 //     copy engine takes a part from shared memory and adds it in L2), and one asks for tiles. It
 //     gives most of its registers to the two that multiply: 24 and 240 instead of 168 each.
@@ -24,6 +24,9 @@ constexpr int FIVE_THREADS = WORKERS + 128;  // and of a third, two warps add an
 constexpr int FIVE_STAGES = 3;
 #ifndef AT_ONCE
 #define AT_ONCE 16  // heads whose tiles and dq should be in L2
+#endif
+#ifndef ORDERED
+#define ORDERED 1  // 0, to see what waiting costs: blocks add in any order, and the bits vary
 #endif
 #ifndef TICKETS
 #define TICKETS 1
@@ -147,7 +150,8 @@ __device__ void load_boxes(
     for (int row = 0; row < rows; row += 64)
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
-            copy_box(tile + in_tile(row, c), &array, head.h * HS + c, first + row, head.b, mbarrier);
+            copy_box(tile + in_tile(row, c), &array, head.h * HS + c, first + row, head.b,
+                     mbarrier);
 }
 
 // A phase of an mbarrier ends when all warps of the workers have arrived.
@@ -157,7 +161,7 @@ __device__ void warp_arrives(unsigned long long& mbarrier) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
 }
 
-// In place of hide_future<true>: a slab also takes part in tiles whose queries see none of its keys.
+// In place of hide_future<true>: a slab also has tiles whose queries see none of its keys.
 __device__ void hide_later_keys(Result<TILE>& x, const Own& own, int query) {
     if (query >= own.slab + SLAB) return;
     each(x, [&](Element e) {
@@ -262,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
             do {
                 mbarrier_wait(part_there, parity);
                 volatile int* adders = turns + 1 + tile_of(walk);
-                while (*adders < turn) {}
+                while (*adders < (ORDERED ? turn : turn > 0)) {}
                 __threadfence();
                 global_seen();
                 add_line(dq + tile_of(walk) * PART, part_of_dq, PART * sizeof(float), turn > 0);
@@ -270,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
                 mbarrier_arrive(part_read);
                 lines_arrive();
                 __threadfence();
-                *adders = turn + 1;
+                *adders = turn + 1;  // not ORDERED, that it is above 0 is enough
                 parity ^= 1;
             } while (walk.next());
         } else if (threadIdx.x == WORKERS + 32) {  // loads

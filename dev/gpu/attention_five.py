@@ -1,9 +1,10 @@
 """Attention's gradient with five products, attention_five.cu, beside the trainer's with seven.
 
     python -m dev.gpu.attention_five                       # on a Hopper GPU: checks, then times
-    python -m dev.gpu.attention_five --shape B=8,T=2048,NH=16 --at-once 8,16,32
+    python -m dev.gpu.attention_five --shape B=8,T=2048,NH=16 --try AT_ONCE=8,AT_ONCE=16+TICKETS=0
     CXXFLAGS="-O1 -DHOPPER" python -m dev.gpu.attention_five --device cpu          # only checks
-    CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" python -m dev.gpu.attention_five --device cpu --shape T=150
+    CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" \\
+        python -m dev.gpu.attention_five --device cpu --shape T=150                # looks for races
 
 Both are checked against NumPy at small sizes, where a GPU must also give the same bits twice, and a
 CPU in each order of threads. Times are medians in microseconds: of all kernels together, of each of
@@ -19,6 +20,7 @@ from dev.common.devices import make_device
 from dev.cpu.device import Cpu
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
+from dev.lab.inputs import ANY
 from dev.lab.ladder import Ladder, Version, parse_sizes
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import Config, read_kernels, to_float
@@ -27,18 +29,19 @@ HERE = Path(__file__).with_suffix(".cu")
 THREADS = 384
 # Keys and values, three stages of queries and dout, two dscores, in bf16; and a part of dq
 SHARED = 2 * (2 * 128 * 128 + 3 * 2 * 64 * 128 + 2 * 128 * 64) + 4 * 64 * 128
-CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2", "B=2,T=300,NH=3,NKV=3",
-          "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1", "B=1,T=140,NH=2,NKV=2,cold=1",
+CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
+          "B=2,T=300,NH=3,NKV=3", "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1",
+          "B=1,T=140,NH=2,NKV=2,cold=1",
           "B=1,T=640,NH=2,NKV=2")
 SHAPE = "B=8,T=2048,NH=16,NKV=16"
 
 
 class Config128(Config):
-    """Heads of 128 channels; AT_ONCE of them at a time."""
-    AT_ONCE = 16
+    """Heads of 128 channels."""
+    DEFINED = ()  # such as "AT_ONCE=8", for attention_five.cu
 
     def switches(self):
-        return ["-DCHANNELS=256", "-DHS=128", f"-DAT_ONCE={self.AT_ONCE}"]
+        return ["-DCHANNELS=256", "-DHS=128", *(f"-D{each}" for each in self.DEFINED)]
 
 
 def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
@@ -48,7 +51,8 @@ def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
 def scratch(a):
     blocks, tiles = -(-a.T // 128), -(-a.T // 64)
     return dict(sums=(a.B, blocks, a.NH + 2 * a.NKV, a.HS), dq=(a.B, a.NH, tiles, 64 * a.HS),
-                stats=(a.B, a.NH, tiles, 2, 64), turns=(1 + a.B * a.NH * tiles,), delta=(a.B, a.NH, a.T))
+                stats=(a.B, a.NH, tiles, 2, 64), turns=(1 + a.B * a.NH * tiles,),
+                delta=(a.B, a.NH, a.T))
 
 
 def tiled(a, x):
@@ -56,8 +60,8 @@ def tiled(a, x):
 
 
 def delta(device, a):
-    device.launch("attention_five_delta", a.B * a.NH * -(-a.T // 64), a.stats, a.turns, a.lse, a.out,
-                  a.dout, a.T, a.NH)
+    device.launch("attention_five_delta", a.B * a.NH * -(-a.T // 64), a.stats, a.turns, a.lse,
+                  a.out, a.dout, a.T, a.NH)
 
 
 def gradients(device, a):
@@ -93,13 +97,14 @@ VERSIONS = [Version(what, run, threads=(), scratch=scratch) for what, run in (
     ("five products", five), ("seven products, the trainer's", seven))]
 # turns is filled with bytes of 255, like all scratch: attention_five_delta must clear it.
 LADDER = Ladder(problem, SHAPE, CHECKS, tuple(VERSIONS), fp32="lse delta dq stats sums turns",
-                sums="dqkv", limits=heads.ATTENTION_LIMITS, flops=lambda a: 10 * heads.pairs_seen(a) * a.HS,
+                sums="dqkv", limits=heads.ATTENTION_LIMITS,
+                flops=lambda a: 10 * heads.pairs_seen(a) * a.HS,
                 torch=heads.torch_backward)
 
 
-def make(name, at_once):
+def make(name, *defined):
     """A device for heads of 128 channels."""
-    c = type("Config128", (Config128,), dict(AT_ONCE=at_once))(C=256, NH=2)
+    c = type("Config128", (Config128,), dict(DEFINED=defined))(C=256, NH=2)
     if name == "cpu":
         device = Cpu("bf16", c, [HERE], only={kernel for kernel in read_kernels([*c.SOURCES, HERE])
                                               if kernel.startswith(("attention_b", "attention_f"))})
@@ -135,21 +140,49 @@ def check(device, text):
     return wrong
 
 
-def time(device, text, at_once, peers):
+def drawn(draw, B, T, NH, NKV, HS):
+    """Inputs to time: of out and lse the forward pass comes first, and no truth."""
+    inputs = heads.sizes_of(B, T, NH, NKV, HS, relu=0) | dict(
+        qkv=draw(B, T, NH + 2 * NKV, HS), dout=draw(B, T, NH, HS), out=np.zeros((B, T, NH, HS)),
+        lse=np.zeros((B, NH, T)))
+    return inputs, dict(dqkv=np.full((B, T, NH + 2 * NKV, HS), ANY))
+
+
+def same(bench):
+    """How far both versions are apart, by Frobenius norm, and whether five gives the same bits in
+    each of ten runs, in words."""
+    cupy, a, results = bench.device.cupy, bench.sets[0], []
+    for version in (*VERSIONS[::-1], *VERSIONS[:1] * 10):
+        work = next(bench.launches(version, {}))
+        bench.fill(a, ["dqkv"])  # with NaN
+        work()
+        results.append(a.dqkv.copy())
+        if len(results) > 3:
+            results.pop()
+            if not (results[-1].view(np.int16) == a.dqkv.view(np.int16)).all():
+                return "error: five products gave other bits in another run"
+    seven_, five_ = (to_float(x).astype(np.float32) for x in results[:2])
+    off = float(cupy.linalg.norm((five_ - seven_).ravel()) / cupy.linalg.norm(seven_.ravel()))
+    return f"the same bits ten times; {off:.1e} from seven products"
+
+
+def time(device, text, defined, peers):
     """Print the times at a size."""
-    bench = Bench(LADDER, device, {**parse_sizes(text), "HS": 128})
+    bench = Bench(LADDER._replace(problem=drawn), device, {**parse_sizes(text), "HS": 128})
+    heads.trainers_forward(device, bench.sets[0])
 
     def seconds(run):
         works = bench.launches(VERSIONS[0]._replace(run=run), {})
         return f"{1e6 * timing.time_rounds(device, list(works)):.0f}"
 
+    print(same(bench), flush=True)
     for _ in range(2):
         words = [f"five {seconds(five)}: delta {seconds(delta)}, dq {seconds(round_dq)}"]
         if peers:
             words += [f"seven {seconds(seven)}: q {seconds(trainers_q)}, kv {seconds(trainers_kv)}"]
             library = timing.time_torch(bench)
             words += [f"cuDNN {1e6 * library:.0f}"] * bool(library)
-        print(f"{text}, {at_once} heads at once, us: {'; '.join(words)}", flush=True)
+        print(f"{text}, {' '.join(defined)}, us: {'; '.join(words)}", flush=True)
 
 
 def sizes_in_words(sizes):
@@ -160,8 +193,10 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", help="sizes to time, or on a CPU to check, such as B=8,T=2048,NH=16")
-    parser.add_argument("--at-once", default="16", help="heads whose tiles share L2: numbers to try")
+    parser.add_argument("--shape", help="sizes to time, or on a CPU to check: B=8,T=2048,NH=16")
+    parser.add_argument("--try", dest="tried", default="AT_ONCE=16",
+                        help="what to compile with, in turn: AT_ONCE=8,AT_ONCE=16+TICKETS=0")
+    parser.add_argument("--no-check", action="store_true", help="only time")
     flags = parser.parse_args(arguments)
     asked = parse_sizes(flags.shape) if flags.shape else {}
     if "NH" in asked:
@@ -169,13 +204,15 @@ def main(arguments=None):
     wrong, checks = 0, CHECKS
     if flags.device == "cpu" and flags.shape:
         checks = [sizes_in_words({"B": 1, "NH": 2, "NKV": 2, **asked})]
-    for i, at_once in enumerate(map(int, flags.at_once.split(","))):
-        device = make(flags.device, at_once)
-        wrong += sum(check(device, text) for text in (checks if i == 0 else checks[-1:]))
+    for i, tried in enumerate(flags.tried.split(",")):
+        defined = tried.split("+")
+        device = make(flags.device, *defined)
+        if not (flags.no_check or "ORDERED=0" in defined):
+            wrong += sum(check(device, text) for text in (checks if i == 0 else checks[-1:]))
         if device.name == "cuda" and not wrong:
-            stream = device.cupy.cuda.Stream(non_blocking=True)  # the default one cannot be recorded
+            stream = device.cupy.cuda.Stream(non_blocking=True)  # the default is not recorded
             with stream:
-                time(device, sizes_in_words({**parse_sizes(SHAPE), **asked}), at_once, i == 0)
+                time(device, sizes_in_words({**parse_sizes(SHAPE), **asked}), defined, i == 0)
     return 1 if wrong else 0
 
 
