@@ -176,6 +176,8 @@ FEATURES = [
     Feature("schedule", lambda flags, ranks: flags.schedule != "cosine",
             training="dev.variants.schedule:Scheduled"),
     Feature("loader", lambda flags, ranks: True, training="dev.data.shuffled_loader:Shuffled"),
+    Feature("five products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
+            "dev.gpu.attention_five:FiveProducts", "dev.gpu.attention_five:FiveProductsTraining"),
     Feature("products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
             training="dev.gpu.products:Timed"),
     Feature("no graph", lambda flags, ranks: not flags.graph,

@@ -1,6 +1,5 @@
-// Attention's gradient with five products instead of seven, for heads of 128 channels on Hopper: a
-// prototype beside attention_backward_q and attention_backward_kv, compiled after kernels.cu with
-// -DBF16 -DHOPPER -DHS=128. dev/gpu/attention_five.py checks and times it.
+// Attention's gradient with five products instead of seven, for heads of 128 channels on Hopper. It
+// stands for attention_backward_q and attention_backward_kv; attention_five.py launches it.
 //
 // A block owns keys, as in attention_backward_kv. It has the dscores of all queries that see them,
 // so dq = dscore k is one more product there, and attention_backward_q is not needed. But a query's
@@ -11,30 +10,40 @@
 //     wait once, at their first tile; from then on they follow each other at a distance.
 //   - A block may only wait for one that has started, or a full GPU would wait for ever. So a block
 //     takes a number when it starts; of each head, those with the first keys have the lower ones.
-//     -DTICKETS=0: the number is blockIdx.x, in whose order GPUs start blocks, as far as is known.
-//   - A third warpgroup has two warps that work: one adds the parts, while the others go on (the
-//     copy engine takes a part from shared memory and adds it in L2), and one asks for tiles. It
-//     gives most of its registers to the two that multiply: 24 and 240 instead of 168 each.
-// What a tile of 64 queries costs, in clocks: five products 2,560 of the tensor cores, and 2,944 of
-// shared memory.
-static_assert(HOPPER && HS == 128, "compile it with -DBF16 -DHOPPER -DHS=128");
+//   - Two warpgroups multiply. A third has three warps that work: two add parts by turns, since an
+//     addition takes its time to arrive (the copy engine takes a part from shared memory and adds it
+//     in L2), and one asks for tiles. It gives most of its registers to the others: 24 and 240
+//     instead of 168 each.
+// A tile of 64 queries costs 2,560 clocks of the tensor cores and 3,500 of shared memory, where a
+// part goes in and out.
+#if HOPPER && HS == 128
 
-constexpr int WORKERS = THREADS;         // two warpgroups multiply,
-constexpr int FIVE_THREADS = WORKERS + 128;  // and of a third, two warps add and load
-constexpr int FIVE_STAGES = 3;
 #ifndef AT_ONCE
 #define AT_ONCE 16  // heads whose tiles and dq should be in L2
 #endif
-#ifndef ORDERED
-#define ORDERED 1  // 0, to see what waiting costs: blocks add in any order, and the bits vary
-#endif
-#ifndef TICKETS
-#define TICKETS 1
-#endif
+constexpr int WORKERS = THREADS;             // two warpgroups multiply,
+constexpr int FIVE_THREADS = WORKERS + 128;  // and the third adds and loads
+constexpr int FIVE_STAGES = 2;
 static_assert(ROWS == 128 && TILE == 64 && WORKERS == 256);
-constexpr int DSCORES = ROWS * TILE;     // numbers of a block's dscores with one tile
-constexpr int PART = TILE * HP;          // numbers of a part of dq
+constexpr int DSCORES = ROWS * TILE;         // numbers of a block's dscores with one tile
+constexpr int PART = TILE * HP;              // numbers of a part of dq
 struct FiveStage { float lse[TILE], delta[TILE]; };
+
+// A number for each column of a result that this lane has. It is read while products run, since
+// afterwards nothing else would be under way.
+struct PerColumn {
+    float x[TILE / 8][2];
+    __device__ float operator[](Element e) const { return x[e.n][e.i % 2]; }
+};
+__device__ PerColumn of_columns(const float* row) {
+    PerColumn numbers;
+#pragma unroll
+    for (int n = 0; n < TILE / 8; n++) {
+        Pack<2> two = load<2>(row + column_of(n, 0));
+        numbers.x[n][0] = two[0], numbers.x[n][1] = two[1];
+    }
+    return numbers;
+}
 
 #ifdef __CUDACC__
 // As mbarrier_start, for a phase that ends after so many arrivals.
@@ -84,6 +93,14 @@ __device__ void add_line(float* global, const float* shared, int bytes, bool add
 }
 __device__ void lines_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ void lines_arrive() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// The same pointer, but the compiler does not know. It would compute the places of all boxes before
+// a loop and keep them, for which there are no registers.
+__device__ const real* forget(const real* tile) {
+    asm volatile("" : "+l"(tile));
+    return tile;
+}
+#else
+__device__ const real* forget(const real* tile) { return tile; }
 #endif
 
 // stats (B,NH,tiles,2,TILE): of each tile of queries lse and then delta, the sum over a head's
@@ -236,19 +253,19 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     int T, int NH, int NKV) {
     DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
     real* values = keys + ROWS * LD;
-    Stages<TILE> stages = {values + ROWS * LD};         // of queries and dout
-    real* all_dscores = stages.left(FIVE_STAGES);       // two, by turns
-    float* part_of_dq = reinterpret_cast<float*>(all_dscores + 2 * DSCORES);
-    __shared__ __align__(16) FiveStage of_query[FIVE_STAGES];
+    Stages<TILE> stages = {values + ROWS * LD};    // of queries and dout
+    real* all_dscores = stages.left(FIVE_STAGES);  // (2, DSCORES), by turns
+    float* parts = reinterpret_cast<float*>(all_dscores + 2 * DSCORES);  // (2, PART) of dq, by turns
+    __shared__ __align__(16) FiveStage stats_of[FIVE_STAGES];
     // Stages are full; all workers are done with a tile; a part of dq is there; it has been read.
-    __shared__ unsigned long long full[FIVE_STAGES], done, part_there, part_read;
+    __shared__ unsigned long long full[FIVE_STAGES], done, part_there[2], part_read[2];
     __shared__ int number;
     if (threadIdx.x == 0) {
         for (auto& mbarrier : full) mbarrier_start(mbarrier, 1);
         mbarrier_start(done, WORKERS / 32);
-        mbarrier_start(part_there, WORKERS / 32);
-        mbarrier_start(part_read, 1);
-        number = TICKETS ? atomicAdd(turns, 1) : blockIdx.x;
+        for (auto& mbarrier : part_there) mbarrier_start(mbarrier, WORKERS / 32);
+        for (auto& mbarrier : part_read) mbarrier_start(mbarrier, 1);
+        number = atomicAdd(turns, 1);
     }
     __syncthreads();
     Own own = own_keys(number, T, NH, NKV);
@@ -261,40 +278,41 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
 
     if (threadIdx.x >= WORKERS) {
         keep_registers<24>();
-        if (threadIdx.x == WORKERS) {  // adds parts of dq
-            int turn = own.first / ROWS, parity = 0;
-            do {
-                mbarrier_wait(part_there, parity);
+        if (threadIdx.x % 64 == 0) {  // adds every other part of dq
+            int which = (threadIdx.x - WORKERS) / 64, turn = own.first / ROWS, parity = 0;
+            bool more = which == 0 || walk.next();
+            while (more) {
                 volatile int* adders = turns + 1 + tile_of(walk);
-                while (*adders < (ORDERED ? turn : turn > 0)) {}
+                while (*adders < turn) {}
                 __threadfence();
                 global_seen();
-                add_line(dq + tile_of(walk) * PART, part_of_dq, PART * sizeof(float), turn > 0);
+                mbarrier_wait(part_there[which], parity);
+                add_line(dq + tile_of(walk) * PART, parts + which * PART, PART * sizeof(float),
+                         turn > 0);
                 lines_read();
-                mbarrier_arrive(part_read);
+                mbarrier_arrive(part_read[which]);
                 lines_arrive();
                 __threadfence();
-                *adders = turn + 1;  // not ORDERED, that it is above 0 is enough
+                *adders = turn + 1;
                 parity ^= 1;
-            } while (walk.next());
+                more = walk.next() && walk.next();
+            }
         } else if (threadIdx.x == WORKERS + 32) {  // loads
             load_boxes<ROWS>(keys, qkv, own.keys, own.first, full[0]);
             load_boxes<ROWS>(values, qkv, own.values, own.first, full[0]);
             Head queries = own.queries, out = own.out;
-            int stage = 0, parity = 0;
-            for (int n = 0;; n++) {
-                if (n >= FIVE_STAGES) {  // nobody uses tile n-3 any more
-                    mbarrier_wait(done, parity);
-                    parity ^= 1;
-                }
+            int n = 0;
+            do {
+                int stage = n % FIVE_STAGES;
+                // Nobody uses its last tile any more
+                if (n >= FIVE_STAGES) mbarrier_wait(done, (n - FIVE_STAGES) % 2);
                 queries.h = out.h = walk.head;
                 load_boxes<TILE>(stages.left(stage), qkv, queries, walk.query, full[stage]);
                 load_boxes<TILE>(stages.right(stage), dout, out, walk.query, full[stage]);
-                copy_line(&of_query[stage], stats + tile_of(walk), sizeof(FiveStage), full[stage]);
+                copy_line(&stats_of[stage], stats + tile_of(walk), sizeof(FiveStage), full[stage]);
                 mbarrier_arrive(full[stage]);
-                stage = stage == FIVE_STAGES - 1 ? 0 : stage + 1;
-                if (!walk.next()) break;
-            }
+                n++;
+            } while (walk.next());
         }
         return;
     }
@@ -302,53 +320,58 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
 
     int half = (own.slab - own.first) / 64;  // of the channels of dq
     const real* half_keys = keys + in_tile(0, 64) * half;
-    float4* my_part = reinterpret_cast<float4*>(part_of_dq) + half * PART / 8 + threadIdx.x % 128;
+    float4* my_parts = reinterpret_cast<float4*>(parts) + half * PART / 8 + threadIdx.x % 128;
+    auto store_part = [&](Result<TILE>& part, int n) {  // of tile n, for a thread that adds
+        if (n >= 2) mbarrier_wait(part_read[n % 2], (n / 2 + 1) % 2);
+#pragma unroll
+        for (int i = 0; i < TILE / 8; i++)
+            my_parts[n % 2 * PART / 4 + 128 * i] = {
+                part.x[0][i][0], part.x[0][i][1], part.x[0][i][2], part.x[0][i][3]};
+    };
 
     Result<HP> dk = {}, dv = {};
-    int stage = 0, full_parity = 0, parity = 0, all = walk.left;
-    auto store_part = [&](Result<TILE>& part, bool first) {  // for the thread that adds
-        if (!first) mbarrier_wait(part_read, parity);        // the part before this one
-#pragma unroll
-        for (int n = 0; n < TILE / 8; n++)
-            my_part[128 * n] = {part.x[0][n][0], part.x[0][n][1], part.x[0][n][2], part.x[0][n][3]};
-        warp_arrives(part_there);
-    };
+    int n = 0, all = walk.left, query = walk.last;
     do {
-        mbarrier_wait(full[stage], full_parity);
+        int stage = n % FIVE_STAGES;
+        mbarrier_wait(full[stage], n / FIVE_STAGES % 2);
         const real *queries = stages.left(stage), *douts = stages.right(stage);
-        const FiveStage& of = of_query[stage];
         Result<TILE> scores, dweights, part;
-        auto &weights = scores, &dscores = dweights;            // computed in place
-        multiply_transposed(scores, own, keys, queries);        // S' = K Q'
-        multiply_transposed(dweights, own, values, douts);      // dP' = V dO'
+        auto &weights = scores, &dscores = dweights;               // computed in place
+        multiply_transposed(scores, own, forget(keys), queries);   // S' = K Q'
+        multiply_transposed(dweights, own, forget(values), douts); // dP' = V dO'
+        PerColumn of_query = of_columns(stats_of[stage].lse);
         products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale,                // P' = e^(S' - L)
-                            [&](Element e) { return of.lse[e.column()]; });
-        hide_later_keys(weights, own, walk.query);
-        multiply(dv, weights, douts);                           // dV = dV + P' dO
+        weights_from_scores(scores, relu, scale,                   // P' = e^(S' - L)
+                            [&](Element e) { return of_query[e]; });
+        hide_later_keys(weights, own, query);
+        multiply(dv, weights, douts);                              // dV = dV + P' dO
+        of_query = of_columns(stats_of[stage].delta);
         products_arrive<1>(dweights);
-        dscores_from_dweights(dweights, weights, relu,          // dS' = P' o (dP' - D)
-                              [&](Element e) { return of.delta[e.column()]; });
-        if (walk.left < all) mbarrier_wait(done, parity ^ 1);
-        store_dscores(all_dscores + parity * DSCORES, own, dscores);
-        multiply(dk, dscores, queries);                         // dK = dK + dS' Q
+        dscores_from_dweights(dweights, weights, relu,             // dS' = P' o (dP' - D)
+                              [&](Element e) { return of_query[e]; });
+        if (n > 0) mbarrier_wait(done, (n - 1) % 2);
+        store_dscores(all_dscores + n % 2 * DSCORES, own, dscores);
         // dQ = dS K of the tile before, which both warpgroups are done with. At first, of nothing.
-        multiply_dq(part, all_dscores + (parity ^ 1) * DSCORES, half_keys);
-        products_arrive<0>(part);
-        warp_arrives(done);
-        if (walk.left < all) store_part(part, walk.left == all - 1);
-        parity ^= 1;
-        stage = stage == FIVE_STAGES - 1 ? 0 : stage + 1;
-        full_parity ^= stage == 0;
-    } while (walk.next());
-    mbarrier_wait(done, parity ^ 1);
+        multiply_dq(part, all_dscores + (n + 1) % 2 * DSCORES, forget(half_keys));
+        multiply(dk, dscores, queries);                            // dK = dK + dS' Q
+        products_arrive<1>(part);
+        if (n > 0) store_part(part, n - 1);
+        shared_written();
+        __syncwarp();
+        if (n > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(part_there[(n - 1) % 2]);
+        products_arrive<0>(dk);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(done);
+        query = query == own.first ? walk.last : query - TILE;
+    } while (++n < all);
+    mbarrier_wait(done, (n - 1) % 2);
     Result<TILE> part;
-    multiply_dq(part, all_dscores + (parity ^ 1) * DSCORES, half_keys);
+    multiply_dq(part, all_dscores + (n - 1) % 2 * DSCORES, half_keys);
     products_arrive<0>(part);
     products_arrive<0>(dv), products_arrive<0>(dk);
-    store_part(part, all == 1);
+    store_part(part, n - 1);
+    warp_arrives(part_there[(n - 1) % 2]);
     warp_arrives(done);
-    mbarrier_wait(done, parity);  // no product reads a tile any more
+    mbarrier_wait(done, n % 2);  // no product reads a tile any more
 
     each(dk, [&](Element e) { dk[e] *= scale; });
     dqkv.begin();
@@ -359,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
         share_column_sums(of_share, dk_sums);
         share_column_sums(of_share + SHARES * HP, dv_sums);
         warp_arrives(done);
-        mbarrier_wait(done, parity ^ 1);
+        mbarrier_wait(done, (n + 1) % 2);
         store_shared_sums(sums, threadIdx.x < HP ? own.keys : own.values, own.first / ROWS,
                           of_share + threadIdx.x / HP * SHARES * HP);
     }
@@ -390,3 +413,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_five_dq(
     if (sums) store_column_sums(sums, own.queries, own, dq_sums, rows + ROWS * LD);
     dqkv.end();
 }
+#endif

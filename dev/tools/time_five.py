@@ -1,0 +1,216 @@
+"""Attention's gradient with five products, attention_five.cu, beside the trainer's with seven.
+
+    python -m dev.gpu.attention_five                       # on a Hopper GPU: checks, then times
+    python -m dev.gpu.attention_five --shape B=8,T=2048,NH=16 --try AT_ONCE=8,AT_ONCE=32
+    CXXFLAGS="-O1 -DHOPPER" python -m dev.gpu.attention_five --device cpu          # only checks
+    CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" \\
+        python -m dev.gpu.attention_five --device cpu --shape T=150                # looks for races
+
+Both are checked against NumPy at small sizes, where a GPU must also give the same bits twice, and a
+CPU in each order of threads. Times are medians in microseconds: of all kernels together, of each of
+them, and of cuDNN's gradient if PyTorch is installed.
+"""
+import argparse
+import sys
+
+import numpy as np
+
+from dev.common.devices import make_device
+from dev.cpu.device import Cpu
+from dev.gpu.attention_five import (ROWS, SOURCE, five_table, launch_delta, launch_dq,
+                                     launch_five)
+from dev.lab import heads, timing
+from dev.lab.bench import Bench
+from dev.lab.inputs import ANY
+from dev.lab.ladder import Ladder, Version, parse_sizes
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import Config, read_kernels, to_float
+
+CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
+          "B=2,T=300,NH=3,NKV=3", "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1",
+          "B=1,T=140,NH=2,NKV=2,cold=1",
+          "B=1,T=640,NH=2,NKV=2")
+SHAPE = "B=8,T=2048,NH=16,NKV=16"
+
+
+class Config128(Config):
+    """Heads of 128 channels."""
+    DEFINED = ()  # such as "AT_ONCE=8", for attention_five.cu
+
+    def switches(self):
+        return ["-DCHANNELS=256", "-DHS=128", *(f"-D{each}" for each in self.DEFINED)]
+
+
+def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
+    return heads.backward_problem(draw, B, T, NH, NKV, HS, relu, cold)
+
+
+def scratch(a):
+    blocks, sizes = -(-a.T // ROWS), {row.name: row.shape for row in five_table(a.B, a.T, a.NH)}
+    return sizes | dict(sums=(a.B, blocks, a.NH + 2 * a.NKV, a.HS), delta=(a.B, a.NH, a.T))
+
+
+def tiled(a, x):
+    return x.reshape(a.B * a.T, -1)
+
+
+def delta(device, a):
+    launch_delta(device, a, a.lse, a.out, a.dout, a.B, a.T, a.NH)
+
+
+def gradients(device, a):
+    launch_five(device, a, a.dqkv, a.sums, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.relu, a.B,
+                a.T, a.NH, a.NKV)
+
+
+def round_dq(device, a):
+    launch_dq(device, a, a.dqkv, a.sums, a.scale, a.B, a.T, a.NH, a.NKV)
+
+
+def five(device, a):
+    delta(device, a), gradients(device, a), round_dq(device, a)
+
+
+def seven(device, a):
+    heads.trainers_backward(device, a, a.sums)
+
+
+def trainers_q(device, a):
+    heads.launch_trainers(device, a, "attention_backward_q", a.dqkv, a.sums, a.delta, a.lse, a.out,
+                          tiled=(a.qkv, a.dout))
+
+
+def trainers_kv(device, a):
+    heads.launch_trainers(device, a, "attention_backward_kv", a.dqkv, a.sums, a.delta, a.lse,
+                          tiled=(a.qkv, a.dout))
+
+
+VERSIONS = [Version(what, run, threads=(), scratch=scratch) for what, run in (
+    ("five products", five), ("seven products, the trainer's", seven))]
+# turns is filled with bytes of 255, like all scratch: attention_five_delta must clear it.
+LADDER = Ladder(problem, SHAPE, CHECKS, tuple(VERSIONS), fp32="lse delta dq stats sums turns",
+                sums="dqkv", limits=heads.ATTENTION_LIMITS,
+                flops=lambda a: 10 * heads.pairs_seen(a) * a.HS,
+                torch=heads.torch_backward)
+
+
+def make(name, *defined):
+    """A device for heads of 128 channels."""
+    Config128.DEFINED = defined
+    c = Config128(C=256, NH=2)
+    if name == "cpu":
+        device = Cpu("bf16", c, [SOURCE], only={kernel for kernel in read_kernels([*c.SOURCES, SOURCE])
+                                              if kernel.startswith(("attention_b", "attention_f"))})
+    else:
+        device = make_device(name, "bf16", c, beside=[SOURCE])
+    if not device.hopper:
+        raise UserError("attention_five.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")
+    return device
+
+
+def check_sums(bench, a):
+    """Raises AssertionError unless the sums of each block's rows are those of dqkv."""
+    dqkv, found = (to_float(bench.device.get(x)).astype(np.float64)
+                   for x in (bench.sets[0].dqkv, bench.scratch.sums))
+    rows = np.pad(dqkv, ((0, 0), (0, -a.T % 128), (0, 0), (0, 0)))
+    wish = rows.reshape(a.B, -1, 128, a.NH + 2 * a.NKV, a.HS)
+    off = abs(found - wish.sum(2)) - 1e-5 * abs(wish).sum(2)
+    assert (off <= 0).all(), f"sums{np.unravel_index(off.argmax(), off.shape)} is wrong"
+
+
+def check(device, text):
+    """Check both at a size. Returns how many are wrong."""
+    bench, wrong = Bench(LADDER, device, {**parse_sizes(text), "HS": 128}), 0
+    for version in VERSIONS:
+        try:
+            found = bench.check(version, {})
+            assert found.place is None, str(found)
+            check_sums(bench, bench.given)
+            said = str(found)
+        except (AssertionError, UserError) as e:
+            wrong, said = wrong + 1, f"error: {e}"
+        print(f"{text}: {version.what}: {said}", flush=True)
+    return wrong
+
+
+def drawn(draw, B, T, NH, NKV, HS):
+    """Inputs to time: of out and lse the forward pass comes first, and no truth."""
+    inputs = heads.sizes_of(B, T, NH, NKV, HS, relu=0) | dict(
+        qkv=draw(B, T, NH + 2 * NKV, HS), dout=draw(B, T, NH, HS), out=np.zeros((B, T, NH, HS)),
+        lse=np.zeros((B, NH, T)))
+    return inputs, dict(dqkv=np.full((B, T, NH + 2 * NKV, HS), ANY))
+
+
+def same(bench):
+    """How far both versions are apart, by Frobenius norm, and whether five gives the same bits in
+    each of ten runs, in words."""
+    cupy, a, results = bench.device.cupy, bench.sets[0], []
+    for version in (*VERSIONS[::-1], *VERSIONS[:1] * 10):
+        work = next(bench.launches(version, {}))
+        bench.fill(a, ["dqkv"])  # with NaN
+        work()
+        results.append(a.dqkv.copy())
+        if len(results) > 3:
+            results.pop()
+            if not (results[-1].view(np.int16) == a.dqkv.view(np.int16)).all():
+                return "error: five products gave other bits in another run"
+    seven_, five_ = (to_float(x).astype(np.float32) for x in results[:2])
+    off = float(cupy.linalg.norm((five_ - seven_).ravel()) / cupy.linalg.norm(seven_.ravel()))
+    return f"the same bits ten times; {off:.1e} from seven products"
+
+
+def time(device, text, defined, peers):
+    """Print the times at a size."""
+    bench = Bench(LADDER._replace(problem=drawn), device, {**parse_sizes(text), "HS": 128})
+    heads.trainers_forward(device, bench.sets[0])
+
+    def seconds(run):
+        works = bench.launches(VERSIONS[0]._replace(run=run), {})
+        return f"{1e6 * timing.time_rounds(device, list(works)):.0f}"
+
+    print(same(bench), flush=True)
+    for _ in range(2):
+        words = [f"five {seconds(five)}: delta {seconds(delta)}, dq {seconds(round_dq)}"]
+        if peers:
+            words += [f"seven {seconds(seven)}: q {seconds(trainers_q)}, kv {seconds(trainers_kv)}"]
+            library = timing.time_torch(bench)
+            words += [f"cuDNN {1e6 * library:.0f}"] * bool(library)
+        print(f"{text}, {' '.join(defined)}, us: {'; '.join(words)}", flush=True)
+
+
+def sizes_in_words(sizes):
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--shape", help="sizes to time, or on a CPU to check: B=8,T=2048,NH=16")
+    parser.add_argument("--try", dest="tried", default="AT_ONCE=16",
+                        help="what to compile with, in turn: AT_ONCE=8,AT_ONCE=32")
+    parser.add_argument("--no-check", action="store_true", help="only time")
+    flags = parser.parse_args(arguments)
+    asked = parse_sizes(flags.shape) if flags.shape else {}
+    if "NH" in asked:
+        asked.setdefault("NKV", asked["NH"])
+    wrong, checks = 0, CHECKS
+    if flags.device == "cpu" and flags.shape:
+        checks = [sizes_in_words({"B": 1, "NH": 2, "NKV": 2, **asked})]
+    for i, tried in enumerate(flags.tried.split(",")):
+        defined = tried.split("+")
+        device = make(flags.device, *defined)
+        if not flags.no_check:
+            wrong += sum(check(device, text) for text in (checks if i == 0 else checks[-1:]))
+        if device.name == "cuda" and not wrong:
+            stream = device.cupy.cuda.Stream(non_blocking=True)  # the default is not recorded
+            with stream:
+                time(device, sizes_in_words({**parse_sizes(SHAPE), **asked}), defined, i == 0)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as e:
+        sys.exit(f"error: {e}")
