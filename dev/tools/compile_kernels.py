@@ -27,6 +27,7 @@ from cupy_backends.cuda.libs import nvrtc
 from dev.common.flags import split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
+from dev.gpu.attention_five import FiveProducts
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tools.launches import faults_of_launches, launches_of
 from prepro_tinyshakespeare import UserError, run
@@ -41,9 +42,9 @@ ALL = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 FEW = {"sm_80": ("bf16", 64), "sm_86": ("fp32", 128), "sm_89": ("tf32", 80), "sm_120": ("bf16", 96)}
 FLAGS = [(None, "--few", "switch", 0, "sm_90a, and one model for each of a few others")]
 CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
-LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS = (TOP / f"dev/{name}.cu" for name in (
+LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, FIVE = (TOP / f"dev/{name}.cu" for name in (
     "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
-    "variants/ema", "variants/outliers"))
+    "variants/ema", "variants/outliers", "gpu/attention_five"))
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
@@ -74,8 +75,10 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     models = [(dataclasses.replace(c, L=1), GPT2)]
     if LLAMA in sources:
         models.append((Config3(L=1, NH=c.NH, NKV=c.NH // 2, C=c.C), Llama3))
+    if FIVE in sources:
+        models += [(config, type("Five", (FiveProducts, Model), {})) for config, Model in models]
     for config, Model in models if capability else ():
-        launches, missing = launches_of(capability, dtype, config, arrays, Model)
+        launches, missing = launches_of(capability, dtype, config, arrays, Model, beside=beside, hopper=bool(hopper))
         faults += [f"{where}: {fault}" for fault in [*missing, *faults_of_launches(capability, launches, used)]]
     return report, faults
 
@@ -88,7 +91,7 @@ def main():
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
-        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS]),
+        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, FIVE]),
         (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
 
     def kinds(dtype):

@@ -40,6 +40,7 @@ NEEDS = {
         0 if a.sums is None else rows_of_sums(a, grid, a.NH), 0 if a.sums is None else a.sums.size)),
     "attention_backward_kv": ("numbers of sums", lambda a, grid: (
         0 if a.sums is None else rows_of_sums(a, grid, a.NKV), 0 if a.sums is None else a.sums.size)),
+    "attention_five": ("numbers of dq", lambda a, grid: (grid[0] // a.NKV * 128 * a.NH * 128, a.dq.size)),
     "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
     "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
 }
@@ -88,9 +89,11 @@ class Noting(Cuda):
             self.faults.append(f"{name} needs {needed:,} {what}, and there are {there:,}")
 
 
-def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024):
-    """(the set of the launches of a training step and of a forward pass, what their kernels do not get)."""
-    device = Noting(capability, arrays, dtype.replace("fp8", "bf16"), c)
+def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024, beside=(), hopper=False):
+    """(the set of the launches of a training step and of a forward pass, what their kernels do not get). hopper:
+    whether kernels are compiled with -DHOPPER."""
+    device = Noting(capability, arrays, dtype.replace("fp8", "bf16"), c, beside)
+    device.hopper = hopper
     model = Model(c, device, B, T)
     tokens = np.zeros((B, T), np.int32)
     with mock.patch.object(model, "report", lambda: SimpleNamespace(loss=0)):

@@ -108,6 +108,11 @@ def make(name, *defined):
     return device
 
 
+def bench_for(device, text, **changes):
+    """The bench for sizes in words."""
+    return Bench(LADDER._replace(**changes), device, {**parse_sizes(text), "HS": 128})
+
+
 def check_sums(bench, a):
     """Raises AssertionError unless the sums of each block's rows are those of dqkv."""
     dqkv, found = (to_float(bench.device.get(x)).astype(np.float64)
@@ -118,10 +123,10 @@ def check_sums(bench, a):
     assert (off <= 0).all(), f"sums{np.unravel_index(off.argmax(), off.shape)} is wrong"
 
 
-def check(device, text):
-    """Check both at a size. Returns how many are wrong."""
-    bench, wrong = Bench(LADDER, device, {**parse_sizes(text), "HS": 128}), 0
-    for version in VERSIONS:
+def check(device, text, versions=VERSIONS):
+    """Check versions at a size. Returns how many are wrong."""
+    bench, wrong = bench_for(device, text), 0
+    for version in versions:
         try:
             found = bench.check(version, {})
             assert found.place is None, str(found)
@@ -139,6 +144,13 @@ def drawn(draw, B, T, NH, NKV, HS):
         qkv=draw(B, T, NH + 2 * NKV, HS), dout=draw(B, T, NH, HS), out=np.zeros((B, T, NH, HS)),
         lse=np.zeros((B, NH, T)))
     return inputs, dict(dqkv=np.full((B, T, NH + 2 * NKV, HS), ANY))
+
+
+def filled_bench(device, text):
+    """The bench for sizes in words, after the forward pass."""
+    bench = bench_for(device, text, problem=drawn)
+    heads.trainers_forward(device, bench.sets[0])
+    return bench
 
 
 def same(bench):
@@ -161,8 +173,7 @@ def same(bench):
 
 def time(device, text, defined, peers):
     """Print the times at a size."""
-    bench = Bench(LADDER._replace(problem=drawn), device, {**parse_sizes(text), "HS": 128})
-    heads.trainers_forward(device, bench.sets[0])
+    bench = filled_bench(device, text)
 
     def seconds(run):
         works = bench.launches(VERSIONS[0]._replace(run=run), {})
