@@ -12,7 +12,7 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import HERE, Config, FastCuda, read_kernels
 
 SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu",
-           HERE / "dev/llama3/llama3.cu"]
+           HERE / "dev/llama3/llama3.cu", HERE / "dev/gpu/attention_five.cu"]
 
 # A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
 # written. There are three kinds of exceptions. These arrays are both read and written:
@@ -36,7 +36,8 @@ OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout
                "gelu_forward": "inp", "gelu_backward": "inp"}
 # Attention is counted in FLOPs: each kernel's number of products of a (T,T) and a (T,HS) matrix, of
 # which half is masked.
-PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4}
+PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4,
+            "attention_five": 5}
 
 
 class Recording:
