@@ -572,9 +572,9 @@ extern "C" __global__ void add_partials(
 #ifndef HOPPER
 #define HOPPER 0
 #endif
-static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "bf16, HS 64 or 128");
 
-constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros
+constexpr int BOX = HOPPER ? 64 : 16;          // channels
+constexpr int HP = (HS + BOX - 1) / BOX * BOX;  // a head's channels, padded with zeros
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
 constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
@@ -1534,6 +1534,7 @@ extern "C" __global__ void adamw(
 // A slab is the 64 rows of a warpgroup: four warps start a product together. Two warpgroups share
 // tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
+static_assert(sizeof(real) == 2 && HS % 16 == 0 && HS <= 128, "bf16, HS 16 to 128");
 
 // A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. For wgmma
 // the layout is a 128-byte swizzle: in each row, packs of 16 bytes are permuted so that the same
@@ -1669,7 +1670,7 @@ __device__ void multiply_transposed(
     auto b = describe(address16(other));
     wgmma_fence(x.x);
 #pragma unroll
-    for (int c = 0; c < HP; c += 16) {
+    for (int c = 0; c < HS; c += 16) {  // behind HS is the next head
         int channels = in_tile(0, c) / W;
         wgmma(x.x[0], further(a, channels), further(b, channels), c > 0);
     }

@@ -99,16 +99,21 @@ AS_TURING = (  # heads of 64 and of 6 channels, whole tiles and parts of one
     ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=64"),
     ("gqa_backward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"),
     ("attention_backward_bias", "B=1,T=70,NH=2,HS=64"))
-AS_HOPPER = (  # heads of 64 and of 128 channels, whole tiles and parts of one
+AS_HOPPER = (  # heads of 64 to 128 channels, whole tiles and parts of one
     ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"),
     ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
     ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
+    ("gqa_forward", "B=2,T=70,NH=4,NKV=2,HS=80,with_lse=1"),
+    ("gqa_forward", "B=1,T=150,NH=2,NKV=2,HS=96,relu=1"),
     ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
     ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"),
     ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
     ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
+    ("gqa_backward", "B=2,T=150,NH=2,NKV=2,HS=80"),
+    ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=96"),
     ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"),
     ("attention_backward_bias", "B=1,T=130,NH=2,HS=64"),
+    ("attention_backward_bias", "B=2,T=150,NH=3,HS=80"),
     ("attention_backward_bias", "B=1,T=150,NH=2,HS=128"))
 
 

@@ -1377,6 +1377,7 @@ class FastCuda(Cuda):
     graph = True
 
     def __init__(self, dtype, c, beside=()):
+        self.HS = c.C // c.NH
         super().__init__(dtype, c, beside)
         self.fused_gelu = self.dtype == "bf16"
         self.maps, self.plans = {}, {}  # {array: its tensor map}, {product: how to do it}
@@ -1393,10 +1394,10 @@ class FastCuda(Cuda):
             *((operand, ctypes.c_uint32(ALIGN)) for operand in (5, 6, 7, 8))))
 
     def switches(self):
-        """On Hopper, bf16 attention of heads of 64 or 128 channels has its own instructions."""
+        """On Hopper, bf16 attention of heads of 64 to 128 channels has its own instructions."""
         if self.capability != 90:
             return super().switches()
-        self.hopper = self.real == BF16 and bool({"-DHS=64", "-DHS=128"} & set(self.compiled_for))
+        self.hopper = self.real == BF16 and self.HS in range(64, 129, 16)
         # wgmma needs the target sm_90a; sm_90 is not enough
         return [*super().switches(), "-arch=sm_90a", *(["-DHOPPER"] if self.hopper else [])]
 
