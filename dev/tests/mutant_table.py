@@ -192,7 +192,7 @@ TABLE = [
          ""),
         ("missing wait", "tiles_arrive(Arrivals& arrivals) {", "arrivals.parity ^= 1;", ""),
         ("index", "tiles_arrive(Arrivals& arrivals) {", "if (threadIdx.x == 0) mbarrier_arrive", "mbarrier_arrive"),
-        ("index", "", "head.h * HS + c", "head.h * HS"),
+        ("index", "", "&array, c, head.h", "&array, 0, head.h"),
         ("index", "", "first + row, head.b", "first + row, 0"),
         ("index", "", "(own.slab - own.first) * HP", "0"),
         dtype="bf16", flag=AS_HOPPER),
