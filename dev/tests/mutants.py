@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dev.common.cuda_source import without_comments
-from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, FP8, FP8_OUTPUT, KERNELS, LLAMA, MOMENTS,
+from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, KERNELS, LLAMA, MOMENTS,
                                     OUT_OF_BOUNDS, OUTLIERS, TABLE, TILES, UNSEEN, Mutant)
 from prepro_tinyshakespeare import UserError, run
 
@@ -139,7 +139,7 @@ class Copy:
             library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
                             "ASAN_OPTIONS": "detect_leaks=0"}
-        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS, OUTLIERS) else "all"
+        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS, OUTLIERS, BOXES) else "all"
         command = [sys.executable, "-m", "dev.tests.mutants", kernel, "--check-here", dtype, whose]
         if dtype == "fp8":
             command = [sys.executable, "-m", "dev.tests.test_fp8", "--device", "cpu", "--only", kernel]
