@@ -572,9 +572,9 @@ extern "C" __global__ void add_partials(
 #ifndef HOPPER
 #define HOPPER 0
 #endif
-static_assert(!HOPPER || (sizeof(real) == 2 && (HS == 64 || HS == 128)), "bf16, HS 64 or 128");
 
-constexpr int HP = (HS + 15) / 16 * 16;  // a head's channels, padded with zeros
+constexpr int BOX = HOPPER ? 64 : 16;          // channels
+constexpr int HP = (HS + BOX - 1) / BOX * BOX;  // a head's channels, padded with zeros
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
 constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
@@ -1534,6 +1534,7 @@ extern "C" __global__ void adamw(
 // A slab is the 64 rows of a warpgroup: four warps start a product together. Two warpgroups share
 // tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
+static_assert(sizeof(real) == 2 && HS % 8 == 0 && HS <= 128, "bf16, HS 8 to 128");
 
 // A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. For wgmma
 // the layout is a 128-byte swizzle: in each row, packs of 16 bytes are permuted so that the same
@@ -1560,14 +1561,14 @@ __device__ void mbarrier_wait(unsigned long long& mbarrier, int parity) {
                  ::"r"(shared_address(&mbarrier)), "r"(parity) : "memory");
 }
 
-// Starts to copy a box, 8,192 bytes: tokens t..t+63 of sequence b, with zeros beyond T.
-__device__ void copy_box(
-    real* box, const Tiles* map, int channel, int t, int b, unsigned long long& mbarrier) {
+// Starts to copy a box, 8,192 bytes: tokens t..t+63 of a head, with zeros beyond T and HS.
+__device__ void copy_box(real* box, const Tiles* map, int channel, int head, int t, int b,
+                         unsigned long long& mbarrier) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], 8192;"
                  ::"r"(shared_address(&mbarrier)) : "memory");
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(shared_address(box)), "l"(map), "r"(channel), "r"(t), "r"(b),
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %5}], [%6];"
+                 ::"r"(shared_address(box)), "l"(map), "r"(channel), "r"(head), "r"(t), "r"(b),
                    "r"(shared_address(&mbarrier))
                  : "memory");
 }
@@ -1638,7 +1639,7 @@ __device__ void load_tile(
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
             if (threadIdx.x == 0)
-                copy_box(tile + in_tile(row, c), &array, head.h * HS + c, first + row, head.b,
+                copy_box(tile + in_tile(row, c), &array, c, head.h, first + row, head.b,
                          *arrivals.mbarrier);
 }
 
@@ -1669,7 +1670,7 @@ __device__ void multiply_transposed(
     auto b = describe(address16(other));
     wgmma_fence(x.x);
 #pragma unroll
-    for (int c = 0; c < HP; c += 16) {
+    for (int c = 0; c < HS; c += 16) {  // beyond HS are zeros
         int channels = in_tile(0, c) / W;
         wgmma(x.x[0], further(a, channels), further(b, channels), c > 0);
     }

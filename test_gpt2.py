@@ -90,7 +90,7 @@ KERNELS = (
     "gqa_backward", "gelu_forward", "gelu_backward", "crossentropy_forward", "classifier_fused",
     "global_norm", "add_loss", "judge", "adamw", "adamw_bf16")
 # C and NH. The first are the fixture's and SMALL_MODEL's, and are compiled with all kernels.
-COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (160, 2), (1600, 16)
+COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (144, 2), (1600, 16)
 
 
 AS_TURING = (  # heads of 64 and of 6 channels, whole tiles and parts of one
@@ -99,25 +99,33 @@ AS_TURING = (  # heads of 64 and of 6 channels, whole tiles and parts of one
     ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=64"),
     ("gqa_backward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"),
     ("attention_backward_bias", "B=1,T=70,NH=2,HS=64"))
-AS_HOPPER = (  # heads of 64 and of 128 channels, whole tiles and parts of one
+AS_HOPPER = (  # heads of 64 to 128 channels, whole tiles and parts of one
     ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"),
     ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
     ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
+    ("gqa_forward", "B=2,T=70,NH=4,NKV=2,HS=80,with_lse=1"),
+    ("gqa_forward", "B=1,T=150,NH=2,NKV=2,HS=96,relu=1"),
+    ("gqa_forward", "B=1,T=70,NH=2,NKV=1,HS=72,with_lse=1"),
     ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
     ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"),
     ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
     ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
+    ("gqa_backward", "B=2,T=150,NH=2,NKV=2,HS=80"),
+    ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=96"),
+    ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=72"),
     ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"),
     ("attention_backward_bias", "B=1,T=130,NH=2,HS=64"),
+    ("attention_backward_bias", "B=2,T=150,NH=3,HS=80"),
     ("attention_backward_bias", "B=1,T=150,NH=2,HS=128"))
 
 
 AS = {"bf16": ("Hopper", AS_HOPPER), "fp32": ("Turing", AS_TURING)}
 
 
-def test_as_on(dtype, only=None):
+def test_as_on(device_name, dtype, only=None):
     """Attention on the CPU as on a GPU whose kernels differ. Hopper's has wgmma in C++: a missing
-    wait gives NaN. Turing's has products without tensor cores."""
+    wait gives NaN. Turing's has products without tensor cores. On a GPU the same sizes, with its
+    own kernels."""
     devices, (gpu, cases) = {}, AS[dtype]
     for name, text in cases:
         kernel, sizes = find_ladder(name), parse_sizes(text)
@@ -125,7 +133,9 @@ def test_as_on(dtype, only=None):
             continue
         C, NH = model_of(kernel, sizes)
         try:
-            if C not in devices:
+            if device_name == "cuda":
+                devices[C] = device_of("cuda", dtype, C, NH, plain=False)
+            elif C not in devices:
                 flags = f"{os.environ.get('CXXFLAGS', '')} -D{gpu.upper()}"
                 with mock.patch.dict(os.environ, CXXFLAGS=flags):
                     devices[C] = Cpu(dtype, Config(C=C, NH=NH), only=(*ATTENTION, "add_partials"))
@@ -269,8 +279,8 @@ def main():
     for name, dtype in each_device(flags):
         if not flags.state:
             check_kernels(name, dtype, KERNELS, COMPILED_FOR, flags.only)
-            if name == "cpu" and dtype in AS:
-                test_as_on(dtype, flags.only)
+            if dtype == "bf16" or name == "cpu" and dtype in AS:
+                test_as_on(name, dtype, flags.only)
         if kernels:
             continue
         for plain in each_kind(flags, name, dtype):

@@ -1377,6 +1377,7 @@ class FastCuda(Cuda):
     graph = True
 
     def __init__(self, dtype, c, beside=()):
+        self.HS = c.C // c.NH
         super().__init__(dtype, c, beside)
         self.fused_gelu = self.dtype == "bf16"
         self.maps, self.plans = {}, {}  # {array: its tensor map}, {product: how to do it}
@@ -1393,10 +1394,10 @@ class FastCuda(Cuda):
             *((operand, ctypes.c_uint32(ALIGN)) for operand in (5, 6, 7, 8))))
 
     def switches(self):
-        """On Hopper, bf16 attention of heads of 64 or 128 channels has its own instructions."""
+        """On Hopper, bf16 attention of heads of 64 to 128 channels has its own instructions."""
         if self.capability != 90:
             return super().switches()
-        self.hopper = self.real == BF16 and bool({"-DHS=64", "-DHS=128"} & set(self.compiled_for))
+        self.hopper = self.real == BF16 and self.HS in range(64, 129, 8)
         # wgmma needs the target sm_90a; sm_90 is not enough
         return [*super().switches(), "-arch=sm_90a", *(["-DHOPPER"] if self.hopper else [])]
 
@@ -1415,7 +1416,7 @@ class FastCuda(Cuda):
 
     def tensor_map(self, array, T):
         """The 128 bytes that tell Hopper's copy engine how to copy boxes of 64 tokens and 64
-        channels from a bf16 array (B*T,channels)."""
+        channels of a head from a bf16 array (B*T,heads*HS)."""
         key = T, array.data.ptr, array.shape
         if key not in self.maps:
             N, width = array.shape
@@ -1426,10 +1427,10 @@ class FastCuda(Cuda):
 
             driver = ctypes.CDLL("libcuda.so.1")
             status = driver.cuTensorMapEncodeTiled(
-                ctypes.c_void_p(made.ctypes.data), 9, 3, address(array),  # bf16, three dimensions
-                numbers(ctypes.c_uint64, width, T, N // T),
-                numbers(ctypes.c_uint64, 2 * width, 2 * width * T),
-                numbers(ctypes.c_uint32, 64, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1),
+                ctypes.c_void_p(made.ctypes.data), 9, 4, address(array),  # bf16, four dimensions
+                numbers(ctypes.c_uint64, self.HS, width // self.HS, T, N // T),
+                numbers(ctypes.c_uint64, 2 * self.HS, 2 * width, 2 * width * T),
+                numbers(ctypes.c_uint32, 64, 1, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1, 1),
                 0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time, zeros beyond
             if status:
                 raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {T=}, "

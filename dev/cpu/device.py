@@ -86,7 +86,7 @@ class Cpu:
         # moments.cu is always there, so that a run with --moments bf16 needs no other library than one without.
         always = [MOMENTS] * (KERNELS in c.SOURCES and MOMENTS.exists() and not only)
         sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]
-        self.dtype, self.compiled_for = dtype or "fp32", c.switches()
+        self.dtype, self.compiled_for, self.HS = dtype or "fp32", c.switches(), c.C // c.NH
         self.students, self.warnings = [*students], ""
         self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
@@ -241,7 +241,8 @@ class Cpu:
     def tensor_map(self, array, T):
         """As train_gpt2.FastCuda.tensor_map; what hopper.h reads is simpler."""
         made = aligned_bytes(128)
-        made.view(np.uint64)[:3] = array.__array_interface__["data"][0], array.shape[1], T
+        width = array.shape[1]
+        made.view(np.uint64)[:4] = array.__array_interface__["data"][0], self.HS, width // self.HS, T
         return made.view("V128")
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):

@@ -156,7 +156,7 @@ static_assert(sizeof(Mbarrier) == sizeof(unsigned long long));
 // A copy of 64 rows of 64 bf16 that has begun. Its target is poison until a thread waits for it.
 struct Box {
     char* to;
-    const char* from;  // the matrix
+    const char* from;  // the matrix: a head's tokens
     int columns, rows; // of the matrix, beyond which there are zeros
     size_t stride;     // bytes from row to row
     int column, row;   // where the box begins
@@ -358,13 +358,13 @@ __device__ void mbarrier_wait(unsigned long long& mbarrier, int parity, int line
     }
     waited = true;
 }
-QUIET inline __attribute__((noinline)) void copy_box(void* box, const void* map, int channel, int t, int b,
-                                                     unsigned long long& mbarrier) {
+QUIET inline __attribute__((noinline)) void copy_box(void* box, const void* map, int channel, int head, int t,
+                                                     int b, unsigned long long& mbarrier) {
     auto* m = static_cast<const unsigned long long*>(map);  // as Cpu.tensor_map in device.py makes it
-    const size_t stride = 2 * m[1];
-    state().boxes.push_back({static_cast<char*>(box), reinterpret_cast<const char*>(m[0]) + b * m[2] * stride,
-                             int(m[1]), int(m[2]), stride, channel, t, &as_mbarrier(mbarrier),
-                             races::asked(__builtin_return_address(0))});
+    const size_t stride = 2 * m[1] * m[2];
+    const char* from = reinterpret_cast<const char*>(m[0]) + b * m[3] * stride + 2 * head * m[1];
+    state().boxes.push_back({static_cast<char*>(box), from, int(m[1]), int(m[3]), stride, channel, t,
+                             &as_mbarrier(mbarrier), races::asked(__builtin_return_address(0))});
     state().boxes.back().tell_races(true);
     memset(box, 0xff, 8192);
     as_mbarrier(mbarrier).bytes += 8192;

@@ -167,8 +167,7 @@ __device__ void load_boxes(
     for (int row = 0; row < rows; row += 64)
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
-            copy_box(tile + in_tile(row, c), &array, head.h * HS + c, first + row, head.b,
-                     mbarrier);
+            copy_box(tile + in_tile(row, c), &array, c, head.h, first + row, head.b, mbarrier);
 }
 
 // A phase of an mbarrier ends when all warps of the workers have arrived.

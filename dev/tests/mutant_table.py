@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/lab/tiles.cu"
 MOMENTS, FP8, OUTLIERS = "dev/precision/moments.cu", "dev/precision/fp8.cu", "dev/variants/outliers.cu"
-FP8_OUTPUT = "dev/precision/fp8_output.cuh"
+FP8_OUTPUT, BOXES = "dev/precision/fp8_output.cuh", "dev/cpu/hopper.h"
 OUT_OF_BOUNDS = "out of bounds"  # a kind: it reads what it does not use, which only AddressSanitizer sees
 
 
@@ -192,7 +192,7 @@ TABLE = [
          ""),
         ("missing wait", "tiles_arrive(Arrivals& arrivals) {", "arrivals.parity ^= 1;", ""),
         ("index", "tiles_arrive(Arrivals& arrivals) {", "if (threadIdx.x == 0) mbarrier_arrive", "mbarrier_arrive"),
-        ("index", "", "head.h * HS + c", "head.h * HS"),
+        ("index", "", "&array, c, head.h", "&array, 0, head.h"),
         ("index", "", "first + row, head.b", "first + row, 0"),
         ("index", "", "(own.slab - own.first) * HP", "0"),
         dtype="bf16", flag=AS_HOPPER),
@@ -205,7 +205,11 @@ TABLE = [
         ("index", "", "OVERLAP ? 3 : 2", "2"),
         ("missing wait", "tiles_arrive(Arrivals& arrivals) {", "copies_arrive<0>();", ""),
         ("index", "attention_backward_kv", "own.queries, dout", "own.queries, qkv"),
+        ("bound", "store_rows", "if (c >= HS) break;", ""),
+        ("bound", "", "c < HS; c += 16)", "c < 64; c += 16)"),
         dtype="bf16", flag=AS_HOPPER),
+    *of("attention_backward", ("bound", "", "r < rows && c < columns", "r < rows"), dtype="bf16", file=BOXES,
+        flag=AS_HOPPER),
     *of("attention_forward",
         ("index", "", "a[k | 1]", "a[k & 2]"),
         ("missing term", "", "fmaf(lower, column, d[n % 2 + 2])", "lower * column"),

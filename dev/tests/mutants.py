@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dev.common.cuda_source import without_comments
-from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, FP8, FP8_OUTPUT, KERNELS, LLAMA, MOMENTS,
+from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, KERNELS, LLAMA, MOMENTS,
                                     OUT_OF_BOUNDS, OUTLIERS, TABLE, TILES, UNSEEN, Mutant)
 from prepro_tinyshakespeare import UserError, run
 
@@ -102,7 +102,7 @@ def check_kernel(name, dtype, trainer_only):
     checks = 0
     for text in (*ladder.checks, *(ladder.trainer_checks if trainer_only else ())):
         sizes = parse_sizes(text)
-        if AS_HOPPER in os.environ.get("CXXFLAGS", "") and sizes.get("HS") not in (64, 128):
+        if AS_HOPPER in os.environ.get("CXXFLAGS", "") and sizes.get("HS") not in range(64, 129, 8):
             continue  # as everywhere
         device = device_of("cpu", dtype, *model_of(ladder, sizes), (name,))
         bench = Bench(ladder, device, sizes)
@@ -139,7 +139,7 @@ class Copy:
             library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
                             "ASAN_OPTIONS": "detect_leaks=0"}
-        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS, OUTLIERS) else "all"
+        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS, OUTLIERS, BOXES) else "all"
         command = [sys.executable, "-m", "dev.tests.mutants", kernel, "--check-here", dtype, whose]
         if dtype == "fp8":
             command = [sys.executable, "-m", "dev.tests.test_fp8", "--device", "cpu", "--only", kernel]

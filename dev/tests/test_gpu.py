@@ -168,9 +168,9 @@ def tensor_maps_of_a_gpu(device_name, folder):
             asked[-1].append(at.value % 64)
             return status
 
-    B, T, channels, status = 3, 5, 192, 0
-    array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, channels))
-    device = mock.Mock(maps={}, hopper=False, kernels=read_kernels(Config.SOURCES), AVOID="")
+    B, T, HS, heads, status = 3, 5, 80, 9, 0
+    array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, heads * HS))
+    device = mock.Mock(maps={}, hopper=False, HS=HS, kernels=read_kernels(Config.SOURCES), AVOID="")
     device.tensor_map = functools.partial(train_gpt2.FastCuda.tensor_map, device)
     arguments = "atty", "lse", array, 0.1, 0, T, 3, 3  # for attention_forward
     given = train_gpt2.FastCuda.with_tensor_maps(device, "attention_forward", arguments)
@@ -187,12 +187,12 @@ def tensor_maps_of_a_gpu(device_name, folder):
     yield "one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
     yield "the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
     yield "its bytes", made[0].view(np.uint8), 7, EXACT
-    # bf16, 3 dimensions, address; sizes; strides in bytes; a box of 64 x 64; every element; swizzle 3 of 128 bytes
-    wish = [9, 3, 4096, [channels, T, B], [2 * channels, 2 * channels * T], [64, 64, 1], [1, 1, 1], 0, 3, 2, 0, 0]
+    # bf16, 4 dimensions, address; sizes; strides in bytes; a box of 64 x 64; every element; swizzle 3 of 128 bytes
+    wish = [9, 4, 4096, [80, 9, 5, 3], [160, 1440, 7200], [64, 1, 64, 1], [1, 1, 1, 1], 0, 3, 2, 0, 0]
     check("asked once, for a box of 64 tokens and channels", asked == [wish], asked)
     device.maps, status = {}, 1
     with mock.patch("ctypes.CDLL", return_value=Driver()):
-        check_refusal("GPU", r"cuTensorMapEncodeTiled failed with status 1: T=5, \(15, 192\)",
+        check_refusal("GPU", r"cuTensorMapEncodeTiled failed with status 1: T=5, \(15, 720\)",
                       device.tensor_map, array, T)
 
 

@@ -56,7 +56,8 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused` in their names any number."""
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
-    hopper = ["-DHOPPER"] * (gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in (64, 128))  # as FastCuda
+    hopper = ["-DHOPPER"] * (  # as FastCuda
+        gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8))
     try:
         log, used, arrays = compile_cuda(text, gpu, [*Cuda.OPTIONS, *DTYPES[dtype], *hopper, *c.switches()])
     except NotCompiled as e:
