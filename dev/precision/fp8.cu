@@ -182,10 +182,11 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
         sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 8);
         sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);
     }
+    // Lane i has the sums of columns 16 i + j. They go to 8 j + i, so that 8 lanes store to 8 banks at once.
     if (threadIdx.x % 32 < 8)
-        for (int j = 0; j < 16; j++) of_warp[threadIdx.x / 32][threadIdx.x % 8 * 16 + j] = sum[j];
+        for (int j = 0; j < 16; j++) of_warp[threadIdx.x / 32][8 * j + threadIdx.x % 8] = sum[j];
     __syncthreads();
-    int column = 128 * blockIdx.x + threadIdx.x;
+    int column = 128 * blockIdx.x + threadIdx.x % 8 * 16 + threadIdx.x / 8;
     if (threadIdx.x >= 128 || column >= C) return;
     float total = 0.0f;
     for (int w = 0; w < 8; w++) total += of_warp[w][threadIdx.x];

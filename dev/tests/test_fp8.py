@@ -310,8 +310,8 @@ def levels(device_name):
     for level in ("layers", "all"):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=False)
         place.architecture = GPT2
-        model = poisoned_model(place, 2, 23, fp8=level, C=64, NH=2)
-        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+        model = poisoned_model(place, 2, 70, fp8=level, C=64, NH=2)
+        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 70), dtype=np.int32))
         model.train_step(batch, batch, learning_rate=0)
         model.train_step(batch, batch, learning_rate=0)
         found.append([model.report().loss, *(place.get(getattr(model.grads, name)) for name in names)])
