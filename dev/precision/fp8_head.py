@@ -50,7 +50,7 @@ class Fp8Head:
         self.head8 = self.device.weights.pop(address_of(self.head), None)
 
     def in_fp8(self):
-        """Whether dlnf and dwte are products in FP8. Transposed dlogits need the memory of 8 rows."""
+        """Whether dlnf and dwte are FP8 products. Transposed dlogits need the memory of 8 rows."""
         return self.head8 and self.device.calibrated and len(self.acts.logits) >= WHOLE // 2
 
     def scale8(self, kind):
