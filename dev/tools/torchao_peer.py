@@ -2,7 +2,7 @@
 PyTorch in bf16 and ours in FP8, on one GPU.
 
     python -m dev.tools.torchao_peer                    # 124M at B=32, and 1558M at B=8
-    python -m dev.tools.torchao_peer --rows 124M
+    python -m dev.tools.torchao_peer --rows 1558M --recipes rowwise
 
 Needs torchao: pip install -r dev/requirements.txt. Without a network, unpack its wheel, and name
 that folder in PYTHONPATH; the wheel's libraries (.so) are not needed.
@@ -30,21 +30,23 @@ from train_gpt2 import parse_flags
 
 ROWS = [row for row in FIRST if row[:3] in (("d12", "bf16", 32), ("d48", "bf16", 8))]
 RECIPES = "rowwise", "tensorwise"
-TIMEOUT = 300  # seconds, for one process: 48 layers take minutes to compile
+TIMEOUT = 300  # seconds, for one process
 
 FLAGS = [
     (None, "--rows", str, "", "only rows whose name matches this regular expression, of "
      f"{'; '.join(map(str, ROWS))}"),
+    (None, "--recipes", ("rowwise", "tensorwise", "both"), "both", "torchao's recipes to time: 48 "
+     "layers take PyTorch minutes to compile"),
     (None, "--minutes", "rate", 9.0, "start nothing after this many, and stop what runs"),
 ]
 
 
-def runs_of(row, folder):
+def runs_of(row, folder, recipes):
     """(what is timed, the arguments of its job) of a row."""
     ours = row._replace(dtype="fp8", mode=(), flags=("--fp8", "all"))
     yield "ours, --dtype fp8 --fp8 all", ("time_ours", ours, folder)
     yield "PyTorch, bf16", ("time_torch", row, folder)
-    for recipe in RECIPES:
+    for recipe in RECIPES if recipes == "both" else [recipes]:
         yield f"PyTorch, float8 {recipe}", ("time_torch", row, folder, recipe)
 
 
@@ -82,7 +84,7 @@ def main(arguments=None):
         for row in rows:
             tokens_of(row, folder)
             results = {}
-            for name, job in runs_of(row, folder):
+            for name, job in runs_of(row, folder, flags.recipes):
                 print(f"{name}: ", end="")
                 results[name] = run_job(end, *job, timeout=TIMEOUT)
             tables += ["", *table(row, results)]
