@@ -1411,13 +1411,13 @@ class FastCuda(Cuda):
             return args
         words = [text.split() for text in self.kernels[name].parameters]
         T = args[words.index(["int", "T"])]
-        return [self.tensor_map(arg, T) if "Tiles" in word else arg
+        return [self.tensor_map(arg, T, self.HS) if "Tiles" in word else arg
                 for word, arg in zip(words, args)]
 
-    def tensor_map(self, array, T):
+    def tensor_map(self, array, T, HS):
         """The 128 bytes that tell Hopper's copy engine how to copy boxes of 64 tokens and 64
         channels of a head from a bf16 array (B*T,heads*HS)."""
-        key = T, array.data.ptr, array.shape
+        key = T, HS, array.data.ptr, array.shape
         if key not in self.maps:
             N, width = array.shape
             self.maps[key] = made = aligned_bytes(128)
@@ -1428,8 +1428,8 @@ class FastCuda(Cuda):
             driver = ctypes.CDLL("libcuda.so.1")
             status = driver.cuTensorMapEncodeTiled(
                 ctypes.c_void_p(made.ctypes.data), 9, 4, address(array),  # bf16, four dimensions
-                numbers(ctypes.c_uint64, self.HS, width // self.HS, T, N // T),
-                numbers(ctypes.c_uint64, 2 * self.HS, 2 * width, 2 * width * T),
+                numbers(ctypes.c_uint64, HS, width // HS, T, N // T),
+                numbers(ctypes.c_uint64, 2 * HS, 2 * width, 2 * width * T),
                 numbers(ctypes.c_uint32, 64, 1, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1, 1),
                 0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time, zeros beyond
             if status:

@@ -52,8 +52,8 @@ FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same nam
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU, and a GPU before 8.0, fp32)"),
-    (None, "--fp8", ("layers", "head", "all"), "layers", "for --dtype fp8: head: the head's "
-     "products in FP8 too; all: also the gradients of the layers' weights"),
+    (None, "--fp8", ("layers", "head", "all"), "layers", "for --dtype fp8: head: the "
+     "head's backward products in FP8 too; all: also the gradients of the layers' weights"),
     (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a graph"),
     (None, "--gpus", "count", None, "train on N of this machine's GPUs (default: 1, or the ranks "
      "that torchrun, srun or mpirun has started)"),

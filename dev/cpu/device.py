@@ -238,11 +238,11 @@ class Cpu:
         if self.races:
             races.check(self.library, self.path, name, named)
 
-    def tensor_map(self, array, T):
+    def tensor_map(self, array, T, HS):
         """As train_gpt2.FastCuda.tensor_map; what hopper.h reads is simpler."""
         made = aligned_bytes(128)
         width = array.shape[1]
-        made.view(np.uint64)[:4] = array.__array_interface__["data"][0], self.HS, width // self.HS, T
+        made.view(np.uint64)[:4] = array.__array_interface__["data"][0], HS, width // HS, T
         return made.view("V128")
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):

@@ -89,8 +89,8 @@ extern "C" __global__ void transpose_fp8(unsigned char* __restrict__ across, con
     store_turned(across, tile, column, first, C, stride);
 }
 
-// Makes the tile from row `first` on of a twin (R,C), and of the transposed twin across (C,stride). numbers_at(i)
-// returns the 16 numbers from number i on.
+// Makes the tile from row `first` on of the transposed twin across (C,stride), and of the twin (R,C) unless that is
+// null. numbers_at(i) returns the 16 numbers from number i on.
 template <class NumbersAt>
 __device__ __forceinline__ void store_both(
     unsigned char* twin, unsigned char* across, Scale* scale8, int first, int R, int C, int stride,
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_both(
     __shared__ __align__(16) Turned tile;
     int column = 128 * blockIdx.x;
     int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
-    Output out = {nullptr, twin, scale8};
+    Output out = {nullptr, across, scale8};
     out.begin();
     Stored<4, unsigned> rows[4] = {};
 #pragma unroll
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_both(
         for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j])), x[j] *= out.factor;
         for (int j = 0; j < 4; j++)
             rows[i].x[j] = two_fp8(x[4 * j], x[4 * j + 1]) | (unsigned)two_fp8(x[4 * j + 2], x[4 * j + 3]) << 16;
-        *reinterpret_cast<Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c) = rows[i];
+        if (twin) *reinterpret_cast<Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c) = rows[i];
     }
     out.end();
     put_turned(tile, rows);
@@ -124,19 +124,18 @@ __device__ __forceinline__ Pack<16> load16(const real* p) {
     return x;
 }
 
-// Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: out8 (layers,R,C) for the forward
-// pass, and across (layers,C,R), transposed, for the backward pass, since FP8 products need the summed index to be the
-// fastest in both factors. R and C are multiples of 16. Items: C columns along x, layers * ceil(R/128) tiles of rows
-// along y.
+// Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: across (layers,C,R), transposed, for
+// the backward pass, and out8 (layers,R,C) for the forward pass, null if that is in bf16. FP8 products need the summed
+// index to be the fastest in both factors. R and C are multiples of 16. Items: C columns along x, layers * ceil(R/128)
+// tiles of rows along y.
 BLOCK(256, 128, 1)
 extern "C" __global__ void __launch_bounds__(256, 3) weights_to_fp8(
-    unsigned char* __restrict__ out8, unsigned char* __restrict__ across, const real* __restrict__ weights,
+    unsigned char* __restrict__ across, unsigned char* __restrict__ out8, const real* __restrict__ weights,
     Scale* scale8, int R, int C) {
     int tiles = (R + 127) / 128, layer = blockIdx.y / tiles;
     size_t start = (size_t)layer * R * C;
-    store_both(out8 + start, across + start, scale8 + layer, blockIdx.y % tiles * 128, R, C, R, [&](size_t i) {
-        return load16(weights + start + i);
-    });
+    store_both(out8 ? out8 + start : nullptr, across + start, scale8 + layer, blockIdx.y % tiles * 128, R, C, R,
+               [&](size_t i) { return load16(weights + start + i); });
 }
 
 // ---- GELU, whose output and gradient only FP8 products read ----
@@ -183,10 +182,11 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
         sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 8);
         sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);
     }
+    // Lane i has the sums of columns 16 i + j. They go to 8 j + i, so that 8 lanes store to 8 banks at once.
     if (threadIdx.x % 32 < 8)
-        for (int j = 0; j < 16; j++) of_warp[threadIdx.x / 32][threadIdx.x % 8 * 16 + j] = sum[j];
+        for (int j = 0; j < 16; j++) of_warp[threadIdx.x / 32][8 * j + threadIdx.x % 8] = sum[j];
     __syncthreads();
-    int column = 128 * blockIdx.x + threadIdx.x;
+    int column = 128 * blockIdx.x + threadIdx.x % 8 * 16 + threadIdx.x / 8;
     if (threadIdx.x >= 128 || column >= C) return;
     float total = 0.0f;
     for (int w = 0; w < 8; w++) total += of_warp[w][threadIdx.x];

@@ -3,7 +3,7 @@ says which:
 
     layers    out = inp @ w.T     twins of inp and w                       this file
               dinp = dout @ w     twins of dout and of the transposed w
-    head      these, and the head's three products                         fp8_head.py
+    head      these, and the head's two of the backward pass               fp8_head.py
     all       these, and dw = dout.T @ inp of the layers                   fp8_all.py
 
 Everything else is as in bf16: attention, norms, the update, and, except with `all`, what is kept
@@ -67,12 +67,13 @@ def fp8_rows(c):
 
 def fp8_table(c, B, T, rows):
     """The arena "fp8" for these weights: all scales, structs of fp8_output.cuh; the twin of the
-    next product's input; and the weights' twins, plain and transposed."""
+    next product's input; and the weights' twins: plain, for a layer's forward pass, and
+    transposed, for the backward pass."""
     twins = []
     for row in rows:
         R, C = row.shape
-        twins += [Row(row.name, (R, C), np.uint8, max(1, row.layers)),
-                  Row(f"{row.name}_transposed", (C, R), np.uint8, max(1, row.layers))]
+        plain = [Row(row.name, (R, C), np.uint8, row.layers)] if row.layers else []
+        twins += [*plain, Row(f"{row.name}_transposed", (C, R), np.uint8, max(1, row.layers))]
     widest = max((max(row.shape) for row in fp8_rows(c)), default=0)
     tensors = 3 * sum(max(1, row.layers) for row in rows)
     return [Row("scales", (tensors, 4)), Row("twin", (B * T * widest,), np.uint8), *twins]
@@ -124,11 +125,11 @@ class Fp8:
         for row in rows:
             whole = model.head if row.name == "head" else getattr(model.params, row.name)
             whole = whole.reshape(-1, *row.shape)
-            twins = [getattr(views, row.name + end) for end in ("", "_transposed")]
+            twins = [getattr(views, row.name + end, None) for end in ("", "_transposed")]
             self.whole.append((whole, *twins, n))
             for l in range(len(whole)):
                 self.weights[address_of(whole[l])] = SimpleNamespace(
-                    twins=[twin[l] for twin in twins], number=n + l)
+                    twins=[twin if twin is None else twin[l] for twin in twins], number=n + l)
             n += len(whole)
         self.count = n  # the number of tensors of each kind
         self.readers, self.ready, self.calibrated = {}, None, False
@@ -170,7 +171,7 @@ class Fp8:
         for measure in (True, False) if rescale else (False,):
             for whole, twin, transposed, n in self.whole:
                 layers, R, C = whole.shape
-                self.launch("weights_to_fp8", (C, layers * -(-R // 128)), twin, transposed, whole,
+                self.launch("weights_to_fp8", (C, layers * -(-R // 128)), transposed, twin, whole,
                             scales[n:], R, C)
             if measure:
                 self.next_scales(scales)

@@ -28,7 +28,7 @@ from dev.common.devices import address_of
 from dev.precision.fp8 import GRADIENT, INPUT, padded, transposed
 from train_gpt2 import Row, carve
 
-SHARED = "ln1", "ln2", "fch_gelu"  # arrays of bf16 for a run's first step; fch_gelu holds dgelu, too
+SHARED = "ln1", "ln2", "fch_gelu"  # bf16 arrays for a run's first step; fch_gelu has dgelu, too
 LONG_SUM = 16384  # sums over this many tokens or more are promoted
 TILE = 128  # rows of a block of gelu_backward_to_fp8
 
@@ -46,8 +46,7 @@ class Fp8All:
             "fp8 kept": [  # transposed twins, with tokens along the rows
                 Row("ln1", (C, stride), **each), Row("atty", (C, stride), **each),
                 Row("ln2", (C, stride), **each), Row("fch_gelu", (4 * C, stride), **each),
-                Row("gradient", (4 * C, stride), np.uint8),  # of the output in question
-                Row("sums", (-(-N // TILE), 4 * C))]}  # of gelu_backward_to_fp8's blocks
+                Row("gradient", (4 * C, stride), np.uint8)]}  # of the output in question
 
     def set_batch(self, batch):
         before = self.BT
@@ -90,14 +89,14 @@ class Fp8All:
         self.transpose_gradient(dx, p.fcprojw)
         self.weight_gradient(g.fcprojw, p.fcprojw, kept.fch_gelu)  # (C,N) @ (N,4C) -> (C,4C)
         matmul(dgelu, dx, p.fcprojw)  # (N,C) @ (C,4C) -> (N,4C)
-        sums, dfch = self.kept.sums, dgelu
+        dfch = dgelu
         device.launch_both("gelu_backward_to_fp8", dfch, device.tensor(GRADIENT, p.fcw),
-                           self.kept.gradient, (sums, dgelu, a.fch))
-        device.launch("add_partials", (g.fcb.size, 1), g.fcb, None, None, None, sums, None,
-                      len(sums), g.fcb.size, 0, 0, self.micro > 0)
+                           self.kept.gradient, (d.sums, dgelu, a.fch))
+        fcb = g.fcb, -(-len(dfch) // TILE), g.fcb.size  # the blocks' sums, in d.sums
         self.weight_gradient(g.fcw, p.fcw, kept.ln2)  # (4C,N) @ (N,C) -> (4C,C)
         matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
+        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd,
+                           fcb)
 
         self.transpose_gradient(dx, p.attprojw)
         self.weight_gradient(g.attprojw, p.attprojw, kept.atty)  # (C,N) @ (N,C) -> (C,C)

@@ -12,7 +12,7 @@ import numpy as np
 from dev.cpu.device import Cpu
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import FIXTURES
-from dev.tools import benchmark, peers
+from dev.tools import benchmark, peers, torchao_peer
 from dev.tools.benchmark import FIRST, ROWS, THEN, Row
 from dev.tools.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
 from dev.tools.step_by_kernel import Recording, by_label, read_table, recorded_steps, work_of_step
@@ -119,6 +119,32 @@ def jobs(folder):
         check_refusal("markers", "RESULTS.md: expected <!-- benchmark: begin -->", benchmark.main, [])
 
 
+def float8(folder):
+    """torchao's recipes stand beside PyTorch in bf16 and ours, and one that fails says why."""
+    done = []
+
+    def job(end, name, row, folder, recipe=None, timeout=0):
+        done.append((name, str(row), recipe))
+        if recipe == "tensorwise":
+            return "failed: out of memory"
+        of_torch = dict(loss=6.25, converted="48 of 48") if name == "time_torch" else {}
+        return dict(ms=30.0 if recipe else 40.0, memory=2 * GIB) | of_torch
+
+    said, there, absent = io.StringIO(), lambda package: True, lambda package: package != "torchao"
+    with mock.patch.multiple(torchao_peer, run_job=job, has_gpu=lambda: True), \
+            mock.patch("importlib.util.find_spec", there), contextlib.redirect_stdout(said):
+        torchao_peer.main(["--rows", "124M"])
+    row = "124M bf16 B=32"
+    check("jobs", done == [("time_ours", "124M fp8 B=32 --fp8 all", None), ("time_torch", row, None),
+                           ("time_torch", row, "rowwise"), ("time_torch", row, "tensorwise")], done)
+    lines = said.getvalue().splitlines()[-4:]
+    check("a recipe", lines[2] == "| PyTorch, float8 rowwise | 30.00 | 0.75 | 2.0 | 6.250 | 48 of 48 |", lines[2])
+    check("one that fails", lines[3].endswith("| - | - | - | - | failed: out of memory |"), lines[3])
+    with mock.patch("importlib.util.find_spec", absent):
+        check_refusal("no torchao", "torchao is not installed.*pip install -r dev/requirements.txt",
+                      torchao_peer.main, [])
+
+
 def llmc(folder):
     """llm.c's median comes from its script, and its memory from its log."""
     (folder / "run.sh").write_text('echo "device memory usage: 2048 MiB / 9 MiB" > log\n'
@@ -156,4 +182,4 @@ def work_of_a_step():
 
 
 if __name__ == "__main__":
-    run_program((tables, jobs, llmc, work_of_a_step))
+    run_program((tables, jobs, float8, llmc, work_of_a_step))

@@ -70,27 +70,29 @@ def numbers(device_name):
 
 
 def weights(device_name):
-    """The twins of weights, plain and transposed; each layer has its own scale."""
+    """The twins of weights, plain and transposed; each layer has its own scale. The plain one can be left out."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 128, 64), (2, 272, 144)):
         rng = np.random.default_rng(R)
         w = to_bf16(np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None]))
         scale, nothing = np.float32(rng.uniform(1, 50, L)), np.zeros(w.size, np.uint8)
         scales = np.stack([1 / scale, scale, 0 * scale, 0 * scale], axis=1)
-        arrays = [on_device(device, x) for x in (nothing.reshape(L, R, C), nothing.reshape(L, C, R), w, scales)]
+        arrays = [on_device(device, x) for x in (nothing.reshape(L, C, R), nothing.reshape(L, R, C), w, scales)]
 
-        def work(out, across, w, scales, R, C, fresh):
+        def work(across, out, w, scales, R, C, fresh, plain):
             for array in (out, across):
                 device.zero(array)
             device.put(scales, fresh)
-            device.launch("weights_to_fp8", (C, len(w) * -(-R // 128)), out, across, w, scales, R, C)
+            device.launch("weights_to_fp8", (C, len(w) * -(-R // 128)), across, out if plain else None, w, scales, R, C)
             return device.get(out), device.get(across), device.get(scales)[:, 2]
 
         wish = cut_off(scale[:, None, None] * to_float(w))
-        for order, found in in_each_order(device, work, *arrays, R, C, scales):
-            yield f"{L, R, C} {order}", found[0], wish, EXACT
-            yield f"{L, R, C} {order} transposed", found[1], wish.transpose(0, 2, 1), EXACT
-            yield f"{L, R, C} {order} largest", found[2], abs(to_float(w)).max(axis=(1, 2)), EXACT
+        for plain in (True, False):
+            for order, found in in_each_order(device, work, *arrays, R, C, scales, plain):
+                case = f"{L, R, C} {order} {plain=}"
+                yield case, found[0], wish * plain, EXACT
+                yield f"{case} transposed", found[1], wish.transpose(0, 2, 1), EXACT
+                yield f"{case} largest", found[2], abs(to_float(w)).max(axis=(1, 2)), EXACT
 
 
 def next_scales(device_name):
@@ -220,7 +222,8 @@ def formats(device_name):
 
 
 def head(device_name):
-    """The head's products are those of its twins; in parts, and with rows that are no multiple of 16."""
+    """The head's logits are bf16's, and its products in the backward pass are those of its twins; in parts, and with
+    rows that are no multiple of 16."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
@@ -234,10 +237,15 @@ def head(device_name):
         model.forward_pass()
         lnf, wte = (to_float(place.get(x)).astype(np.float64) for x in (model.acts.lnf, model.params.wte))
         lnf8, wte8 = in_8_bits(lnf, before[n - 1]), in_8_bits(wte, before[3 * n - 1])
+        in_bf16 = device_of(device_name, "bf16", 64, 2, plain=False)
+        inputs, words, room = (on_device(in_bf16, place.get(x)) for x in (
+            model.acts.lnf, model.params.wte, model.acts.logits))
         dlogits8 = []
         for rows in model.parts:
             logits = model.head_forward(rows)
-            yield f"logits {rows.start}", place.get(logits), lnf8[rows] @ wte8.T, 3e-3
+            yield f"logits {rows.start}", place.get(logits), lnf[rows] @ wte.T, 3e-3  # 8-bit ones would be 3% off
+            in_bf16.matmul(room[: len(logits)], inputs[rows], words.T)
+            yield f"logits {rows.start}, bits", place.get(logits), in_bf16.get(room[: len(logits)]), EXACT
             model.loss_forward(rows, logits, with_gradient=True)
             twin = place.get(model.dlogits8[: len(logits)]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
             dlogits8.append(twin / 448 / 46)
@@ -302,8 +310,8 @@ def levels(device_name):
     for level in ("layers", "all"):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=False)
         place.architecture = GPT2
-        model = poisoned_model(place, 2, 23, fp8=level, C=64, NH=2)
-        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
+        model = poisoned_model(place, 2, 70, fp8=level, C=64, NH=2)
+        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 70), dtype=np.int32))
         model.train_step(batch, batch, learning_rate=0)
         model.train_step(batch, batch, learning_rate=0)
         found.append([model.report().loss, *(place.get(getattr(model.grads, name)) for name in names)])

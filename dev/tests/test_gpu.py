@@ -193,7 +193,7 @@ def tensor_maps_of_a_gpu(device_name, folder):
     device.maps, status = {}, 1
     with mock.patch("ctypes.CDLL", return_value=Driver()):
         check_refusal("GPU", r"cuTensorMapEncodeTiled failed with status 1: T=5, \(15, 720\)",
-                      device.tensor_map, array, T)
+                      device.tensor_map, array, T, 64)
 
 
 def faults_of_a_gpu(device_name, folder):

@@ -234,8 +234,8 @@ def find_ceilings(dtypes):
                          f"{version % 1000 // 10}")
 
 
-def time_torch(row, folder):
-    return peers.torch_step(row, row.config, tokens_of(row, folder))
+def time_torch(row, folder, recipe=None):
+    return peers.torch_step(row, row.config, tokens_of(row, folder), recipe=recipe)
 
 
 def time_llmc(row, folder, script):
@@ -246,7 +246,7 @@ JOBS = {job.__name__: job for job in (
     time_ours, time_faster, time_kernels, find_ceilings, time_torch, time_llmc)}
 
 
-def run_job(end, name, *arguments):
+def run_job(end, name, *arguments, timeout=TIMEOUT):
     """Run a job in a process of its own, which is stopped at `end`. Returns its result, or a str
     that says why there is none."""
     shown, begun = " ".join([name, *map(str, arguments[:1])]), time.perf_counter()
@@ -257,7 +257,7 @@ def run_job(end, name, *arguments):
                             json.dumps([name, *arguments])], text=True, start_new_session=True,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        out, said = job.communicate(timeout=min(TIMEOUT, end - begun))
+        out, said = job.communicate(timeout=min(timeout, end - begun))
         if job.returncode == 0:
             result = json.loads(out.splitlines()[-1])
         else:

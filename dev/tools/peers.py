@@ -12,6 +12,7 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import DataLoader
 
 WARM_UP, STEPS = 5, 20  # of PyTorch
+MATRICES = "qkv", "attproj", "fc", "fcproj"  # of a layer of GPT-2
 
 # ---- PyTorch
 
@@ -49,6 +50,26 @@ def gpt2(c, backend):
     return Model()
 
 
+def in_float8(model, c, recipe):
+    """Let torchao's float8 training, with a recipe of its own, do the products of a gpt2()'s
+    layers. The head stays in bf16, as torchao recommends. Returns what was converted, in words."""
+    import torch
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    from dev.tools import torch_gpt2
+    for name in MATRICES:
+        for l in range(c.L):
+            weight = getattr(model, f"{name}w{l}")
+            layer = torch.nn.Linear(*reversed(weight.shape), device="meta")
+            layer.weight, layer.bias = weight, getattr(model, f"{name}b{l}")
+            delattr(model, f"{name}w{l}")
+            model.add_module(f"{name}w{l}", layer)  # only modules can be converted
+    torch_gpt2.linear = lambda x, layer, bias: layer(x)
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    kinds = [type(layer).__name__ for layer in model.children()]
+    return f"{kinds.count('Float8Linear')} of {len(kinds)} linear layers, and not the head"
+
+
 def llama3(c, backend):
     """A module that computes Llama 3's loss, with transformers' model."""
     import torch
@@ -82,10 +103,10 @@ def attend(q, k, v, **more):
     return scaled_dot_product_attention(q, k, v, is_causal=True, **more)
 
 
-def torch_step(row, c, tokens, device="cuda", steps=STEPS):
+def torch_step(row, c, tokens, device="cuda", steps=STEPS, recipe=None):
     """{ms, memory, loss, version} of PyTorch's step: torch.compile in the row's mode, its
     attention, autocast to bf16, fused AdamW. The copy of each batch and the read of its loss are
-    included."""
+    included. recipe: see in_float8."""
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -96,6 +117,7 @@ def torch_step(row, c, tokens, device="cuda", steps=STEPS):
         torch.set_float32_matmul_precision("highest" if row.dtype == "fp32" else "high")
         with torch.device(device):
             model = (llama3 if hasattr(c, "ffn_multiplier") else gpt2)(c, backend)
+        converted = in_float8(model, c, recipe) if recipe else None
     except ImportError as e:
         raise UserError(f"{e}: pip install -r dev/requirements.txt, or give --no-torch") from None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
@@ -119,6 +141,7 @@ def torch_step(row, c, tokens, device="cuda", steps=STEPS):
     if not math.isfinite(value):
         raise UserError(f"PyTorch's loss is {value}")
     return dict(ms=1e3 * float(np.median(times[WARM_UP:])), loss=value, version=torch.__version__,
+                converted=converted,
                 memory=torch.cuda.max_memory_allocated() if device == "cuda" else 0)
 
 

@@ -98,6 +98,9 @@ def attention(q, k, v, kind):
     return att @ v
 
 
+linear = F.linear  # the products of a layer; dev/tools/peers.py can put torchao's in its place
+
+
 def forward(weights, shape, x, y, kind):
     """Tokens x and targets y (B,T) -> logits (B,T,V) and the mean cross entropy over B*T."""
     B, T = x.shape
@@ -107,12 +110,12 @@ def forward(weights, shape, x, y, kind):
     for (ln1w, ln1b, qkvw, qkvb, attprojw, attprojb,
          ln2w, ln2b, fcw, fcb, fcprojw, fcprojb) in zip(*blocks):
         n = F.layer_norm(h, (C,), ln1w, ln1b, 1e-5)
-        qkv = F.linear(n, qkvw, qkvb).view(B, T, 3, NH, C // NH)
+        qkv = linear(n, qkvw, qkvb).view(B, T, 3, NH, C // NH)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B,NH,T,HS) each
         a = attention(q, k, v, kind).transpose(1, 2).reshape(B,T,C)
-        h = h + F.linear(a, attprojw, attprojb)
+        h = h + linear(a, attprojw, attprojb)
         n = F.layer_norm(h, (C,), ln2w, ln2b, 1e-5)
-        h = h + F.linear(F.gelu(F.linear(n, fcw, fcb), approximate="tanh"), fcprojw, fcprojb)
+        h = h + linear(F.gelu(linear(n, fcw, fcb), approximate="tanh"), fcprojw, fcprojb)
     logits = F.linear(F.layer_norm(h, (C,), lnfw, lnfb, 1e-5), wte[: shape.V])
     return logits, F.cross_entropy(logits.view(B * T, -1), y.reshape(B * T))
 
