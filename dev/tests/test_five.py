@@ -7,6 +7,7 @@
 import contextlib
 import io
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,7 +26,9 @@ from dev.tests.checks import EXACT, check
 from dev.tools import time_five
 from train_gpt2 import GPT2, pack_batch, to_float
 
-AS_HOPPER = mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER")
+SECONDS = 90  # that checks with a fault may take: some never end
+AS_HOPPER, RACES = "-O1 -DHOPPER", "-O1 -DHOPPER -fsanitize=thread"
+A_RACE = "a part is stored before it was read"  # only the race finder sees it
 PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fault)
     ("no part is added", "turn > 0);\n                lines_read", "false);\n                lines_read"),
     ("the first part is added", "turn > 0);\n                lines_read", "true);\n                lines_read"),
@@ -34,11 +37,11 @@ PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fau
     ("one warpgroup's half of dq", "half = (own.slab - own.first) / 64;", "half = 0;"),
     ("dscores of a tile, not of the one before", "(n + 1) % 2 * DSCORES", "n % 2 * DSCORES"),
     ("the mask of one slab", "if (query >= own.slab + SLAB) return;", "if (query >= own.slab) return;"),
-    ("delta beyond T", "t < T ? sum : 0.0f", "sum"),
+    ("delta of the row before", "delta[row] = t < T ? sum", "delta[row] = t < T - 1 ? sum"),
     ("dk without its factor", "dk[e] *= scale", "dk[e] *= 1.0f"),
     ("dq without its factor", "x.x[0][n][1] = scale * four.y;", "x.x[0][n][1] = four.y;"),
     ("the sums of half of the rows", "i < SHARES; i++) sum", "i < SHARES / 2; i++) sum"),
-    ("a part is stored before it was read", "if (n >= 2) mbarrier_wait(part_read[n % 2], (n / 2 + 1) % 2);", ""),
+    (A_RACE, "if (n >= 2) mbarrier_wait(part_read[n % 2], (n / 2 + 1) % 2);", ""),
     ("a tile is loaded before all are done", "if (n >= FIVE_STAGES) mbarrier_wait(done, (n - FIVE_STAGES) % 2);", ""),
 )
 
@@ -51,6 +54,21 @@ def results(device_name):
         with contextlib.redirect_stdout(said):
             wrong = time_five.check(device, text, time_five.VERSIONS[:1])
         check(f"five products {text}", not wrong, said.getvalue().strip().rpartition(": ")[2])
+
+
+def races(device_name):
+    """The kernels have no race, at a size with several tiles and blocks."""
+    if device_name == "cpu":
+        check("no race", *checked("B=1,T=260,NH=2,NKV=2", RACES))
+
+
+def checked(text, flags, source=attention_five.SOURCE):
+    """(whether five products are right at a size, what is said), with the CPU's kernels compiled from a source."""
+    said = io.StringIO()
+    with (mock.patch.object(time_five, "SOURCE", source), mock.patch.dict(os.environ, CXXFLAGS=flags),
+          contextlib.redirect_stdout(said)):
+        wrong = time_five.check(time_five.make("cpu"), text, time_five.VERSIONS[:1])
+    return not wrong, said.getvalue().strip().rpartition("products: ")[2]
 
 
 def bits(device_name):
@@ -112,23 +130,35 @@ def others(device_name):
 
 
 def planted():
-    """With each fault the checks have to fail. Returns the exit status."""
-    text, missed = attention_five.SOURCE.read_text("utf-8"), []
-    for what, right, wrong in PLANTED:
-        assert text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "attention_five.cu"
-            path.write_text(text.replace(right, wrong), "utf-8")
-            with mock.patch.object(time_five, "SOURCE", path), contextlib.redirect_stdout(io.StringIO()):
-                device = time_five.make("cpu")
-                found = sum(time_five.check(device, sizes, time_five.VERSIONS[:1]) for sizes in time_five.CHECKS)
-        print(f"{'found ' if found else 'MISSED'} {what}: {found} of {len(time_five.CHECKS)} checks fail", flush=True)
-        missed += [what] * (not found)
-    return len(missed)
+    """With each fault the checks have to fail, or to hang. Returns how many do not."""
+    missed = 0
+    for i, (what, *_) in enumerate(PLANTED):
+        try:
+            done = subprocess.run([sys.executable, "-m", __spec__.name, "--plant", str(i)], timeout=SECONDS)
+            status = done.returncode
+        except subprocess.TimeoutExpired:
+            status = "it hangs"
+        print(f"{'MISSED' if status == 0 else 'found '} {what}{'' if status in (0, 1) else f': {status}'}", flush=True)
+        missed += status == 0
+    return missed
+
+
+def plant(i):
+    """Check with one fault. Returns 1 if that is noticed."""
+    what, right, wrong = PLANTED[i]
+    text = attention_five.SOURCE.read_text("utf-8")
+    assert text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "attention_five.cu"
+        path.write_text(text.replace(right, wrong), "utf-8")
+        sizes, flags = (("B=1,T=260,NH=2,NKV=2",), RACES) if what == A_RACE else (time_five.CHECKS, AS_HOPPER)
+        return int(not all(checked(text, flags, path)[0] for text in sizes))
 
 
 if __name__ == "__main__":
-    AS_HOPPER.start()
+    os.environ["CXXFLAGS"] = AS_HOPPER
     if "--planted" in sys.argv:
         sys.exit(planted())
-    checks.run_program((results, bits, model, others), fits=lambda name: name == "cpu" or capability() == 90)
+    if "--plant" in sys.argv:
+        sys.exit(plant(int(sys.argv[-1])))
+    checks.run_program((results, races, bits, model, others), fits=lambda name: name == "cpu" or capability() == 90)
