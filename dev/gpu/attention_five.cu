@@ -1,36 +1,37 @@
 // Attention's gradient with five products instead of seven, for heads of 128 channels on Hopper. It
-// stands for attention_backward_q and attention_backward_kv; attention_five.py launches it.
+// replaces attention_backward_q and attention_backward_kv; attention_five.py launches it.
 //
 // A block owns keys, as in attention_backward_kv. It has the dscores of all queries that see them,
 // so dq = dscore k is one more product there, and attention_backward_q is not needed. But a query's
 // dq is a sum over the keys of many blocks. They add their parts to dq in device memory, in fp32,
 // one after another: first the block with the first keys. So the bits are the same on every run.
 //   - A block walks over the queries from the last one up to its own keys. All blocks of a head
-//     begin with the same queries, and each waits until the one before it has added its part. They
-//     wait once, at their first tile; from then on they follow each other at a distance.
-//   - A block may only wait for one that has started, or a full GPU would wait for ever. So a block
-//     takes a number when it starts; of each head, those with the first keys have the lower ones.
-//   - Two warpgroups multiply. A third has three warps that work: two add parts by turns, since an
-//     addition takes its time to arrive (the copy engine takes a part from shared memory and adds it
-//     in L2), and one asks for tiles. It gives most of its registers to the others: 24 and 240
-//     instead of 168 each.
-// A tile of 64 queries costs 2,560 clocks of the tensor cores and 3,500 of shared memory, where a
-// part goes in and out.
+//     begin with the same queries, and each waits until the one before it has added its part. In
+//     practice it waits only at its first tile; then it follows one tile or more behind.
+//   - A block may only wait for blocks that already run. Otherwise waiting blocks could fill the
+//     GPU, and the one they wait for would never start. So blocks draw tickets when they start;
+//     within a head, earlier keys have lower tickets.
+//   - Two warpgroups multiply. In the third, one thread asks for tiles, and two take turns to add
+//     parts, since an addition takes long: the copy engine takes a part from shared memory and adds
+//     it in L2. Its threads keep 24 registers, the others get 240, instead of 168 each.
+// A tile of 64 queries costs 2,560 clocks of the tensor cores and 2,944 of shared memory.
 #if HOPPER && HS == 128
 
 #ifndef AT_ONCE
-#define AT_ONCE 16  // heads whose tiles and dq should be in L2
+#define AT_ONCE 16  // heads of keys at a time, so that their tiles and dq stay in L2
 #endif
 constexpr int WORKERS = THREADS;             // two warpgroups multiply,
 constexpr int FIVE_THREADS = WORKERS + 128;  // and the third adds and loads
 constexpr int FIVE_STAGES = 2;
-static_assert(ROWS == 128 && TILE == 64 && WORKERS == 256);
 constexpr int DSCORES = ROWS * TILE;         // numbers of a block's dscores with one tile
 constexpr int PART = TILE * HP;              // numbers of a part of dq
+static_assert(ROWS == 128 && TILE == 64 && WORKERS == 256);
+constexpr int KEPT = 2 * ROWS * LD + 2 * FIVE_STAGES * TILE * LD + 2 * DSCORES;  // of real
+static_assert(2 * KEPT + 4 * 2 * PART == 229376, "as many bytes as attention_five.py says");
 struct FiveStage { float lse[TILE], delta[TILE]; };
 
-// A number for each column of a result that this lane has. It is read while products run, since
-// afterwards nothing else would be under way.
+// One number per column of this lane's results. It is loaded while products run, which hides the
+// latency.
 struct PerColumn {
     float x[TILE / 8][2];
     __device__ float operator[](Element e) const { return x[e.n][e.i % 2]; }
@@ -46,14 +47,15 @@ __device__ PerColumn of_columns(const float* row) {
 }
 
 #ifdef __CUDACC__
-// As mbarrier_start, for a phase that ends after so many arrivals.
+// As kernels.cu's mbarrier_start, with this many arrivals per phase.
 __device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.proxy.async.shared::cta;"
                  ::"r"(shared_address(&mbarrier)), "r"(arrivals) : "memory");
 }
-// What this thread has written to shared memory, wgmma and the copy engine see after a barrier.
+// Makes this thread's writes to shared memory visible to wgmma and the copy engine, once a barrier
+// follows.
 __device__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The copy engine's next accesses of device memory come after what this thread has waited for.
+// Orders the copy engine's next accesses of device memory after what this thread has seen.
 __device__ void global_seen() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // D (64,64) = A' B, or with `add` D += A' B: A and B are 64 columns of 16 rows of two tiles.
@@ -79,9 +81,8 @@ __device__ void copy_line(void* shared, const void* global, int bytes,
                    "r"(shared_address(&mbarrier)) : "memory");
 }
 
-// Starts to add floats in shared memory to those in device memory, or to copy them there. This
-// thread waits: lines_read until the shared memory may be written again, lines_arrive until all is
-// done.
+// Starts to add floats from shared to device memory or, without `add`, to copy them. lines_read
+// waits until the source is free again, lines_arrive until the sum is in device memory.
 __device__ void add_line(float* global, const float* shared, int bytes, bool add) {
     if (add)
         asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
@@ -93,8 +94,8 @@ __device__ void add_line(float* global, const float* shared, int bytes, bool add
 }
 __device__ void lines_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ void lines_arrive() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// The same pointer, but the compiler does not know. It would compute the places of all boxes before
-// a loop and keep them, for which there are no registers.
+// Hides from the compiler that this is the same pointer. It would keep all boxes' addresses in
+// registers.
 __device__ const real* forget(const real* tile) {
     asm volatile("" : "+l"(tile));
     return tile;
@@ -104,10 +105,10 @@ __device__ const real* forget(const real* tile) { return tile; }
 #endif
 
 // stats (B,NH,tiles,2,TILE): of each tile of queries lse and then delta, the sum over a head's
-// channels of out * dout, with zeros beyond T. turns (1 + B*NH*tiles) = 0: see attention_five. 16
-// lanes share a row. Items: tiles of all heads.
+// channels of out * dout, with zeros beyond T. Clears turns (1 + B*NH*tiles). 16 lanes
+// share a row. Items: tiles of all heads.
 BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(256) attention_five_delta(
+extern "C" __global__ void __launch_bounds__(256) attention_backward_five_delta(
     FiveStage* __restrict__ stats, int* __restrict__ turns, const float* __restrict__ lse,
     const real* __restrict__ out, const real* __restrict__ dout, int T, int NH) {
     constexpr int rows = 256 / 16, steps = TILE / rows;
@@ -132,8 +133,9 @@ extern "C" __global__ void __launch_bounds__(256) attention_five_delta(
         stats[blockIdx.x].lse[row] = t < T ? lse[of_out.row() + t] : 0.0f;
         stats[blockIdx.x].delta[row] = t < T ? sum : 0.0f;
     }
-    if (threadIdx.x == 0) turns[1 + blockIdx.x] = 0;
-    if (threadIdx.x == 0 && blockIdx.x == 0) turns[0] = 0;
+    if (threadIdx.x > 0) return;
+    turns[1 + blockIdx.x] = 0;
+    if (blockIdx.x == 0) turns[0] = 0;
 }
 
 // What this block owns, as own_rows<true>, with fewer heads at a time: dq needs room in L2, too.
@@ -207,7 +209,7 @@ __device__ void multiply_dq(Result<TILE>& part, const real* dscores, const real*
     wgmma_commit();
 }
 
-// store_rows and store_column_sums without their barriers, which the warp that adds does not reach.
+// store_rows and store_column_sums without __syncthreads, in which the third warpgroup has no part.
 __device__ ColumnSums store_own_rows(
     Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
     int in_block = own.warp - own.first, lane = threadIdx.x % 32;
@@ -242,11 +244,11 @@ __device__ void store_shared_sums(float* sums, Head head, int block, const float
     sums[(((size_t)head.b * blocks + block) * head.heads + head.h) * HS + c] = sum;
 }
 
-// dk and dv of a block's keys, and its parts of dq (B,NH,tiles,PART), which attention_five_dq
-// scales and rounds. turns: how many blocks have started, and how many have added to each tile of
-// dq. Items: blocks of ROWS keys.
+// dk and dv of a block's keys, and its parts of dq (B,NH,tiles,PART), which the next kernel scales
+// and rounds. turns[0]: tickets drawn; turns[1 + tile]: blocks that have added to this tile of dq.
+// Items: blocks of ROWS keys.
 BLOCK(384, 1)
-extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
+extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward_five(
     Output dqkv, float* sums, float* dq, int* turns, const FiveStage* __restrict__ stats,
     const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu,
     int T, int NH, int NKV) {
@@ -254,14 +256,15 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     real* values = keys + ROWS * LD;
     Stages<TILE> stages = {values + ROWS * LD};    // of queries and dout
     real* all_dscores = stages.left(FIVE_STAGES);  // (2, DSCORES), by turns
-    float* parts = reinterpret_cast<float*>(all_dscores + 2 * DSCORES);  // (2, PART) of dq, by turns
+    float* parts = reinterpret_cast<float*>(all_dscores + 2 * DSCORES);  // (2, PART), by turns
     __shared__ __align__(16) FiveStage stats_of[FIVE_STAGES];
-    // Stages are full; all workers are done with a tile; a part of dq is there; it has been read.
-    __shared__ unsigned long long full[FIVE_STAGES], done, part_there[2], part_read[2];
+    __shared__ unsigned long long full[FIVE_STAGES],  // a stage's tile has arrived
+        done[FIVE_STAGES],                            // both warpgroups have multiplied it
+        part_there[2], part_read[2];                  // a part of dq can be added; overwritten
     __shared__ int number;
     if (threadIdx.x == 0) {
         for (auto& mbarrier : full) mbarrier_start(mbarrier, 1);
-        mbarrier_start(done, WORKERS / 32);
+        for (auto& mbarrier : done) mbarrier_start(mbarrier, WORKERS / 32);
         for (auto& mbarrier : part_there) mbarrier_start(mbarrier, WORKERS / 32);
         for (auto& mbarrier : part_read) mbarrier_start(mbarrier, 1);
         number = atomicAdd(turns, 1);
@@ -281,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
             int which = (threadIdx.x - WORKERS) / 64, turn = own.first / ROWS, parity = 0;
             bool more = which == 0 || walk.next();
             while (more) {
-                volatile int* adders = turns + 1 + tile_of(walk);
-                while (*adders < turn) {}
+                volatile int* added = turns + 1 + tile_of(walk);
+                while (*added < turn) {}
                 __threadfence();
                 global_seen();
                 mbarrier_wait(part_there[which], parity);
@@ -292,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
                 mbarrier_arrive(part_read[which]);
                 lines_arrive();
                 __threadfence();
-                *adders = turn + 1;
+                *added = turn + 1;
                 parity ^= 1;
                 more = walk.next() && walk.next();
             }
@@ -303,8 +306,8 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
             int n = 0;
             do {
                 int stage = n % FIVE_STAGES;
-                // Nobody uses its last tile any more
-                if (n >= FIVE_STAGES) mbarrier_wait(done, (n - FIVE_STAGES) % 2);
+                // Until no product reads this stage
+                if (n >= FIVE_STAGES) mbarrier_wait(done[stage], (n / FIVE_STAGES + 1) % 2);
                 queries.h = out.h = walk.head;
                 load_boxes<TILE>(stages.left(stage), qkv, queries, walk.query, full[stage]);
                 load_boxes<TILE>(stages.right(stage), dout, out, walk.query, full[stage]);
@@ -328,6 +331,10 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
                 part.x[0][i][0], part.x[0][i][1], part.x[0][i][2], part.x[0][i][3]};
     };
 
+    auto tile_done = [&](int n) {
+        mbarrier_wait(done[n % FIVE_STAGES], n / FIVE_STAGES % 2);
+    };
+
     Result<HP> dk = {}, dv = {};
     int n = 0, all = walk.left, query = walk.last;
     do {
@@ -348,9 +355,10 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
         products_arrive<1>(dweights);
         dscores_from_dweights(dweights, weights, relu,             // dS' = P' o (dP' - D)
                               [&](Element e) { return of_query[e]; });
-        if (n > 0) mbarrier_wait(done, (n - 1) % 2);
+        if (n > 0) tile_done(n - 1);
         store_dscores(all_dscores + n % 2 * DSCORES, own, dscores);
-        // dQ = dS K of the tile before, which both warpgroups are done with. At first, of nothing.
+        // dQ = dS K of the tile before, which both warpgroups are done with. For n = 0 the
+        // part is garbage, and nobody stores it.
         multiply_dq(part, all_dscores + (n + 1) % 2 * DSCORES, forget(half_keys));
         multiply(dk, dscores, queries);                            // dK = dK + dS' Q
         products_arrive<1>(part);
@@ -359,18 +367,18 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
         __syncwarp();
         if (n > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(part_there[(n - 1) % 2]);
         products_arrive<0>(dk);
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(done);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(done[stage]);
         query = query == own.first ? walk.last : query - TILE;
     } while (++n < all);
-    mbarrier_wait(done, (n - 1) % 2);
+    tile_done(n - 1);
     Result<TILE> part;
     multiply_dq(part, all_dscores + (n - 1) % 2 * DSCORES, half_keys);
     products_arrive<0>(part);
     products_arrive<0>(dv), products_arrive<0>(dk);
     store_part(part, n - 1);
     warp_arrives(part_there[(n - 1) % 2]);
-    warp_arrives(done);
-    mbarrier_wait(done, n % 2);  // no product reads a tile any more
+    warp_arrives(done[n % FIVE_STAGES]);
+    tile_done(n);  // no product reads a tile any more
 
     each(dk, [&](Element e) { dk[e] *= scale; });
     dqkv.begin();
@@ -380,8 +388,8 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
     if (sums) {
         share_column_sums(of_share, dk_sums);
         share_column_sums(of_share + SHARES * HP, dv_sums);
-        warp_arrives(done);
-        mbarrier_wait(done, (n + 1) % 2);
+        warp_arrives(done[(n + 1) % FIVE_STAGES]);
+        tile_done(n + 1);
         store_shared_sums(sums, threadIdx.x < HP ? own.keys : own.values, own.first / ROWS,
                           of_share + threadIdx.x / HP * SHARES * HP);
     }
@@ -391,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_five(
 // dq, scaled and rounded, from the sums of all parts, and the sums of its columns. Items: blocks of
 // ROWS queries.
 BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(THREADS) attention_five_dq(
+extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq(
     Output dqkv, float* sums, const float* __restrict__ dq, float scale, int T, int NH, int NKV) {
     DYNAMIC_SHARED(real, rows);  // (ROWS, LD), and (TILE, LD) for the sums
     Own own = own_rows<false>(T, NH, NKV);

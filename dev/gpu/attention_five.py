@@ -1,7 +1,7 @@
 """Attention's gradient with five products instead of seven: for heads of 128 channels, on Hopper in
 bf16. attention_five.cu says how.
 
-Three kernels stand for the trainer's two: the first sums out * dout in each row, the second
+Three kernels replace the trainer's two: the first sums out * dout in each row, the second
 multiplies, and the third scales and rounds dq, whose parts the second has added up in fp32.
 """
 from pathlib import Path
@@ -27,19 +27,19 @@ def five_table(B, T, NH):
 
 def launch_delta(device, views, lse, out, dout, B, T, NH):
     """Make stats from lse (B*NH,T), out and dout (B*T,C), and clear turns."""
-    device.launch("attention_five_delta", B * NH * -(-T // TILE), views.stats, views.turns, lse, out,
+    device.launch("attention_backward_five_delta", B * NH * -(-T // TILE), views.stats, views.turns, lse, out,
                   dout, T, NH)
 
 
 def launch_five(device, views, dqkv, sums, qkv, dout, scale, relu, B, T, NH, NKV):
     """dk and dv, and dq before it is scaled."""
-    device.launch("attention_five", -(-T // ROWS) * B * NKV, dqkv, sums, views.dq, views.turns,
+    device.launch("attention_backward_five", -(-T // ROWS) * B * NKV, dqkv, sums, views.dq, views.turns,
                   views.stats, qkv, dout, scale, relu, T, NH, NKV, threads=THREADS, shared=SHARED)
 
 
 def launch_dq(device, views, dqkv, sums, scale, B, T, NH, NKV):
     """dq scaled, rounded and stored in dqkv."""
-    device.launch("attention_five_dq", -(-T // ROWS) * B * NH, dqkv, sums, views.dq, scale, T, NH,
+    device.launch("attention_backward_five_dq", -(-T // ROWS) * B * NH, dqkv, sums, views.dq, scale, T, NH,
                   NKV, threads=256, shared=2 * (ROWS + TILE) * HS)
 
 

@@ -40,7 +40,7 @@ NEEDS = {
         0 if a.sums is None else rows_of_sums(a, grid, a.NH), 0 if a.sums is None else a.sums.size)),
     "attention_backward_kv": ("numbers of sums", lambda a, grid: (
         0 if a.sums is None else rows_of_sums(a, grid, a.NKV), 0 if a.sums is None else a.sums.size)),
-    "attention_five": ("numbers of dq", lambda a, grid: (grid[0] // a.NKV * 128 * a.NH * 128, a.dq.size)),
+    "attention_backward_five": ("numbers of turns", lambda a, grid: (1 + a.dq.size // (64 * 128), a.turns.size)),
     "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
     "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
 }

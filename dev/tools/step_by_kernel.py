@@ -38,7 +38,7 @@ OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout
 # Attention is counted in FLOPs: each kernel's number of products of a (T,T) and a (T,HS) matrix, of
 # which half is masked.
 PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4,
-            "attention_five": 5}
+            "attention_backward_five": 5}
 
 
 class Recording:
