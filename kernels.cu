@@ -573,8 +573,8 @@ extern "C" __global__ void add_partials(
 #define HOPPER 0
 #endif
 
-constexpr int BOX = HOPPER ? 64 : 16;          // channels
-constexpr int HP = (HS + BOX - 1) / BOX * BOX;  // a head's channels, padded with zeros
+constexpr int PADDED = HOPPER ? 64 : 16;
+constexpr int HP = (HS + PADDED - 1) / PADDED * PADDED;  // a head's channels, padded with zeros
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
 constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;

@@ -1394,7 +1394,7 @@ class FastCuda(Cuda):
             *((operand, ctypes.c_uint32(ALIGN)) for operand in (5, 6, 7, 8))))
 
     def switches(self):
-        """On Hopper, bf16 attention of heads of 64 to 128 channels has its own instructions."""
+        """On Hopper, bf16 attention has its own instructions, for heads of 64, 72 .. 128."""
         if self.capability != 90:
             return super().switches()
         self.hopper = self.real == BF16 and self.HS in range(64, 129, 8)

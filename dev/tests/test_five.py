@@ -25,7 +25,7 @@ from dev.lab.bench import BF16_LIMIT
 from dev.tests import checks
 from dev.tests.checks import EXACT, check
 from dev.tools import time_five
-from train_gpt2 import GPT2, pack_batch, read_kernels, to_float
+from train_gpt2 import GPT2, pack_batch, to_float
 
 SECONDS = 150  # time limit for the checks with one fault: some hang
 NOTICED = 3  # exit status
