@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.features import capability
 from train_gpt2 import Row, carve
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
+HOPPER = 90  # its compute capability
 HS, ROWS, TILE = 128, 128, 64  # channels of a head, keys of a block, queries of a tile
 THREADS = 384
 # Keys and values; two tiles of queries and of dout; two of dscores; and two parts of dq
@@ -71,7 +73,10 @@ class FiveProducts:
 
 
 class FiveProductsTraining:
-    """A run of such a model; its device has attention_five.cu, too."""
+    """A run of such a model; its device has attention_five.cu, too, which is for Hopper alone."""
 
     def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+        c = self.config
+        fits = (capability() == HOPPER and self.flags.dtype in ("bf16", "fp8")
+                and c.C // c.NH == HS)
+        return super().make_device(*beside, *[SOURCE] * fits)

@@ -22,8 +22,10 @@ from dev.features import FEATURES, capability
 from dev.gpu import attention_five
 from dev.gpu.attention_five import FiveProducts
 from dev.lab.bench import BF16_LIMIT
+from dev.precision.fp8 import fp8_device
 from dev.tests import checks
 from dev.tests.checks import EXACT, check
+from dev.tests.models import SMALL_MODEL, poisoned_model
 from dev.tools import time_five
 from train_gpt2 import GPT2, pack_batch, to_float
 
@@ -115,6 +117,28 @@ def noted(device, launched):
     return mock.patch.object(device, "launch", with_note)
 
 
+def in_fp8(device_name):
+    """In FP8, where dqkv goes straight to 8 bits, steps have the losses and the gradient that seven products give."""
+    found = []
+    for kind in (GPT2, type("GPT2", (FiveProducts, GPT2), {})):
+        device = fp8_device(device_name, time_five.Config128(C=256, NH=2), graph=False, beside=[attention_five.SOURCE])
+        device.architecture, SMALL_MODEL[kind] = kind, SMALL_MODEL[GPT2]
+        model, launched = poisoned_model(device, 1, 70, fp8="all", L=1, C=256, NH=2), []
+        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 1, 70), dtype=np.int32))
+        losses = []
+        with noted(device, launched):
+            for _ in range(3):
+                model.train_step(batch, learning_rate=1e-3)
+                losses.append(model.report().loss)
+        casts = sum(name == "to_fp8" for name in launched)
+        found.append((losses, casts, device.get(model.grads.qkvw), "attention_backward_five" in launched))
+    (plain, casts, gradient, by_five), (losses, casts_, gradient_, by_five_) = found
+    check("FP8 with five products", by_five_ and not by_five)
+    check("FP8: no more casts than with seven", casts_ == casts, f"{casts_} {casts}")
+    yield "FP8: losses", np.array(losses), np.array(plain), 1e-3
+    yield "FP8: dqkvw", gradient_, to_float(gradient), 0.1
+
+
 def others(device_name):
     """Heads of other sizes, other dtypes and GPUs other than Hopper are not affected; a GPU asks for the feature. What
     the kernels write is found by FP8, which knows gradients by the kernels' names."""
@@ -125,6 +149,14 @@ def others(device_name):
         kind = type("Five", (FiveProducts, base), {})
         tables = kind.tables(SimpleNamespace(C=C, NH=2), SimpleNamespace(hopper=hopper), 1, 64)
         yield f"no arena, {hopper=} {C=}", np.array(len(tables)), 0, EXACT
+    base = type("Base", (), dict(make_device=lambda self, *beside: [*beside]))
+    kind = type("Run", (attention_five.FiveProductsTraining, base), {})
+    for gpu, dtype, C, wish in ((90, "bf16", 256, 1), (90, "fp8", 256, 1), (90, "bf16", 128, 0), (90, "tf32", 256, 0),
+                                (80, "bf16", 256, 0), (100, "bf16", 256, 0)):
+        run = kind()
+        run.config, run.flags = SimpleNamespace(C=C, NH=2), SimpleNamespace(dtype=dtype)
+        with mock.patch.object(attention_five, "capability", lambda: gpu):
+            yield f"files for {gpu} {dtype} {C // 2}", np.array(len(run.make_device())), wish, EXACT
     [row] = [feature for feature in FEATURES if feature.name == "five products"]
     for device, plain, wish in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):
         asked = bool(row.asked(SimpleNamespace(device=device, plain=plain), None))
@@ -164,4 +196,4 @@ if __name__ == "__main__":
         sys.exit(planted())
     if "--plant" in sys.argv:
         sys.exit(plant(int(sys.argv[-1])))
-    checks.run_program((results, bits, model, others), fits=lambda name: name == "cpu" or capability() == 90)
+    checks.run_program((results, bits, model, in_fp8, others), fits=lambda name: name == "cpu" or capability() == 90)

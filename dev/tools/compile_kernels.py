@@ -54,17 +54,20 @@ LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", pat
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     """({kernel: (registers, bytes of shared memory)}, faults) of kernels.cu and the files beside it on a GPU such as
     sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused` in their names any number."""
+    hopper = gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8)  # as FastCuda
+    beside = [path for path in beside if path != FIVE or hopper and c.C // c.NH == 128]  # as FiveProductsTraining
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
-    hopper = ["-DHOPPER"] * (  # as FastCuda
-        gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8))
     try:
-        log, used, arrays = compile_cuda(text, gpu, [*Cuda.OPTIONS, *DTYPES[dtype], *hopper, *c.switches()])
+        flags = [*Cuda.OPTIONS, *DTYPES[dtype], *["-DHOPPER"] * hopper, *c.switches()]
+        log, used, arrays = compile_cuda(text, gpu, flags)
     except NotCompiled as e:
         return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{e}"]
     kernels, report = read_kernels(sources), {}
-    faults = [f"{where}: {line.strip()}" for line in log.splitlines()
-              if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line)]
+    faults = [f"{where}: {name} is not compiled, but the trainer asks for every kernel by its name"
+              for name in kernels if name not in used]
+    faults += [f"{where}: {line.strip()}" for line in log.splitlines()
+               if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line)]
     for name, (registers, spills, shared) in used.items():
         report[name] = registers, shared
         if spills > (SPILLED if name in own else spilled) and not (unused and unused in name):
@@ -79,7 +82,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     if FIVE in sources:
         models += [(config, type("Five", (FiveProducts, Model), {})) for config, Model in models]
     for config, Model in models if capability else ():
-        launches, missing = launches_of(capability, dtype, config, arrays, Model, beside=beside, hopper=bool(hopper))
+        launches, missing = launches_of(capability, dtype, config, arrays, Model, beside=beside, hopper=hopper)
         faults += [f"{where}: {fault}" for fault in [*missing, *faults_of_launches(capability, launches, used)]]
     return report, faults
 
@@ -100,7 +103,8 @@ def main():
         if dtype == "fp8":
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
             return [*((gpu, SMALL, [FP8]) for gpu in some),
-                    *((gpu, model, [LLAMA, FP8], SPILLED, "layernorm") for gpu, model, *_ in others if gpu in some)]
+                    *((gpu, model, [LLAMA, FP8, FIVE], SPILLED, "layernorm")
+                      for gpu, model, *_ in others if gpu in some)]
         own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]  # which has heads of up to 64 channels
         lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
         more = ([(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype] if few else
