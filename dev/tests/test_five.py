@@ -155,7 +155,7 @@ def others(device_name):
                                 (80, "bf16", 256, 0), (100, "bf16", 256, 0)):
         run = kind()
         run.config, run.flags = SimpleNamespace(C=C, NH=2), SimpleNamespace(dtype=dtype)
-        with mock.patch.object(attention_five, "capability", lambda: gpu):
+        with mock.patch.object(attention_five, "capability", return_value=gpu):
             yield f"files for {gpu} {dtype} {C // 2}", np.array(len(run.make_device())), wish, EXACT
     [row] = [feature for feature in FEATURES if feature.name == "five products"]
     for device, plain, wish in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):
