@@ -24,25 +24,26 @@ def five_table(B, T, NH):
     tiles = B * NH * -(-T // TILE)
     return [Row("dq", (tiles, TILE * HS)),           # the sums of its parts, as wgmma leaves them
             Row("stats", (tiles, 2, TILE)),          # lse and delta of a tile's queries
-            Row("turns", (1 + tiles,), np.int32)]    # how many blocks started; added to each tile
+            Row("turns", (1 + tiles,), np.int32)]    # tickets drawn; blocks that added to a tile
 
 
 def launch_delta(device, views, lse, out, dout, B, T, NH):
     """Make stats from lse (B*NH,T), out and dout (B*T,C), and clear turns."""
-    device.launch("attention_backward_five_delta", B * NH * -(-T // TILE), views.stats, views.turns, lse, out,
-                  dout, T, NH)
+    device.launch("attention_backward_five_delta", B * NH * -(-T // TILE), views.stats,
+                  views.turns, lse, out, dout, T, NH)
 
 
 def launch_five(device, views, dqkv, sums, qkv, dout, scale, relu, B, T, NH, NKV):
     """dk and dv, and dq before it is scaled."""
-    device.launch("attention_backward_five", -(-T // ROWS) * B * NKV, dqkv, sums, views.dq, views.turns,
-                  views.stats, qkv, dout, scale, relu, T, NH, NKV, threads=THREADS, shared=SHARED)
+    device.launch("attention_backward_five", -(-T // ROWS) * B * NKV, dqkv, sums, views.dq,
+                  views.turns, views.stats, qkv, dout, scale, relu, T, NH, NKV, threads=THREADS,
+                  shared=SHARED)
 
 
 def launch_dq(device, views, dqkv, sums, scale, B, T, NH, NKV):
     """dq scaled, rounded and stored in dqkv."""
-    device.launch("attention_backward_five_dq", -(-T // ROWS) * B * NH, dqkv, sums, views.dq, scale, T, NH,
-                  NKV, threads=256, shared=2 * (ROWS + TILE) * HS)
+    device.launch("attention_backward_five_dq", -(-T // ROWS) * B * NH, dqkv, sums, views.dq, scale,
+                  T, NH, NKV, threads=256, shared=2 * (ROWS + TILE) * HS)
 
 
 class FiveProducts:
