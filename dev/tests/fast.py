@@ -42,7 +42,7 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     # Schedules, files and refusals, of the trainer and of the programs around it
     Fast("dev.tests.test_files", "bad_files packed_batches first_parameters schedules samples numpy_program "
          "random_numbers token_order limits"),
-    Fast("dev.tests.test_gpu", "steps_of_a_graph late_reports tensor_maps_of_a_gpu"),
+    Fast("dev.tests.test_gpu", "steps_of_a_graph late_reports tensor_maps_of_a_gpu files_of_a_run"),
     Fast("dev.tests.test_command_line", "top_level_files"),
     Fast("dev.tests.test_llama3", "sizes bad_files"),
     Fast("dev.tests.test_convert", "round_trips other_types one_file configs refusals replaced_files"),

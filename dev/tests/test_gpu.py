@@ -7,6 +7,8 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import re
+import subprocess
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +17,9 @@ import numpy as np
 import train_gpt2
 from dev.common.bf16 import master_numbers
 from dev.common.cuda_source import read_kernels
+from dev.gpu import attention_five
 from dev.gpu.nvtx import DEVICE, MODEL, Annotated, with_ranges
+from dev.llama3.train_llama3 import Llama3
 from dev.memory import fit
 from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
 from dev.tests.models import device_of, model_class, poisoned_model
@@ -196,6 +200,46 @@ def tensor_maps_of_a_gpu(device_name, folder):
                       device.tensor_map, array, T, 64)
 
 
+class Compiled(Exception):
+    """Instead of compiling: (files, flags)."""
+
+
+def files_of_a_run(device_name, folder):
+    """A run asks the compiled module for every kernel of its files by name, so each has to be there after the
+    preprocessor, on whatever GPU, with whatever heads."""
+    def begin(self, dtype, c, beside=()):
+        self.capability, self.dtype, self.compiled_for = gpu, dtype or "bf16", c.switches()
+        self.real = np.float32 if dtype in ("fp32", "tf32") else BF16
+        self.compile([*c.SOURCES, *beside])
+
+    def compile(self, sources):
+        raise Compiled(sources, self.switches())
+
+    gpt2, llama = (GPT2, "d12"), (Llama3, "llama3.2:3B")  # heads of 64, and of 128
+    runs = [(*of, gpu, dtype, more) for of in (gpt2, llama) for gpu in (80, 90) for dtype in ("fp32", "bf16", "fp8")
+            for more in ([], ["--moments", "bf16", "--ema", "0.9", "-sl", "5"], ["--label-smoothing", "0.1"])]
+    files = set()
+    for Model, model, gpu, dtype, more in runs:
+        with mock.patch.multiple(train_gpt2.Cuda, __init__=begin, compile=compile), \
+                mock.patch.object(attention_five, "capability", return_value=gpu):
+            try:
+                train_gpt2.main(["--device", "cuda", "-e", model, "--dtype", dtype, *more,
+                                 *["-o", f"{folder}/run"] * ("--ema" in more)], Model)
+            except Compiled as e:
+                sources, flags = e.args
+        code = "".join(path.read_text("utf-8") for path in sources)
+        flags = [flag for flag in flags if flag[:2] in ("-D", "-I")]
+        done = subprocess.run(["g++", "-E", "-P", "-x", "c++", *flags, "-"], input=code, capture_output=True,
+                              text=True, check=True)
+        found = re.findall(r"__global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(", done.stdout)
+        missing = {*read_kernels(sources)} - {*found}
+        check(f"each kernel is compiled: {model} {gpu} {dtype} {' '.join(more)}", found and not missing, missing)
+        files |= {path.name for path in sources}
+    wish = {"kernels.cu", "llama3.cu", "attention_five.cu", "fp8.cu", "moments.cu", "ema.cu", "outliers.cu",
+            "label_smoothing.cu"}
+    check("all files were there", files == wish, files ^ wish)
+
+
 def faults_of_a_gpu(device_name, folder):
     """The error after a fault on the GPU names the kernel."""
     device = device_of(device_name, "fp32", 64, 2)
@@ -218,7 +262,8 @@ def faults_of_a_gpu(device_name, folder):
                       train_gpt2.main, [str(argument) for argument in arguments])
 
 
-TESTS = (steps_of_a_graph, late_reports, profiler_ranges, models_too_large, tensor_maps_of_a_gpu, faults_of_a_gpu)
+TESTS = (steps_of_a_graph, late_reports, profiler_ranges, models_too_large, tensor_maps_of_a_gpu, files_of_a_run,
+         faults_of_a_gpu)
 
 if __name__ == "__main__":
     run_program(TESTS)
