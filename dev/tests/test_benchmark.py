@@ -131,7 +131,7 @@ def float8(folder):
         return dict(ms=30.0 if recipe else 40.0, memory=2 * GIB) | of_torch
 
     said, there, absent = io.StringIO(), lambda package: True, lambda package: package != "torchao"
-    with mock.patch.multiple(torchao_peer, run_job=job, has_gpu=lambda: True), \
+    with mock.patch.multiple(torchao_peer, run_job=job, check_gpu=lambda: None), \
             mock.patch("importlib.util.find_spec", there), contextlib.redirect_stdout(said):
         torchao_peer.main(["--rows", "124M"])
     row = "124M bf16 B=32"

@@ -326,16 +326,25 @@ def measure(flags, rows, profiled, folder):
     return rows, ours, torch, llmc, faster, profiled, kernels, ceilings
 
 
-def main(arguments=None):
-    """Everything from the flags to the file. Raises UserError."""
-    flags = parse_flags(__doc__, FLAGS, arguments)
+def chosen(rows, pattern):
+    """The rows whose names match. Raises UserError."""
     try:
-        rows = [row for row in ROWS if re.search(flags.rows, str(row))]
+        return [row for row in rows if re.search(pattern, str(row))]
     except re.error as e:
-        raise UserError(f"--rows {flags.rows}: is no regular expression ({e})") from None
+        raise UserError(f"--rows {pattern}: is no regular expression ({e})") from None
+
+
+def check_gpu():
     if not has_gpu():
         raise UserError("NVIDIA's driver reports no GPU, and only a GPU is measured: check "
                         "nvidia-smi")
+
+
+def main(arguments=None):
+    """Everything from the flags to the file. Raises UserError."""
+    flags = parse_flags(__doc__, FLAGS, arguments)
+    rows = chosen(ROWS, flags.rows)
+    check_gpu()
     if flags.job:
         name, first, *more = json.loads(flags.job)
         print(json.dumps(JOBS[name](first if name == "find_ceilings" else Row(*first), *more)))

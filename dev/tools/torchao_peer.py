@@ -19,12 +19,10 @@ in bf16, as torchao recommends. Each run is a process of its own, in this order;
 median of its steps.
 """
 import importlib.util
-import re
 import tempfile
 import time
 
-from dev.features import has_gpu
-from dev.tools.benchmark import FIRST, run_job, tokens_of
+from dev.tools.benchmark import FIRST, check_gpu, chosen, run_job, tokens_of
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import parse_flags
 
@@ -68,17 +66,12 @@ def table(row, results):
 def main(arguments=None):
     """Everything from the flags to the tables. Raises UserError."""
     flags = parse_flags(__doc__, FLAGS, arguments)
-    try:
-        rows = [row for row in ROWS if re.search(flags.rows, str(row))]
-    except re.error as e:
-        raise UserError(f"--rows {flags.rows}: is no regular expression ({e})") from None
+    rows = chosen(ROWS, flags.rows)
     for package in ("torch", "torchao"):
         if not importlib.util.find_spec(package):
             raise UserError(f"{package} is not installed, and it is what this program times: "
                             "pip install -r dev/requirements.txt")
-    if not has_gpu():
-        raise UserError("NVIDIA's driver reports no GPU, and only a GPU is measured: check "
-                        "nvidia-smi")
+    check_gpu()
     end, tables = time.perf_counter() + 60 * flags.minutes, []
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
