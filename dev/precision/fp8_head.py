@@ -6,8 +6,8 @@
 dlogits and lnf are transposed from their plain twins, tile by tile (transpose_fp8).
 
 The logits stay in bf16. With 8-bit lnf and wte each logit gets noise of a few percent, and the
-softmax takes its exponential. That cost 0.014 of loss, when four runs in bf16 that round
-differently were within 0.012 of each other (see dev/RESULTS.md).
+softmax takes its exponential. That is the likely reason why the loss was 0.014 higher, while four
+runs in bf16 that differ only in rounding lay within 0.012 (see dev/RESULTS.md).
 
 The classifier stores dlogits as a twin at once, which halves its bytes. Since dlogits is dloss *
 (softmax - 1 at the target), its scale is known: dloss becomes 448. The smallest number of e4m3 is
@@ -45,8 +45,8 @@ class Fp8Head:
         table = self.tables(self.config, self.device, self.B, self.T)["fp8"]
         views = carve(self.arenas["fp8"], table)
         self.dlogits8, self.lnf_transposed = views.dlogits, views.lnf_transposed
-        # Without an entry here, the device multiplies by wte in bf16: the forward product, and all
-        # three of a run's first step.
+        # Without this entry the device multiplies by wte in bf16: forward always, and backward in a
+        # run's first step.
         self.head8 = self.device.weights.pop(address_of(self.head), None)
 
     def in_fp8(self):
@@ -75,7 +75,7 @@ class Fp8Head:
 
     def head_backward(self, rows, dlogits):
         """As GPT2.head_backward. The logits' memory is free now: it gets transposed dlogits."""
-        if self.head8:  # in the first step, too, whose products are in bf16: its scale
+        if self.head8:  # also in the first step, in bf16, to measure the scale of lnf
             lnf = self.device.twin_of(self.acts.lnf, (INPUT, self.head8.number))[rows]
         if not self.in_fp8():
             super().head_backward(rows, dlogits)
