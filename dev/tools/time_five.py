@@ -11,6 +11,7 @@ CPU in each order of threads. Times are medians in microseconds: of all kernels 
 them, and of cuDNN's gradient if PyTorch is installed.
 """
 import argparse
+import os
 import sys
 
 import numpy as np
@@ -31,6 +32,7 @@ CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
           "B=1,T=140,NH=2,NKV=2,cold=1",
           "B=1,T=640,NH=2,NKV=2")
 SHAPE = "B=8,T=2048,NH=16,NKV=16"
+SMALL = dict(B=1, T=150, NH=2, NKV=2)  # on a CPU
 
 
 class Config128(Config):
@@ -95,7 +97,10 @@ LADDER = Ladder(problem, SHAPE, CHECKS, tuple(VERSIONS), fp32="lse delta dq stat
 
 
 def make(name, *defined):
-    """A device for heads of 128 channels."""
+    """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like it."""
+    refused = UserError("attention_five.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")
+    if name == "cpu" and "-DHOPPER" not in os.environ.get("CXXFLAGS", "").split():
+        raise refused
     Config128.DEFINED = defined
     c = Config128(C=256, NH=2)
     if name == "cpu":
@@ -104,7 +109,7 @@ def make(name, *defined):
     else:
         device = make_device(name, "bf16", c, beside=[SOURCE])
     if not device.hopper:
-        raise UserError("attention_five.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")
+        raise refused
     return device
 
 
@@ -205,11 +210,18 @@ def main(arguments=None):
     parser.add_argument("--no-check", action="store_true", help="only time")
     flags = parser.parse_args(arguments)
     asked = parse_sizes(flags.shape) if flags.shape else {}
+    known = parse_sizes(SHAPE)
+    if not asked.keys() <= known.keys() or min(asked.values(), default=1) < 1:
+        raise UserError(f"--shape {flags.shape}: expected sizes from 1 on, of {', '.join(known)}")
     if "NH" in asked:
         asked.setdefault("NKV", asked["NH"])
+    asked = (SMALL if flags.device == "cpu" else known) | asked
+    if asked["NH"] % asked["NKV"]:
+        raise UserError(f"--shape {flags.shape}: expected NH, {asked['NH']}, to be a multiple of "
+                        f"NKV, {asked['NKV']}")
     wrong, checks = 0, CHECKS
     if flags.device == "cpu" and flags.shape:
-        checks = [sizes_in_words({"B": 1, "NH": 2, "NKV": 2, **asked})]
+        checks = [sizes_in_words(asked)]
     for i, tried in enumerate(flags.tried.split(",")):
         defined = tried.split("+")
         device = make(flags.device, *defined)
@@ -218,7 +230,7 @@ def main(arguments=None):
         if device.name == "cuda" and not wrong:
             stream = device.cupy.cuda.Stream(non_blocking=True)  # the default is not recorded
             with stream:
-                wrong += time(device, sizes_in_words({**parse_sizes(SHAPE), **asked}), defined, i == 0)
+                wrong += time(device, sizes_in_words(asked), defined, i == 0)
     return 1 if wrong else 0
 
 
