@@ -199,7 +199,11 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
 // bytes: LARGEST_FP8 * (softmax - 1 at the target), so that the scale needs no history. scale8 gets that of
 // dloss * (softmax - 1 at the target). Vp is a multiple of 16. If shared memory has room for two rows of logits, a row
 // is read once, and the next is on its way meanwhile; otherwise pass 2 reads a row again, from L2. Items: blocks.
-constexpr float LARGEST_FP8 = 448.0f;
+//
+// The dither keeps rare words alive. Rounded to nearest, a probability below 2e-6 would always become 0, and so its
+// logit would not be pushed down any more; with a random number added, it becomes 4e-6 now and then, and the mean of
+// many rows is right. Larger numbers have wider steps, beside which the dither does not matter.
+constexpr float LARGEST_FP8 = 448.0f, SMALLEST_FP8 = 0x1p-9f;
 
 template <bool cached>
 __device__ void classify_to_fp8(
@@ -238,10 +242,12 @@ __device__ void classify_to_fp8(
         sum = block_reduce<warp_sum>(sum * exponential(largest - top), 0.0f);
         if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(logits[(size_t)row * Vp + target]);
         float shift = top + logf(sum / LARGEST_FP8);  // e^(x - shift) = LARGEST_FP8 * softmax
+        // A row's own sum and the thread's number are random enough. In -1/2 .. 1/2 of the smallest step.
+        float dither = SMALLEST_FP8 * 0x1p-32f * (int)((__float_as_uint(sum) + threadIdx.x) * 0x9E3779B9u);
 #pragma unroll 4
         for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
             Pack<W> l = load<W>(x + v);
-            for (int i = 0; i < W; i++) l[i] = exponential(l[i], shift);
+            for (int i = 0; i < W; i++) l[i] = exponential(l[i], shift) + dither;
             if (v + W > V || (unsigned)(target - v) < W)
                 for (int i = 0; i < W; i++)
                     l[i] = v + i < V ? l[i] - (v + i == target ? LARGEST_FP8 : 0.0f) : 0.0f;
