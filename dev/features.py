@@ -52,8 +52,9 @@ FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same nam
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU, and a GPU before 8.0, fp32)"),
-    (None, "--fp8", ("layers", "head", "all"), "layers", "for --dtype fp8: head: the "
-     "head's backward products in FP8 too; all: also the gradients of the layers' weights"),
+    (None, "--fp8", ("layers", "head", "all"), None, "for --dtype fp8: layers: products of the "
+     "layers, but no gradients of weights; head: the head's backward products too; all: those "
+     "gradients too (default: all; Llama 3 and --recompute: head; --label-smoothing: layers)"),
     (None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a graph"),
     (None, "--gpus", "count", None, "train on N of this machine's GPUs (default: 1, or the ranks "
      "that torchrun, srun or mpirun has started)"),
@@ -284,11 +285,16 @@ def attach(flags, Training, Model, ranks=None, folder=None):
     for row in FLAGS:
         if getattr(flags, key_of(row)) is None:
             setattr(flags, key_of(row), row[3])
-    asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
-    names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
-    for pair, why in EXCLUDES.items():
-        if names >= {*pair}:
-            raise UserError(why)
+    in_turn = ("all", "head", "layers") if flags.dtype == "fp8" and not flags.fp8 else (flags.fp8,)
+    for level in in_turn:  # until one goes with the other flags
+        flags.fp8 = level
+        asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
+        names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
+        why = next((why for pair, why in EXCLUDES.items() if names >= {*pair}), None)
+        if not why:
+            break
+    else:
+        raise UserError(why)
     pairs = [PAIRS[pair] for pair in PAIRS if names >= {*pair}]
     layers = [*pairs, *((feature.model, feature.training) for feature in asked.values())]
     models, trainings = zip(*layers)

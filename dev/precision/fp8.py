@@ -1,5 +1,5 @@
 """--dtype fp8: matrix products take 8-bit numbers, which tensor cores multiply twice as fast. --fp8
-says which:
+says which; without it, the last of these that the model and the other flags allow:
 
     layers    out = inp @ w.T     twins of inp and w                       this file
               dinp = dout @ w     twins of dout and of the transposed w

@@ -6,14 +6,16 @@
 dlogits and lnf are transposed from their plain twins, tile by tile (transpose_fp8).
 
 The logits stay in bf16. With 8-bit lnf and wte each logit gets noise of a few percent, and the
-softmax takes its exponential. That is the likely reason why the loss was 0.014 higher, while four
-runs in bf16 that differ only in rounding lay within 0.012 (see dev/RESULTS.md).
+softmax takes its exponential.
 
 The classifier stores dlogits as a twin at once, which halves its bytes. Since dlogits is dloss *
 (softmax - 1 at the target), its scale is known: dloss becomes 448. The smallest number of e4m3 is
-2**18 times smaller, so probabilities below 2e-6 become 0: together that is 1% of a row. In e5m2
-they would stay, but the gradients would be less exact, as dev/tests/test_fp8.py shows: errors come
-from the mantissa of large probabilities.
+2**18 times smaller. Rounded to nearest, a probability below 2e-6 would become 0, and its logit
+would not be pushed down any more. Many words soon are as rare as that, and together they would keep
+1% of each row. So small numbers are rounded up or down at random such that the mean is right
+(dither). In e5m2 they would fit, but the gradients would be less exact, as dev/tests/test_fp8.py
+shows: errors come from the mantissa of large probabilities. dev/RESULTS.md has the losses with
+8-bit logits, without them, and with the dither.
 
 dlnf sums over all words, and dwte over thousands of tokens. A few large terms dominate such sums,
 and beside them Hopper's 14 bits would lose the many small ones: a tenth of dlnf (see

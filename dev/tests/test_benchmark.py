@@ -135,7 +135,7 @@ def float8(folder):
             mock.patch("importlib.util.find_spec", there), contextlib.redirect_stdout(said):
         torchao_peer.main(["--rows", "124M"])
     row = "124M bf16 B=32"
-    check("jobs", done == [("time_ours", "124M fp8 B=32 --fp8 all", None), ("time_torch", row, None),
+    check("jobs", done == [("time_ours", "124M fp8 B=32", None), ("time_torch", row, None),
                            ("time_torch", row, "rowwise"), ("time_torch", row, "tensorwise")], done)
     lines = said.getvalue().splitlines()[-4:]
     check("a recipe", lines[2] == "| PyTorch, float8 rowwise | 30.00 | 0.75 | 2.0 | 6.250 | 48 of 48 |", lines[2])

@@ -489,6 +489,15 @@ def learned(device_name):
         check(f"roundings {versions}", (found, last.endswith(wish)) == (status, True), f"{found}: {last}")
 
 
+def defaults(device_name):
+    """Without --fp8, as much is in FP8 as the model and the other flags allow."""
+    for model, given, wish in ((GPT2, (), "all"), (GPT2, ("--recompute", "1"), "head"), (Llama3, (), "head"),
+                               (GPT2, ("--label-smoothing", "0.1"), "layers"), (GPT2, ("--fp8", "layers"), "layers")):
+        kinds = [kind.__name__ for kind in model_class(model, "--dtype", "fp8", *given).__mro__]
+        found = "all" if "Fp8All" in kinds else "head" if "Fp8Head" in kinds else "layers"
+        check(f"{model.__name__} {given}", found == wish and "Fp8Model" in kinds, kinds)
+
+
 def refusals(device_name):
     check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", fp8_device, device_name,
                   Config(C=32, NH=1), True)
@@ -496,4 +505,4 @@ def refusals(device_name):
 
 if __name__ == "__main__":
     run_program((numbers, weights, transposed, both_twins, classifier, rare_words, formats, next_scales, head, layers,
-                 levels, twins, products, scales_alone, fixture, learned, refusals))
+                 levels, twins, products, scales_alone, fixture, learned, defaults, refusals))
