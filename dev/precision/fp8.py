@@ -167,14 +167,26 @@ class Fp8:
     def cast_weights(self, rescale=False):
         """Make the twins of all weights, which have changed. rescale: first set their scales from
         their present sizes."""
-        scales = self.all_scales[WEIGHT * self.count :]
         for measure in (True, False) if rescale else (False,):
-            for whole, twin, transposed, n in self.whole:
-                layers, R, C = whole.shape
-                self.launch("weights_to_fp8", (C, layers * -(-R // 128)), transposed, twin, whole,
-                            scales[n:], R, C)
+            for weight in self.whole:
+                self.cast(*weight)
             if measure:
-                self.next_scales(scales)
+                self.next_scales(self.all_scales[WEIGHT * self.count :])
+
+    def cast_layer(self, l, last):
+        """Make the twins of layer l's weights; with the last layer, of the head's, too."""
+        for whole, twin, transposed, n in self.whole:
+            if len(whole) > 1:
+                self.cast(whole[l : l + 1], twin[l : l + 1], transposed[l : l + 1], n + l)
+            elif last:
+                self.cast(whole, twin, transposed, n)
+
+    def cast(self, whole, twin, transposed, n):
+        """Make the twins of a weight's layers. n: the number of the first."""
+        layers, R, C = whole.shape
+        scales = self.all_scales[WEIGHT * self.count + n :]
+        self.launch("weights_to_fp8", (C, layers * -(-R // 128)), transposed, twin, whole, scales,
+                    R, C)
 
     def begin_step(self):
         """Forget what validations have left behind."""
@@ -390,7 +402,7 @@ class Fp8Model:
         device.begin_step()
         if not device.calibrated:
             self.measure(batches)
-            device.end_step()
+            self.end_step()
             device.calibrated = True
 
     def measure(self, batches):
@@ -404,6 +416,9 @@ class Fp8Model:
 
     def update_pass(self):
         super().update_pass()
+        self.end_step()
+
+    def end_step(self):
         self.device.end_step()
 
 
@@ -446,6 +461,20 @@ class Fp8Ranked:
         for self.device.calibrated in (False, True):
             super().try_products(B, backward)
         self.device.calibrated = before
+
+
+class Fp8Sharded:
+    """A model with --zero 1. The twins of a layer's weights are made when its parameters have been
+    gathered, on the same stream, while the layer below computes."""
+
+    def end_step(self):
+        self.device.next_scales(self.device.all_scales)
+
+    def gather_part(self, part):
+        super().gather_part(part)
+        if part is not None:
+            last = part == self.config.L - 1
+            self.ranks.via.after(lambda: self.device.cast_layer(part, last))
 
 
 class Fp8Explained:

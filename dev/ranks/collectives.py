@@ -62,6 +62,11 @@ class Nccl:
         """Work queued from now on waits for all collectives so far."""
         self.cupy.cuda.get_current_stream().wait_event(self.stream.record())
 
+    def after(self, work):
+        """Do work(), which queues kernels, on the collectives' stream: after those so far."""
+        with self.stream:
+            work()
+
     def sum(self, array):
         """array = the sum of all ranks' arrays."""
         self.ranks.allReduce(array.data.ptr, array.data.ptr, array.size, self.float, self.add,
@@ -124,6 +129,9 @@ class Mpi:
         if len(os.sched_getaffinity(0)) < os.cpu_count() // meeting.here:
             print("WARNING: mpirun lets a rank use less than its share of the cores: give it "
                   "--bind-to none", flush=True)
+
+    def after(self, work):
+        work()
 
     def sum(self, array):
         self.ranks.Allreduce(self.MPI.IN_PLACE, array)

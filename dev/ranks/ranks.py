@@ -83,12 +83,17 @@ class Ranked:
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
-        self.sums = {}  # {layer: arrays of sum_part}; None: of the embeddings
-        for row, l, *arrays in self.cut_gradients():
-            part = l
-            if not row.layers:  # what is above the last layer is summed with it
-                part = None if row.name in EMBEDDINGS else self.config.L - 1
-            self.sums.setdefault(part, []).append(arrays)
+        self.sums = self.by_layers(self.cut_gradients())  # arrays of sum_part
+
+    def by_layers(self, cuts):
+        """{layer: [arrays]} from (row, l, *arrays); None: of the embeddings. What is above the last
+        layer counts as part of it."""
+        found = {}
+        for row, l, *arrays in cuts:
+            if not row.layers:
+                l = None if row.name in EMBEDDINGS else self.config.L - 1
+            found.setdefault(l, []).append(arrays)
+        return found
 
     def cut_gradients(self):
         """(row, l, *arrays for sum_part) of each layer of each tensor."""

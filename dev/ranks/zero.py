@@ -1,9 +1,12 @@
 """--zero 1, ZeRO stage 1 (Rajbhandari et al. 2020): each of several ranks has AdamW's moments and
 fp32 parameters for only a share of the model.
 
-A rank gets the summed gradients of its share, updates the share, and sends the result to the
-others. For matrix products all ranks keep the whole parameters. A share has a piece of each layer
-of each tensor, as in llm.c, so all ranks have the same work:
+A rank gets the summed gradients of its share, and updates the share. For matrix products all ranks
+keep the whole parameters, and have to gather what the others have updated. The next step does that
+layer by layer, in its first micro-batch: while layer l computes, layer l + 1 arrives. A validation,
+a sample or a checkpoint needs all layers at once, so ShardedTraining gathers them first.
+
+A share has a piece of each layer of each tensor, as in llm.c, so all ranks have the same work:
 
     one layer of a tensor    | piece of rank 0 | piece of rank 1 | ... | tail |
     the share of rank 1      | piece of layer 0 | piece of layer 1 | ... | zeros |
@@ -35,6 +38,8 @@ def share_of(table, ranks):
 class Sharded:
     """The model of a rank that has a share of AdamW's numbers, a mixin in front of Ranked. Whole
     tensors are read into the gradients' memory, from which the share is taken."""
+    behind = False  # whether params lacks the last update
+    gathering = False  # whether the forward pass gathers the layers that it comes to
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -56,7 +61,8 @@ class Sharded:
         super().__init__(*args, **keywords)
         arenas = [name for name in ("param share", "low share") if name in self.arenas]
         self.master = [self.share_views(name) for name in arenas]
-        self.gathered = [arrays for _, _, *arrays in self.cuts(self.params, self.master[0])]
+        # arrays of gather_part
+        self.gathers = self.by_layers(self.cuts(self.params, self.master[0]))
         self.norms = self.arenas["share norms"].view(np.float32)[: -(-self.count // 4) * 4]
 
     def share_views(self, arena):
@@ -87,6 +93,55 @@ class Sharded:
                 if rest is not None:
                     rest[...] = kept_as(tail, rest.dtype)
 
+    # ---- The whole parameters
+
+    def gather(self):
+        """Gather all parameters, if a step has updated them. All ranks call this before anything
+        but a step reads parameters."""
+        if self.behind:
+            for part in (None, *range(self.config.L)):
+                self.gather_part(part)
+            self.ranks.via.join()
+            self.behind = False
+
+    def gather_part(self, part):
+        """Queue the gathering of a layer's parameters; None: the embeddings'."""
+        via = self.ranks.via
+        with via.fork():
+            for pieces, own, tail, rest in self.gathers[part]:
+                if pieces.size:
+                    via.gather(own, pieces)
+                if tail.size:
+                    via.from_0(rest, tail)
+
+    def train_step(self, *batches, **adamw):
+        super().train_step(*batches, **adamw)
+        self.behind = True
+
+    def micro_step(self):
+        """Only the first micro-batch gathers. It always does: a graph cannot know whether a
+        validation has gathered everything already."""
+        self.gathering = self.micro == 0
+        super().micro_step()
+        self.gathering = False
+
+    def embedding_forward(self):
+        if self.gathering:
+            self.gather_part(None)
+            self.wait_and_gather(0)
+        super().embedding_forward()
+
+    def layer_forward(self, l):
+        if self.gathering:
+            self.wait_and_gather(l + 1)
+        super().layer_forward(l)
+
+    def wait_and_gather(self, l):
+        """Wait for what was queued last, and queue the next layer, l, if there is one."""
+        self.ranks.via.join()
+        if l < self.config.L:
+            self.gather_part(l)
+
     # ---- A step
 
     def cut_gradients(self):
@@ -102,18 +157,10 @@ class Sharded:
                 via.sum_at_0(tail, rest)
 
     def update_pass(self):
-        """As GPT2.update_pass, for this rank's share. Then the ranks exchange their pieces of the
-        parameters."""
-        arenas, via = self.arenas, self.ranks.via
+        """As GPT2.update_pass, for this rank's share."""
+        arenas = self.arenas
         self.adamw(arenas["param share"], arenas.get("low share"), arenas["grad share"],
                    arenas["adam m"], arenas["adam v"])
-        with via.fork():
-            for pieces, own, tail, rest in self.gathered:
-                if pieces.size:
-                    via.gather(own, pieces)
-                if tail.size:
-                    via.from_0(rest, tail)
-        via.join()
 
     def norm_of(self, gradients, n):
         """As GPT2.norm_of, then adam.norm[0] = the norm of all shares' norms."""
@@ -123,3 +170,28 @@ class Sharded:
             via.gather(norm[:1], self.norms[: self.count])
         via.join()
         self.device.launch("global_norm", 1, norm, self.norms, self.norms.size)
+
+
+class ShardedTraining:
+    """The run of such a model. Whatever reads parameters between steps is here: all ranks gather
+    them first, even where only one rank reads."""
+
+    def validate(self, done):
+        self.model.gather()
+        return super().validate(done)
+
+    def sample(self):
+        self.model.gather()
+        super().sample()
+
+    def save(self, done, batches):
+        self.model.gather()
+        super().save(done, batches)
+
+    def give_up(self, queued, verdict):
+        self.model.gather()
+        super().give_up(queued, verdict)
+
+    def explain_outlier(self, queued, scores):
+        self.model.gather()
+        super().explain_outlier(queued, scores)

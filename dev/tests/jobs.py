@@ -136,6 +136,39 @@ def changed(*args):
 """
 
 
+# Lines for `wrapped`: after each step with --zero 1, all parameters are NaN until they are
+# gathered, and with FP8 all twins. On a CPU a collective does nothing until some work waits for it,
+# since a GPU may be as late.
+POISONED = """
+import numpy as np
+from dev.ranks.collectives import Mpi
+from dev.ranks.zero import Sharded
+waiting, train_step, next_logits = [], Sharded.train_step, train_gpt2.GPT2.next_logits
+def late(call):
+    return lambda *args: waiting.append((call, args))
+for name in ("sum", "largest", "sum_pieces", "sum_at_0", "gather", "from_0", "after"):
+    setattr(Mpi, name, late(getattr(Mpi, name)))
+def join(via):
+    for call, args in waiting:
+        call(*args)
+    waiting.clear()
+Mpi.join = join
+def poisoned_step(model, *batches, **adamw):
+    train_step(model, *batches, **adamw)
+    bad = [model.arenas["parameters"]]
+    if "fp8" in model.arenas:
+        bad.append(model.arenas["fp8"][model.device.all_scales.nbytes :])
+    for array in bad:
+        model.device.put(array, np.full(array.nbytes, 255, np.uint8))
+Sharded.train_step = poisoned_step
+def finite_logits(model, tokens):
+    logits = next_logits(model, tokens)
+    assert np.isfinite(logits).all(), "a sample has read parameters that are not gathered"
+    return logits
+train_gpt2.GPT2.next_logits = finite_logits
+"""
+
+
 # ---- What it printed, and its files
 
 

@@ -20,8 +20,8 @@ from dev.data.shuffled_loader import FilesLoader
 from dev.llama3.train_llama3 import Llama3
 from dev.checkpoints.resume import load_state
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check, run_program
-from dev.tests.jobs import (BRIEF, SMALL, at_call, begin, bytes_of, counts_of, data_files, done_steps, end, same,
-                            train, wrapped)
+from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files, done_steps, end,
+                            same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA
 from train_gpt2 import read_parameters
@@ -169,8 +169,8 @@ def signals(device_name, folder):
 
 def not_finite(device_name, folder):
     """A number that is not finite on one rank ends the job. The line names the rank, which keeps
-    its batches."""
-    program, output = wrapped(folder, late="""
+    its batches. With --zero, all ranks first gather the parameters, to look at the step."""
+    program, output = wrapped(folder, late=f"""{POISONED}
 real, latest = train_gpt2.GPT2.embedding_forward, 0
 def poisoned(self):
     global latest
@@ -180,8 +180,8 @@ def poisoned(self):
         self.acts.residual[2, 3] = float("nan")
 train_gpt2.GPT2.embedding_forward = poisoned
 """), folder / "out"
-    text = train(device_name, 2, folder, output, *BRIEF, "-n", 3, "--graph", 0, trainer=program,
-                 status=1)
+    text = train(device_name, 2, folder, output, *BRIEF, "-n", 3, "-z", 1, "--graph", 0,
+                 trainer=program, status=1)
     line = re.search(r"^error: the loss of step 5 is nan .*: on rank 1, the first number that is "
                      r"not finite is nan in .*\[2, .*; batches: \S*part_train_(\d).bin, tokens "
                      r"(\d+) to ", text, re.M)

@@ -28,10 +28,10 @@ from dev.ranks.ranks import Ranks
 from dev.checkpoints.resume import load_state
 from dev.checkpoints.state_file import state_parts
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, run_program
-from dev.tests.jobs import (BRIEF, COUNTS, SMALL, begin, begun, bytes_of, close, counts_of, curve, data_files,
+from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close, counts_of, curve, data_files,
                             done_steps, end, one_speaks, ranks_of, same, train, wrapped)
 from dev.tests.models import device_of
-from dev.tests.trainings import LLAMA, file_of, parse_state, random_examples, without
+from dev.tests.trainings import LLAMA, TRAINER, file_of, parse_state, random_examples, without
 from train_gpt2 import GPT2, Config, Training, parse_flags, read_parameters
 
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks
@@ -54,19 +54,22 @@ def class_of(rank, count, *flags):
 
 def same_losses(device_name, folder):
     """Ranks and one process with as many more micro-batches have the same losses. saved_runs has
-    more of this for GPT-2, rounded_moments for bf16. Only 3 ranks have tails."""
+    more of this for GPT-2, rounded_moments for bf16. Only 3 ranks have tails. With --zero, a step
+    reads no parameter before it is gathered."""
     most = counts_of(device_name)[-1]
     for name, model, dtype, total, *cases in (
             ("Llama", "llama_gqa.bin", "fp32", 48, (most, 1)), ("fp8", "", "fp8", 16, (2, 1)),
             ("tied Llama", "llama_tied.bin", "fp32", 48, (2, 1), (most, 0))):
         flags, kind = (*SMALL, "-d", total, "--dtype", dtype, "--shuffle", 0, "-x", 4), {}
         flags += ("--fp8", "all") * (dtype == "fp8")
+        poisoned = dict(trainer=wrapped(folder, late=POISONED))
         if model:
             kind = dict(trainer=LLAMA, model=FIXTURES / model)
+            poisoned = dict(trainer=wrapped(folder, late=POISONED, Model="dev.llama3.train_llama3.Llama3"))
         expected = curve(train(device_name, 1, folder, folder / f"{name} 1", *flags, **kind))
         for count, zero in cases:
             case = f"{name}, {count} ranks, -z {zero}"
-            text = train(device_name, count, folder, folder / case, *flags, "-z", zero, **kind)
+            text = train(device_name, count, folder, folder / case, *flags, "-z", zero, **kind | poisoned)
             close(case, curve(text), expected, *((2e-2, 3e-2) if dtype == "fp8" else ()))
             one_speaks(case, text, zero)
 
@@ -109,7 +112,7 @@ def rounded_moments(device_name, folder):
 def evaluations(device_name, folder):
     """A validation's loss is the mean over the same batches, and HellaSwag's score that of all examples, however many
     ranks share them. Three ranks divide neither the five batches nor the seven examples; of two ranks and one example,
-    one has none."""
+    one has none. With --zero, the parameters are gathered first."""
     c, scores = Config.from_file(TINY), []
     model = GPT2(c, device_of(device_name, "fp32", 64, 2), 10, 40)
     model.set_parameters(read_parameters(TINY, c))
@@ -118,14 +121,30 @@ def evaluations(device_name, folder):
     for count, examples in ((1, 7), (counts_of(device_name)[-1], 7), (2, 1)):
         (folder / "examples.bin").write_bytes(file_of(random_examples(257)[:examples]))
         text = train(device_name, count, folder, folder / f"{count} {examples}", "-i", folder / "part_val_0.bin",
-                     "-t", 40, "-d", 80 * count, "-v", 1, "-m", 5, "-x", 1, "-n", 0, "-s", 1, "-l", 0,
-                     "--dtype", "fp32", "--hellaswag", folder / "examples.bin")
+                     "-t", 40, "-d", 80 * count, "-v", 1, "-m", 5, "-x", 1, "-n", 0, "-s", 1, "-l", 0, "-z", 1,
+                     "--dtype", "fp32", "--hellaswag", folder / "examples.bin",
+                     trainer=wrapped(folder, late=POISONED))
         losses = np.array(re.findall(r"^val loss (\S+)$", text, re.M), float)
         yield f"validation on {count} ranks", losses, [truth, truth], 2e-6
         check(f"sample on {count} ranks", text.count("generating:") == 1)
         scores += re.findall(r"^HellaSwag: (\d+/\d+)", text, re.M)
     same_scores = len({*scores[:-1]}) == 1 and scores[0].endswith("/7") and scores[-1] in ("0/1", "1/1")
     check("HellaSwag on one rank, and on others", same_scores, f"{scores}")
+
+
+def outlier(device_name, folder):
+    """With --zero, a look at an outlier reads gathered parameters. The step changes none."""
+    flags, output = (*BRIEF, "--dtype", "fp32", "-z", 1, "-n", 1), folder / "outlier"
+    train(device_name, 2, folder, output, *flags, "-x", 2)
+    path = output / "run_00000002.json"
+    windows = np.tile(0.5 + 0.01 * (np.arange(128) % 2), (2, 1)).tolist()  # no loss is like these
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(windows=windows, seen=[128])))
+    text = train(device_name, 2, folder, output, *flags, "-x", 4, "-y", 1, "-sl", 3, "-sg", 3,
+                 trainer=wrapped(folder, late=POISONED))
+    line = re.search(r"^outlier .*: the gradient's norm is (\S+), of which", text, re.M)
+    check("an outlier: a line", line and float(line[1]) > 0, text[-300:] * (not line))
+    before, after = (np.fromfile(output / f"model_0000000{step}.bin", "<u1") for step in (2, 3))
+    yield "an outlier's parameters", after, before, EXACT
 
 
 # ---- State files, read by hand (sections a and i of llm.c's formats), and loaders, recounted (section f)
@@ -234,9 +253,11 @@ def saved_runs(device_name, folder):
     """Ranks have the losses and AdamW's numbers of one process. State files are llm.c's, and hold all that a run needs
     to go on, on as many ranks, or on any others."""
     flags, runs, most = (*SMALL, "--dtype", "fp32", "-x", 6, "-n", 3), {}, counts_of(device_name)[-1]
+    flags += "-s", 2, "-g", 2  # a sample alone, a checkpoint alone, both
     for count, zero, shuffle in ((1, 0, 0), (2, 0, 0), (most, 1, 0), (2, 0, 1)):
         name, whole = f"{count} ranks, -z {zero}, --shuffle {shuffle}", folder / f"{count} {zero} {shuffle}"
-        text = train(device_name, count, folder, whole, *flags, "-z", zero, "--shuffle", shuffle, "--log-ranks", 1)
+        text = train(device_name, count, folder, whole, *flags, "-z", zero, "--shuffle", shuffle, "--log-ranks", 1,
+                     trainer=wrapped(folder, late=POISONED) if zero else TRAINER)
         for step in (3, 6):
             sets, fields = merged(whole, step, count, zero)
             model = np.fromfile(whole / f"model_{step:08d}.bin", "<f4", offset=1024)
@@ -376,7 +397,8 @@ background_writer.replace_file = replace
     yield "of rank 1: what is left of the others", len([*output.glob("*_00000002*")]), 0, EXACT
 
 
-TESTS = (same_losses, places_of_shares, rounded_moments, evaluations, slots, saved_runs, killed_ranks, full_disk)
+TESTS = (same_losses, places_of_shares, rounded_moments, evaluations, outlier, slots, saved_runs, killed_ranks,
+         full_disk)
 
 if __name__ == "__main__":
     run_program(TESTS, data_files, fits=counts_of, kills=2)
