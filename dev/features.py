@@ -60,6 +60,8 @@ FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same nam
      "that torchrun, srun or mpirun has started)"),
     ("-z", "--zero", "switch", 0, "1: each rank has only a share of AdamW's moments and fp32 "
      "parameters (ZeRO)"),
+    (None, "--sums", ("fp32", "bf16"), "fp32", "bf16: ranks send gradients in bf16, half of the "
+     "bytes"),
     (None, "--log-ranks", "switch", 0, "1: each rank except the first appends its output to "
      "-o/rank_*.txt"),
     (None, "--moments", ("fp32", "bf16"), "fp32", "bf16 halves the memory of AdamW's moments, with "
@@ -98,7 +100,7 @@ GROUPS = {  # {headline in --help: flags}
                                     "sample-tokens", "hellaswag", "nvtx"),
     "experiments, and the seed": ("overfit", "attention", "label-smoothing", "seed"),
     "the machine": ("device", "dtype", "fp8", "plain", "graph"),
-    "several GPUs": ("gpus", "zero", "log-ranks"),
+    "several GPUs": ("gpus", "zero", "sums", "log-ranks"),
     "less memory": ("moments", "recompute"),
     "instead of training": ("sample", "temperature", "top-k", "dry-run", "replay")}
 
@@ -143,6 +145,8 @@ FEATURES = [
             "dev.precision.fp8_head:Fp8Head"),
     Feature("fp8", lambda flags, ranks: flags.dtype == "fp8", "dev.precision.fp8:Fp8Model",
             "dev.precision.fp8:Fp8Training"),
+    Feature("bf16 sums", lambda flags, ranks: ranks and flags.sums == "bf16",
+            "dev.ranks.sums:Bf16Sums", "dev.ranks.sums:Bf16SumsTraining"),
     Feature("zero", lambda flags, ranks: ranks and flags.zero, "dev.ranks.zero:Sharded",
             "dev.ranks.zero:ShardedTraining"),
     Feature("ranks", lambda flags, ranks: ranks, "dev.ranks.ranks:Ranked",

@@ -24,7 +24,9 @@ from train_gpt2 import BF16, SIZES, Cuda, FastCuda, aligned_bytes, to_float
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 HEADERS = sorted(HEADER.parent.glob("*.h"))  # cuda.h includes the others
-KERNELS, MOMENTS = HEADER.parents[2] / "kernels.cu", HEADER.parents[1] / "precision/moments.cu"
+KERNELS = HEADER.parents[2] / "kernels.cu"
+# Always compiled with it, so that a run with --moments bf16 or --sums bf16 needs no other library than one without.
+ALWAYS = [HEADER.parents[1] / name for name in ("precision/moments.cu", "ranks/sums.cu")]
 # Of a student's file: a loop without an end stays, what he forgot to set shows, and a stuck block tells its lines.
 FOR_STUDENTS = ("-fno-finite-loops", "-ftrivial-auto-var-init=pattern", "-fno-crossjumping", "-fno-tree-tail-merge")
 ALWAYS_FOR_STUDENTS = ("-g1", "-DTELL_PLACES", "-Wextra", "-Wno-unused-parameter", "-Wno-sign-compare")
@@ -83,8 +85,7 @@ class Cpu:
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
 
     def __init__(self, dtype, c, beside=(), only=None, students=()):
-        # moments.cu is always there, so that a run with --moments bf16 needs no other library than one without.
-        always = [MOMENTS] * (KERNELS in c.SOURCES and MOMENTS.exists() and not only)
+        always = [path for path in ALWAYS if path.exists()] if KERNELS in c.SOURCES and not only else []
         sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]
         self.dtype, self.compiled_for, self.HS = dtype or "fp32", c.switches(), c.C // c.NH
         self.students, self.warnings = [*students], ""

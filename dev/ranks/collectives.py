@@ -6,12 +6,15 @@ import warnings
 
 import numpy as np
 
+from dev.common.bf16 import to_bf16
 from prepro_tinyshakespeare import UserError
+from train_gpt2 import BF16, to_float
 
 
 class Nccl:
     """Collectives of GPUs. They have their own stream, which forks from the kernels' stream and
-    joins it again by events. So they run beside kernels, in a graph too."""
+    joins it again by events. So they run beside kernels, in a graph too. Sums are of fp32 or
+    bf16."""
     # A ring always adds in the same order; NCCL's own choice of an algorithm might change. The sums
     # must be the same inside a graph and outside. The last makes NCCL allocate before memory is
     # measured. (NCCL_MAX_CTAS could leave more multiprocessors to kernels, but for longer.)
@@ -45,7 +48,8 @@ class Nccl:
         key, *_ = meeting.exchange(None if meeting.rank else nccl.get_unique_id().hex(),
                                    "the start")
         self.ranks = nccl.NcclCommunicator(meeting.count, bytes.fromhex(key), meeting.rank)
-        self.float, self.byte, self.add = nccl.NCCL_FLOAT32, nccl.NCCL_UINT8, nccl.NCCL_SUM
+        self.byte, self.add = nccl.NCCL_UINT8, nccl.NCCL_SUM
+        self.types = {4: nccl.NCCL_FLOAT32, 2: nccl.NCCL_BFLOAT16}  # by the bytes of a number
 
     @contextlib.contextmanager
     def fork(self):
@@ -69,23 +73,24 @@ class Nccl:
 
     def sum(self, array):
         """array = the sum of all ranks' arrays."""
-        self.ranks.allReduce(array.data.ptr, array.data.ptr, array.size, self.float, self.add,
-                             self.now)
+        kind = self.types[array.itemsize]
+        self.ranks.allReduce(array.data.ptr, array.data.ptr, array.size, kind, self.add, self.now)
 
     def largest(self, array):
         """array = the elementwise maximum of all ranks' arrays."""
-        self.ranks.allReduce(array.data.ptr, array.data.ptr, array.size, self.float,
-                             self.nccl.NCCL_MAX, self.now)
+        self.ranks.allReduce(array.data.ptr, array.data.ptr, array.size,
+                             self.types[array.itemsize], self.nccl.NCCL_MAX, self.now)
 
     def sum_pieces(self, whole, piece):
         """piece = this rank's piece of the sum of all ranks' `whole`."""
-        self.ranks.reduceScatter(whole.data.ptr, piece.data.ptr, piece.size, self.float, self.add,
-                                 self.now)
+        self.ranks.reduceScatter(whole.data.ptr, piece.data.ptr, piece.size,
+                                 self.types[whole.itemsize], self.add, self.now)
 
     def sum_at_0(self, array, out):
         """On rank 0, out = the sum of all ranks' arrays; elsewhere out is None."""
         to = 0 if out is None else out.data.ptr
-        self.ranks.reduce(array.data.ptr, to, array.size, self.float, self.add, 0, self.now)
+        kind = self.types[array.itemsize]
+        self.ranks.reduce(array.data.ptr, to, array.size, kind, self.add, 0, self.now)
 
     def gather(self, piece, whole):
         """whole = all ranks' pieces, one after another."""
@@ -99,6 +104,11 @@ class Nccl:
     def leave(self, status):
         """End the process at once: NCCL would wait for graphs that Python has not freed yet."""
         os._exit(status)
+
+
+def added(arrays):
+    """The sum of arrays of bf16, which MPI does not know: in fp32, and rounded once."""
+    return to_bf16(sum(map(to_float, arrays)))
 
 
 class Mpi:
@@ -134,16 +144,36 @@ class Mpi:
         work()
 
     def sum(self, array):
-        self.ranks.Allreduce(self.MPI.IN_PLACE, array)
+        if array.dtype == BF16:
+            found = self.room_for(array)
+            self.ranks.Allgather(array, found)
+            array[...] = added(found)
+        else:
+            self.ranks.Allreduce(self.MPI.IN_PLACE, array)
 
     def largest(self, array):
         self.ranks.Allreduce(self.MPI.IN_PLACE, array, self.MPI.MAX)
 
     def sum_pieces(self, whole, piece):
-        self.ranks.Reduce_scatter_block(whole, piece)
+        if whole.dtype == BF16:
+            found = self.room_for(piece)
+            self.ranks.Alltoall(whole, found)
+            piece[...] = added(found)
+        else:
+            self.ranks.Reduce_scatter_block(whole, piece)
 
     def sum_at_0(self, array, out):
-        self.ranks.Reduce(array, out)
+        if array.dtype == BF16:
+            found = None if out is None else self.room_for(array)
+            self.ranks.Gather(array, found)
+            if out is not None:
+                out[...] = added(found)
+        else:
+            self.ranks.Reduce(array, out)
+
+    def room_for(self, array):
+        """Memory for such an array of each rank."""
+        return np.empty((self.ranks.size, array.size), array.dtype)
 
     def gather(self, piece, whole):
         self.ranks.Allgather(piece.view(np.uint8), whole.view(np.uint8))

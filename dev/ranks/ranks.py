@@ -86,18 +86,20 @@ class Ranked:
         self.sums = self.by_layers(self.cut_gradients())  # arrays of sum_part
 
     def by_layers(self, cuts):
-        """{layer: [arrays]} from (row, l, *arrays); None: of the embeddings. What is above the last
-        layer counts as part of it."""
+        """{layer: [(row, *arrays)]} from (row, l, *arrays); None: of the embeddings. What is above
+        the last layer counts as part of it."""
         found = {}
         for row, l, *arrays in cuts:
             if not row.layers:
                 l = None if row.name in EMBEDDINGS else self.config.L - 1
-            found.setdefault(l, []).append(arrays)
+            found.setdefault(l, []).append((row, *arrays))
         return found
 
     def cut_gradients(self):
-        """(row, l, *arrays for sum_part) of each layer of each tensor."""
-        return cut_layers(self.config, self.grads, self.count)
+        """(row, l, all pieces, where this rank gets sums of them, tail, where it gets those) of
+        each layer of each tensor."""
+        for row, l, pieces, tail in cut_layers(self.config, self.grads, self.count):
+            yield row, l, pieces, pieces, tail, tail
 
     def micro_step(self):
         """Gradients are summed only here, in the last micro-batch. Other backward passes are local:
@@ -109,30 +111,33 @@ class Ranked:
     def layer_backward(self, l):
         super().layer_backward(l)
         if self.summing:
-            with self.ranks.via.fork():
-                self.sum_part(l)
+            self.queue_sums(l)
 
     def embedding_backward(self):
         """The end of the backward pass, which waits for all sums."""
         super().embedding_backward()
         if self.summing:
-            with self.ranks.via.fork():
-                self.sum_last()
+            self.queue_sums(None)
             self.ranks.via.join()
 
+    def queue_sums(self, part):
+        """Queue the sums of a layer's gradients, in one launch; None: the last of a step."""
+        with self.ranks.via.fork():
+            self.sum_part(part)
+            if part is None:
+                self.sum_last()
+
     def sum_part(self, part):
-        """Queue the sums of a layer's gradients; None: the embeddings'."""
+        """The sums of a layer's gradients; None: the embeddings'."""
         via = self.ranks.via
-        for pieces, tail in self.sums[part]:
+        for _, pieces, _, tail, _ in self.sums[part]:
             if pieces.size:
                 via.sum(pieces)
             if tail.size:
                 via.sum(tail)
 
     def sum_last(self):
-        """Queue the last sums of a step, in one launch. Extend this with whatever else the ranks
-        share before the update."""
-        self.sum_part(None)
+        """Extend this with whatever else the ranks share before the update."""
         self.ranks.via.sum(self.adam.verdict[1:2])  # the loss
 
     def try_products(self, B, backward):

@@ -108,7 +108,7 @@ class Sharded:
         """Queue the gathering of a layer's parameters; None: the embeddings'."""
         via = self.ranks.via
         with via.fork():
-            for pieces, own, tail, rest in self.gathers[part]:
+            for _, pieces, own, tail, rest in self.gathers[part]:
                 if pieces.size:
                     via.gather(own, pieces)
                 if tail.size:
@@ -150,7 +150,7 @@ class Sharded:
     def sum_part(self, part):
         """Each rank gets the sums of its own pieces."""
         via = self.ranks.via
-        for pieces, own, tail, rest in self.sums[part]:
+        for _, pieces, own, tail, rest in self.sums[part]:
             if pieces.size:
                 via.sum_pieces(pieces, own)
             if tail.size:

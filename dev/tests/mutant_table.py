@@ -3,13 +3,13 @@ from typing import NamedTuple
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/lab/tiles.cu"
 MOMENTS, FP8, OUTLIERS = "dev/precision/moments.cu", "dev/precision/fp8.cu", "dev/variants/outliers.cu"
-FP8_OUTPUT, BOXES = "dev/precision/fp8_output.cuh", "dev/cpu/hopper.h"
+FP8_OUTPUT, BOXES, SUMS = "dev/precision/fp8_output.cuh", "dev/cpu/hopper.h", "dev/ranks/sums.cu"
 OUT_OF_BOUNDS = "out of bounds"  # a kind: it reads what it does not use, which only AddressSanitizer sees
 
 
 class Mutant(NamedTuple):
     kind: str
-    kernel: str  # the lab's kernel whose checks must fail; for fp8, the test
+    kernel: str  # the lab's kernel whose checks must fail; for fp8 and SUMS, the test
     dtype: str
     where: str  # the function: its name, or more of its definition from the name on; "": the whole file
     old: str  # is there exactly once
@@ -223,6 +223,12 @@ TABLE = [
         ("mask", "skip_outliers", "loss_z > loss_limit", "loss_z < loss_limit"),
         ("mask", "skip_outliers", "norm_limit > 0.0f &&", ""),
         ("index", "skip_outliers", " % WINDOW)", ")"), file=OUTLIERS),
+    # ---- sums.cu
+    *of("casts",
+        ("rounding", "gradient_to_wire", "(bits + 0x7fff + (bits >> 16 & 1))", "bits"),
+        ("rounding", "gradient_to_wire", "(bits >> 16 & 1)", "1"),
+        ("mask", "gradient_to_wire", "> 0x7f800000", "> 0x7fffffff"),
+        ("bound", "gradient_from_wire", "i < n", "i < n - 1"), file=SUMS),
     # ---- llama3.cu
     *of("rmsnorm_forward",
         ("constant", "residual_rmsnorm_forward", " + eps", ""),

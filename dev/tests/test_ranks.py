@@ -21,10 +21,13 @@ import time
 import numpy as np
 
 from dev import features
-from dev.common.bf16 import master_numbers
+from dev.common.bf16 import master_numbers, to_bf16
+from dev.common.devices import make_device
+from dev.cpu.device import Cpu
 from dev.data.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.ranks.ranks import Ranks
+from dev.ranks.sums import SOURCE as SUMS
 from dev.checkpoints.resume import load_state
 from dev.checkpoints.state_file import state_parts
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, run_program
@@ -32,8 +35,9 @@ from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_
                             done_steps, end, one_speaks, ranks_of, same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA, TRAINER, file_of, parse_state, random_examples, without
-from train_gpt2 import GPT2, Config, Training, parse_flags, read_parameters
+from train_gpt2 import BF16, GPT2, Config, Training, parse_flags, read_parameters, to_float
 
+CASTS = "gradient_to_wire", "gradient_from_wire"
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks
 # The fixture's tensors in a file's order, (matrices, numbers of one): Vp = 384, maxT = 40, L = 2, C = 64
 TENSORS = [(1, 384 * 64), (1, 40 * 64), (2, 64), (2, 64), (2, 192 * 64), (2, 192), (2, 64 * 64), (2, 64), (2, 64),
@@ -135,7 +139,7 @@ def evaluations(device_name, folder):
 def outlier(device_name, folder):
     """With --zero, a look at an outlier reads gathered parameters. The step changes none."""
     flags, output = (*BRIEF, "--dtype", "fp32", "-z", 1, "-n", 1), folder / "outlier"
-    train(device_name, 2, folder, output, *flags, "-x", 2)
+    train(device_name, 1, folder, output, *flags, "-x", 2)
     path = output / "run_00000002.json"
     windows = np.tile(0.5 + 0.01 * (np.arange(128) % 2), (2, 1)).tolist()  # no loss is like these
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(windows=windows, seen=[128])))
@@ -145,6 +149,43 @@ def outlier(device_name, folder):
     check("an outlier: a line", line and float(line[1]) > 0, text[-300:] * (not line))
     before, after = (np.fromfile(output / f"model_0000000{step}.bin", "<u1") for step in (2, 3))
     yield "an outlier's parameters", after, before, EXACT
+
+
+def casts(device_name):
+    """Gradients are rounded to bf16 and read back as NumPy does it, from any place in memory on."""
+    c = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
+    on_cpu = device_name == "cpu"
+    device = Cpu("fp32", c, [SUMS], only=CASTS) if on_cpu else make_device("cuda", "fp32", c, beside=[SUMS])
+    bits = np.random.default_rng(2).integers(2**32, size=1037, dtype=np.uint32)
+    bits[:6] = 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 1, 0x80000000  # ties, and what is next to one
+    bits[6:11] = 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF  # infinities, NaNs, the largest
+    x, wire, back = (device.empty(4 * 1040).view(kind) for kind in (np.float32, BF16, np.float32))
+    device.put(x[1:1038], bits.view(np.float32))
+    device.launch("gradient_to_wire", 1037, wire[3:1040], x[1:1038], 1037)
+    device.launch("gradient_from_wire", 1037, back[2:1039], wire[3:1040], 1037)
+    wish = to_bf16(bits.view(np.float32))
+    yield "to bf16", device.get(wire[3:1040]), wish, EXACT
+    yield "back", device.get(back[2:1039]), to_float(wish), EXACT
+
+
+def bf16_sums(device_name, folder):
+    """With --sums bf16 the gradients of matrices and embeddings are bf16, and close to those of one process. Those of
+    biases and norms stay fp32. After a step from zero, m is a tenth of the gradient."""
+    matrix = np.concatenate([np.full(n * size, size > 1000) for n, size in TENSORS])
+    count, found = counts_of(device_name)[-1], []
+    flags = *SMALL, "-d", 16 * count, "--shuffle", 0, "--dtype", "fp32", "--clip", 0, "-x", 1, "-n", 1
+    for ranks, zero in ((1, 0), (count, 0), (count, 1)):
+        output = folder / f"{ranks} {zero}"
+        train(device_name, ranks, folder, output, *flags, "-z", zero, "--sums", "bf16",
+              trainer=wrapped(folder, late=POISONED))
+        found.append(merged(output, 1, ranks, zero)[0][0])
+    exact, *both = found
+    for zero, rounded in enumerate(both):
+        gradient = 10 * rounded[matrix]
+        yield f"-z {zero}: biases and norms", rounded[~matrix], exact[~matrix], 1e-6
+        error = np.linalg.norm(rounded[matrix] - exact[matrix]) / np.linalg.norm(exact[matrix])
+        check(f"-z {zero}: matrices", 5e-4 < error < 4e-3, f"{error:.1e}")
+        yield f"-z {zero}: numbers of bf16", gradient, to_float(to_bf16(gradient)), 1e-6
 
 
 # ---- State files, read by hand (sections a and i of llm.c's formats), and loaders, recounted (section f)
@@ -397,8 +438,8 @@ background_writer.replace_file = replace
     yield "of rank 1: what is left of the others", len([*output.glob("*_00000002*")]), 0, EXACT
 
 
-TESTS = (same_losses, places_of_shares, rounded_moments, evaluations, outlier, slots, saved_runs, killed_ranks,
-         full_disk)
+TESTS = (same_losses, places_of_shares, rounded_moments, evaluations, outlier, casts, bf16_sums, slots, saved_runs,
+         killed_ranks, full_disk)
 
 if __name__ == "__main__":
     run_program(TESTS, data_files, fits=counts_of, kills=2)

@@ -42,9 +42,9 @@ ALL = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 FEW = {"sm_80": ("bf16", 64), "sm_86": ("fp32", 128), "sm_89": ("tf32", 80), "sm_120": ("bf16", 96)}
 FLAGS = [(None, "--few", "switch", 0, "sm_90a, and one model for each of a few others")]
 CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
-LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, FIVE = (TOP / f"dev/{name}.cu" for name in (
+LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, FIVE, SUMS = (TOP / f"dev/{name}.cu" for name in (
     "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
-    "variants/ema", "variants/outliers", "gpu/attention_five"))
+    "variants/ema", "variants/outliers", "gpu/attention_five", "ranks/sums"))
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
@@ -95,7 +95,7 @@ def main():
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
-        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, FIVE]),
+        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, FIVE, SUMS]),
         (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
 
     def kinds(dtype):
