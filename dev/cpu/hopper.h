@@ -9,17 +9,20 @@ namespace cuda_on_cpu {
 // the start of the dynamic shared memory, in units of 16 bytes.
 struct WarpGroup {
     struct Product {
-        float (*d)[4];  // of the thread that asks: what it holds of D (64,64), 8 parts
+        float (*d)[4];  // of the thread that asks: what it holds of D (64,8 parts)
+        int parts;      // 8, 16 or 24
         bool right;     // may it be asked for now?
         bool add, a_in_registers;
-        unsigned long long a, b;  // descriptions
-        unsigned registers[4];    // what the thread holds of A, if it is in registers
-        bool of_rows;             // A and B are 64 columns of 16 rows each, and D is A' B
+        unsigned long long a, b;      // descriptions
+        unsigned registers[4];        // what the thread holds of A, if it is in registers
+        bool a_of_rows, b_of_rows;    // 64 columns of 16 rows, or all columns of B, instead of 16 columns
+        size_t bytes() const { return parts * sizeof *d; }
     };
     struct Result {
         float (*d)[4];
-        float value[8][4];  // of d, when it arrives
-        size_t group;       // the last that adds to it
+        size_t bytes;
+        float value[24][4];  // of d, when it arrives
+        size_t group;        // the last that adds to it
     };
     struct Reading {
         unsigned place;
@@ -38,7 +41,8 @@ struct WarpGroup {
     // Where 16 bytes of a described matrix are: 64 bf16 of each of 8 rows are together, in the 128-byte swizzle.
     static unsigned place_of(unsigned long long description, unsigned row, unsigned piece) {
         const unsigned start = description & 0x3fff, stride = description >> 32 & 0x3fff;
-        const unsigned place = start + row / 8 * stride + row % 8 * 8 + piece;
+        const unsigned leading = description >> 16 & 0x3fff;  // to the next 64 columns
+        const unsigned place = start + row / 8 * stride + row % 8 * 8 + piece / 8 * leading + piece % 8;
         return place ^ (place / 8 & 7);
     }
     // Columns 8 piece..8 piece+7 of a row.
@@ -63,39 +67,38 @@ struct WarpGroup {
             for (auto& of_thread : asked)
                 right &= i < of_thread.size() && of_thread[i].right && of_thread[i].a == product.a &&
                          of_thread[i].b == product.b && of_thread[i].add == product.add &&
-                         of_thread[i].of_rows == product.of_rows;
-            float A[64][16], B[64][64], D[64][64] = {};  // B has a row for each column of D, or for each of A
-            const bool b_of_rows = product.a_in_registers || product.of_rows;
-            for (int row = 0; row < 64; row++)
-                for (int piece = 0; piece < 2 && !b_of_rows; piece++) {
-                    read(A[row] + 8 * piece, shared, product.a, row, piece);
-                    read(B[row] + 8 * piece, shared, product.b, row, piece);
-                }
-            for (int row = 0; row < 16 && b_of_rows; row++)
-                for (int piece = 0; piece < 8; piece++) {
-                    float column[8];
-                    read(B[row] + 8 * piece, shared, product.b, row, piece);
-                    if (!product.of_rows) continue;
-                    read(column, shared, product.a, row, piece);
-                    for (int i = 0; i < 8; i++) A[8 * piece + i][row] = column[i];
-                }
+                         of_thread[i].parts == product.parts && of_thread[i].a_of_rows == product.a_of_rows &&
+                         of_thread[i].b_of_rows == product.b_of_rows;
+            const int columns = 8 * product.parts;
+            static thread_local float A[64][16], B[192][16], D[64][192];  // B is transposed. Stacks are small
+            memset(D, 0, sizeof D);
+            auto fill = [&](float (*to)[16], int rows, unsigned long long description, bool of_rows) QUIET {
+                float eight[8];
+                for (int row = 0; row < (of_rows ? 16 : rows); row++)
+                    for (int piece = 0; piece < (of_rows ? rows / 8 : 2); piece++) {
+                        read(eight, shared, description, row, piece);
+                        for (int i = 0; i < 8; i++) (of_rows ? to[8 * piece + i][row] : to[row][8 * piece + i]) = eight[i];
+                    }
+            };
+            if (!product.a_in_registers) fill(A, 64, product.a, product.a_of_rows);
+            fill(B, columns, product.b, product.b_of_rows);
             for (int t = 0; t < 128 && product.a_in_registers; t++)
                 for (int r = 0; r < 4; r++)
                     for (int j = 0; j < 2; j++)
                         A[t / 32 * 16 + t % 32 / 4 + r % 2 * 8][t % 4 * 2 + r / 2 * 8 + j] =
                             __uint_as_float(asked[t][i].registers[r] >> 16 * j << 16);
             for (int m = 0; m < 64; m++)
-                for (int k = 0; k < 16; k++)
-                    for (int n = 0; n < 64; n++) D[m][n] += A[m][k] * (b_of_rows ? B[k][n] : B[n][k]);
+                for (int n = 0; n < columns; n++)
+                    for (int k = 0; k < 16; k++) D[m][n] += A[m][k] * B[n][k];
             for (int t = 0; t < 128 && right; t++) {
                 Result& result = result_of(t, asked[t][i]);
-                for (int e = 0; e < 32; e++)
+                for (int e = 0; e < 4 * product.parts; e++)
                     result.value[e / 4][e % 4] +=
                         D[t / 32 * 16 + t % 32 / 4 + e % 4 / 2 * 8][e / 4 * 8 + t % 4 * 2 + e % 2];
             }
         }
         for (int t = 0; t < 128; t++) {
-            for (Product& product : asked[t]) memset(product.d, 0xff, sizeof Result::value);
+            for (Product& product : asked[t]) memset(product.d, 0xff, product.bytes());
             asked[t].clear();
             first[t] = end[t] = nullptr;
         }
@@ -105,10 +108,10 @@ struct WarpGroup {
         auto& all = results[t];
         auto result = std::find_if(all.begin(), all.end(), [&](Result& r) { return r.d == product.d; });
         if (result == all.end()) {
-            result = all.insert(all.end(), Result{product.d, {}, 0});
-            memcpy(result->value, product.d, sizeof result->value);
+            result = all.insert(all.end(), Result{product.d, product.bytes(), {}, 0});
+            memcpy(result->value, product.d, result->bytes);
         }
-        if (!product.add) memset(result->value, 0, sizeof result->value);
+        if (!product.add) memset(result->value, 0, result->bytes);
         result->group = groups;
         return *result;
     }
@@ -123,15 +126,15 @@ struct WarpGroup {
             right &= r.group > all || r.group <= arrived[warp] || !memcmp(r.value, shared + 16 * r.place, 16);
         for (int t = 32 * warp; t < 32 * warp + 32; t++)
             for (auto result = results[t].begin(); result != results[t].end();) {
-                float poison[8][4];
+                float poison[24][4];
                 memset(poison, 0xff, sizeof poison);
-                if (result->group <= all && (!right || memcmp(result->d, poison, sizeof poison)))  // written meanwhile
-                    memcpy(result->value, poison, sizeof poison);
+                if (result->group <= all && (!right || memcmp(result->d, poison, result->bytes)))  // written meanwhile
+                    memcpy(result->value, poison, result->bytes);
                 if (result->group > all || result->d < d[t % 32] || result->d >= d[t % 32] + parts) {
                     ++result;
                     continue;
                 }
-                memcpy(result->d, result->value, sizeof poison);
+                memcpy(result->d, result->value, result->bytes);
                 result = results[t].erase(result);
             }
         arrived[warp] = max(arrived[warp], all);
@@ -296,13 +299,17 @@ inline void ask(WarpGroup::Product product) {
     group.asked[t % 128].push_back(product);
 }
 inline void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, true, add, false, a, b, {}, false});
+    ask({d, 8, true, add, false, a, b, {}, false, false});
 }
 inline void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, true, add, false, a, b, {}, true});
+    ask({d, 8, true, add, false, a, b, {}, true, true});
 }
 inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
-    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false});
+    ask({d, 8, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false, true});
+}
+template <int columns, bool b_of_rows>
+void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    ask({d, columns / 8, true, add, false, a, b, {}, false, b_of_rows});
 }
 
 __device__ void wgmma_commit(int line = __builtin_LINE()) {
@@ -335,6 +342,7 @@ __device__ void shared_written() {}
 __device__ void global_seen() {}
 template <int> void keep_registers() {}
 template <int> void take_registers() {}
+inline float reciprocal(float x) { return 1.0f / x; }
 QUIET inline void mbarrier_arrive(unsigned long long& mbarrier) {
     races::hand_over(&mbarrier);
     as_mbarrier(mbarrier).arrivals--;

@@ -326,7 +326,8 @@ QUIET inline void look_at(const void* mbarrier) {
 }
 QUIET inline void take_over(const void* mbarrier) {
     const Busy here;
-    seen.push_back({thread_number(), now, clocks[GPU_WIDE][Address(mbarrier)]});
+    const auto& known = clocks[GPU_WIDE][Address(mbarrier)];  // null if nobody has arrived yet
+    if (known) seen.push_back({thread_number(), now, known});
 }
 
 // A shared variable of the block that begins, or all of its dynamic shared memory. What earlier blocks did is gone.

@@ -45,6 +45,7 @@ CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
 LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, FIVE = (TOP / f"dev/{name}.cu" for name in (
     "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
     "variants/ema", "variants/outliers", "gpu/attention_five"))
+GELU = TOP / "dev/gpu/gelu_products.cu"  # for Hopper
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
@@ -110,7 +111,9 @@ def main():
         more = ([(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype] if few else
                 [(gpu, c) for gpu in own for c in HEADS.values() if c != SMALL and gpu != "sm_75"])
         large = others if dtype != "tf32" or not few else others[:1]
-        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large]
+        gelu = [(gpu, SMALL, [GELU], 0) for gpu in own
+                if (gpu, dtype) == ("sm_90a", "bf16")]
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *gelu]
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]

@@ -1,0 +1,399 @@
+// The MLP's two products that meet GELU, on Hopper in bf16, with GELU done while the tensor cores
+// work: compiled after kernels.cu with -DBF16 -DHOPPER. dev/gpu/gelu_products.py launches them.
+//   matmul_gelu    fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch)
+//   matmul_dgelu   dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)), and sums of its columns
+//
+// C is short, 768 for GPT-2 124M. So a tile of the result costs 6,144 clocks of the tensor cores,
+// and thousands more until GELU is computed and the tile is stored. If the threads that multiply
+// do that, too, the tensor cores wait. Here two warpgroups take turns:
+//   - A block stays on its multiprocessor and takes one tile after another. Warpgroup 0 has the
+//     first, third, .. of them, and warpgroup 1 the others. While one multiplies, the other one has
+//     its tile in registers, 128 fp32 a thread, and computes GELU.
+//   - A thread of a third warpgroup asks TMA for what is multiplied, in the order of tiles. Who
+//     waits for a stage knows only the parity of its use. So a warpgroup begins when the other one
+//     has waited for all stages before (my_turn).
+//   - Two neighbouring blocks are a cluster. Their tiles have the same rows, and each block loads
+//     half of these for both: L2 could not bring two whole operands to all multiprocessors in time.
+// A tile of 128 x 128 costs, for each 64 of C: 512 clocks of the tensor cores and 640 of shared
+// memory (384 to read, 256 for what TMA writes).
+static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
+
+#ifndef WIDTH
+#define WIDTH 128  // columns of a tile: 128 or 192
+#endif
+#ifndef GELU_STAGES
+#define GELU_STAGES (WIDTH == 128 ? 5 : 3)  // steps of 64 channels that are loaded or multiplied
+#endif
+#ifndef CLUSTER
+#define CLUSTER 2  // blocks that share rows: 2 or, without clusters, 1
+#endif
+#ifndef PANEL
+#define PANEL 64  // tiles side by side that are done before those of other columns
+#endif
+namespace gelu_products {  // other files beside kernels.cu use some of these names, too
+
+constexpr int BOX = 64 * 64;                     // numbers that TMA copies at a time
+constexpr int HEIGHT = 128;                      // rows of a tile
+constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
+constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
+constexpr int TOGETHER = WIDTH == 128 ? 16 : 8;  // arguments of GELU: none waits for another
+static_assert(PANEL % 2 == 0 && (CLUSTER == 1 || CLUSTER == 2));
+using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
+
+#ifdef __CUDACC__
+// As in kernels.cu, but a phase ends after so many arrivals.
+__device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.proxy.async.shared::cta;"
+                 ::"r"(shared_address(&mbarrier)), "r"(arrivals) : "memory");
+}
+// TMA may write where this thread has read and written, once it has arrived at an mbarrier.
+__device__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// D (64,WIDTH) = A (64,16) B (16,WIDTH), or with `add` D += A B. Each warp has 16 rows of D. A is
+// 16 channels of 64 rows. So is B', of WIDTH rows; or, b_of_rows, B is WIDTH columns of 16 rows.
+#define LIST64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+               "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+               "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+template <int columns, bool b_of_rows>
+__device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+#if WIDTH == 128
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LIST64 "}, "
+                 "%64, %65, p, 1, 1, 0, %67;}"
+                 : FLOATS32(d), FLOATS32((d + 8))
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)b_of_rows));
+#else
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0;"
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " LIST64 ","
+                 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+                 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}, "
+                 "%96, %97, p, 1, 1, 0, %99;}"
+                 : FLOATS32(d), FLOATS32((d + 8)), FLOATS32((d + 16))
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)b_of_rows));
+#endif
+}
+
+// A warpgroup gives registers back, or takes those that another has given back.
+template <int n>
+__device__ void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n)); }
+template <int n>
+__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n)); }
+
+__device__ float reciprocal(float x) {  // of infinity it is 0
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#if CLUSTER > 1
+// Until all threads of the cluster are here. Shared memory of the other block may be used between
+// the first call and the last.
+__device__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+// Arrives at the mbarrier of block `rank` of this cluster.
+__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int rank) {
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];}"
+                 ::"r"(shared_address(&mbarrier)), "r"(rank) : "memory");
+}
+// Starts to copy a box to the same place of both blocks. Each one's own mbarrier counts its bytes,
+// which must be expected there.
+__device__ void copy_box_to_both(
+    real* box, const Tiles* map, int c, int row, unsigned long long& mbarrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%2, %3, %4, %3}], [%5], %6;"
+                 ::"r"(shared_address(box)), "l"(map), "r"(c), "r"(0), "r"(row),
+                   "r"(shared_address(&mbarrier)), "h"((unsigned short)3) : "memory");
+}
+__device__ void expect_bytes(int bytes, unsigned long long& mbarrier) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+                 ::"r"(shared_address(&mbarrier)), "r"(bytes) : "memory");
+}
+#endif
+#else
+#undef CLUSTER
+#define CLUSTER 1
+#endif
+#if CLUSTER == 1
+__device__ void cluster_sync() { __syncthreads(); }
+__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
+#endif
+
+// GELU as in kernels.cu, x g with g = 1/(1 + e^(-2u)), without a true division: bf16 hides what the
+// fast one loses. Far to the left e^(-2u) is infinity, and g its limit 0.
+__device__ float gelu_share(float x) {
+    constexpr float factor = -SQRT_8_OVER_PI * LOG2_E;
+    return reciprocal(1.0f + power_of_2(x * (factor + 0.044715f * factor * x * x)));
+}
+__device__ float fast_gelu(float x) { return x * gelu_share(x); }
+__device__ float fast_gelu_derivative(float x) {
+    float g = gelu_share(x), xg = x * g;
+    return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * x * x);
+}
+
+struct Sizes {
+    int N, OC, C;
+    __device__ int down() const { return (N + HEIGHT - 1) / HEIGHT; }
+    __device__ int across() const { return (OC + 2 * WIDTH - 1) / (2 * WIDTH) * 2; }  // even
+    __device__ int tiles() const { return down() * across(); }
+};
+
+// Where the rows and columns of tile number `tile` begin. Neighbours have the same rows.
+struct TileAt {
+    int row, column;
+    __device__ TileAt(int tile, const Sizes& sizes) {
+        int panel = tile / (sizes.down() * PANEL), i = tile - panel * sizes.down() * PANEL;
+        int width = min(PANEL, sizes.across() - panel * PANEL);
+        row = i / width * HEIGHT, column = (panel * PANEL + i % width) * WIDTH;
+    }
+};
+
+// mbarriers: stages are full, or empty again; and of each warpgroup: its fch is there, its result
+// was read, the sums of its four warps are there, and it may begin: the other has all its stages.
+struct Waits {
+    unsigned long long full[GELU_STAGES], empty[GELU_STAGES];
+    unsigned long long fch_there[2], result_read[2], summed[2], my_turn[2];
+};
+
+// The 32 lanes of a warp arrive once: at this block's mbarrier, or at those of all in the cluster.
+__device__ void warp_arrives(unsigned long long& mbarrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
+}
+__device__ void warp_arrives_at_all(unsigned long long& mbarrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_at(mbarrier, threadIdx.x % 32);
+}
+
+// One thread loads what is multiplied, step by step: 64 of C of a tile's rows and columns.
+template <bool backward>
+__device__ void load_operands(
+    real* stages, Waits& waits, const Tiles& inp, const Tiles& w, const Sizes& sizes) {
+    unsigned step = 0;
+    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x) {
+        TileAt at(tile, sizes);
+        for (int c = 0; c < sizes.C; c += 64, step++) {
+            real* stage = stages + step % GELU_STAGES * STAGE;
+            auto& full = waits.full[step % GELU_STAGES];
+            // The first time round, the phase before the first is waited for, which is over.
+            mbarrier_wait(waits.empty[step % GELU_STAGES], step / GELU_STAGES % 2 ^ 1);
+#if CLUSTER > 1
+            int own = blockIdx.x % 2;  // the half of the rows that this block loads for both
+            expect_bytes(2 * BOX * sizeof(real), full);
+            copy_box_to_both(stage + own * BOX, &inp, c, at.row + 64 * own, full);
+#else
+            for (int half = 0; half < 2; half++)
+                copy_box(stage + half * BOX, &inp, c, 0, at.row + 64 * half, 0, full);
+#endif
+            for (int box = 0; box < WIDTH / 64; box++) {
+                int column = at.column + 64 * box;
+                copy_box(stage + (2 + box) * BOX, &w, backward ? column : c, 0,
+                         backward ? c : column, 0, full);
+            }
+            mbarrier_arrive(full);
+        }
+    }
+}
+
+// Another one loads fch to where the result will be, as soon as the last result there was read.
+__device__ void load_fch(real* results, Waits& waits, const Tiles& fch, const Sizes& sizes) {
+    int turn = 0;
+    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x, turn++) {
+        TileAt at(tile, sizes);
+        mbarrier_wait(waits.result_read[turn % 2], turn / 2 % 2 ^ 1);
+        for (int box = 0; box < 2 * (WIDTH / 64); box++)
+            copy_box(results + turn % 2 * TILE_SIZE + box * BOX, &fch,
+                     at.column + box % (WIDTH / 64) * 64, 0, at.row + box / (WIDTH / 64) * 64, 0,
+                     waits.fch_there[turn % 2]);
+        mbarrier_arrive(waits.fch_there[turn % 2]);
+    }
+}
+
+// x = A B of a stage, or with `add` x += A B. B is (64,WIDTH) if b_of_rows, else B' (WIDTH,64).
+template <bool b_of_rows>
+__device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
+    auto a = describe(address16(stage)), b = describe(address16(stage + 2 * BOX));
+    if (b_of_rows) b += (unsigned long long)(BOX / W - 1) << 16;  // to the next 64 columns
+    wgmma_fence(x.x);
+#pragma unroll
+    for (int k = 0; k < 64; k += 16)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            wgmma_wide<WIDTH, b_of_rows>(
+                x.x[0] + WIDTH / 8 * half, further(a, (half * BOX + k) / W),
+                further(b, (b_of_rows ? k * 64 : k) / W), add || k > 0);
+    wgmma_commit();
+}
+
+// Brings a warp's 16 rows of a result x to shared memory, boxes of 64 columns, swizzled. There it
+// finds fch in the backward pass. A lane has pairs of neighbours in rows lane/4 and lane/4 + 8.
+template <bool backward>
+__device__ void share_rows(real* rows, float (*x)[4], const real* bias, int columns) {
+    constexpr int pairs = TOGETHER / 2;
+    int lane = threadIdx.x % 32;
+    auto pair = [&](int n, int i) {
+        return rows + n / 8 * BOX + (lane / 4 + 8 * i) * 64 + (n % 8 ^ lane / 4) * W + lane % 4 * 2;
+    };
+#pragma unroll
+    for (int n = 0; n < WIDTH / 8; n += pairs / 2) {
+        if (WIDTH > 128 && 8 * n >= columns) continue;  // beyond OC
+        Pack<2> other[pairs];  // fch, or the bias
+#pragma unroll
+        for (int k = 0; k < pairs; k++)
+            other[k] = load<2>(backward ? pair(n + k / 2, k % 2) : bias + column_of(n + k / 2, 0));
+#pragma unroll
+        for (int k = 0; k < pairs; k++) {
+            Pack<2> y = {x[n + k / 2][k % 2 * 2], x[n + k / 2][k % 2 * 2 + 1]};
+            for (int j = 0; j < 2; j++)
+                y[j] = backward ? y[j] * fast_gelu_derivative(other[k][j]) : y[j] + other[k][j];
+            store(pair(n + k / 2, k % 2), y);
+        }
+    }
+}
+
+// Stores these rows of a box to out and, in the forward pass, GELU of the rounded numbers to
+// out_gelu; else adds them to sum. A lane has a pack of rows lane/8, lane/8 + 4, .., of which
+// `count` are above N. OC numbers are from a row to the next.
+template <bool backward>
+__device__ void store_packs(
+    real* out, real* out_gelu, Pack<W>& sum, const real* box, int count, size_t OC) {
+    constexpr int packs = TOGETHER / W;
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int r = 0; r < 16; r += 4 * packs) {
+        Pack<W> y[packs], of_gelu[packs];
+#pragma unroll
+        for (int k = 0; k < packs; k++) {
+            int row = r + 4 * k + lane / 8;
+            y[k] = load<W>(box + row * 64 + (lane ^ row) % 8 * W);
+            if (backward) sum = sum + y[k];  // beyond N they are zeros
+            else for (int j = 0; j < W; j++) of_gelu[k][j] = fast_gelu(y[k][j]);
+        }
+#pragma unroll
+        for (int k = 0; k < packs; k++) {
+            if (r + 4 * k >= count) continue;
+            store(out + (r + 4 * k) * OC, y[k]);
+            if (!backward) store(out_gelu + (r + 4 * k) * OC, of_gelu[k]);
+        }
+    }
+}
+
+// backward: matmul_dgelu, else matmul_gelu. sums may be null.
+template <bool backward>
+__device__ void product_with_gelu(
+    real* out, real* out_gelu, float* sums, const real* bias, const Tiles& inp, const Tiles& w,
+    const Tiles& fch, Sizes sizes) {
+    DYNAMIC_SHARED(real, stages);
+    real* results = stages + GELU_STAGES * STAGE;  // one for each warpgroup
+    __shared__ Waits waits;
+    constexpr int boxes = WIDTH / 64;  // side by side in a tile
+    if (threadIdx.x == 0) {
+        for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
+        for (int i = 0; i < 2; i++) {
+            mbarrier_start(waits.fch_there[i], 1);
+            mbarrier_start(waits.result_read[i], 4), mbarrier_start(waits.summed[i], 4);
+            mbarrier_start(waits.my_turn[i], 4);
+        }
+    }
+    cluster_sync();
+
+    if (threadIdx.x >= WORKERS) {
+        keep_registers<40>();
+        if (threadIdx.x == WORKERS) load_operands<backward>(stages, waits, inp, w, sizes);
+        if (backward && threadIdx.x == WORKERS + 32) load_fch(results, waits, fch, sizes);
+    } else {
+        take_registers<232>();
+        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
+        int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+        real* result = results + group * TILE_SIZE;
+        int steps = sizes.C / 64, turn = 0;
+        unsigned step = group * steps;
+        for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
+             tile += 2 * gridDim.x, step += steps, turn ^= 1) {
+            TileAt at(tile, sizes);
+            TileResult x;
+            mbarrier_wait(waits.my_turn[group], turn ^ (group == 0));
+            for (int i = 0; i < steps; i++, step++) {
+                mbarrier_wait(waits.full[step % GELU_STAGES], step / GELU_STAGES % 2);
+                multiply_stage<backward>(x, stages + step % GELU_STAGES * STAGE, i > 0);
+                products_arrive<1>(x);  // so the stage before is empty
+                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % GELU_STAGES]);
+            }
+            warp_arrives(waits.my_turn[group ^ 1]);
+            products_arrive<0>(x);
+            warp_arrives_at_all(waits.empty[(step - 1) % GELU_STAGES]);
+
+            if (backward) mbarrier_wait(waits.fch_there[group], turn);
+            real* rows = result + 16 * warp * 64;
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                share_rows<backward>(rows + half * boxes * BOX, x.x[0] + WIDTH / 8 * half,
+                                     bias + at.column, sizes.OC - at.column);
+            __syncwarp();
+            float* of_warps = reinterpret_cast<float*>(result);  // each has the place of its rows
+#pragma unroll
+            for (int box = 0; box < boxes; box++) {
+                if (at.column + 64 * box >= sizes.OC) continue;
+                Pack<W> sum = {};
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    int row = at.row + 64 * half + 16 * warp + lane / 8;
+                    size_t to = (size_t)row * sizes.OC + at.column + 64 * box + lane % 8 * W;
+                    store_packs<backward>(
+                        out + to, out_gelu + to, sum, rows + (half * boxes + box) * BOX,
+                        sizes.N - row, sizes.OC);
+                }
+                __syncwarp();
+                for (int j = 0; j < W && backward && sums; j++) {
+                    sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 8);
+                    sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);
+                    if (lane < 8) of_warps[512 * warp + 64 * box + lane * W + j] = sum[j];
+                }
+            }
+            if (!backward) continue;
+            if (sums) {
+                warp_arrives(waits.summed[group]);
+                mbarrier_wait(waits.summed[group], turn);
+                float* to = sums + (size_t)at.row / HEIGHT * sizes.OC + at.column;
+                for (int c = threadIdx.x % 128; c < WIDTH && at.column + c < sizes.OC; c += 128)
+                    to[c] = of_warps[c] + of_warps[512 + c] +
+                            (of_warps[1024 + c] + of_warps[1536 + c]);
+            }
+            shared_written();
+            warp_arrives(waits.result_read[group]);
+        }
+    }
+    cluster_sync();  // the other block may still arrive at mbarriers of this one
+}
+
+}  // namespace gelu_products
+
+#if CLUSTER > 1  // clusters of two blocks, in all launches
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) matmul_gelu(
+    real*, real*, const real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, int,
+    int, int);
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) matmul_dgelu(
+    real*, float*, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
+    const __grid_constant__ Tiles, int, int, int);
+#endif
+
+// fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch). C is a multiple
+// of 64 and OC of 256. Items: blocks, an even number of them.
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu(
+    real* __restrict__ fch, real* __restrict__ fch_gelu, const real* __restrict__ bias,
+    const __grid_constant__ Tiles inp, const __grid_constant__ Tiles w, int N, int OC, int C) {
+    gelu_products::product_with_gelu<false>(fch, fch_gelu, nullptr, bias, inp, w, inp, {N, OC, C});
+}
+
+// dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of 128 rows, OC), unless
+// null: of each block the sums of dfch's columns. C and OC as above. Items: blocks, an even number.
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu(
+    real* __restrict__ dfch, float* __restrict__ sums, const __grid_constant__ Tiles dout,
+    const __grid_constant__ Tiles w, const __grid_constant__ Tiles fch, int N, int OC, int C) {
+    gelu_products::product_with_gelu<true>(dfch, nullptr, sums, nullptr, dout, w, fch, {N, OC, C});
+}
