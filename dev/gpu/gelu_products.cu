@@ -80,6 +80,13 @@ __device__ void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32
 template <int n>
 __device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n)); }
 
+// The same number, of which the compiler forgets what it knows: what depends on it is computed from
+// here on, and not kept in registers through a loop before.
+__device__ int forget(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 __device__ float reciprocal(float x) {  // of infinity it is 0
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -113,6 +120,7 @@ __device__ void expect_bytes(int bytes, unsigned long long& mbarrier) {
 }
 #endif
 #else
+__device__ int forget(int x) { return x; }
 #undef CLUSTER
 #define CLUSTER 1
 #endif
@@ -230,9 +238,9 @@ __device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
 // Brings a warp's 16 rows of a result x to shared memory, boxes of 64 columns, swizzled. There it
 // finds fch in the backward pass. A lane has pairs of neighbours in rows lane/4 and lane/4 + 8.
 template <bool backward>
-__device__ void share_rows(real* rows, float (*x)[4], const real* bias, int columns) {
+__device__ void share_rows(
+    real* rows, float (*x)[4], const real* bias, int columns, int lane) {
     constexpr int pairs = TOGETHER / 2;
-    int lane = threadIdx.x % 32;
     auto pair = [&](int n, int i) {
         return rows + n / 8 * BOX + (lane / 4 + 8 * i) * 64 + (n % 8 ^ lane / 4) * W + lane % 4 * 2;
     };
@@ -258,9 +266,8 @@ __device__ void share_rows(real* rows, float (*x)[4], const real* bias, int colu
 // `count` are above N. OC numbers are from a row to the next.
 template <bool backward>
 __device__ void store_packs(
-    real* out, real* out_gelu, Pack<W>& sum, const real* box, int count, size_t OC) {
+    real* out, real* out_gelu, Pack<W>& sum, const real* box, int count, size_t OC, int lane) {
     constexpr int packs = TOGETHER / W;
-    int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 16; r += 4 * packs) {
         Pack<W> y[packs], of_gelu[packs];
@@ -307,7 +314,7 @@ __device__ void product_with_gelu(
     } else {
         take_registers<232>();
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-        int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
+        int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32 % 4, 0);
         real* result = results + group * TILE_SIZE;
         int steps = sizes.C / 64, turn = 0;
         unsigned step = group * steps;
@@ -327,11 +334,12 @@ __device__ void product_with_gelu(
             warp_arrives_at_all(waits.empty[(step - 1) % GELU_STAGES]);
 
             if (backward) mbarrier_wait(waits.fch_there[group], turn);
+            int lane = forget(threadIdx.x % 32);
             real* rows = result + 16 * warp * 64;
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 share_rows<backward>(rows + half * boxes * BOX, x.x[0] + WIDTH / 8 * half,
-                                     bias + at.column, sizes.OC - at.column);
+                                     bias + at.column, sizes.OC - at.column, lane);
             __syncwarp();
             float* of_warps = reinterpret_cast<float*>(result);  // each has the place of its rows
 #pragma unroll
@@ -344,7 +352,7 @@ __device__ void product_with_gelu(
                     size_t to = (size_t)row * sizes.OC + at.column + 64 * box + lane % 8 * W;
                     store_packs<backward>(
                         out + to, out_gelu + to, sum, rows + (half * boxes + box) * BOX,
-                        sizes.N - row, sizes.OC);
+                        sizes.N - row, sizes.OC, lane);
                 }
                 __syncwarp();
                 for (int j = 0; j < W && backward && sums; j++) {

@@ -7,13 +7,14 @@ columns, of 128 rows at a time, from which the gradient of fcb is made: a pass o
 
 dev/gpu/gelu_times.py checks the kernels and times them beside cuBLASLt.
 """
+import re
 from pathlib import Path
 
 from train_gpt2 import BF16
 
 HERE = Path(__file__).with_suffix(".cu")
 HEIGHT = 128  # rows of a tile of the result
-WIDTH = 128  # its columns, unless gelu_products.cu is compiled with another -DWIDTH
+WIDTH = int(re.search(r"#define WIDTH (\d+)", HERE.read_text("utf-8"))[1])  # and columns
 STAGES = {128: 5, 192: 3}  # of 64 channels, that fit shared memory
 THREADS = 384
 

@@ -177,7 +177,7 @@ def compiled():
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
                                               gelu_products.plan(
-            mock.Mock(multiprocessors=132), np.empty((128, 256)), 128, None)[1]) == 1)
+            mock.Mock(multiprocessors=132), np.empty((128, 256)), gelu_products.WIDTH, None)[1]) == 1)
 
 
 def beside_library(device_name):
