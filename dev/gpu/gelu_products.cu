@@ -8,14 +8,14 @@
 // do that, too, the tensor cores wait. Here two warpgroups take turns:
 //   - A block stays on its multiprocessor and takes one tile after another. Warpgroup 0 has the
 //     first, third, .. of them, and warpgroup 1 the others. While one multiplies, the other one has
-//     its tile in registers, 128 fp32 a thread, and computes GELU.
+//     its tile in registers, WIDTH fp32 a thread, and computes GELU.
 //   - A thread of a third warpgroup asks TMA for what is multiplied, in the order of tiles. Who
 //     waits for a stage knows only the parity of its use. So a warpgroup begins when the other one
 //     has waited for all stages before (my_turn).
 //   - Two neighbouring blocks are a cluster. Their tiles have the same rows, and each block loads
 //     half of these for both: L2 could not bring two whole operands to all multiprocessors in time.
-// A tile of 128 x 128 costs, for each 64 of C: 512 clocks of the tensor cores and 640 of shared
-// memory (384 to read, 256 for what TMA writes).
+// A tile of 128 x 128 costs, for each 64 of C, 512 clocks of the tensor cores and 640 of shared
+// memory: 384 to read, 256 for what TMA writes. One of 128 x 192 costs 768 and 832.
 static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
 
 #ifndef WIDTH

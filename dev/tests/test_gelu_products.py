@@ -64,6 +64,16 @@ def products(device_name):
                 check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
 
 
+def wide(device_name):
+    """The same with tiles of 192 columns, which OC need not be a multiple of."""
+    with mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
+        device = gelu_times.make(device_name, "WIDTH=192") if device_for(device_name) else None
+    for text in ("M=129,C=64", "M=300,C=384,OC=768") if device else ():
+        given = gelu_times.drawn(device, **gelu_times.parse_sizes(text))
+        for what, error, limit in gelu_times.faults(device, given, width=192):
+            check(f"{text} {what}", error <= limit, f"{error:.1e}")
+
+
 def saturated(device_name):
     """GELU and its derivative of -3e38 .. 3e38, where powers overflow. fch becomes the bias."""
     device = device_for(device_name)
@@ -199,5 +209,5 @@ def beside_library(device_name):
 
 
 if __name__ == "__main__":
-    run_program((products, saturated, choice, planted, no_races, training, compiled, beside_library),
-                faults=3)
+    run_program((products, wide, saturated, choice, planted, no_races, training, compiled,
+                 beside_library), faults=3)
