@@ -1,6 +1,6 @@
 """Check the products with GELU of gelu_products.cu, and time them beside cuBLASLt's.
 
-    python -m dev.gpu.gelu_times                                 # on a Hopper GPU: checks, then times
+    python -m dev.gpu.gelu_times                                # on a Hopper GPU: checks, times
     python -m dev.gpu.gelu_times --shape "M=65536,C=768;M=8192,C=1600"
     python -m dev.gpu.gelu_times --no-check --try CLUSTER=2,CLUSTER=1,GELU_STAGES=4+PANEL=8
     CXXFLAGS="-O1 -DHOPPER" python -m dev.gpu.gelu_times --device cpu               # only checks

@@ -97,7 +97,7 @@ def saturated(device_name):
 
 
 def whole(device, text="M=580,C=384,OC=256"):
-    """The first wrong result, or "" if all are right; "outside" if more than N rows were written."""
+    """The first wrong result, or "outside" if more than N rows were written, or ""."""
     a = gelu_times.drawn(device, **gelu_times.parse_sizes(text))
     outputs = [gelu_times.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
                for _ in range(3)]
@@ -183,11 +183,12 @@ def compiled():
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
+    shared = gelu_products.plan(mock.Mock(multiprocessors=132), np.empty((128, 256)),
+                                gelu_products.WIDTH, None)[1]
     for name in gelu_times.KERNELS:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
-                                              gelu_products.plan(
-            mock.Mock(multiprocessors=132), np.empty((128, 256)), gelu_products.WIDTH, None)[1]) == 1)
+                                              shared) == 1)
 
 
 def beside_library(device_name):
