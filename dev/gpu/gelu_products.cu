@@ -219,10 +219,14 @@ __device__ void load_fch(real* results, Waits& waits, const Tiles& fch, const Si
     }
 }
 
+// As address16, but in a cluster an address also says in its upper bits which block's memory it is
+// in. In a description they would change the leading offset.
+__device__ unsigned own_address16(const real* tile) { return address16(tile) % (1 << 14); }
+
 // x = A B of a stage, or with `add` x += A B. B is (64,WIDTH) if b_of_rows, else B' (WIDTH,64).
 template <bool b_of_rows>
 __device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
-    auto a = describe(address16(stage)), b = describe(address16(stage + 2 * BOX));
+    auto a = describe(own_address16(stage)), b = describe(own_address16(stage + 2 * BOX));
     if (b_of_rows) b += (unsigned long long)(BOX / W - 1) << 16;  // to the next 64 columns
     wgmma_fence(x.x);
 #pragma unroll
