@@ -10,7 +10,7 @@ namespace cuda_on_cpu {
 struct WarpGroup {
     struct Product {
         float (*d)[4];  // of the thread that asks: what it holds of D (64,8 parts)
-        int parts;      // 8, 16 or 24
+        int parts;      // 8 or 16
         bool right;     // may it be asked for now?
         bool add, a_in_registers;
         unsigned long long a, b;      // descriptions
@@ -21,7 +21,7 @@ struct WarpGroup {
     struct Result {
         float (*d)[4];
         size_t bytes;
-        float value[24][4];  // of d, when it arrives
+        float value[16][4];  // of d, when it arrives
         size_t group;        // the last that adds to it
     };
     struct Reading {
@@ -70,7 +70,7 @@ struct WarpGroup {
                          of_thread[i].parts == product.parts && of_thread[i].a_of_rows == product.a_of_rows &&
                          of_thread[i].b_of_rows == product.b_of_rows;
             const int columns = 8 * product.parts;
-            static thread_local float A[64][16], B[192][16], D[64][192];  // B is transposed. Stacks are small
+            static thread_local float A[64][16], B[128][16], D[64][128];  // B is transposed. Stacks are small
             memset(D, 0, sizeof D);
             auto fill = [&](float (*to)[16], int rows, unsigned long long description, bool of_rows) QUIET {
                 float eight[8];
@@ -126,7 +126,7 @@ struct WarpGroup {
             right &= r.group > all || r.group <= arrived[warp] || !memcmp(r.value, shared + 16 * r.place, 16);
         for (int t = 32 * warp; t < 32 * warp + 32; t++)
             for (auto result = results[t].begin(); result != results[t].end();) {
-                float poison[24][4];
+                float poison[16][4];
                 memset(poison, 0xff, sizeof poison);
                 if (result->group <= all && (!right || memcmp(result->d, poison, result->bytes)))  // written meanwhile
                     memcpy(result->value, poison, result->bytes);
@@ -307,9 +307,9 @@ inline void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long lon
 inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
     ask({d, 8, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false, true});
 }
-template <int columns, bool b_of_rows>
+template <bool b_of_rows>
 void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, columns / 8, true, add, false, a, b, {}, false, b_of_rows});
+    ask({d, 16, true, add, false, a, b, {}, false, b_of_rows});
 }
 
 __device__ void wgmma_commit(int line = __builtin_LINE()) {

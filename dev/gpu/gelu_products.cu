@@ -8,36 +8,25 @@
 // do that, too, the tensor cores wait. Here two warpgroups take turns:
 //   - A block stays on its multiprocessor and takes one tile after another. Warpgroup 0 has the
 //     first, third, .. of them, and warpgroup 1 the others. While one multiplies, the other one has
-//     its tile in registers, WIDTH fp32 a thread, and computes GELU.
+//     its tile in registers, 128 fp32 a thread, and computes GELU.
 //   - A thread of a third warpgroup asks TMA for what is multiplied, in the order of tiles. Who
 //     waits for a stage knows only the parity of its use. So a warpgroup begins when the other one
 //     has waited for all stages before (my_turn).
 //   - Two neighbouring blocks are a cluster. Their tiles have the same rows, and each block loads
 //     half of these for both: L2 could not bring two whole operands to all multiprocessors in time.
 // A tile of 128 x 128 costs, for each 64 of C, 512 clocks of the tensor cores and 640 of shared
-// memory: 384 to read, 256 for what TMA writes. One of 128 x 192 costs 768 and 832.
+// memory: 384 to read, 256 for what TMA writes.
 static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
 
-#ifndef WIDTH
-#define WIDTH 128  // columns of a tile: 128 or 192
-#endif
-#ifndef GELU_STAGES
-#define GELU_STAGES (WIDTH == 128 ? 5 : 3)  // steps of 64 channels that are loaded or multiplied
-#endif
-#ifndef CLUSTER
-#define CLUSTER 2  // blocks that share rows: 2 or, without clusters, 1
-#endif
-#ifndef PANEL
-#define PANEL 64  // tiles side by side that are done before those of other columns
-#endif
 namespace gelu_products {  // other files beside kernels.cu use some of these names, too
 
 constexpr int BOX = 64 * 64;                     // numbers that TMA copies at a time
-constexpr int HEIGHT = 128;                      // rows of a tile
+constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile
+constexpr int STAGES = 5;                        // steps of 64 channels, loaded or multiplied
+constexpr int PANEL = 64;                        // tiles side by side, done before other columns
 constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
 constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
-constexpr int TOGETHER = WIDTH == 128 ? 16 : 8;  // arguments of GELU: none waits for another
-static_assert(PANEL % 2 == 0 && (CLUSTER == 1 || CLUSTER == 2));
+constexpr int TOGETHER = 16;                     // arguments of GELU: none waits for another
 using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
 
 #ifdef __CUDACC__
@@ -49,29 +38,19 @@ __device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals) {
 // TMA may write where this thread has read and written, once it has arrived at an mbarrier.
 __device__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// D (64,WIDTH) = A (64,16) B (16,WIDTH), or with `add` D += A B. Each warp has 16 rows of D. A is
-// 16 channels of 64 rows. So is B', of WIDTH rows; or, b_of_rows, B is WIDTH columns of 16 rows.
-#define LIST64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
-               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
-               "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-               "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-template <int columns, bool b_of_rows>
+// D (64,128) = A (64,16) B (16,128), or with `add` D += A B. Each warp has 16 rows of D. A is 16
+// channels of 64 rows. So is B', of 128 rows; or, b_of_rows, B is 128 columns of 16 rows.
+template <bool b_of_rows>
 __device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-#if WIDTH == 128
     asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " LIST64 "}, "
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
                  "%64, %65, p, 1, 1, 0, %67;}"
                  : FLOATS32(d), FLOATS32((d + 8))
                  : "l"(a), "l"(b), "r"((int)add), "n"((int)b_of_rows));
-#else
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0;"
-                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " LIST64 ","
-                 "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-                 "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}, "
-                 "%96, %97, p, 1, 1, 0, %99;}"
-                 : FLOATS32(d), FLOATS32((d + 8)), FLOATS32((d + 16))
-                 : "l"(a), "l"(b), "r"((int)add), "n"((int)b_of_rows));
-#endif
 }
 
 // A warpgroup gives registers back, or takes those that another has given back.
@@ -93,7 +72,8 @@ __device__ float reciprocal(float x) {  // of infinity it is 0
     return y;
 }
 
-#if CLUSTER > 1
+constexpr int CLUSTER = 2;  // blocks that share rows
+
 // Until all threads of the cluster are here. Shared memory of the other block may be used between
 // the first call and the last.
 __device__ void cluster_sync() {
@@ -118,15 +98,23 @@ __device__ void expect_bytes(int bytes, unsigned long long& mbarrier) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
                  ::"r"(shared_address(&mbarrier)), "r"(bytes) : "memory");
 }
-#endif
-#else
+// Block `own` of two loads its half of a tile's rows for both.
+__device__ void load_rows(
+    real* stage, const Tiles& inp, int c, int row, unsigned long long& full) {
+    int own = blockIdx.x % 2;
+    expect_bytes(2 * BOX * sizeof(real), full);
+    copy_box_to_both(stage + own * BOX, &inp, c, row + 64 * own, full);
+}
+#else  // a CPU has no clusters: a block loads all of its rows
+constexpr int CLUSTER = 1;
 __device__ int forget(int x) { return x; }
-#undef CLUSTER
-#define CLUSTER 1
-#endif
-#if CLUSTER == 1
 __device__ void cluster_sync() { __syncthreads(); }
 __device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
+__device__ void load_rows(
+    real* stage, const Tiles& inp, int c, int row, unsigned long long& full) {
+    for (int half = 0; half < 2; half++)
+        copy_box(stage + half * BOX, &inp, c, 0, row + 64 * half, 0, full);
+}
 #endif
 
 // GELU as in kernels.cu, x g with g = 1/(1 + e^(-2u)), without a true division: bf16 hides what the
@@ -161,7 +149,7 @@ struct TileAt {
 // mbarriers: stages are full, or empty again; and of each warpgroup: its fch is there, its result
 // was read, the sums of its four warps are there, and it may begin: the other has all its stages.
 struct Waits {
-    unsigned long long full[GELU_STAGES], empty[GELU_STAGES];
+    unsigned long long full[STAGES], empty[STAGES];
     unsigned long long fch_there[2], result_read[2], summed[2], my_turn[2];
 };
 
@@ -183,18 +171,11 @@ __device__ void load_operands(
     for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x) {
         TileAt at(tile, sizes);
         for (int c = 0; c < sizes.C; c += 64, step++) {
-            real* stage = stages + step % GELU_STAGES * STAGE;
-            auto& full = waits.full[step % GELU_STAGES];
+            real* stage = stages + step % STAGES * STAGE;
+            auto& full = waits.full[step % STAGES];
             // The first time round, the phase before the first is waited for, which is over.
-            mbarrier_wait(waits.empty[step % GELU_STAGES], step / GELU_STAGES % 2 ^ 1);
-#if CLUSTER > 1
-            int own = blockIdx.x % 2;  // the half of the rows that this block loads for both
-            expect_bytes(2 * BOX * sizeof(real), full);
-            copy_box_to_both(stage + own * BOX, &inp, c, at.row + 64 * own, full);
-#else
-            for (int half = 0; half < 2; half++)
-                copy_box(stage + half * BOX, &inp, c, 0, at.row + 64 * half, 0, full);
-#endif
+            mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
+            load_rows(stage, inp, c, at.row, full);
             for (int box = 0; box < WIDTH / 64; box++) {
                 int column = at.column + 64 * box;
                 copy_box(stage + (2 + box) * BOX, &w, backward ? column : c, 0,
@@ -233,7 +214,7 @@ __device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
     for (int k = 0; k < 64; k += 16)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            wgmma_wide<WIDTH, b_of_rows>(
+            wgmma_wide<b_of_rows>(
                 x.x[0] + WIDTH / 8 * half, further(a, (half * BOX + k) / W),
                 further(b, (b_of_rows ? k * 64 : k) / W), add || k > 0);
     wgmma_commit();
@@ -243,14 +224,13 @@ __device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
 // finds fch in the backward pass. A lane has pairs of neighbours in rows lane/4 and lane/4 + 8.
 template <bool backward>
 __device__ void share_rows(
-    real* rows, float (*x)[4], const real* bias, int columns, int lane) {
+    real* rows, float (*x)[4], const real* bias, int lane) {
     constexpr int pairs = TOGETHER / 2;
     auto pair = [&](int n, int i) {
         return rows + n / 8 * BOX + (lane / 4 + 8 * i) * 64 + (n % 8 ^ lane / 4) * W + lane % 4 * 2;
     };
 #pragma unroll
     for (int n = 0; n < WIDTH / 8; n += pairs / 2) {
-        if (WIDTH > 128 && 8 * n >= columns) continue;  // beyond OC
         Pack<2> other[pairs];  // fch, or the bias
 #pragma unroll
         for (int k = 0; k < pairs; k++)
@@ -297,7 +277,7 @@ __device__ void product_with_gelu(
     real* out, real* out_gelu, float* sums, const real* bias, const Tiles& inp, const Tiles& w,
     const Tiles& fch, Sizes sizes) {
     DYNAMIC_SHARED(real, stages);
-    real* results = stages + GELU_STAGES * STAGE;  // one for each warpgroup
+    real* results = stages + STAGES * STAGE;  // one for each warpgroup
     __shared__ Waits waits;
     constexpr int boxes = WIDTH / 64;  // side by side in a tile
     if (threadIdx.x == 0) {
@@ -328,14 +308,14 @@ __device__ void product_with_gelu(
             TileResult x;
             mbarrier_wait(waits.my_turn[group], turn ^ (group == 0));
             for (int i = 0; i < steps; i++, step++) {
-                mbarrier_wait(waits.full[step % GELU_STAGES], step / GELU_STAGES % 2);
-                multiply_stage<backward>(x, stages + step % GELU_STAGES * STAGE, i > 0);
+                mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
+                multiply_stage<backward>(x, stages + step % STAGES * STAGE, i > 0);
                 products_arrive<1>(x);  // so the stage before is empty
-                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % GELU_STAGES]);
+                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             }
             warp_arrives(waits.my_turn[group ^ 1]);
             products_arrive<0>(x);
-            warp_arrives_at_all(waits.empty[(step - 1) % GELU_STAGES]);
+            warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
 
             if (backward) mbarrier_wait(waits.fch_there[group], turn);
             int lane = forget(threadIdx.x % 32);
@@ -343,7 +323,7 @@ __device__ void product_with_gelu(
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 share_rows<backward>(rows + half * boxes * BOX, x.x[0] + WIDTH / 8 * half,
-                                     bias + at.column, sizes.OC - at.column, lane);
+                                     bias + at.column, lane);
             __syncwarp();
             float* of_warps = reinterpret_cast<float*>(result);  // each has the place of its rows
 #pragma unroll
@@ -383,11 +363,11 @@ __device__ void product_with_gelu(
 
 }  // namespace gelu_products
 
-#if CLUSTER > 1  // clusters of two blocks, in all launches
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) matmul_gelu(
+#ifdef __CUDACC__  // clusters of two blocks, in all launches
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu(
     real*, real*, const real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, int,
     int, int);
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) matmul_dgelu(
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu(
     real*, float*, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
     const __grid_constant__ Tiles, int, int, int);
 #endif

@@ -7,15 +7,13 @@ columns, of 128 rows at a time, from which the gradient of fcb is made: a pass o
 
 dev/gpu/gelu_times.py checks the kernels and times them beside cuBLASLt.
 """
-import re
 from pathlib import Path
 
 from train_gpt2 import BF16
 
 HERE = Path(__file__).with_suffix(".cu")
-HEIGHT = 128  # rows of a tile of the result
-WIDTH = int(re.search(r"#define WIDTH (\d+)", HERE.read_text("utf-8"))[1])  # and columns
-STAGES = {128: 5, 192: 3}  # of 64 channels, that fit shared memory
+HEIGHT = WIDTH = 128  # of a tile of the result
+STAGES = 5  # of 64 channels, that fit shared memory
 THREADS = 384
 
 
@@ -25,29 +23,28 @@ def fits(a, w, *results):
             and a.shape[1] % 64 == 0 and results[0].shape[1] % 64 == 0)
 
 
-def plan(device, out, width, stages):
+def plan(device, out):
     """(blocks, bytes of shared memory). There is a block a multiprocessor, unless there are fewer
     tiles; their number is even. In shared memory are stages of two operands, and two results."""
     N, OC = out.shape
-    tiles = -(-N // HEIGHT) * 2 * -(-OC // (2 * width))
-    stages = stages or STAGES[width]
+    tiles = -(-N // HEIGHT) * 2 * -(-OC // (2 * WIDTH))
     return (min(device.multiprocessors // 2 * 2, tiles),
-            2 * (stages * (HEIGHT + width) * 64 + 2 * HEIGHT * width))
+            2 * (STAGES * (HEIGHT + WIDTH) * 64 + 2 * HEIGHT * WIDTH))
 
 
-def multiply_gelu(device, fch, fch_gelu, inp, w, bias, width=WIDTH, stages=None):
+def multiply_gelu(device, fch, fch_gelu, inp, w, bias):
     """fch (N,OC) = inp (N,C) @ w.T + bias, w (OC,C), and fch_gelu (N,OC) = gelu(fch)."""
     maps = (device.tensor_map(x, *x.shape) for x in (inp, w))
-    blocks, shared = plan(device, fch, width, stages)
+    blocks, shared = plan(device, fch)
     device.launch("matmul_gelu", blocks, fch, fch_gelu, bias, *maps, *fch.shape, inp.shape[1],
                   threads=THREADS, shared=shared)
 
 
-def multiply_dgelu(device, dfch, sums, dout, w, fch, width=WIDTH, stages=None):
+def multiply_dgelu(device, dfch, sums, dout, w, fch):
     """dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of HEIGHT rows, OC),
     unless None: of each block the sums of dfch's columns."""
     maps = (device.tensor_map(x, *x.shape) for x in (dout, w, fch))
-    blocks, shared = plan(device, dfch, width, stages)
+    blocks, shared = plan(device, dfch)
     device.launch("matmul_dgelu", blocks, dfch, sums, *maps, *dfch.shape, dout.shape[1],
                   threads=THREADS, shared=shared)
 

@@ -2,7 +2,6 @@
 
     python -m dev.gpu.gelu_times                                # on a Hopper GPU: checks, times
     python -m dev.gpu.gelu_times --shape "M=65536,C=768;M=8192,C=1600"
-    python -m dev.gpu.gelu_times --no-check --try CLUSTER=2,CLUSTER=1,GELU_STAGES=4+PANEL=8
     CXXFLAGS="-O1 -DHOPPER" python -m dev.gpu.gelu_times --device cpu               # only checks
 
 M is the number of rows, B*T. Checks are against NumPy in float64. Times are medians in
@@ -17,7 +16,7 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.cpu.device import Cpu
 from dev.gpu.gelu_products import (
-    HEIGHT, HERE, WIDTH, OwnGelu, multiply_dgelu, multiply_gelu, with_own_gelu)
+    HEIGHT, HERE, OwnGelu, multiply_dgelu, multiply_gelu, with_own_gelu)
 from dev.gpu.products import with_timed_products
 from dev.lab import timing
 from dev.lab.bench import BF16_LIMIT
@@ -27,7 +26,7 @@ from train_gpt2 import BF16, Config, FastCuda, to_float
 
 KERNELS = {"matmul_gelu", "matmul_dgelu"}
 SHAPE = "M=65536,C=768"
-CHECKS = ("M=1,C=64", "M=129,C=64", "M=300,C=192", "M=640,C=384,OC=256")
+CHECKS = ("M=1,C=64", "M=129,C=64", "M=300,C=192", "M=640,C=384,OC=320")
 
 
 def gelu_and_derivative(x):
@@ -37,11 +36,9 @@ def gelu_and_derivative(x):
     return x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
 
 
-def make(name, *defined):
-    """A device with the kernels, compiled with these defined, such as "CLUSTER=1"."""
-    switches = [f"-D{each}" for each in defined]
-    config = type("Defined", (Config,), dict(switches=lambda self: [*Config.switches(self),
-                                                                   *switches]))(C=768, NH=12)
+def make(name):
+    """A device with the kernels."""
+    config = Config(C=768, NH=12)
     device = (Cpu("bf16", config, [HERE], only=KERNELS) if name == "cpu" else
               with_own_gelu(with_timed_products(FastCuda))("bf16", config))
     if not device.hopper:
@@ -87,20 +84,13 @@ def off(found, wish):
     return np.linalg.norm(found - wish) / np.linalg.norm(wish)
 
 
-def sizes_of(defined):
-    """What a launch must know of -D: {"width": .., "stages": ..}."""
-    given = dict(each.split("=") for each in defined)
-    return dict(width=int(given.get("WIDTH", WIDTH)),
-                stages=int(given.get("GELU_STAGES", 0)) or None)
-
-
-def faults(device, a, **of_tile):
+def faults(device, a):
     """Run both on the device. Returns [(what, error, limit)] against NumPy in float64."""
     a = with_outputs(device, a)
     inp, w, bias, dout, wproj, fch_in = (to_float(device.get(x)).astype(np.float64) for x in (
         a.inp, a.w, a.bias, a.dout, a.wproj, a.fch_in))
-    multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias, **of_tile)
-    multiply_dgelu(device, a.dfch, a.sums, a.dout, a.wproj, a.fch_in, **of_tile)
+    multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
+    multiply_dgelu(device, a.dfch, a.sums, a.dout, a.wproj, a.fch_in)
     fch, fch_gelu, dfch, sums = (to_float(device.get(x)).astype(np.float64) for x in (
         a.fch, a.fch_gelu, a.dfch, a.sums))
     wish = dout @ wproj * gelu_and_derivative(fch_in)[1]
@@ -110,22 +100,22 @@ def faults(device, a, **of_tile):
             ("dfch", off(dfch, wish), BF16_LIMIT), ("sums", off(sums, rows.sum(1)), 1e-6)]
 
 
-def check(device, text, **of_tile):
+def check(device, text):
     """Check both at a size. Returns how many results are wrong."""
-    found = faults(device, drawn(device, **parse_sizes(text)), **of_tile)
+    found = faults(device, drawn(device, **parse_sizes(text)))
     print(f"{text}: " + ", ".join(f"{what} {error:.1e}{'' if error <= limit else ' WRONG'}"
                                   for what, error, limit in found), flush=True)
     return sum(not error <= limit for _, error, limit in found)
 
 
-def same_bits(device, a, **of_tile):
+def same_bits(device, a):
     """Whether both kernels give the same bits ten times, in words."""
     first = None
     for _ in range(10):
         for x in (a.fch, a.fch_gelu, a.dfch, a.sums):
             x.data.memset_async(255, x.nbytes)
-        multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias, **of_tile)
-        multiply_dgelu(device, a.dfch, a.sums, a.dout, a.wproj, a.fch_in, **of_tile)
+        multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
+        multiply_dgelu(device, a.dfch, a.sums, a.dout, a.wproj, a.fch_in)
         bits = [x.view(f"u{x.itemsize}").copy() for x in (a.fch, a.fch_gelu, a.dfch, a.sums)]
         first = first or bits
         if not all((x == y).all() for x, y in zip(first, bits)):
@@ -141,46 +131,40 @@ def most_apart(ours, theirs):
             max(float(abs(y).max()) for _, y in parts))
 
 
-def time(device, text, defined, beside):
-    """Print the times at a size; beside: cuBLASLt's, too, and how far its results are from ours."""
-    sizes, of_tile = parse_sizes(text), sizes_of(defined)
-    a = with_outputs(device, drawn(device, **sizes))
-    b = with_outputs(device, a) if beside else a
+def time(device, text):
+    """Print the times at a size beside cuBLASLt's, and how far its results are from ours."""
+    a = with_outputs(device, drawn(device, **parse_sizes(text)))
+    b = with_outputs(device, a)
     library = super(OwnGelu, device).matmul
 
     def us(work):
         return f"{1e6 * timing.time_rounds(device, [work]):.0f}"
 
     def forward():
-        multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias, **of_tile)
+        multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
 
     def backward():
-        multiply_dgelu(device, a.dfch, a.sums, a.dout, a.wproj, a.fch_in, **of_tile)
+        multiply_dgelu(device, a.dfch, a.sums, a.dout, a.wproj, a.fch_in)
 
     def backward_only():
-        multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in, **of_tile)
+        multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in)
 
     forward(), backward()
-    words = [same_bits(device, a, **of_tile)]
-    if beside:
-        library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)
-        library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in)
-        for name in ("fch", "fch_gelu", "dfch"):
-            words.append("{} max difference {:.2g} of {:.2g}".format(name, *most_apart(
-                getattr(a, name), getattr(b, name))))
-        print(f"{text}: {'; '.join(words)}", flush=True)
+    words = [same_bits(device, a)]
+    library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)
+    library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in)
+    for name in ("fch", "fch_gelu", "dfch"):
+        words.append("{} max difference {:.2g} of {:.2g}".format(name, *most_apart(
+            getattr(a, name), getattr(b, name))))
+    print(f"{text}: {'; '.join(words)}", flush=True)
     for _ in range(2):
-        words = [f"ours: gelu {us(forward)}, dgelu {us(backward)}, "
-                 f"without sums {us(backward_only)}"]
-        if beside:
-            words.append(
-                "cuBLASLt: gelu "
-                f"{us(lambda: library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu))}, dgelu "
-                f"{us(lambda: library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in))}, plain "
-                f"{us(lambda: library(b.fch, b.inp, b.w.T))} and "
-                f"{us(lambda: library(b.dfch, b.dout, b.wproj))}, with bias "
-                f"{us(lambda: library(b.fch, b.inp, b.w.T, b.bias))}")
-        print(f"{text} {' '.join(defined)}, us: {'; '.join(words)}", flush=True)
+        print(f"{text}, us: ours: gelu {us(forward)}, dgelu {us(backward)}, "
+              f"without sums {us(backward_only)}; cuBLASLt: gelu "
+              f"{us(lambda: library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu))}, dgelu "
+              f"{us(lambda: library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in))}, plain "
+              f"{us(lambda: library(b.fch, b.inp, b.w.T))} and "
+              f"{us(lambda: library(b.dfch, b.dout, b.wproj))}, with bias "
+              f"{us(lambda: library(b.fch, b.inp, b.w.T, b.bias))}", flush=True)
 
 
 def main(arguments=None):
@@ -188,23 +172,18 @@ def main(arguments=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--shape", help=f"sizes, several after one another: {SHAPE};M=8192,C=1600")
-    parser.add_argument("--try", dest="tried", default="CLUSTER=2",
-                        help="what to compile with, in turn: CLUSTER=1,GELU_STAGES=3+PANEL=8")
     parser.add_argument("--no-check", action="store_true", help="only time")
     flags = parser.parse_args(arguments)
     wrong, on_gpu = 0, flags.device == "cuda"
     shapes = (flags.shape or SHAPE).split(";")
-    for i, tried in enumerate(flags.tried.split(",")):
-        defined = tried.split("+")
-        device = make(flags.device, *defined)
-        if not flags.no_check:
-            checks = shapes if flags.shape and not on_gpu else CHECKS
-            wrong += sum(check(device, text, **sizes_of(defined)) for text in checks)
-        if on_gpu and not wrong:
-            stream = device.cupy.cuda.Stream(non_blocking=True)  # the default is not recorded
-            with stream:
-                for text in shapes:
-                    time(device, text, defined, i == 0)
+    device = make(flags.device)
+    if not flags.no_check:
+        checks = shapes if flags.shape and not on_gpu else CHECKS
+        wrong = sum(check(device, text) for text in checks)
+    if on_gpu and not wrong:
+        with device.cupy.cuda.Stream(non_blocking=True):  # the default is not recorded
+            for text in shapes:
+                time(device, text)
     return 1 if wrong else 0
 
 
