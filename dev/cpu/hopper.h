@@ -398,11 +398,11 @@ QUIET inline __attribute__((noinline)) void add_line(float* global, const float*
     memset(static_cast<void*>(global), 0xff, bytes);
     state().added.push_back(std::move(sum));
 }
-QUIET inline void lines_read() {
+QUIET inline void stores_read() {
     for (AddedLine& sum : state().added)
         if (sum.thread == thread_number()) sum.end_reading();
 }
-QUIET inline void lines_arrive() {
+QUIET inline void stores_arrive() {
     auto& sums = state().added;
     const unsigned t = thread_number();
     for (AddedLine& sum : sums)

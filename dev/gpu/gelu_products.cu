@@ -1,5 +1,6 @@
 // The MLP's two products that meet GELU, on Hopper in bf16, with GELU done while the tensor cores
-// work: compiled after kernels.cu with -DBF16 -DHOPPER. dev/gpu/gelu_products.py launches them.
+// work: compiled behind kernels.cu and hopper.cuh with -DBF16 -DHOPPER. gelu_products.py launches
+// them.
 //   matmul_gelu    fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch)
 //   matmul_dgelu   dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)), and sums of its columns
 //
@@ -30,14 +31,6 @@ constexpr int TOGETHER = 16;                     // arguments of GELU: none wait
 using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
 
 #ifdef __CUDACC__
-// As in kernels.cu, but a phase ends after so many arrivals.
-__device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.proxy.async.shared::cta;"
-                 ::"r"(shared_address(&mbarrier)), "r"(arrivals) : "memory");
-}
-// TMA may write where this thread has read and written, once it has arrived at an mbarrier.
-__device__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // D (64,128) = A (64,16) B (16,128), or with `add` D += A B. Each warp has 16 rows of D. A is 16
 // channels of 64 rows. So is B', of 128 rows; or, b_of_rows, B is 128 columns of 16 rows.
 template <bool b_of_rows>
@@ -51,19 +44,6 @@ __device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long lo
                  "%64, %65, p, 1, 1, 0, %67;}"
                  : FLOATS32(d), FLOATS32((d + 8))
                  : "l"(a), "l"(b), "r"((int)add), "n"((int)b_of_rows));
-}
-
-// A warpgroup gives registers back, or takes those that another has given back.
-template <int n>
-__device__ void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n)); }
-template <int n>
-__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n)); }
-
-// The same number, of which the compiler forgets what it knows: what depends on it is computed from
-// here on, and not kept in registers through a loop before.
-__device__ int forget(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
 }
 
 __device__ float reciprocal(float x) {  // of infinity it is 0
@@ -107,7 +87,6 @@ __device__ void load_rows(
 }
 #else  // a CPU has no clusters: a block loads all of its rows
 constexpr int CLUSTER = 1;
-__device__ int forget(int x) { return x; }
 __device__ void cluster_sync() { __syncthreads(); }
 __device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
 __device__ void load_rows(
@@ -153,11 +132,7 @@ struct Waits {
     unsigned long long fch_there[2], result_read[2], summed[2], my_turn[2];
 };
 
-// The 32 lanes of a warp arrive once: at this block's mbarrier, or at those of all in the cluster.
-__device__ void warp_arrives(unsigned long long& mbarrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
-}
+// As warp_arrives, at the mbarriers of all blocks of the cluster.
 __device__ void warp_arrives_at_all(unsigned long long& mbarrier) {
     __syncwarp();
     if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_at(mbarrier, threadIdx.x % 32);

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from train_gpt2 import BF16
 
-HERE = Path(__file__).with_suffix(".cu")
+SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE)
 HEIGHT = WIDTH = 128  # of a tile of the result
 STAGES = 5  # of 64 channels, that fit shared memory
 THREADS = 384
@@ -55,7 +56,7 @@ class OwnGelu:
 
     def compile(self, sources):
         self.switches()  # says whether this is Hopper, in bf16, with heads of 64 or 128
-        super().compile([*sources, *[HERE] * self.hopper])
+        super().compile([*sources, *SOURCES * self.hopper])
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         self.summed = None  # the array whose columns have just been summed

@@ -16,7 +16,7 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.cpu.device import Cpu
 from dev.gpu.gelu_products import (
-    HEIGHT, HERE, OwnGelu, multiply_dgelu, multiply_gelu, with_own_gelu)
+    HEIGHT, SOURCES, OwnGelu, multiply_dgelu, multiply_gelu, with_own_gelu)
 from dev.gpu.products import with_timed_products
 from dev.lab import timing
 from dev.lab.bench import BF16_LIMIT
@@ -39,7 +39,7 @@ def gelu_and_derivative(x):
 def make(name):
     """A device with the kernels."""
     config = Config(C=768, NH=12)
-    device = (Cpu("bf16", config, [HERE], only=KERNELS) if name == "cpu" else
+    device = (Cpu("bf16", config, SOURCES, only=KERNELS) if name == "cpu" else
               with_own_gelu(with_timed_products(FastCuda))("bf16", config))
     if not device.hopper:
         raise UserError("gelu_products.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")

@@ -38,7 +38,7 @@ FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the fir
 )
 
 
-def small_device(sources=(gelu_products.HERE,), flags="-O1 -DHOPPER"):
+def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels alone, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
         return Cpu("bf16", Config(C=768, NH=12), sources, only=gelu_times.KERNELS)
@@ -106,13 +106,13 @@ def whole(device, text="M=580,C=384,OC=256"):
 
 def planted(folder, faults):
     """The first so many planted faults are found."""
-    text = gelu_products.HERE.read_text("utf-8")
+    text = gelu_products.SOURCE.read_text("utf-8")
     check("without a fault", whole(small_device()) == "")
     for what, old, new, wish in FAULTS[:faults]:
         assert text.count(old) == 1, old
         path = folder / "gelu_products.cu"
         path.write_text(text.replace(old, new), "utf-8")
-        said = whole(small_device([path]))
+        said = whole(small_device([gelu_products.SOURCES[0], path]))
         check(what, wish in said if wish == "stuck" else said == wish, said)
 
 
@@ -144,10 +144,10 @@ def training():
     c = Config(maxT=96, V=257, Vp=384, L=2, NH=2, C=128)
     flags = dict(CXXFLAGS="-O1 -DHOPPER")
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
-        own = with_own_gelu(Cpu)("bf16", c, [gelu_products.HERE])
+        own = with_own_gelu(Cpu)("bf16", c, gelu_products.SOURCES)
     model = type("Model", (SummedProducts, GPT2), {})
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
-        models = [GPT2(c, Cpu("bf16", c, [gelu_products.HERE]), 2, 96), model(c, own, 2, 96)]
+        models = [GPT2(c, Cpu("bf16", c, gelu_products.SOURCES), 2, 96), model(c, own, 2, 96)]
     rng = np.random.default_rng(1)
     batches = [(rng.integers(257, size=(2, 96)), rng.integers(257, size=(2, 96))) for _ in "12"]
     launched, launch = [], own.launch
@@ -168,7 +168,7 @@ def compiled():
         print("skipped: NVRTC is not installed")
         return
     from dev.common.nvrtc import compile_cuda
-    text = "".join(path.read_text("utf-8") for path in (*Config.SOURCES, gelu_products.HERE))
+    text = "".join(path.read_text("utf-8") for path in (*Config.SOURCES, *gelu_products.SOURCES))
     c = Config(C=768, NH=12)
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
