@@ -202,30 +202,46 @@ struct Line {
     }
 };
 
-// Floats on their way from shared to device memory, of one thread, who waits for them. There they are poison until then.
-struct AddedLine {
+// Bytes on their way from shared to device memory. The thread that has sent them waits for them, once it has committed
+// them to a group. Until then they are poison in device memory. If shared memory changes before they are read, they stay
+// poison.
+struct Sent {
+    struct Piece {
+        char* to;
+        std::vector<char> bytes;
+    };
     unsigned thread;
-    float* to;
-    const float* from;
-    std::vector<float> added, sum;  // what was in shared memory when it began, and what comes of it
+    const char* from;
+    std::vector<char> before;   // what was in shared memory when it began
+    std::vector<Piece> pieces;  // what arrives, and where
     races::Asked asked;
-    bool read;
+    bool committed, read;
 
-    QUIET void land(const void* p, bool writes) {
+    QUIET void begin() {
+        races::copy(from, before.size(), false, true, asked);
+        for (Piece& piece : pieces) {
+            races::copy(piece.to, piece.bytes.size(), true, true, asked);
+            memset(piece.to, 0xff, piece.bytes.size());
+        }
+    }
+    QUIET void land(const void* p, size_t bytes, bool writes) {
         races::Asked now = asked;
         now.time = races::time();
-        races::copy(p, 4 * sum.size(), writes, false, now);
+        races::copy(p, bytes, writes, false, now);
     }
     QUIET void end_reading() {
         if (read) return;
-        if (memcmp(added.data(), from, 4 * added.size())) memset(sum.data(), 0xff, 4 * sum.size());
-        land(from, false);
+        if (memcmp(before.data(), from, before.size()))
+            for (Piece& piece : pieces) memset(piece.bytes.data(), 0xff, piece.bytes.size());
+        land(from, before.size(), false);
         read = true;
     }
     QUIET void end() {
         end_reading();
-        memcpy(to, sum.data(), 4 * sum.size());
-        land(to, true);
+        for (Piece& piece : pieces) {
+            memcpy(piece.to, piece.bytes.data(), piece.bytes.size());
+            land(piece.to, piece.bytes.size(), true);
+        }
     }
 };
 
@@ -235,7 +251,7 @@ struct Hopper {
     WarpGroup groups[8];
     std::vector<Box> boxes;
     std::vector<Line> lines;
-    std::vector<AddedLine> added;
+    std::vector<Sent> sent;
     std::vector<std::pair<Mbarrier*, unsigned>> waiting;  // threads, and at which mbarrier
 
     // Lets all threads that wait at an mbarrier look again.
@@ -312,18 +328,28 @@ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool 
     ask({d, 16, true, add, false, a, b, {}, false, b_of_rows});
 }
 
-__device__ void wgmma_commit(int line = __builtin_LINE()) {
+// The 128 threads of a warp group meet. The last one does something for all.
+template <class Do> __device__ void group_meets(const char* what, int line, Do act) {
     Block& b = *block;
     const unsigned t = thread_number();
-    WarpGroup& group = state().groups[t / 128];
     b.next = max(b.next, b.place[t] + 1);
-    const bool all = group.barrier.complete("wgmma_commit", line, 128);
+    const bool all = state().groups[t / 128].barrier.complete(what, line, 128);
     if (all) {
-        group.multiply(static_cast<char*>(dynamic_shared));
+        act();
         for (int i = 0; i < 4; i++) b.warps[t / 128 * 4 + i].waiting = 0;
     }
-    if (!all || b.order != FORWARD) b.wait(t, "wgmma_commit", line, all);
+    if (!all || b.order != FORWARD) b.wait(t, what, line, all);
     waited = true;
+}
+__device__ void wgmma_commit(int line = __builtin_LINE()) {
+    WarpGroup& group = state().groups[thread_number() / 128];
+    group_meets("wgmma_commit", line, [&group] { group.multiply(static_cast<char*>(dynamic_shared)); });
+}
+__device__ void warpgroup_sync(int, int line = __builtin_LINE()) {
+    const void* barrier = &state().groups[thread_number() / 128];
+    races::hand_over(barrier);
+    group_meets("warpgroup_sync", line, [] {});
+    races::take_over(barrier);
 }
 
 template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int line = __builtin_LINE()) {
@@ -338,7 +364,7 @@ inline Mbarrier& as_mbarrier(unsigned long long& mbarrier) { return reinterpret_
 __device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals = 1) {
     as_mbarrier(mbarrier) = {0, (unsigned char)arrivals, (unsigned char)arrivals, 0};
 }
-__device__ void shared_written() {}
+__device__ void shared_written() { races::fence_shared(); }
 __device__ void global_seen() {}
 template <int> void keep_registers() {}
 template <int> void take_registers() {}
@@ -388,26 +414,61 @@ QUIET inline __attribute__((noinline)) void copy_line(void* shared, const void* 
     state().wake(as_mbarrier(mbarrier));
 }
 
+// A thread sends bytes of shared memory; after add_line it need not commit them.
+inline Sent sent_from(const void* shared, size_t bytes, bool committed, const void* pc) {
+    auto* from = static_cast<const char*>(shared);
+    return {thread_number(), from, std::vector<char>(from, from + bytes), {}, races::asked(pc), committed, false};
+}
 QUIET inline __attribute__((noinline)) void add_line(float* global, const float* shared, int bytes, bool add) {
-    const size_t n = bytes / 4;
-    AddedLine sum = {thread_number(), global, shared, std::vector<float>(shared, shared + n),
-                     std::vector<float>(shared, shared + n), races::asked(__builtin_return_address(0)), false};
-    races::copy(shared, bytes, false, true, sum.asked);
-    races::copy(global, bytes, true, true, sum.asked);
-    for (size_t i = 0; i < n && add; i++) sum.sum[i] += global[i];
-    memset(static_cast<void*>(global), 0xff, bytes);
-    state().added.push_back(std::move(sum));
+    Sent line = sent_from(shared, bytes, true, __builtin_return_address(0));
+    std::vector<float> sum(shared, shared + bytes / 4);
+    for (size_t i = 0; i < sum.size() && add; i++) sum[i] += global[i];
+    auto* begin = reinterpret_cast<const char*>(sum.data());
+    line.pieces.push_back({reinterpret_cast<char*>(global), std::vector<char>(begin, begin + bytes)});
+    line.begin();
+    state().sent.push_back(std::move(line));
+}
+// The opposite of copy_box, for an array without heads: rows and columns outside of it are left out.
+QUIET inline __attribute__((noinline)) void store_box(const void* map, int column, int row, const void* box) {
+    auto* m = static_cast<const unsigned long long*>(map);  // as Cpu.tensor_map in device.py makes it
+    const int columns = int(m[1]), rows = int(m[3]), inside = max(min(64, columns - column), 0);
+    Sent sent = sent_from(box, 8192, false, __builtin_return_address(0));
+    const char* shared = static_cast<char*>(dynamic_shared);
+    for (int i = 0; i < 64 && row + i < rows && inside > 0; i++) {
+        Sent::Piece piece = {reinterpret_cast<char*>(m[0]) + (size_t(row + i) * columns + column) * 2, {}};
+        for (int j = 0; j < 2 * inside; j++) {
+            const size_t place = sent.from - shared + 128 * i + j;
+            piece.bytes.push_back(shared[place ^ (place / 128 & 7) * 16]);  // in the 128-byte swizzle
+        }
+        sent.pieces.push_back(std::move(piece));
+    }
+    sent.begin();
+    state().sent.push_back(std::move(sent));
+}
+QUIET inline void stores_commit() {
+    for (Sent& sent : state().sent) sent.committed |= sent.thread == thread_number();
 }
 QUIET inline void stores_read() {
-    for (AddedLine& sum : state().added)
-        if (sum.thread == thread_number()) sum.end_reading();
+    for (Sent& sent : state().sent)
+        if (sent.committed && sent.thread == thread_number()) sent.end_reading();
 }
 QUIET inline void stores_arrive() {
-    auto& sums = state().added;
-    const unsigned t = thread_number();
-    for (AddedLine& sum : sums)
-        if (sum.thread == t) sum.end();
-    sums.erase(std::remove_if(sums.begin(), sums.end(), [t](AddedLine& sum) { return sum.thread == t; }), sums.end());
+    auto& all = state().sent;
+    auto ours = [t = thread_number()](Sent& sent) { return sent.committed && sent.thread == t; };
+    for (Sent& sent : all)
+        if (ours(sent)) sent.end();
+    all.erase(std::remove_if(all.begin(), all.end(), ours), all.end());
+}
+
+// The opposite of load_matrices in ptx.h.
+inline void store_matrices(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
+    struct Lane { unsigned short* row; const unsigned* x; };
+    Exchange<Lane>(~0u, {static_cast<unsigned short*>(row), x}, "stmatrix", line, [](Lane* lanes) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 2; j++)
+                    lanes[8 * i + lane / 4].row[2 * (lane % 4) + j] = (unsigned short)(lanes[lane].x[i] >> 16 * j);
+    });
 }
 
 }  // namespace hopper

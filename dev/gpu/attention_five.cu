@@ -76,7 +76,7 @@ __device__ void add_line(float* global, const float* shared, int bytes, bool add
     else
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                      ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    stores_commit();
 }
 #endif
 

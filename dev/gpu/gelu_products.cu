@@ -27,7 +27,6 @@ constexpr int STAGES = 5;                        // steps of 64 channels, loaded
 constexpr int PANEL = 64;                        // tiles side by side, done before other columns
 constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
 constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
-constexpr int TOGETHER = 16;                     // arguments of GELU: none waits for another
 using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
 
 #ifdef __CUDACC__
@@ -44,6 +43,24 @@ __device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long lo
                  "%64, %65, p, 1, 1, 0, %67;}"
                  : FLOATS32(d), FLOATS32((d + 8))
                  : "l"(a), "l"(b), "r"((int)add), "n"((int)b_of_rows));
+}
+
+// All threads of a warpgroup wait for each other.
+__device__ void warpgroup_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+
+// The opposite of load_matrices.
+__device__ void store_matrices(real* row, const Pair (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+// Starts to copy a box from shared to device memory: what lies in the matrix, from (row, c) on.
+__device__ void store_box(const Tiles* map, int c, int row, const real* box) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%1, %2, %3, %2}], [%4];"
+                 ::"l"(map), "r"(c), "r"(0), "r"(row), "r"(shared_address(box)) : "memory");
 }
 
 __device__ float reciprocal(float x) {  // of infinity it is 0
@@ -98,14 +115,13 @@ __device__ void load_rows(
 
 // GELU as in kernels.cu, x g with g = 1/(1 + e^(-2u)), without a true division: bf16 hides what the
 // fast one loses. Far to the left e^(-2u) is infinity, and g its limit 0.
-__device__ float gelu_share(float x) {
+__device__ float power_of_gelu(float x) {  // e^(-2u)
     constexpr float factor = -SQRT_8_OVER_PI * LOG2_E;
-    return reciprocal(1.0f + power_of_2(x * (factor + 0.044715f * factor * x * x)));
+    return power_of_2(x * (factor + 0.044715f * factor * (x * x)));
 }
-__device__ float fast_gelu(float x) { return x * gelu_share(x); }
-__device__ float fast_gelu_derivative(float x) {
-    float g = gelu_share(x), xg = x * g;
-    return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * x * x);
+__device__ float derivative_of_gelu(float x, float power) {
+    float g = reciprocal(1.0f + power), xg = x * g;
+    return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * (x * x));
 }
 
 struct Sizes {
@@ -126,10 +142,10 @@ struct TileAt {
 };
 
 // mbarriers: stages are full, or empty again; and of each warpgroup: its fch is there, its result
-// was read, the sums of its four warps are there, and it may begin: the other has all its stages.
+// was read, and it may begin: the other one has all its stages.
 struct Waits {
     unsigned long long full[STAGES], empty[STAGES];
-    unsigned long long fch_there[2], result_read[2], summed[2], my_turn[2];
+    unsigned long long fch_there[2], result_read[2], my_turn[2];
 };
 
 // As warp_arrives, at the mbarriers of all blocks of the cluster.
@@ -195,72 +211,136 @@ __device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
     wgmma_commit();
 }
 
-// Brings a warp's 16 rows of a result x to shared memory, boxes of 64 columns, swizzled. There it
-// finds fch in the backward pass. A lane has pairs of neighbours in rows lane/4 and lane/4 + 8.
-template <bool backward>
-__device__ void share_rows(
-    real* rows, float (*x)[4], const real* bias, int lane) {
-    constexpr int pairs = TOGETHER / 2;
-    auto pair = [&](int n, int i) {
-        return rows + n / 8 * BOX + (lane / 4 + 8 * i) * 64 + (n % 8 ^ lane / 4) * W + lane % 4 * 2;
-    };
+// A warpgroup's result in shared memory: boxes of 64 rows and 64 columns, first the two of rows
+// 0..63. Warp w has rows 16 w .. 16 w + 15 of either half, 16 columns in four registers, as A of
+// mma: each a Pair of neighbouring columns in row lane/4 or lane/4 + 8.
+using Packed = Pair[2][WIDTH / 16][4];
+constexpr int STEPS = 2 * WIDTH / 16;
+
+// Where a lane's 8 columns begin, for load_matrices and store_matrices, in the rows of a warp in the
+// first box: of columns 16 k .. 16 k + 15. The 128-byte swizzle brings the same columns of 8 rows to
+// different banks.
+struct RowsOfLane {
+    real* of[4];
+    __device__ RowsOfLane(real* rows) {
+        int lane = forget(threadIdx.x % 32);
 #pragma unroll
-    for (int n = 0; n < WIDTH / 8; n += pairs / 2) {
-        Pack<2> other[pairs];  // fch, or the bias
-#pragma unroll
-        for (int k = 0; k < pairs; k++)
-            other[k] = load<2>(backward ? pair(n + k / 2, k % 2) : bias + column_of(n + k / 2, 0));
-#pragma unroll
-        for (int k = 0; k < pairs; k++) {
-            Pack<2> y = {x[n + k / 2][k % 2 * 2], x[n + k / 2][k % 2 * 2 + 1]};
-            for (int j = 0; j < 2; j++)
-                y[j] = backward ? y[j] * fast_gelu_derivative(other[k][j]) : y[j] + other[k][j];
-            store(pair(n + k / 2, k % 2), y);
-        }
+        for (int k = 0; k < 4; k++)
+            of[k] = rows + lane % 16 * 64 + ((2 * k + lane / 16) ^ lane % 8) * W;
     }
+    __device__ real* operator()(int box, int k) const { return of[k] + box * BOX; }
+};
+
+__device__ float low(Pair two) { return __uint_as_float(two << 16); }
+__device__ float high(Pair two) { return __uint_as_float(two & 0xffff0000); }
+
+// One thread has TMA store the warpgroup's result, where it lies inside (N,OC).
+__device__ void store_tile(const Tiles& to, const TileAt& at, const real* result, int group) {
+    shared_written();
+    warpgroup_sync(group);
+    if (threadIdx.x % 128 > 0) return;
+    for (int box = 0; box < 4; box++)
+        store_box(&to, at.column + box % 2 * 64, at.row + box / 2 * 64, result + box * BOX);
+    stores_commit();
+}
+// Then this waits until TMA has read all of it.
+__device__ void result_free(int group) {
+    if (threadIdx.x % 128 == 0) stores_read();
+    warpgroup_sync(group);
 }
 
-// Stores these rows of a box to out and, in the forward pass, GELU of the rounded numbers to
-// out_gelu; else adds them to sum. A lane has a pack of rows lane/8, lane/8 + 4, .., of which
-// `count` are above N. OC numbers are from a row to the next.
-template <bool backward>
-__device__ void store_packs(
-    real* out, real* out_gelu, Pack<W>& sum, const real* box, int count, size_t OC, int lane) {
-    constexpr int packs = TOGETHER / W;
+// fch and its GELU, from the product x. bias_of: this lane's numbers, for columns 8 n ...
+__device__ void finish_forward(
+    const Tiles& fch, const Tiles& fch_gelu, TileResult& x, const real* bias,
+    const TileAt& at, real* result, int OC, int group, int warp) {
+    Pair y[4][4][4];  // of each box
+    result_free(group);
+    RowsOfLane rows(result + 16 * warp * 64);
 #pragma unroll
-    for (int r = 0; r < 16; r += 4 * packs) {
-        Pack<W> y[packs], of_gelu[packs];
+    for (int box = 0; box < 4; box++) {
+        int column = at.column + box % 2 * 64;
+        if (column >= OC) continue;
+        Pair of_bias[8];
 #pragma unroll
-        for (int k = 0; k < packs; k++) {
-            int row = r + 4 * k + lane / 8;
-            y[k] = load<W>(box + row * 64 + (lane ^ row) % 8 * W);
-            if (backward) sum = sum + y[k];  // beyond N they are zeros
-            else for (int j = 0; j < W; j++) of_gelu[k][j] = fast_gelu(y[k][j]);
+        for (int n = 0; n < 8; n++)
+            of_bias[n] = *reinterpret_cast<const Pair*>(bias + column + column_of(n, 0));
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            for (int i = 0; i < 4; i++) {
+                int n = 2 * k + i / 2;
+                const float* two = x.x[0][box / 2 * 16 + box % 2 * 8 + n] + i % 2 * 2;
+                y[box][k][i] = pair(two[0] + low(of_bias[n]), two[1] + high(of_bias[n]));
+            }
+            store_matrices(rows(box, k), y[box][k]);
+            for (Pair& two : y[box][k])
+                two = pair(low(two) * reciprocal(1.0f + power_of_gelu(low(two))),
+                           high(two) * reciprocal(1.0f + power_of_gelu(high(two))));
+        }
+    }
+    store_tile(fch, at, result, group);
+    result_free(group);
+#pragma unroll
+    for (int box = 0; box < 4; box++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) store_matrices(rows(box, k), y[box][k]);
+    store_tile(fch_gelu, at, result, group);
+}
+
+// dfch, from the product x and fch, which is where dfch goes; and the sums of its columns.
+__device__ void finish_backward(
+    const Tiles& dfch, float* sums, TileResult& x, const TileAt& at, real* result, int OC,
+    int group, int warp) {
+    RowsOfLane rows(result + 16 * warp * 64);
+    Pair next[4];
+    load_matrices(next, rows(0, 0));
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        Pair y[4] = {next[0], next[1], next[2], next[3]};
+        if (step + 1 < STEPS) load_matrices(next, rows((step + 1) / 4, (step + 1) % 4));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float* two = x.x[0][2 * step + i / 2] + i % 2 * 2;
+            y[i] = pair(two[0] * derivative_of_gelu(low(y[i]), power_of_gelu(low(y[i]))),
+                        two[1] * derivative_of_gelu(high(y[i]), power_of_gelu(high(y[i]))));
+        }
+        store_matrices(rows(step / 4, step % 4), y);
+    }
+    store_tile(dfch, at, result, group);
+    if (!sums) return;
+    // Tensor cores add up columns: of a product with ones all rows are the sums. Each warp has 32
+    // columns of all rows.
+    float sum[4][4] = {};
+    constexpr Pair one = 0x3f803f80, ones[4] = {one, one, one, one};
+    RowsOfLane all(result + warp / 2 * BOX);
+#pragma unroll
+    for (int row = 0; row < HEIGHT; row += 16)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            Pair b[4];
+            load_matrices_transposed(b, (warp % 2 ? all.of[2 + k] : all.of[k]) + row / 64 * 2 * BOX + row % 64 * 64);
+            mma_pair(sum[2 * k], sum[2 * k + 1], ones, b);
         }
 #pragma unroll
-        for (int k = 0; k < packs; k++) {
-            if (r + 4 * k >= count) continue;
-            store(out + (r + 4 * k) * OC, y[k]);
-            if (!backward) store(out_gelu + (r + 4 * k) * OC, of_gelu[k]);
-        }
+    for (int n = 0; n < 4; n++) {
+        int column = at.column + 32 * warp + column_of(n, 0);
+        if (threadIdx.x % 32 < 4 && column < OC)
+            store(sums + (size_t)at.row / HEIGHT * OC + column, Pack<2>{sum[n][0], sum[n][1]});
     }
 }
 
 // backward: matmul_dgelu, else matmul_gelu. sums may be null.
 template <bool backward>
 __device__ void product_with_gelu(
-    real* out, real* out_gelu, float* sums, const real* bias, const Tiles& inp, const Tiles& w,
-    const Tiles& fch, Sizes sizes) {
+    const Tiles& out, const Tiles& out_gelu, float* sums, const real* bias, const Tiles& inp,
+    const Tiles& w, const Tiles& fch, Sizes sizes) {
     DYNAMIC_SHARED(real, stages);
     real* results = stages + STAGES * STAGE;  // one for each warpgroup
     __shared__ Waits waits;
-    constexpr int boxes = WIDTH / 64;  // side by side in a tile
     if (threadIdx.x == 0) {
         for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
         for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
         for (int i = 0; i < 2; i++) {
-            mbarrier_start(waits.fch_there[i], 1);
-            mbarrier_start(waits.result_read[i], 4), mbarrier_start(waits.summed[i], 4);
+            mbarrier_start(waits.fch_there[i], 1), mbarrier_start(waits.result_read[i], 4);
             mbarrier_start(waits.my_turn[i], 4);
         }
     }
@@ -275,13 +355,13 @@ __device__ void product_with_gelu(
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
         int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32 % 4, 0);
         real* result = results + group * TILE_SIZE;
-        int steps = sizes.C / 64, turn = 0;
+        int steps = sizes.C / 64, turn = group == 0;
         unsigned step = group * steps;
         for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
              tile += 2 * gridDim.x, step += steps, turn ^= 1) {
             TileAt at(tile, sizes);
             TileResult x;
-            mbarrier_wait(waits.my_turn[group], turn ^ (group == 0));
+            mbarrier_wait(waits.my_turn[group], turn);
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
                 multiply_stage<backward>(x, stages + step % STAGES * STAGE, i > 0);
@@ -291,47 +371,17 @@ __device__ void product_with_gelu(
             warp_arrives(waits.my_turn[group ^ 1]);
             products_arrive<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
-
-            if (backward) mbarrier_wait(waits.fch_there[group], turn);
-            int lane = forget(threadIdx.x % 32);
-            real* rows = result + 16 * warp * 64;
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                share_rows<backward>(rows + half * boxes * BOX, x.x[0] + WIDTH / 8 * half,
-                                     bias + at.column, lane);
-            __syncwarp();
-            float* of_warps = reinterpret_cast<float*>(result);  // each has the place of its rows
-#pragma unroll
-            for (int box = 0; box < boxes; box++) {
-                if (at.column + 64 * box >= sizes.OC) continue;
-                Pack<W> sum = {};
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    int row = at.row + 64 * half + 16 * warp + lane / 8;
-                    size_t to = (size_t)row * sizes.OC + at.column + 64 * box + lane % 8 * W;
-                    store_packs<backward>(
-                        out + to, out_gelu + to, sum, rows + (half * boxes + box) * BOX,
-                        sizes.N - row, sizes.OC, lane);
-                }
-                __syncwarp();
-                for (int j = 0; j < W && backward && sums; j++) {
-                    sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 8);
-                    sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);
-                    if (lane < 8) of_warps[512 * warp + 64 * box + lane * W + j] = sum[j];
-                }
+            if (!backward) {
+                finish_forward(out, out_gelu, x, bias, at, result, sizes.OC, group, warp);
+            } else {
+                mbarrier_wait(waits.fch_there[group], turn ^ (group == 0));
+                finish_backward(out, sums, x, at, result, sizes.OC, group, warp);
+                if (threadIdx.x % 128 == 0) stores_read();
+                shared_written();
+                warp_arrives(waits.result_read[group]);
             }
-            if (!backward) continue;
-            if (sums) {
-                warp_arrives(waits.summed[group]);
-                mbarrier_wait(waits.summed[group], turn);
-                float* to = sums + (size_t)at.row / HEIGHT * sizes.OC + at.column;
-                for (int c = threadIdx.x % 128; c < WIDTH && at.column + c < sizes.OC; c += 128)
-                    to[c] = of_warps[c] + of_warps[512 + c] +
-                            (of_warps[1024 + c] + of_warps[1536 + c]);
-            }
-            shared_written();
-            warp_arrives(waits.result_read[group]);
         }
+        if (threadIdx.x % 128 == 0) stores_arrive();
     }
     cluster_sync();  // the other block may still arrive at mbarriers of this one
 }
@@ -340,27 +390,31 @@ __device__ void product_with_gelu(
 
 #ifdef __CUDACC__  // clusters of two blocks, in all launches
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu(
-    real*, real*, const real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, int,
-    int, int);
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const real*,
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu(
-    real*, float*, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, int, int, int);
+    const __grid_constant__ Tiles, float*, const __grid_constant__ Tiles,
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);
 #endif
 
-// fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch). C is a multiple
-// of 64 and OC of 256. Items: blocks, an even number of them.
+// fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch). C and OC are
+// multiples of 64. Items: blocks, an even number of them.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu(
-    real* __restrict__ fch, real* __restrict__ fch_gelu, const real* __restrict__ bias,
-    const __grid_constant__ Tiles inp, const __grid_constant__ Tiles w, int N, int OC, int C) {
-    gelu_products::product_with_gelu<false>(fch, fch_gelu, nullptr, bias, inp, w, inp, {N, OC, C});
+    const __grid_constant__ Tiles fch, const __grid_constant__ Tiles fch_gelu,
+    const real* __restrict__ bias, const __grid_constant__ Tiles inp,
+    const __grid_constant__ Tiles w, int N, int OC, int C) {
+    gelu_products::product_with_gelu<false>(
+        fch, fch_gelu, nullptr, bias, inp, w, inp, {N, OC, C});
 }
 
 // dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of 128 rows, OC), unless
 // null: of each block the sums of dfch's columns. C and OC as above. Items: blocks, an even number.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu(
-    real* __restrict__ dfch, float* __restrict__ sums, const __grid_constant__ Tiles dout,
-    const __grid_constant__ Tiles w, const __grid_constant__ Tiles fch, int N, int OC, int C) {
-    gelu_products::product_with_gelu<true>(dfch, nullptr, sums, nullptr, dout, w, fch, {N, OC, C});
+    const __grid_constant__ Tiles dfch, float* __restrict__ sums,
+    const __grid_constant__ Tiles dout, const __grid_constant__ Tiles w,
+    const __grid_constant__ Tiles fch, int N, int OC, int C) {
+    gelu_products::product_with_gelu<true>(
+        dfch, dfch, sums, nullptr, dout, w, fch, {N, OC, C});
 }

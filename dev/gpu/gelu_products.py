@@ -33,21 +33,24 @@ def plan(device, out):
             2 * (STAGES * (HEIGHT + WIDTH) * 64 + 2 * HEIGHT * WIDTH))
 
 
+def maps(device, *arrays):
+    """Tensor maps by which TMA loads and stores boxes of 64 rows and 64 columns of these."""
+    return [device.tensor_map(x, *x.shape) for x in arrays]
+
+
 def multiply_gelu(device, fch, fch_gelu, inp, w, bias):
     """fch (N,OC) = inp (N,C) @ w.T + bias, w (OC,C), and fch_gelu (N,OC) = gelu(fch)."""
-    maps = (device.tensor_map(x, *x.shape) for x in (inp, w))
     blocks, shared = plan(device, fch)
-    device.launch("matmul_gelu", blocks, fch, fch_gelu, bias, *maps, *fch.shape, inp.shape[1],
-                  threads=THREADS, shared=shared)
+    device.launch("matmul_gelu", blocks, *maps(device, fch, fch_gelu), bias, *maps(device, inp, w),
+                  *fch.shape, inp.shape[1], threads=THREADS, shared=shared)
 
 
 def multiply_dgelu(device, dfch, sums, dout, w, fch):
     """dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of HEIGHT rows, OC),
     unless None: of each block the sums of dfch's columns."""
-    maps = (device.tensor_map(x, *x.shape) for x in (dout, w, fch))
     blocks, shared = plan(device, dfch)
-    device.launch("matmul_dgelu", blocks, dfch, sums, *maps, *dfch.shape, dout.shape[1],
-                  threads=THREADS, shared=shared)
+    device.launch("matmul_dgelu", blocks, *maps(device, dfch), sums, *maps(device, dout, w, fch),
+                  *dfch.shape, dout.shape[1], threads=THREADS, shared=shared)
 
 
 class OwnGelu:

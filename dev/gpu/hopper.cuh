@@ -18,8 +18,9 @@ __device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals) {
 // follows.
 __device__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Copies from shared to device memory that this thread has started: wait until they have read their
-// source, which is then free again; or until the results are in device memory.
+// Copies from shared to device memory that this thread has started and committed: wait until they
+// have read their source, which is then free again; or until the results are in device memory.
+__device__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 __device__ void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ void stores_arrive() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 

@@ -14,7 +14,7 @@ from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.device import Cpu
-from dev.gpu import gelu_products, gelu_times
+from dev.gpu import attention_five, gelu_products, gelu_times
 from dev.gpu.gelu_products import HEIGHT, SummedProducts, fits, with_own_gelu
 from dev.lab.bench import BF16_LIMIT
 from dev.tests.checks import EXACT, check, run_program
@@ -23,12 +23,28 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, GPT2, Config, draw_parameters, to_float
 
 FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the first wrong result
+    ("fch is overwritten before TMA has read it", "if (threadIdx.x % 128 == 0) stores_read();\n    warp",
+     "warp", "fch"),
+    ("sums of half of the rows", "row < HEIGHT; row += 16", "row < 64; row += 16", "sums"),
+    ("no turns", "mbarrier_wait(waits.my_turn[group], turn);", "", "stuck"),
+    ("no fence before TMA reads", "shared_written();\n    warpgroup_sync(group);",
+     "warpgroup_sync(group);", "race"),
+    ("no barrier before TMA reads", "shared_written();\n    warpgroup_sync(group);",
+     "shared_written();", "race"),
+    ("no barrier before the result is overwritten", "stores_read();\n    warpgroup_sync(group);",
+     "stores_read();", "race"),
+    ("dfch is overwritten before TMA has read it",
+     "if (threadIdx.x % 128 == 0) stores_read();\n                shared", "shared", "dfch"),
+    ("stores that nobody waits for", "stores_commit();", "", "fch"),
+    ("stores that nobody waits for at the end", "stores_arrive();", "{}", "fch"),
+    ("the upper half of a tile's rows twice", "at.row + box / 2 * 64, result", "at.row, result",
+     "fch"),
+    ("results not swizzled", "((2 * k + lane / 16) ^ lane % 8)", "(2 * k + lane / 16)", "fch"),
+    ("sums in another warp's columns", "at.column + 32 * warp", "at.column + 32 * (warp ^ 1)",
+     "sums"),
     ("the far half of w", "(BOX / W - 1) << 16", "0 << 16", "dfch"),
     ("a stage given back too early", "products_arrive<1>(x);", "", "fch"),
-    ("no turns", "mbarrier_wait(waits.my_turn[group], turn ^ (group == 0));", "", "stuck"),
-    ("rows beyond N", "if (r + 4 * k >= count) continue;", "", "outside"),
-    ("sums of three warps", " + of_warps[1536 + c]", "", "sums"),
-    ("half of the bias", "column_of(n + k / 2, 0)", "column_of(n % 8 + k / 2, 0)", "fch"),
+    ("half of the bias", "bias + column + column_of", "bias + at.column + column_of", "fch"),
     ("half of the channels", "for (int k = 0; k < 64; k += 16)", "for (int k = 0; k < 32; k += 16)",
      "fch"),
     ("GELU of half the cube", "0.044715f * factor", "0.022357f * factor", "fch_gelu"),
@@ -86,17 +102,25 @@ def saturated(device_name):
         check(f"{name} of large numbers", (off < 1e-3).all(), off.max())
 
 
-def whole(device, text="M=580,C=384,OC=256"):
-    """The first wrong result, or "outside" if more than N rows were written, or ""."""
+def whole(device, text="M=580,C=384,OC=320", more_rows=0):
+    """The first wrong result, or "outside" if more than N rows were written, or "". more_rows: how
+    many rows more the results' tensor maps allow to store."""
     a = gelu_times.drawn(device, **gelu_times.parse_sizes(text))
     outputs = [gelu_times.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
                for _ in range(3)]
     with mock.patch.object(gelu_times, "array_on", lambda device, shape, dtype: (
             outputs.pop()[: shape[0]] if dtype == BF16 else on_device(
                 device, np.full(shape, np.nan, dtype)))):
-        kept = [*outputs]
+        kept, maps = [*outputs], gelu_products.maps
+        starts = {x.ctypes.data for x in kept}
+
+        def wider(device, *arrays):
+            return [device.tensor_map(x, len(x) + more_rows, x.shape[1])
+                    if x.ctypes.data in starts else maps(device, x)[0] for x in arrays]
+
         try:
-            found = gelu_times.faults(device, a)
+            with mock.patch.object(gelu_products, "maps", wider):
+                found = gelu_times.faults(device, a)
         except UserError as e:
             return f"{e}"
     if any((device.get(x)[len(a.inp) :] != 0xffff).any() for x in kept):
@@ -108,12 +132,16 @@ def planted(folder, faults):
     """The first so many planted faults are found."""
     text = gelu_products.SOURCE.read_text("utf-8")
     check("without a fault", whole(small_device()) == "")
+    said = whole(small_device(), more_rows=HEIGHT)
+    check("rows beyond N", said == "outside", said)
     for what, old, new, wish in FAULTS[:faults]:
         assert text.count(old) == 1, old
         path = folder / "gelu_products.cu"
         path.write_text(text.replace(old, new), "utf-8")
-        said = whole(small_device([gelu_products.SOURCES[0], path]))
-        check(what, wish in said if wish == "stuck" else said == wish, said)
+        sources = [gelu_products.SOURCES[0], path]
+        said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), "M=150,C=64")
+                if wish == "race" else whole(small_device(sources)))
+        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
 
 
 def no_races():
@@ -163,13 +191,15 @@ def training():
 
 
 def compiled():
-    """For sm_90a nothing spills, and a block fits a multiprocessor."""
+    """For sm_90a nothing spills, and a block fits a multiprocessor; attention_five.cu is there, too,
+    and so are the functions that both have."""
     if not has_nvrtc():
         print("skipped: NVRTC is not installed")
         return
     from dev.common.nvrtc import compile_cuda
-    text = "".join(path.read_text("utf-8") for path in (*Config.SOURCES, *gelu_products.SOURCES))
-    c = Config(C=768, NH=12)
+    text = "".join(path.read_text("utf-8") for path in (
+        *Config.SOURCES, *attention_five.SOURCES, *gelu_products.SOURCES))
+    c = Config(C=1024, NH=8)
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
