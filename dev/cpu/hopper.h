@@ -414,17 +414,17 @@ QUIET inline __attribute__((noinline)) void copy_line(void* shared, const void* 
     state().wake(as_mbarrier(mbarrier));
 }
 
-// A thread sends bytes of shared memory; after add_line it need not commit them.
-inline Sent sent_from(const void* shared, size_t bytes, bool committed, const void* pc) {
-    auto* from = static_cast<const char*>(shared);
-    return {thread_number(), from, std::vector<char>(from, from + bytes), {}, races::asked(pc), committed, false};
+// A thread sends bytes of shared memory. A vector that copied them itself would be watched.
+QUIET inline Sent sent_from(const void* shared, size_t bytes, bool committed, const void* pc) {
+    std::vector<char> before(bytes);
+    memcpy(before.data(), shared, bytes);
+    return {thread_number(), static_cast<const char*>(shared), before, {}, races::asked(pc), committed, false};
 }
 QUIET inline __attribute__((noinline)) void add_line(float* global, const float* shared, int bytes, bool add) {
     Sent line = sent_from(shared, bytes, true, __builtin_return_address(0));
-    std::vector<float> sum(shared, shared + bytes / 4);
-    for (size_t i = 0; i < sum.size() && add; i++) sum[i] += global[i];
-    auto* begin = reinterpret_cast<const char*>(sum.data());
-    line.pieces.push_back({reinterpret_cast<char*>(global), std::vector<char>(begin, begin + bytes)});
+    line.pieces.push_back({reinterpret_cast<char*>(global), line.before});
+    auto* sum = reinterpret_cast<float*>(line.pieces[0].bytes.data());
+    for (int i = 0; i < bytes / 4 && add; i++) sum[i] += global[i];
     line.begin();
     state().sent.push_back(std::move(line));
 }

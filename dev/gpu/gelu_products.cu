@@ -15,8 +15,17 @@
 //     has waited for all stages before (my_turn).
 //   - Two neighbouring blocks are a cluster. Their tiles have the same rows, and each block loads
 //     half of these for both: L2 could not bring two whole operands to all multiprocessors in time.
-// A tile of 128 x 128 costs, for each 64 of C, 512 clocks of the tensor cores and 640 of shared
-// memory: 384 to read, 256 for what TMA writes.
+//   - TMA also stores results. Threads leave them in shared memory as boxes, by stmatrix.
+//
+// What a tile of 128 x 128 costs, in clocks of its multiprocessor:
+//   - its products, for each 64 of C: 512 of the tensor cores and 640 of shared memory, 384 to read
+//     and 256 for what TMA writes. So shared memory is the limit: 7,680 for C = 768;
+//   - more of shared memory: 256 for each time that 32 KB are written or read. Forward: fch and
+//     fch_gelu, each once by threads and once by TMA. Backward: fch and dfch likewise, and once
+//     more for the sums;
+//   - GELU: 2,048 of the unit for 2^x and 1/x, 8 for each instruction of a warp. A warp has 1,600
+//     instructions between its products and those of its next tile, 1,900 backward. They are hidden
+//     behind the products of the other warpgroup as long as they take less time.
 static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
 
 namespace gelu_products {  // other files beside kernels.cu use some of these names, too
@@ -50,13 +59,14 @@ __device__ void warpgroup_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
 
-// The opposite of load_matrices.
+// The opposite of load_matrices: lane i gives the address of row i % 8 of matrix i / 8.
 __device__ void store_matrices(real* row, const Pair (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                  ::"r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// Starts to copy a box from shared to device memory: what lies in the matrix, from (row, c) on.
+// Starts to copy a box from shared to device memory, from (row, c) on. TMA leaves out what is
+// beyond the matrix.
 __device__ void store_box(const Tiles* map, int c, int row, const real* box) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
                  "[%0, {%1, %2, %3, %2}], [%4];"
@@ -115,12 +125,13 @@ __device__ void load_rows(
 
 // GELU as in kernels.cu, x g with g = 1/(1 + e^(-2u)), without a true division: bf16 hides what the
 // fast one loses. Far to the left e^(-2u) is infinity, and g its limit 0.
-__device__ float power_of_gelu(float x) {  // e^(-2u)
+__device__ float gelu_share(float x) {
     constexpr float factor = -SQRT_8_OVER_PI * LOG2_E;
-    return power_of_2(x * (factor + 0.044715f * factor * (x * x)));
+    return reciprocal(1.0f + power_of_2(x * (factor + 0.044715f * factor * (x * x))));
 }
-__device__ float derivative_of_gelu(float x, float power) {
-    float g = reciprocal(1.0f + power), xg = x * g;
+__device__ float fast_gelu(float x) { return x * gelu_share(x); }
+__device__ float fast_gelu_derivative(float x) {
+    float g = gelu_share(x), xg = x * g;
     return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * (x * x));
 }
 
@@ -211,70 +222,73 @@ __device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
     wgmma_commit();
 }
 
-// A warpgroup's result in shared memory: boxes of 64 rows and 64 columns, first the two of rows
-// 0..63. Warp w has rows 16 w .. 16 w + 15 of either half, 16 columns in four registers, as A of
-// mma: each a Pair of neighbouring columns in row lane/4 or lane/4 + 8.
-using Packed = Pair[2][WIDTH / 16][4];
-constexpr int STEPS = 2 * WIDTH / 16;
-
-// Where a lane's 8 columns begin, for load_matrices and store_matrices, in the rows of a warp in the
-// first box: of columns 16 k .. 16 k + 15. The 128-byte swizzle brings the same columns of 8 rows to
-// different banks.
+// A warpgroup's result in shared memory is four boxes: two side by side, and two below. A warp has
+// 16 rows of each box. Of these it has, for k = 0..3, columns 16 k .. 16 k + 15 in registers as an
+// A of mma: each lane has four Pairs of neighbouring columns. For load_matrices and store_matrices,
+// this says where a lane's 8 columns begin, in 16 rows of the first box. Thanks to the 128-byte
+// swizzle the same columns of 8 rows are in different banks.
 struct RowsOfLane {
     real* of[4];
-    __device__ RowsOfLane(real* rows) {
-        int lane = forget(threadIdx.x % 32);
+    __device__ RowsOfLane(real* box, int row) {
+        int lane = forget(threadIdx.x) % 32;
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            of[k] = rows + lane % 16 * 64 + ((2 * k + lane / 16) ^ lane % 8) * W;
+            of[k] = box + (row + lane % 16) * 64 + ((2 * k + lane / 16) ^ lane % 8) * W;
     }
     __device__ real* operator()(int box, int k) const { return of[k] + box * BOX; }
 };
+__device__ int first_row_of_warp() { return forget(threadIdx.x) / 32 % 4 * 16; }
 
+// The two numbers of the product that become Pair i of these columns.
+__device__ const float* two_of(const TileResult& x, int box, int k, int i) {
+    return x.x[0][8 * box + 2 * k + i / 2] + i % 2 * 2;
+}
 __device__ float low(Pair two) { return __uint_as_float(two << 16); }
 __device__ float high(Pair two) { return __uint_as_float(two & 0xffff0000); }
 
-// One thread has TMA store the warpgroup's result, where it lies inside (N,OC).
+// When all threads of the warpgroup have left their part of the result, one has TMA store it.
 __device__ void store_tile(const Tiles& to, const TileAt& at, const real* result, int group) {
     shared_written();
     warpgroup_sync(group);
-    if (threadIdx.x % 128 > 0) return;
-    for (int box = 0; box < 4; box++)
-        store_box(&to, at.column + box % 2 * 64, at.row + box / 2 * 64, result + box * BOX);
-    stores_commit();
+    if (threadIdx.x % 128 == 0) {
+        for (int box = 0; box < 4; box++)
+            store_box(&to, at.column + box % 2 * 64, at.row + box / 2 * 64, result + box * BOX);
+        stores_commit();
+    }
+    __syncwarp();
 }
-// Then this waits until TMA has read all of it.
+// After this the result may be overwritten: TMA has read it.
 __device__ void result_free(int group) {
     if (threadIdx.x % 128 == 0) stores_read();
     warpgroup_sync(group);
 }
 
-// fch and its GELU, from the product x. bias_of: this lane's numbers, for columns 8 n ...
+// fch and its GELU, from the product x. GELU is that of fch as it is stored, rounded.
 __device__ void finish_forward(
-    const Tiles& fch, const Tiles& fch_gelu, TileResult& x, const real* bias,
-    const TileAt& at, real* result, int OC, int group, int warp) {
-    Pair y[4][4][4];  // of each box
-    result_free(group);
-    RowsOfLane rows(result + 16 * warp * 64);
+    const Tiles& fch, const Tiles& fch_gelu, TileResult& x, const real* bias, const TileAt& at,
+    real* result, int OC, int group) {
+    Pair y[4][4][4], of_bias[2][8];  // of each box; of the columns on the left and on the right
 #pragma unroll
-    for (int box = 0; box < 4; box++) {
-        int column = at.column + box % 2 * 64;
-        if (column >= OC) continue;
-        Pair of_bias[8];
+    for (int side = 0; side < 2; side++)
 #pragma unroll
         for (int n = 0; n < 8; n++)
-            of_bias[n] = *reinterpret_cast<const Pair*>(bias + column + column_of(n, 0));
+            of_bias[side][n] = *reinterpret_cast<const Pair*>(
+                bias + min(at.column + 64 * side, OC - 64) + column_of(n, 0));
+    result_free(group);
+    RowsOfLane rows(result, first_row_of_warp());
+#pragma unroll
+    for (int box = 0; box < 4; box++) {
+        // Without a branch the compiler would begin with the powers of all boxes, and spill.
+        if (at.column + box % 2 * 64 >= OC) continue;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             for (int i = 0; i < 4; i++) {
-                int n = 2 * k + i / 2;
-                const float* two = x.x[0][box / 2 * 16 + box % 2 * 8 + n] + i % 2 * 2;
-                y[box][k][i] = pair(two[0] + low(of_bias[n]), two[1] + high(of_bias[n]));
+                const float* two = two_of(x, box, k, i);
+                Pair b = of_bias[box % 2][2 * k + i / 2];
+                y[box][k][i] = pair(two[0] + low(b), two[1] + high(b));
             }
             store_matrices(rows(box, k), y[box][k]);
-            for (Pair& two : y[box][k])
-                two = pair(low(two) * reciprocal(1.0f + power_of_gelu(low(two))),
-                           high(two) * reciprocal(1.0f + power_of_gelu(high(two))));
+            for (Pair& two : y[box][k]) two = pair(fast_gelu(low(two)), fast_gelu(high(two)));
         }
     }
     store_tile(fch, at, result, group);
@@ -286,38 +300,20 @@ __device__ void finish_forward(
     store_tile(fch_gelu, at, result, group);
 }
 
-// dfch, from the product x and fch, which is where dfch goes; and the sums of its columns.
-__device__ void finish_backward(
-    const Tiles& dfch, float* sums, TileResult& x, const TileAt& at, real* result, int OC,
-    int group, int warp) {
-    RowsOfLane rows(result + 16 * warp * 64);
-    Pair next[4];
-    load_matrices(next, rows(0, 0));
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-        Pair y[4] = {next[0], next[1], next[2], next[3]};
-        if (step + 1 < STEPS) load_matrices(next, rows((step + 1) / 4, (step + 1) % 4));
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float* two = x.x[0][2 * step + i / 2] + i % 2 * 2;
-            y[i] = pair(two[0] * derivative_of_gelu(low(y[i]), power_of_gelu(low(y[i]))),
-                        two[1] * derivative_of_gelu(high(y[i]), power_of_gelu(high(y[i]))));
-        }
-        store_matrices(rows(step / 4, step % 4), y);
-    }
-    store_tile(dfch, at, result, group);
-    if (!sums) return;
-    // Tensor cores add up columns: of a product with ones all rows are the sums. Each warp has 32
-    // columns of all rows.
+// Sums of a result's columns, over 128 rows. Tensor cores add them up, always in the same order: in
+// a product with a matrix of ones each row is the sums. A warp has 32 columns of all rows.
+__device__ void sum_columns(float* sums, const TileAt& at, real* result, int OC) {
     float sum[4][4] = {};
     constexpr Pair one = 0x3f803f80, ones[4] = {one, one, one, one};
-    RowsOfLane all(result + warp / 2 * BOX);
+    int warp = threadIdx.x / 32 % 4;
+    RowsOfLane rows(result + warp / 2 * BOX, 0);
 #pragma unroll
     for (int row = 0; row < HEIGHT; row += 16)
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             Pair b[4];
-            load_matrices_transposed(b, (warp % 2 ? all.of[2 + k] : all.of[k]) + row / 64 * 2 * BOX + row % 64 * 64);
+            const real* from = warp % 2 ? rows.of[2 + k] : rows.of[k];
+            load_matrices_transposed(b, from + row / 64 * 2 * BOX + row % 64 * 64);
             mma_pair(sum[2 * k], sum[2 * k + 1], ones, b);
         }
 #pragma unroll
@@ -326,6 +322,34 @@ __device__ void finish_backward(
         if (threadIdx.x % 32 < 4 && column < OC)
             store(sums + (size_t)at.row / HEIGHT * OC + column, Pack<2>{sum[n][0], sum[n][1]});
     }
+}
+
+// dfch, from the product x and fch. A warp replaces its part of fch in shared memory by dfch, and
+// loads the next 16 columns of fch before it computes. At the end this thread's part of the result
+// may be overwritten.
+__device__ void finish_backward(
+    const Tiles& dfch, float* sums, TileResult& x, const TileAt& at, real* result, int OC,
+    int group) {
+    RowsOfLane rows(result, first_row_of_warp());
+    Pair next[4];
+    load_matrices(next, rows(0, 0));
+#pragma unroll
+    for (int step = 0; step < 16; step++) {
+        int box = step / 4, k = step % 4;
+        Pair y[4] = {next[0], next[1], next[2], next[3]};
+        if (step < 15) load_matrices(next, rows((step + 1) / 4, (step + 1) % 4));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float* two = two_of(x, box, k, i);
+            y[i] = pair(two[0] * fast_gelu_derivative(low(y[i])),
+                        two[1] * fast_gelu_derivative(high(y[i])));
+        }
+        store_matrices(rows(box, k), y);
+    }
+    store_tile(dfch, at, result, group);
+    if (sums) sum_columns(sums, at, result, OC);
+    if (threadIdx.x % 128 == 0) stores_read();
+    shared_written();
 }
 
 // backward: matmul_dgelu, else matmul_gelu. sums may be null.
@@ -353,9 +377,8 @@ __device__ void product_with_gelu(
     } else {
         take_registers<232>();
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-        int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32 % 4, 0);
         real* result = results + group * TILE_SIZE;
-        int steps = sizes.C / 64, turn = group == 0;
+        int steps = sizes.C / 64, turn = group == 0;  // group 0 need not wait the first time
         unsigned step = group * steps;
         for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
              tile += 2 * gridDim.x, step += steps, turn ^= 1) {
@@ -372,12 +395,10 @@ __device__ void product_with_gelu(
             products_arrive<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if (!backward) {
-                finish_forward(out, out_gelu, x, bias, at, result, sizes.OC, group, warp);
+                finish_forward(out, out_gelu, x, bias, at, result, sizes.OC, group);
             } else {
                 mbarrier_wait(waits.fch_there[group], turn ^ (group == 0));
-                finish_backward(out, sums, x, at, result, sizes.OC, group, warp);
-                if (threadIdx.x % 128 == 0) stores_read();
-                shared_written();
+                finish_backward(out, sums, x, at, result, sizes.OC, group);
                 warp_arrives(waits.result_read[group]);
             }
         }

@@ -1,8 +1,8 @@
 // What our own kernels for Hopper need beyond kernels.cu's section for it: mbarriers that count
 // several arrivals, copies from shared memory that run by themselves, and registers that one
 // warpgroup gives to another. It is compiled behind kernels.cu, in front of the files that use it.
-// Each of those files may bring it, so it may be there twice. On a CPU dev/cpu/hopper.h has the same
-// functions in C++.
+// Each of those files may bring it, so it may be there twice. On a CPU dev/cpu/hopper.h has the
+// same functions in C++.
 #ifndef HOPPER_FUNCTIONS
 #define HOPPER_FUNCTIONS
 #if HOPPER
@@ -30,8 +30,8 @@ __device__ void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32
 template <int n>
 __device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n)); }
 
-// The same value, but the compiler forgets what it knows about it. So it computes what depends on it
-// here, and does not keep all of that in registers through a loop before.
+// The same value, but the compiler forgets what it knows about it. So it computes what depends on
+// it here, and does not keep all of that in registers through a loop before.
 __device__ int forget(int x) {
     asm volatile("" : "+r"(x));
     return x;
