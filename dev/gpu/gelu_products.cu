@@ -230,7 +230,7 @@ __device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
 struct RowsOfLane {
     real* of[4];
     __device__ RowsOfLane(real* box, int row) {
-        int lane = forget(threadIdx.x) % 32;
+        unsigned lane = forget(threadIdx.x) % 32;
 #pragma unroll
         for (int k = 0; k < 4; k++)
             of[k] = box + (row + lane % 16) * 64 + ((2 * k + lane / 16) ^ lane % 8) * W;

@@ -32,7 +32,7 @@ __device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32
 
 // The same value, but the compiler forgets what it knows about it. So it computes what depends on
 // it here, and does not keep all of that in registers through a loop before.
-__device__ int forget(int x) {
+__device__ unsigned forget(unsigned x) {
     asm volatile("" : "+r"(x));
     return x;
 }
