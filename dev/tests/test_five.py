@@ -33,7 +33,8 @@ SECONDS = 150  # time limit for the checks with one fault: some hang
 NOTICED = 3  # exit status
 AS_HOPPER, RACES = "-O1 -DHOPPER", "-O1 -DHOPPER -fsanitize=thread"
 A_SIZE = "B=3,T=200,NH=2,NKV=2"  # with 6 heads, of which 4 are done at once
-A_RACE = "a part is stored before it was read"  # only the race finder sees it
+# Only the race finder sees these
+A_RACE, NO_FENCE = "a part is stored before it was read", "a part is added before the copy engine can see it"
 PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fault)
     ("nothing", "", ""),
     ("heads of a section", "min(AT_ONCE, heads - section)", "AT_ONCE"),
@@ -49,6 +50,7 @@ PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fau
     ("dq without its factor", "x.x[0][n][1] = scale * four.y;", "x.x[0][n][1] = four.y;"),
     ("the sums of half of the rows", "i < SHARES; i++) sum", "i < SHARES / 2; i++) sum"),
     (A_RACE, "if (n >= 2) mbarrier_wait(part_read[n % 2], (n / 2 + 1) % 2);", ""),
+    (NO_FENCE, "shared_written();\n        __syncwarp();", "__syncwarp();"),
     ("a tile is loaded before all are done",
      "if (n >= FIVE_STAGES) mbarrier_wait(done[stage], (n / FIVE_STAGES + 1) % 2);", ""),
 )
@@ -184,7 +186,7 @@ def plant(i):
     what, right, wrong = PLANTED[i]
     text = attention_five.SOURCE.read_text("utf-8")
     assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-    sizes, flags = ([A_SIZE], RACES) if what == A_RACE else ([A_SIZE, *time_five.CHECKS], AS_HOPPER)
+    sizes, flags = ([A_SIZE], RACES) if what in (A_RACE, NO_FENCE) else ([A_SIZE, *time_five.CHECKS], AS_HOPPER)
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
           mock.patch.object(time_five, "SOURCES", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
