@@ -184,6 +184,9 @@ FEATURES = [
     Feature("loader", lambda flags, ranks: True, training="dev.data.shuffled_loader:Shuffled"),
     Feature("five products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
             "dev.gpu.attention_five:FiveProducts", "dev.gpu.attention_five:FiveProductsTraining"),
+    Feature("gelu products", lambda flags, ranks: flags.device == "cuda" and not flags.plain
+            and flags.dtype == "bf16", "dev.gpu.gelu_products:SummedProducts",
+            "dev.gpu.gelu_products:GeluProducts"),
     Feature("products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
             training="dev.gpu.products:Timed"),
     Feature("no graph", lambda flags, ranks: not flags.graph,

@@ -34,6 +34,7 @@ static unsigned lanes_met[1024][32];        // of each thread: up to when it has
 enum Reach { BLOCK_WIDE, GPU_WIDE };        // how far a fence reaches. A fence for the GPU is one for the block, too
 static Fence fences[2][1024];               // the last of each thread, of at least that reach; time 0: none
 static unsigned met_at_fence[2][1024][32];  // and what lanes_met was then
+static unsigned shared_fences[1024];        // the last of each thread that lets asynchronous copies see its writes
 static std::vector<Seen> seen;              // by the threads of this block
 static std::map<Address, std::shared_ptr<const Clock>> clocks[2];  // what an atomic access of a place hands on
 static std::vector<bool> published;         // which blocks have a fence

@@ -9,17 +9,20 @@ namespace cuda_on_cpu {
 // the start of the dynamic shared memory, in units of 16 bytes.
 struct WarpGroup {
     struct Product {
-        float (*d)[4];  // of the thread that asks: what it holds of D (64,64), 8 parts
+        float (*d)[4];  // of the thread that asks: what it holds of D (64,8 parts)
+        int parts;      // 8 or 16
         bool right;     // may it be asked for now?
         bool add, a_in_registers;
-        unsigned long long a, b;  // descriptions
-        unsigned registers[4];    // what the thread holds of A, if it is in registers
-        bool of_rows;             // A and B are 64 columns of 16 rows each, and D is A' B
+        unsigned long long a, b;      // descriptions
+        unsigned registers[4];        // what the thread holds of A, if it is in registers
+        bool a_of_rows, b_of_rows;    // 64 columns of 16 rows, or all columns of B, instead of 16 columns
+        size_t bytes() const { return parts * sizeof *d; }
     };
     struct Result {
         float (*d)[4];
-        float value[8][4];  // of d, when it arrives
-        size_t group;       // the last that adds to it
+        size_t bytes;
+        float value[16][4];  // of d, when it arrives
+        size_t group;        // the last that adds to it
     };
     struct Reading {
         unsigned place;
@@ -38,7 +41,8 @@ struct WarpGroup {
     // Where 16 bytes of a described matrix are: 64 bf16 of each of 8 rows are together, in the 128-byte swizzle.
     static unsigned place_of(unsigned long long description, unsigned row, unsigned piece) {
         const unsigned start = description & 0x3fff, stride = description >> 32 & 0x3fff;
-        const unsigned place = start + row / 8 * stride + row % 8 * 8 + piece;
+        const unsigned leading = description >> 16 & 0x3fff;  // to the next 64 columns
+        const unsigned place = start + row / 8 * stride + row % 8 * 8 + piece / 8 * leading + piece % 8;
         return place ^ (place / 8 & 7);
     }
     // Columns 8 piece..8 piece+7 of a row.
@@ -63,39 +67,38 @@ struct WarpGroup {
             for (auto& of_thread : asked)
                 right &= i < of_thread.size() && of_thread[i].right && of_thread[i].a == product.a &&
                          of_thread[i].b == product.b && of_thread[i].add == product.add &&
-                         of_thread[i].of_rows == product.of_rows;
-            float A[64][16], B[64][64], D[64][64] = {};  // B has a row for each column of D, or for each of A
-            const bool b_of_rows = product.a_in_registers || product.of_rows;
-            for (int row = 0; row < 64; row++)
-                for (int piece = 0; piece < 2 && !b_of_rows; piece++) {
-                    read(A[row] + 8 * piece, shared, product.a, row, piece);
-                    read(B[row] + 8 * piece, shared, product.b, row, piece);
-                }
-            for (int row = 0; row < 16 && b_of_rows; row++)
-                for (int piece = 0; piece < 8; piece++) {
-                    float column[8];
-                    read(B[row] + 8 * piece, shared, product.b, row, piece);
-                    if (!product.of_rows) continue;
-                    read(column, shared, product.a, row, piece);
-                    for (int i = 0; i < 8; i++) A[8 * piece + i][row] = column[i];
-                }
+                         of_thread[i].parts == product.parts && of_thread[i].a_of_rows == product.a_of_rows &&
+                         of_thread[i].b_of_rows == product.b_of_rows;
+            const int columns = 8 * product.parts;
+            static thread_local float A[64][16], B[128][16], D[64][128];  // B is transposed. Stacks are small
+            memset(D, 0, sizeof D);
+            auto fill = [&](float (*to)[16], int rows, unsigned long long description, bool of_rows) QUIET {
+                float eight[8];
+                for (int row = 0; row < (of_rows ? 16 : rows); row++)
+                    for (int piece = 0; piece < (of_rows ? rows / 8 : 2); piece++) {
+                        read(eight, shared, description, row, piece);
+                        for (int i = 0; i < 8; i++) (of_rows ? to[8 * piece + i][row] : to[row][8 * piece + i]) = eight[i];
+                    }
+            };
+            if (!product.a_in_registers) fill(A, 64, product.a, product.a_of_rows);
+            fill(B, columns, product.b, product.b_of_rows);
             for (int t = 0; t < 128 && product.a_in_registers; t++)
                 for (int r = 0; r < 4; r++)
                     for (int j = 0; j < 2; j++)
                         A[t / 32 * 16 + t % 32 / 4 + r % 2 * 8][t % 4 * 2 + r / 2 * 8 + j] =
                             __uint_as_float(asked[t][i].registers[r] >> 16 * j << 16);
             for (int m = 0; m < 64; m++)
-                for (int k = 0; k < 16; k++)
-                    for (int n = 0; n < 64; n++) D[m][n] += A[m][k] * (b_of_rows ? B[k][n] : B[n][k]);
+                for (int n = 0; n < columns; n++)
+                    for (int k = 0; k < 16; k++) D[m][n] += A[m][k] * B[n][k];
             for (int t = 0; t < 128 && right; t++) {
                 Result& result = result_of(t, asked[t][i]);
-                for (int e = 0; e < 32; e++)
+                for (int e = 0; e < 4 * product.parts; e++)
                     result.value[e / 4][e % 4] +=
                         D[t / 32 * 16 + t % 32 / 4 + e % 4 / 2 * 8][e / 4 * 8 + t % 4 * 2 + e % 2];
             }
         }
         for (int t = 0; t < 128; t++) {
-            for (Product& product : asked[t]) memset(product.d, 0xff, sizeof Result::value);
+            for (Product& product : asked[t]) memset(product.d, 0xff, product.bytes());
             asked[t].clear();
             first[t] = end[t] = nullptr;
         }
@@ -105,10 +108,10 @@ struct WarpGroup {
         auto& all = results[t];
         auto result = std::find_if(all.begin(), all.end(), [&](Result& r) { return r.d == product.d; });
         if (result == all.end()) {
-            result = all.insert(all.end(), Result{product.d, {}, 0});
-            memcpy(result->value, product.d, sizeof result->value);
+            result = all.insert(all.end(), Result{product.d, product.bytes(), {}, 0});
+            memcpy(result->value, product.d, result->bytes);
         }
-        if (!product.add) memset(result->value, 0, sizeof result->value);
+        if (!product.add) memset(result->value, 0, result->bytes);
         result->group = groups;
         return *result;
     }
@@ -123,15 +126,15 @@ struct WarpGroup {
             right &= r.group > all || r.group <= arrived[warp] || !memcmp(r.value, shared + 16 * r.place, 16);
         for (int t = 32 * warp; t < 32 * warp + 32; t++)
             for (auto result = results[t].begin(); result != results[t].end();) {
-                float poison[8][4];
+                float poison[16][4];
                 memset(poison, 0xff, sizeof poison);
-                if (result->group <= all && (!right || memcmp(result->d, poison, sizeof poison)))  // written meanwhile
-                    memcpy(result->value, poison, sizeof poison);
+                if (result->group <= all && (!right || memcmp(result->d, poison, result->bytes)))  // written meanwhile
+                    memcpy(result->value, poison, result->bytes);
                 if (result->group > all || result->d < d[t % 32] || result->d >= d[t % 32] + parts) {
                     ++result;
                     continue;
                 }
-                memcpy(result->d, result->value, sizeof poison);
+                memcpy(result->d, result->value, result->bytes);
                 result = results[t].erase(result);
             }
         arrived[warp] = max(arrived[warp], all);
@@ -199,30 +202,46 @@ struct Line {
     }
 };
 
-// Floats on their way from shared to device memory, of one thread, who waits for them. There they are poison until then.
-struct AddedLine {
+// Bytes on their way from shared to device memory. The thread that has sent them waits for them, once it has committed
+// them to a group. Until then they are poison in device memory. If shared memory changes before they are read, they stay
+// poison.
+struct Sent {
+    struct Piece {
+        char* to;
+        std::vector<char> bytes;
+    };
     unsigned thread;
-    float* to;
-    const float* from;
-    std::vector<float> added, sum;  // what was in shared memory when it began, and what comes of it
+    const char* from;
+    std::vector<char> before;   // what was in shared memory when it began
+    std::vector<Piece> pieces;  // what arrives, and where
     races::Asked asked;
-    bool read;
+    bool committed, read;
 
-    QUIET void land(const void* p, bool writes) {
+    QUIET void begin() {
+        races::copy(from, before.size(), false, true, asked);
+        for (Piece& piece : pieces) {
+            races::copy(piece.to, piece.bytes.size(), true, true, asked);
+            memset(piece.to, 0xff, piece.bytes.size());
+        }
+    }
+    QUIET void land(const void* p, size_t bytes, bool writes) {
         races::Asked now = asked;
         now.time = races::time();
-        races::copy(p, 4 * sum.size(), writes, false, now);
+        races::copy(p, bytes, writes, false, now);
     }
     QUIET void end_reading() {
         if (read) return;
-        if (memcmp(added.data(), from, 4 * added.size())) memset(sum.data(), 0xff, 4 * sum.size());
-        land(from, false);
+        if (memcmp(before.data(), from, before.size()))
+            for (Piece& piece : pieces) memset(piece.bytes.data(), 0xff, piece.bytes.size());
+        land(from, before.size(), false);
         read = true;
     }
     QUIET void end() {
         end_reading();
-        memcpy(to, sum.data(), 4 * sum.size());
-        land(to, true);
+        for (Piece& piece : pieces) {
+            memcpy(piece.to, piece.bytes.data(), piece.bytes.size());
+            land(piece.to, piece.bytes.size(), true);
+        }
     }
 };
 
@@ -232,7 +251,7 @@ struct Hopper {
     WarpGroup groups[8];
     std::vector<Box> boxes;
     std::vector<Line> lines;
-    std::vector<AddedLine> added;
+    std::vector<Sent> sent;
     std::vector<std::pair<Mbarrier*, unsigned>> waiting;  // threads, and at which mbarrier
 
     // Lets all threads that wait at an mbarrier look again.
@@ -296,27 +315,41 @@ inline void ask(WarpGroup::Product product) {
     group.asked[t % 128].push_back(product);
 }
 inline void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, true, add, false, a, b, {}, false});
+    ask({d, 8, true, add, false, a, b, {}, false, false});
 }
 inline void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, true, add, false, a, b, {}, true});
+    ask({d, 8, true, add, false, a, b, {}, true, true});
 }
 inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
-    ask({d, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false});
+    ask({d, 8, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false, true});
+}
+template <bool b_of_rows>
+void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    ask({d, 16, true, add, false, a, b, {}, false, b_of_rows});
 }
 
-__device__ void wgmma_commit(int line = __builtin_LINE()) {
+// The 128 threads of a warp group meet. The last one does something for all.
+template <class Do> __device__ void group_meets(const char* what, int line, Do act) {
     Block& b = *block;
     const unsigned t = thread_number();
-    WarpGroup& group = state().groups[t / 128];
     b.next = max(b.next, b.place[t] + 1);
-    const bool all = group.barrier.complete("wgmma_commit", line, 128);
+    const bool all = state().groups[t / 128].barrier.complete(what, line, 128);
     if (all) {
-        group.multiply(static_cast<char*>(dynamic_shared));
+        act();
         for (int i = 0; i < 4; i++) b.warps[t / 128 * 4 + i].waiting = 0;
     }
-    if (!all || b.order != FORWARD) b.wait(t, "wgmma_commit", line, all);
+    if (!all || b.order != FORWARD) b.wait(t, what, line, all);
     waited = true;
+}
+__device__ void wgmma_commit(int line = __builtin_LINE()) {
+    WarpGroup& group = state().groups[thread_number() / 128];
+    group_meets("wgmma_commit", line, [&group] { group.multiply(static_cast<char*>(dynamic_shared)); });
+}
+__device__ void warpgroup_sync(int, int line = __builtin_LINE()) {
+    const void* barrier = &state().groups[thread_number() / 128];
+    races::hand_over(barrier);
+    group_meets("warpgroup_sync", line, [] {});
+    races::take_over(barrier);
 }
 
 template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int line = __builtin_LINE()) {
@@ -331,10 +364,11 @@ inline Mbarrier& as_mbarrier(unsigned long long& mbarrier) { return reinterpret_
 __device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals = 1) {
     as_mbarrier(mbarrier) = {0, (unsigned char)arrivals, (unsigned char)arrivals, 0};
 }
-__device__ void shared_written() {}
+__device__ void shared_written() { races::fence_shared(); }
 __device__ void global_seen() {}
 template <int> void keep_registers() {}
 template <int> void take_registers() {}
+inline float reciprocal(float x) { return 1.0f / x; }
 QUIET inline void mbarrier_arrive(unsigned long long& mbarrier) {
     races::hand_over(&mbarrier);
     as_mbarrier(mbarrier).arrivals--;
@@ -380,26 +414,61 @@ QUIET inline __attribute__((noinline)) void copy_line(void* shared, const void* 
     state().wake(as_mbarrier(mbarrier));
 }
 
+// A thread sends bytes of shared memory. A vector that copied them itself would be watched.
+QUIET inline Sent sent_from(const void* shared, size_t bytes, bool committed, const void* pc) {
+    std::vector<char> before(bytes);
+    memcpy(before.data(), shared, bytes);
+    return {thread_number(), static_cast<const char*>(shared), before, {}, races::asked(pc), committed, false};
+}
 QUIET inline __attribute__((noinline)) void add_line(float* global, const float* shared, int bytes, bool add) {
-    const size_t n = bytes / 4;
-    AddedLine sum = {thread_number(), global, shared, std::vector<float>(shared, shared + n),
-                     std::vector<float>(shared, shared + n), races::asked(__builtin_return_address(0)), false};
-    races::copy(shared, bytes, false, true, sum.asked);
-    races::copy(global, bytes, true, true, sum.asked);
-    for (size_t i = 0; i < n && add; i++) sum.sum[i] += global[i];
-    memset(static_cast<void*>(global), 0xff, bytes);
-    state().added.push_back(std::move(sum));
+    Sent line = sent_from(shared, bytes, true, __builtin_return_address(0));
+    line.pieces.push_back({reinterpret_cast<char*>(global), line.before});
+    auto* sum = reinterpret_cast<float*>(line.pieces[0].bytes.data());
+    for (int i = 0; i < bytes / 4 && add; i++) sum[i] += global[i];
+    line.begin();
+    state().sent.push_back(std::move(line));
 }
-QUIET inline void lines_read() {
-    for (AddedLine& sum : state().added)
-        if (sum.thread == thread_number()) sum.end_reading();
+// The opposite of copy_box, for an array without heads: rows and columns outside of it are left out.
+QUIET inline __attribute__((noinline)) void store_box(const void* map, int column, int row, const void* box) {
+    auto* m = static_cast<const unsigned long long*>(map);  // as Cpu.tensor_map in device.py makes it
+    const int columns = int(m[1]), rows = int(m[3]), inside = max(min(64, columns - column), 0);
+    Sent sent = sent_from(box, 8192, false, __builtin_return_address(0));
+    const char* shared = static_cast<char*>(dynamic_shared);
+    for (int i = 0; i < 64 && row + i < rows && inside > 0; i++) {
+        Sent::Piece piece = {reinterpret_cast<char*>(m[0]) + (size_t(row + i) * columns + column) * 2, {}};
+        for (int j = 0; j < 2 * inside; j++) {
+            const size_t place = sent.from - shared + 128 * i + j;
+            piece.bytes.push_back(shared[place ^ (place / 128 & 7) * 16]);  // in the 128-byte swizzle
+        }
+        sent.pieces.push_back(std::move(piece));
+    }
+    sent.begin();
+    state().sent.push_back(std::move(sent));
 }
-QUIET inline void lines_arrive() {
-    auto& sums = state().added;
-    const unsigned t = thread_number();
-    for (AddedLine& sum : sums)
-        if (sum.thread == t) sum.end();
-    sums.erase(std::remove_if(sums.begin(), sums.end(), [t](AddedLine& sum) { return sum.thread == t; }), sums.end());
+QUIET inline void stores_commit() {
+    for (Sent& sent : state().sent) sent.committed |= sent.thread == thread_number();
+}
+QUIET inline void stores_read() {
+    for (Sent& sent : state().sent)
+        if (sent.committed && sent.thread == thread_number()) sent.end_reading();
+}
+QUIET inline void stores_arrive() {
+    auto& all = state().sent;
+    auto ours = [t = thread_number()](Sent& sent) { return sent.committed && sent.thread == t; };
+    for (Sent& sent : all)
+        if (ours(sent)) sent.end();
+    all.erase(std::remove_if(all.begin(), all.end(), ours), all.end());
+}
+
+// The opposite of load_matrices in ptx.h.
+inline void store_matrices(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
+    struct Lane { unsigned short* row; const unsigned* x; };
+    Exchange<Lane>(~0u, {static_cast<unsigned short*>(row), x}, "stmatrix", line, [](Lane* lanes) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++)
+                for (int j = 0; j < 2; j++)
+                    lanes[8 * i + lane / 4].row[2 * (lane % 4) + j] = (unsigned short)(lanes[lane].x[i] >> 16 * j);
+    });
 }
 
 }  // namespace hopper

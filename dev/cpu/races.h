@@ -10,7 +10,8 @@
 //     __threadfence_block does so within a block.
 // A plain read beside atomics is none if its thread then calls atomicCAS there, which sees if it was wrong.
 // An asynchronous copy reads and writes from its beginning until its thread has waited for it: nobody else may write
-// what it reads, or touch what it writes, in between. volatile accesses, and __ldcg, count as atomic: a GPU does them
+// what it reads, or touch what it writes, in between. It sees what a thread wrote to shared memory only after that
+// thread's fence for it (fence_shared). volatile accesses, and __ldcg, count as atomic: a GPU does them
 // in L2. Of the accesses of one kind to a byte since the last write only a few are kept: enough to find a race, if not
 // all of its threads. A launch that fences keeps one of each thread, from its first fence on, or from its beginning if
 // races_fences was called.
@@ -301,9 +302,18 @@ QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, co
     if (!region) return;
     Access x = access_of(by.pc, bytes, writes, false);
     x.copies = true, x.under_way = begins, x.thread = static_cast<unsigned short>(by.thread), x.time = by.time;
+    if (begins && !writes && region->shared)
+        each_cell(*region, Address(p), bytes, [&](Cell& cell, Address at) QUIET {
+            const Access& w = cell.write;
+            if (place || !w.there || w.copies || w.time < shared_fences[w.thread]) return;
+            first = w, second = x, place = at;
+        });
     if (begins) access(Address(p), bytes, x);
     else each_cell(*region, Address(p), bytes, [&](Cell& cell, Address) QUIET { cell.land(x, by.waited); });
 }
+
+// Asynchronous copies from shared memory, and wgmma, see what a thread has written there before this fence.
+QUIET inline void fence_shared() { shared_fences[thread_number()] = ++now; }
 
 // A thread arrives at an mbarrier, and others wait there: what it did before, it has done.
 QUIET inline void hand_over(const void* mbarrier) {
@@ -326,7 +336,8 @@ QUIET inline void look_at(const void* mbarrier) {
 }
 QUIET inline void take_over(const void* mbarrier) {
     const Busy here;
-    seen.push_back({thread_number(), now, clocks[GPU_WIDE][Address(mbarrier)]});
+    const auto& known = clocks[GPU_WIDE][Address(mbarrier)];  // null if nobody has arrived yet
+    if (known) seen.push_back({thread_number(), now, known});
 }
 
 // A shared variable of the block that begins, or all of its dynamic shared memory. What earlier blocks did is gone.
@@ -447,6 +458,7 @@ struct Asked { unsigned time, waited; };
 inline Asked asked(const void*) { return {}; }
 inline unsigned time() { return 0; }
 inline void copy(const void*, size_t, bool, bool, const Asked&) {}
+inline void fence_shared() {}
 inline void hand_over(const void*) {}
 inline void look_at(const void*) {}
 inline void take_over(const void*) {}

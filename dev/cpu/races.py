@@ -59,6 +59,9 @@ class Race(UserError):
 
 def reason(first, second, shared, under_way):
     """Why nothing orders two accesses, and what would."""
+    if second.copies and shared and first.what == "writes" and not first.copies:
+        return ("An asynchronous copy sees what a thread wrote to shared memory if that thread then fences "
+                "(fence.proxy.async) and meets the thread that copies at a barrier")
     if under_way:
         return ("An asynchronous copy may still be on its way there: its thread must wait for it (copies_arrive), and "
                 "then the others for that thread (__syncthreads)")

@@ -14,6 +14,7 @@
 //   - Two warpgroups multiply. In the third, one thread asks for tiles, and two take turns to add
 //     parts, since an addition takes long: the copy engine takes a part from shared memory and adds
 //     it in L2. Its threads keep 24 registers, the others get 240, instead of 168 each.
+// hopper.cuh is compiled in front of it.
 // A tile of 64 queries costs 2,560 clocks of the tensor cores and 2,944 of shared memory.
 #if HOPPER && HS == 128
 
@@ -47,14 +48,6 @@ __device__ PerColumn of_columns(const float* row) {
 }
 
 #ifdef __CUDACC__
-// As kernels.cu's mbarrier_start, with this many arrivals per phase.
-__device__ void mbarrier_start(unsigned long long& mbarrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1; fence.proxy.async.shared::cta;"
-                 ::"r"(shared_address(&mbarrier)), "r"(arrivals) : "memory");
-}
-// Makes this thread's writes to shared memory visible to wgmma and the copy engine, once a barrier
-// follows.
-__device__ void shared_written() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Orders the copy engine's next accesses of device memory after what this thread has seen.
 __device__ void global_seen() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
@@ -63,12 +56,6 @@ __device__ void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 1, 1;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
-
-// A warpgroup gives registers back, or takes those that another has given back.
-template <int n>
-__device__ void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n)); }
-template <int n>
-__device__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n)); }
 
 // Starts to copy bytes to shared memory; the mbarrier counts them.
 __device__ void copy_line(void* shared, const void* global, int bytes,
@@ -81,8 +68,7 @@ __device__ void copy_line(void* shared, const void* global, int bytes,
                    "r"(shared_address(&mbarrier)) : "memory");
 }
 
-// Starts to add floats from shared to device memory or, without `add`, to copy them. lines_read
-// waits until the source is free again, lines_arrive until the sum is in device memory.
+// Starts to add floats from shared to device memory or, without `add`, to copy them.
 __device__ void add_line(float* global, const float* shared, int bytes, bool add) {
     if (add)
         asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
@@ -90,18 +76,8 @@ __device__ void add_line(float* global, const float* shared, int bytes, bool add
     else
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                      ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    stores_commit();
 }
-__device__ void lines_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ void lines_arrive() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Hides from the compiler that this is the same pointer. It would keep all boxes' addresses in
-// registers.
-__device__ const real* forget(const real* tile) {
-    asm volatile("" : "+l"(tile));
-    return tile;
-}
-#else
-__device__ const real* forget(const real* tile) { return tile; }
 #endif
 
 // stats (B,NH,tiles,2,TILE): of each tile of queries lse and then delta, the sum over a head's
@@ -170,13 +146,6 @@ __device__ void load_boxes(
 #pragma unroll
         for (int c = 0; c < HP; c += 64)
             copy_box(tile + in_tile(row, c), &array, c, head.h, first + row, head.b, mbarrier);
-}
-
-// A phase of an mbarrier ends when all warps of the workers have arrived.
-__device__ void warp_arrives(unsigned long long& mbarrier) {
-    shared_written();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
 }
 
 // In place of hide_future<true>: a slab also has tiles whose queries see none of its keys.
@@ -291,9 +260,9 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
                 mbarrier_wait(part_there[which], parity);
                 add_line(dq + tile_of(walk) * PART, parts + which * PART, PART * sizeof(float),
                          turn > 0);
-                lines_read();
+                stores_read();
                 mbarrier_arrive(part_read[which]);
-                lines_arrive();
+                stores_arrive();
                 __threadfence();
                 *added = turn + 1;
                 parity ^= 1;
@@ -376,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     products_arrive<0>(part);
     products_arrive<0>(dv), products_arrive<0>(dk);
     store_part(part, n - 1);
+    shared_written();
     warp_arrives(part_there[(n - 1) % 2]);
     warp_arrives(done[n % FIVE_STAGES]);
     tile_done(n);  // no product reads a tile any more

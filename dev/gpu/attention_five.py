@@ -12,6 +12,7 @@ from dev.features import capability
 from train_gpt2 import Row, carve
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE)
 HOPPER = 90  # its compute capability
 HS, ROWS, TILE = 128, 128, 64  # channels of a head, keys of a block, queries of a tile
 THREADS = 384
@@ -80,4 +81,4 @@ class FiveProductsTraining:
         c = self.config
         fits = (capability() == HOPPER and self.flags.dtype in ("bf16", "fp8")
                 and c.C // c.NH == HS)
-        return super().make_device(*beside, *[SOURCE] * fits)
+        return super().make_device(*beside, *SOURCES * fits)

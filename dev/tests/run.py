@@ -39,6 +39,7 @@ LONGEST = (
     "dev.lab --check --races --dtype tf32", "dev.tests.test_kills --only killed_runs --kills 200",
     "dev.tests.test_ranks --only killed_ranks --kills 50", "dev.tests.test_first_evening --checked 99",
     "dev.tests.test_students --all", "dev.tests.test_five --planted",
+    "dev.tests.test_gelu_products --only planted --faults 99",
 )
 
 

@@ -33,12 +33,13 @@ SECONDS = 150  # time limit for the checks with one fault: some hang
 NOTICED = 3  # exit status
 AS_HOPPER, RACES = "-O1 -DHOPPER", "-O1 -DHOPPER -fsanitize=thread"
 A_SIZE = "B=3,T=200,NH=2,NKV=2"  # with 6 heads, of which 4 are done at once
-A_RACE = "a part is stored before it was read"  # only the race finder sees it
+# Only the race finder sees these
+A_RACE, NO_FENCE = "a part is stored before it was read", "a part is added before the copy engine can see it"
 PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fault)
     ("nothing", "", ""),
     ("heads of a section", "min(AT_ONCE, heads - section)", "AT_ONCE"),
-    ("no part is added", "turn > 0);\n                lines_read", "false);\n                lines_read"),
-    ("the first part is added", "turn > 0);\n                lines_read", "true);\n                lines_read"),
+    ("no part is added", "turn > 0);\n                stores_read", "false);\n                stores_read"),
+    ("the first part is added", "turn > 0);\n                stores_read", "true);\n                stores_read"),
     ("a turn is not waited for", "while (*added < turn) {}", ""),
     ("turns are not cleared", "turns[1 + blockIdx.x] = 0;", ""),
     ("one warpgroup's half of dq", "half = (own.slab - own.first) / 64;", "half = 0;"),
@@ -49,6 +50,7 @@ PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fau
     ("dq without its factor", "x.x[0][n][1] = scale * four.y;", "x.x[0][n][1] = four.y;"),
     ("the sums of half of the rows", "i < SHARES; i++) sum", "i < SHARES / 2; i++) sum"),
     (A_RACE, "if (n >= 2) mbarrier_wait(part_read[n % 2], (n / 2 + 1) % 2);", ""),
+    (NO_FENCE, "shared_written();\n        __syncwarp();", "__syncwarp();"),
     ("a tile is loaded before all are done",
      "if (n >= FIVE_STAGES) mbarrier_wait(done[stage], (n / FIVE_STAGES + 1) % 2);", ""),
 )
@@ -121,7 +123,7 @@ def in_fp8(device_name):
     """In FP8, where dqkv goes straight to 8 bits, steps have the losses and the gradient that seven products give."""
     found = []
     for kind in (GPT2, type("GPT2", (FiveProducts, GPT2), {})):
-        device = fp8_device(device_name, time_five.Config128(C=256, NH=2), graph=False, beside=[attention_five.SOURCE])
+        device = fp8_device(device_name, time_five.Config128(C=256, NH=2), graph=False, beside=attention_five.SOURCES)
         device.architecture, SMALL_MODEL[kind] = kind, SMALL_MODEL[GPT2]
         model, launched = poisoned_model(device, 1, 70, fp8="all", L=1, C=256, NH=2), []
         batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 1, 70), dtype=np.int32))
@@ -152,7 +154,7 @@ def others(device_name):
         yield f"no arena, {hopper=} {C=}", np.array(len(tables)), 0, EXACT
     base = type("Base", (), dict(make_device=lambda self, *beside: [*beside]))
     kind = type("Run", (attention_five.FiveProductsTraining, base), {})
-    for gpu, dtype, C, wish in ((90, "bf16", 256, 1), (90, "fp8", 256, 1), (90, "bf16", 128, 0), (90, "tf32", 256, 0),
+    for gpu, dtype, C, wish in ((90, "bf16", 256, 2), (90, "fp8", 256, 2), (90, "bf16", 128, 0), (90, "tf32", 256, 0),
                                 (80, "bf16", 256, 0), (100, "bf16", 256, 0)):
         run = kind()
         run.config, run.flags = SimpleNamespace(C=C, NH=2), SimpleNamespace(dtype=dtype)
@@ -184,10 +186,11 @@ def plant(i):
     what, right, wrong = PLANTED[i]
     text = attention_five.SOURCE.read_text("utf-8")
     assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-    sizes, flags = ([A_SIZE], RACES) if what == A_RACE else ([A_SIZE, *time_five.CHECKS], AS_HOPPER)
+    sizes, flags = ([A_SIZE], RACES) if what in (A_RACE, NO_FENCE) else ([A_SIZE, *time_five.CHECKS], AS_HOPPER)
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
-          mock.patch.object(time_five, "SOURCE", Path(folder) / "attention_five.cu")):
-        time_five.SOURCE.write_text(text.replace(right, wrong) if right else text, "utf-8")
+          mock.patch.object(time_five, "SOURCES", (
+              attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
+        time_five.SOURCES[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
         device = time_five.make("cpu", "AT_ONCE=4")
         return 0 if all(checked(device, text)[0] for text in sizes) else NOTICED
 

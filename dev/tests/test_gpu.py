@@ -235,8 +235,8 @@ def files_of_a_run(device_name, folder):
         missing = {*read_kernels(sources)} - {*found}
         check(f"each kernel is compiled: {model} {gpu} {dtype} {' '.join(more)}", found and not missing, missing)
         files |= {path.name for path in sources}
-    wish = {"kernels.cu", "llama3.cu", "attention_five.cu", "fp8.cu", "moments.cu", "ema.cu", "outliers.cu",
-            "label_smoothing.cu"}
+    wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu", "gelu_products.cu", "fp8.cu", "moments.cu",
+            "ema.cu", "outliers.cu", "label_smoothing.cu"}
     check("all files were there", files == wish, files ^ wish)
 
 

@@ -27,7 +27,9 @@ from cupy_backends.cuda.libs import nvrtc
 from dev.common.flags import split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
+from dev.gpu.attention_five import SOURCES as FIVE
 from dev.gpu.attention_five import FiveProducts
+from dev.gpu.gelu_products import SOURCES as GELU
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tools.launches import faults_of_launches, launches_of
 from prepro_tinyshakespeare import UserError, run
@@ -42,9 +44,9 @@ ALL = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 FEW = {"sm_80": ("bf16", 64), "sm_86": ("fp32", 128), "sm_89": ("tf32", 80), "sm_120": ("bf16", 96)}
 FLAGS = [(None, "--few", "switch", 0, "sm_90a, and one model for each of a few others")]
 CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
-LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, FIVE, SUMS = (TOP / f"dev/{name}.cu" for name in (
+LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, SUMS = (TOP / f"dev/{name}.cu" for name in (
     "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
-    "variants/ema", "variants/outliers", "gpu/attention_five", "ranks/sums"))
+    "variants/ema", "variants/outliers", "ranks/sums"))
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
@@ -55,7 +57,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     """({kernel: (registers, bytes of shared memory)}, faults) of kernels.cu and the files beside it on a GPU such as
     sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused` in their names any number."""
     hopper = gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8)  # as FastCuda
-    beside = [path for path in beside if path != FIVE or hopper and c.C // c.NH == 128]  # as FiveProductsTraining
+    beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]  # as FiveProductsTraining
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     try:
@@ -79,7 +81,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     models = [(dataclasses.replace(c, L=1), GPT2)]
     if LLAMA in sources:
         models.append((Config3(L=1, NH=c.NH, NKV=c.NH // 2, C=c.C), Llama3))
-    if FIVE in sources:
+    if FIVE[-1] in sources:
         models += [(config, type("Five", (FiveProducts, Model), {})) for config, Model in models]
     for config, Model in models if capability else ():
         launches, missing = launches_of(capability, dtype, config, arrays, Model, beside=beside, hopper=hopper)
@@ -95,7 +97,7 @@ def main():
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
-        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, FIVE, SUMS]),
+        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, SUMS, *FIVE]),
         (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
 
     def kinds(dtype):
@@ -103,14 +105,16 @@ def main():
         if dtype == "fp8":
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
             return [*((gpu, SMALL, [FP8]) for gpu in some),
-                    *((gpu, model, [LLAMA, FP8, FIVE], SPILLED, "layernorm")
+                    *((gpu, model, [LLAMA, FP8, *FIVE], SPILLED, "layernorm")
                       for gpu, model, *_ in others if gpu in some)]
         own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]  # which has heads of up to 64 channels
         lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
         more = ([(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype] if few else
                 [(gpu, c) for gpu in own for c in HEADS.values() if c != SMALL and gpu != "sm_75"])
         large = others if dtype != "tf32" or not few else others[:1]
-        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large]
+        gelu = [(gpu, SMALL, GELU, 0) for gpu in own
+                if (gpu, dtype) == ("sm_90a", "bf16")]
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *gelu]
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]

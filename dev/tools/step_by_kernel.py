@@ -12,7 +12,8 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import HERE, Config, FastCuda, read_kernels
 
 SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu",
-           HERE / "dev/llama3/llama3.cu", HERE / "dev/gpu/attention_five.cu"]
+           HERE / "dev/llama3/llama3.cu", HERE / "dev/gpu/hopper.cuh",
+           HERE / "dev/gpu/attention_five.cu"]
 
 # A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
 # written. There are three kinds of exceptions. These arrays are both read and written:

@@ -18,7 +18,7 @@ import numpy as np
 
 from dev.common.devices import make_device
 from dev.cpu.device import Cpu
-from dev.gpu.attention_five import (ROWS, SOURCE, five_table, launch_delta, launch_dq,
+from dev.gpu.attention_five import (ROWS, SOURCES, five_table, launch_delta, launch_dq,
                                      launch_five)
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
@@ -104,10 +104,10 @@ def make(name, *defined):
     Config128.DEFINED = defined
     c = Config128(C=256, NH=2)
     if name == "cpu":
-        device = Cpu("bf16", c, [SOURCE], only={kernel for kernel in read_kernels([*c.SOURCES, SOURCE])
-                                              if kernel.startswith(("attention_b", "attention_f"))})
+        device = Cpu("bf16", c, SOURCES, only={kernel for kernel in read_kernels([*c.SOURCES, *SOURCES])
+                                               if kernel.startswith(("attention_b", "attention_f"))})
     else:
-        device = make_device(name, "bf16", c, beside=[SOURCE])
+        device = make_device(name, "bf16", c, beside=SOURCES)
     if not device.hopper:
         raise refused
     return device

@@ -1,0 +1,233 @@
+"""Test the products with GELU of dev/gpu/gelu_products.cu: on a CPU as on Hopper, and on a Hopper
+GPU beside cuBLASLt.
+
+    python -m dev.tests.test_gelu_products
+    python -m dev.tests.test_gelu_products --only planted --faults 99   # all planted faults
+"""
+import contextlib
+import os
+from unittest import mock
+
+import numpy as np
+
+from dev.common.gpus import GPUS, blocks_that_fit
+from dev.common.nvrtc import has_nvrtc
+from dev.cpu import races
+from dev.cpu.device import Cpu
+from dev.gpu import attention_five, gelu_products, gelu_times
+from dev.gpu.gelu_products import HEIGHT, SummedProducts, fits, with_own_gelu
+from dev.lab.bench import BF16_LIMIT
+from dev.tests.checks import EXACT, check, run_program
+from dev.tests.models import gradients, in_each_order, on_device
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import BF16, GPT2, Config, draw_parameters, to_float
+
+FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the first wrong result
+    ("fch is overwritten before TMA has read it", "if (threadIdx.x % 128 == 0) stores_read();\n    warp",
+     "warp", "fch"),
+    ("sums of half of the rows", "row < HEIGHT; row += 16", "row < 64; row += 16", "sums"),
+    ("no turns", "mbarrier_wait(waits.my_turn[group], turn);", "", "stuck"),
+    ("no fence before TMA reads", "shared_written();\n    warpgroup_sync(group);",
+     "warpgroup_sync(group);", "race"),
+    ("no barrier before TMA reads", "shared_written();\n    warpgroup_sync(group);",
+     "shared_written();", "race"),
+    ("no barrier before the result is overwritten", "stores_read();\n    warpgroup_sync(group);",
+     "stores_read();", "race"),
+    ("dfch is overwritten before TMA has read it",
+     "if (threadIdx.x % 128 == 0) stores_read();\n    shared", "shared", "dfch"),
+    ("stores that nobody waits for", "stores_commit();", "", "fch"),
+    ("stores that nobody waits for at the end", "stores_arrive();", "{}", "fch"),
+    ("the upper half of a tile's rows twice", "at.row + box / 2 * 64, result", "at.row, result",
+     "fch"),
+    ("results not swizzled", "((2 * k + lane / 16) ^ lane % 8)", "(2 * k + lane / 16)", "fch"),
+    ("sums in another warp's columns", "at.column + 32 * warp", "at.column + 32 * (warp ^ 1)",
+     "sums"),
+    ("the far half of w", "(BOX / W - 1) << 16", "0 << 16", "dfch"),
+    ("a stage given back too early", "products_arrive<1>(x);", "", "fch"),
+    ("half of the bias", "min(at.column + 64 * side, OC", "min(at.column, OC", "fch"),
+    ("half of the channels", "for (int k = 0; k < 64; k += 16)", "for (int k = 0; k < 32; k += 16)",
+     "fch"),
+    ("GELU of half the cube", "0.044715f * factor", "0.022357f * factor", "fch_gelu"),
+    ("the derivative without x", "g + (xg - xg * g)", "g + (g - g * g)", "dfch"),
+    ("a stage never given back", "if (i > 0) warp_arrives_at_all", "if (i > 1) warp_arrives_at_all",
+     "stuck"),
+)
+
+
+def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
+    """A CPU with the kernels alone, as on Hopper."""
+    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
+        return Cpu("bf16", Config(C=768, NH=12), sources, only=gelu_times.KERNELS)
+
+
+def device_for(device_name):
+    """The device, or None if its GPU is no Hopper."""
+    if device_name == "cpu":
+        return small_device()
+    device = with_own_gelu(gelu_times.FastCuda)("bf16", Config(C=768, NH=12))
+    if not device.hopper:
+        print("skipped: this GPU is no Hopper")
+    return device if device.hopper else None
+
+
+def products(device_name):
+    """Both products and the sums against NumPy in float64, at sizes with ragged rows."""
+    device = device_for(device_name)
+    for text in gelu_times.CHECKS if device else ():
+        given = gelu_times.drawn(device, **gelu_times.parse_sizes(text))
+        for order, found in in_each_order(device, lambda a: gelu_times.faults(device, a), given):
+            for what, error, limit in found:
+                check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
+
+
+def saturated(device_name):
+    """GELU and its derivative of -3e38 .. 3e38, where powers overflow. fch becomes the bias."""
+    device = device_for(device_name)
+    if not device:
+        return
+    size = np.logspace(-3, 9, 128)
+    x = to_float(gelu_times.to_bf16(np.float32(np.r_[-size[::-1], size])))
+    a = gelu_times.with_outputs(device, gelu_times.drawn(device, 130, 64))
+    device.put(a.bias, gelu_times.to_bf16(x))
+    device.put(a.inp, np.zeros(a.inp.shape, np.uint16))
+    device.put(a.fch_in, gelu_times.to_bf16(np.broadcast_to(x, a.fch_in.shape)))
+    gelu_products.multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
+    gelu_products.multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in)
+    wish, derivative = gelu_times.gelu_and_derivative(np.float64(x))
+    yield "fch", device.get(a.fch), np.broadcast_to(x, a.fch.shape), EXACT
+    dout, wproj = (np.float64(to_float(device.get(x))) for x in (a.dout, a.wproj))
+    for name, found, right in (("gelu", a.fch_gelu, wish),
+                               ("dgelu", a.dfch, dout @ wproj * derivative)):
+        off = abs(to_float(device.get(found)) - right) - 1e-2 * abs(right)
+        check(f"{name} of large numbers", (off < 1e-3).all(), off.max())
+
+
+def whole(device, text="M=580,C=384,OC=320", more_rows=0):
+    """The first wrong result, or "outside" if more than N rows were written, or "". more_rows: how
+    many rows more the results' tensor maps allow to store."""
+    a = gelu_times.drawn(device, **gelu_times.parse_sizes(text))
+    outputs = [gelu_times.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
+               for _ in range(3)]
+    with mock.patch.object(gelu_times, "array_on", lambda device, shape, dtype: (
+            outputs.pop()[: shape[0]] if dtype == BF16 else on_device(
+                device, np.full(shape, np.nan, dtype)))):
+        kept, maps = [*outputs], gelu_products.maps
+        starts = {x.ctypes.data for x in kept}
+
+        def wider(device, *arrays):
+            return [device.tensor_map(x, len(x) + more_rows, x.shape[1])
+                    if x.ctypes.data in starts else maps(device, x)[0] for x in arrays]
+
+        try:
+            with mock.patch.object(gelu_products, "maps", wider):
+                found = gelu_times.faults(device, a)
+        except UserError as e:
+            return f"{e}"
+    if any((device.get(x)[len(a.inp) :] != 0xffff).any() for x in kept):
+        return "outside"
+    return next((what for what, error, limit in found if not error <= limit), "")
+
+
+def planted(folder, faults):
+    """The first so many planted faults are found."""
+    text = gelu_products.SOURCE.read_text("utf-8")
+    check("without a fault", whole(small_device()) == "")
+    said = whole(small_device(), more_rows=HEIGHT)
+    check("rows beyond N", said == "outside", said)
+    for what, old, new, wish in FAULTS[:faults]:
+        assert text.count(old) == 1, old
+        path = folder / "gelu_products.cu"
+        path.write_text(text.replace(old, new), "utf-8")
+        sources = [gelu_products.SOURCES[0], path]
+        said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), "M=150,C=64")
+                if wish == "race" else whole(small_device(sources)))
+        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+
+
+def no_races():
+    """No access is a race."""
+    device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
+    found = gelu_times.faults(device, gelu_times.drawn(device, 150, 64))
+    check("no races", all(error <= limit for _, error, limit in found))
+
+
+def choice(device_name):
+    """What does not fit goes to cuBLASLt."""
+    device = device_for(device_name)
+    if not device:
+        return
+    a = gelu_times.drawn(device, 8, 128)
+    check("fits", fits(a.inp, a.w, a.fch_in))
+    for what, arrays in (("a transposed weight", (a.inp, a.w.T, a.fch_in)),
+                         ("part of the channels", (a.inp[:, :64], a.w, a.fch_in)),
+                         ("fp32", (a.inp.view(np.float32), a.w, a.fch_in)),
+                         ("a part of a result's columns", (a.inp, a.w, a.fch_in[:, :256]))):
+        check(f"does not fit: {what}", not fits(*arrays))
+    b = gelu_times.drawn(device, 8, 96, 384)
+    check("does not fit: 96 channels", not fits(b.inp, b.w, b.fch_in))
+
+
+def training():
+    """A model's gradients over two micro-batches with these products, as without them."""
+    c = Config(maxT=96, V=257, Vp=384, L=2, NH=2, C=128)
+    flags = dict(CXXFLAGS="-O1 -DHOPPER")
+    with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
+        own = with_own_gelu(Cpu)("bf16", c, gelu_products.SOURCES)
+    model = type("Model", (SummedProducts, GPT2), {})
+    with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
+        models = [GPT2(c, Cpu("bf16", c, gelu_products.SOURCES), 2, 96), model(c, own, 2, 96)]
+    rng = np.random.default_rng(1)
+    batches = [(rng.integers(257, size=(2, 96)), rng.integers(257, size=(2, 96))) for _ in "12"]
+    launched, launch = [], own.launch
+    own.launch = lambda name, *args, **more: (launched.append(name), launch(name, *args, **more))
+    found = []
+    for each in models:
+        each.set_parameters(draw_parameters(c, 1))
+        found.append(gradients(each, *batches))
+    check("launched", launched.count("matmul_gelu") == launched.count("matmul_dgelu") == 4 and not
+          {"gelu_forward", "gelu_backward", "matmul_backward_bias"} & {*launched}, {*launched})
+    for name, wish in found[0].items():
+        yield name, found[1][name], wish, 4 * BF16_LIMIT
+
+
+def compiled():
+    """For sm_90a nothing spills, and a block fits a multiprocessor; attention_five.cu is there, too,
+    and so are the functions that both have."""
+    if not has_nvrtc():
+        print("skipped: NVRTC is not installed")
+        return
+    from dev.common.nvrtc import compile_cuda
+    text = "".join(path.read_text("utf-8") for path in (
+        *Config.SOURCES, *attention_five.SOURCES, *gelu_products.SOURCES))
+    c = Config(C=1024, NH=8)
+    log, used, _ = compile_cuda(text, "sm_90a", [
+        "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
+    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
+    shared = gelu_products.plan(mock.Mock(multiprocessors=132), np.empty((128, 256)))[1]
+    for name in gelu_times.KERNELS:
+        check(f"{name} spills nothing", used[name].spilled == 0, used[name])
+        check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
+                                              shared) == 1)
+
+
+def beside_library(device_name):
+    """On a Hopper GPU: close to cuBLASLt's results at a real shape, and the same bits ten times."""
+    if device_name == "cpu":
+        return
+    device = device_for(device_name)
+    for M, C in ((4096, 768), (8192, 1600)) if device else ():
+        a = gelu_times.with_outputs(device, gelu_times.drawn(device, M, C))
+        b = gelu_times.with_outputs(device, a)
+        said = gelu_times.same_bits(device, a)
+        check(f"{M, C} bits", said.startswith("the same"), said)
+        library = super(gelu_products.OwnGelu, device).matmul
+        library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)
+        library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in)
+        for name in ("fch", "fch_gelu", "dfch"):
+            yield f"{M, C} {name}", device.get(getattr(a, name)), to_float(
+                device.get(getattr(b, name))), BF16_LIMIT
+
+
+if __name__ == "__main__":
+    run_program((products, saturated, choice, planted, no_races, training, compiled,
+                 beside_library), faults=3)
