@@ -6,7 +6,7 @@
 //
 // C is short, 768 for GPT-2 124M. So a tile of the result costs 6,144 clocks of the tensor cores,
 // and thousands more until GELU is computed and the tile is stored. If the threads that multiply
-// do that, too, the tensor cores wait. Here two warpgroups take turns:
+// also do that, the tensor cores wait. Here two warpgroups take turns:
 //   - A block stays on its multiprocessor and takes one tile after another. Warpgroup 0 has the
 //     first, third, .. of them, and warpgroup 1 the others. While one multiplies, the other one has
 //     its tile in registers, 128 fp32 a thread, and computes GELU.
@@ -19,10 +19,11 @@
 //
 // What a tile of 128 x 128 costs, in clocks of its multiprocessor:
 //   - its products, for each 64 of C: 512 of the tensor cores and 640 of shared memory, 384 to read
-//     and 256 for what TMA writes. So shared memory is the limit: 7,680 for C = 768;
+//     and 256 for what TMA writes;
 //   - more of shared memory: 256 for each time that 32 KB are written or read. Forward: fch and
 //     fch_gelu, each once by threads and once by TMA. Backward: fch and dfch likewise, and once
-//     more for the sums;
+//     more for the sums. So for C = 768 shared memory is the limit, 8,704 and 8,960 in all, and the
+//     tensor cores can work 70% of the time;
 //   - GELU: 2,048 of the unit for 2^x and 1/x, 8 for each instruction of a warp. A warp has 1,600
 //     instructions between its products and those of its next tile, 1,900 backward. They are hidden
 //     behind the products of the other warpgroup as long as they take less time.
@@ -33,10 +34,10 @@ namespace gelu_products {  // other files beside kernels.cu use some of these na
 constexpr int BOX = 64 * 64;                     // numbers that TMA copies at a time
 constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile
 constexpr int STAGES = 5;                        // steps of 64 channels, loaded or multiplied
-constexpr int PANEL = 64;                        // tiles side by side, done before other columns
 constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
 constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
 using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
+static_assert(2 * (STAGES * STAGE + 2 * TILE_SIZE) == 229376, "as gelu_products.py says");
 
 #ifdef __CUDACC__
 // D (64,128) = A (64,16) B (16,128), or with `add` D += A B. Each warp has 16 rows of D. A is 16
@@ -146,17 +147,17 @@ struct Sizes {
 struct TileAt {
     int row, column;
     __device__ TileAt(int tile, const Sizes& sizes) {
-        int panel = tile / (sizes.down() * PANEL), i = tile - panel * sizes.down() * PANEL;
-        int width = min(PANEL, sizes.across() - panel * PANEL);
-        row = i / width * HEIGHT, column = (panel * PANEL + i % width) * WIDTH;
+        row = tile / sizes.across() * HEIGHT, column = tile % sizes.across() * WIDTH;
     }
 };
 
-// mbarriers: stages are full, or empty again; and of each warpgroup: its fch is there, its result
-// was read, and it may begin: the other one has all its stages.
+// mbarriers.
 struct Waits {
-    unsigned long long full[STAGES], empty[STAGES];
-    unsigned long long fch_there[2], result_read[2], my_turn[2];
+    unsigned long long full[STAGES],  // a step's operands have arrived
+        empty[STAGES],                // the blocks of the cluster have multiplied them
+        my_turn[2],                   // a warpgroup may begin: the other one has all its stages
+        fch_there[2],                 // its fch has arrived
+        result_read[2];               // TMA may load the next fch to the place of its result
 };
 
 // As warp_arrives, at the mbarriers of all blocks of the cluster.
@@ -175,7 +176,7 @@ __device__ void load_operands(
         for (int c = 0; c < sizes.C; c += 64, step++) {
             real* stage = stages + step % STAGES * STAGE;
             auto& full = waits.full[step % STAGES];
-            // The first time round, the phase before the first is waited for, which is over.
+            // At first all stages are empty: the phase before a new mbarrier's first counts as over.
             mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
             load_rows(stage, inp, c, at.row, full);
             for (int box = 0; box < WIDTH / 64; box++) {
@@ -188,17 +189,17 @@ __device__ void load_operands(
     }
 }
 
-// Another one loads fch to where the result will be, as soon as the last result there was read.
+// Another thread loads fch to where the result will be, as soon as the last result there was read.
 __device__ void load_fch(real* results, Waits& waits, const Tiles& fch, const Sizes& sizes) {
-    int turn = 0;
-    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x, turn++) {
+    int n = 0;
+    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x, n++) {
         TileAt at(tile, sizes);
-        mbarrier_wait(waits.result_read[turn % 2], turn / 2 % 2 ^ 1);
+        mbarrier_wait(waits.result_read[n % 2], n / 2 % 2 ^ 1);
         for (int box = 0; box < 2 * (WIDTH / 64); box++)
-            copy_box(results + turn % 2 * TILE_SIZE + box * BOX, &fch,
+            copy_box(results + n % 2 * TILE_SIZE + box * BOX, &fch,
                      at.column + box % (WIDTH / 64) * 64, 0, at.row + box / (WIDTH / 64) * 64, 0,
-                     waits.fch_there[turn % 2]);
-        mbarrier_arrive(waits.fch_there[turn % 2]);
+                     waits.fch_there[n % 2]);
+        mbarrier_arrive(waits.fch_there[n % 2]);
     }
 }
 
@@ -330,8 +331,8 @@ __device__ void sum_columns(float* sums, const TileAt& at, real* result, int OC)
 }
 
 // dfch, from the product x and fch. A warp replaces its part of fch in shared memory by dfch, and
-// loads the next 16 columns of fch before it computes. At the end this thread's part of the result
-// may be overwritten.
+// loads the next 16 columns of fch before it computes. The result may be overwritten once all four
+// warps have returned: the first of them waits until TMA has read it.
 __device__ void finish_backward(
     const Tiles& dfch, float* sums, TileResult& x, const TileAt& at, real* result, int OC,
     int group) {
@@ -383,13 +384,13 @@ __device__ void product_with_gelu(
         take_registers<232>();
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
         real* result = results + group * TILE_SIZE;
-        int steps = sizes.C / 64, turn = group == 0;  // group 0 need not wait the first time
+        int steps = sizes.C / 64, done = 0;  // tiles
         unsigned step = group * steps;
         for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
-             tile += 2 * gridDim.x, step += steps, turn ^= 1) {
+             tile += 2 * gridDim.x, step += steps, done++) {
             TileAt at(tile, sizes);
             TileResult x;
-            mbarrier_wait(waits.my_turn[group], turn);
+            mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
                 multiply_stage<backward>(x, stages + step % STAGES * STAGE, i > 0);
@@ -402,7 +403,7 @@ __device__ void product_with_gelu(
             if (!backward) {
                 finish_forward(out, out_gelu, x, bias, at, result, sizes.OC, group);
             } else {
-                mbarrier_wait(waits.fch_there[group], turn ^ (group == 0));
+                mbarrier_wait(waits.fch_there[group], done % 2);
                 finish_backward(out, sums, x, at, result, sizes.OC, group);
                 warp_arrives(waits.result_read[group]);
             }
@@ -414,7 +415,7 @@ __device__ void product_with_gelu(
 
 }  // namespace gelu_products
 
-#ifdef __CUDACC__  // clusters of two blocks, in all launches
+#ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu(
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, const real*,
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);

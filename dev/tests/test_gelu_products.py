@@ -10,23 +10,28 @@ from unittest import mock
 
 import numpy as np
 
+from dev import features
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.device import Cpu
 from dev.gpu import attention_five, gelu_products, gelu_times
-from dev.gpu.gelu_products import HEIGHT, SummedProducts, fits, with_own_gelu
+from dev.gpu.gelu_products import HEIGHT, fits, with_own_gelu
 from dev.lab.bench import BF16_LIMIT
+from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, run_program
-from dev.tests.models import gradients, in_each_order, on_device
+from dev.tests.models import gradients, in_each_order, model_class, on_device
+from dev.tools.step_by_kernel import work_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, GPT2, Config, draw_parameters, to_float
+from train_gpt2 import (
+    BF16, GPT2, Config, Training, draw_parameters, parse_flags, to_float)
+
 
 FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the first wrong result
     ("fch is overwritten before TMA has read it", "if (threadIdx.x % 128 == 0) stores_read();\n    warp",
      "warp", "fch"),
     ("sums of half of the rows", "row < HEIGHT; row += 16", "row < 64; row += 16", "sums"),
-    ("no turns", "mbarrier_wait(waits.my_turn[group], turn);", "", "stuck"),
+    ("no turns", "mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);", "", "stuck"),
     ("no fence before TMA reads", "shared_written();\n    warpgroup_sync(group);",
      "warpgroup_sync(group);", "race"),
     ("no barrier before TMA reads", "shared_written();\n    warpgroup_sync(group);",
@@ -81,7 +86,7 @@ def products(device_name):
 
 
 def saturated(device_name):
-    """GELU and its derivative of -3e38 .. 3e38, where powers overflow. fch becomes the bias."""
+    """GELU and its derivative of -1e9 .. 1e9, where powers overflow. fch becomes the bias."""
     device = device_for(device_name)
     if not device:
         return
@@ -173,21 +178,65 @@ def training():
     flags = dict(CXXFLAGS="-O1 -DHOPPER")
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
         own = with_own_gelu(Cpu)("bf16", c, gelu_products.SOURCES)
-    model = type("Model", (SummedProducts, GPT2), {})
+    model = class_on_gpu(GPT2)
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
         models = [GPT2(c, Cpu("bf16", c, gelu_products.SOURCES), 2, 96), model(c, own, 2, 96)]
     rng = np.random.default_rng(1)
     batches = [(rng.integers(257, size=(2, 96)), rng.integers(257, size=(2, 96))) for _ in "12"]
     launched, launch = [], own.launch
-    own.launch = lambda name, *args, **more: (launched.append(name), launch(name, *args, **more))
+    work = []  # as the tables of kernels count it
+
+    def counting(name, items, *args, **more):
+        launched.append(name)
+        if name in gelu_times.KERNELS:
+            work.append(work_of((name, (items, 1), args), c, 2, 96, 0, {}))
+        launch(name, items, *args, **more)
+
+    own.launch = counting
     found = []
     for each in models:
         each.set_parameters(draw_parameters(c, 1))
         found.append(gradients(each, *batches))
     check("launched", launched.count("matmul_gelu") == launched.count("matmul_dgelu") == 4 and not
           {"gelu_forward", "gelu_backward", "matmul_backward_bias"} & {*launched}, {*launched})
+    size = "matmul 192 x 512 x 128 +"
+    check("FLOPs", {*work} == {(f"{size} GELU", "FLOP", 2 * 192 * 512 * 128),
+                               (f"{size} GELU's gradient", "FLOP", 2 * 192 * 512 * 128)}, work)
     for name, wish in found[0].items():
         yield name, found[1][name], wish, 4 * BF16_LIMIT
+
+
+def class_on_gpu(Model, *given):
+    """The class that trains on a GPU in bf16, with these flags of features."""
+    flags = parse_flags("", features.FLAGS, ("--device", "cuda", "--dtype", "bf16", *given))
+    flags.plain = 0
+    return features.attach(flags, Training, Model)[1]
+
+
+def noting(launch, names):
+    """launch, which notes the names of kernels."""
+    return lambda name, *args, **more: (names.append(name), launch(name, *args, **more))
+
+
+def any_model():
+    """What runs on a GPU in bf16, GPT-2 or Llama 3, recomputing or not, has the gradients that it has without
+    the features of a GPU."""
+    for Model, recompute in ((GPT2, 1), (GPT2, 2), (Llama3, 0), (Llama3, 1), (Llama3, 2)):
+        more = dict(NKV=1) if Model is Llama3 else {}
+        c = Model.Config(**more, maxT=64, V=257, Vp=384, L=2, NH=2, C=128)
+        again = "--recompute", f"{recompute}"
+        found, launched = [], []
+        for plain in (True, False):
+            with mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
+                device = (Cpu if plain else with_own_gelu(Cpu))("bf16", c, gelu_products.SOURCES)
+            device.launch = noting(device.launch, launched)
+            model = (model_class if plain else class_on_gpu)(Model, *again)(c, device, 1, 64)
+            model.set_parameters(draw_parameters(c, 1))
+            tokens = np.random.default_rng(1).integers(257, size=(2, 1, 64))
+            found.append(gradients(model, tokens))
+        check(f"{Model.__name__} {again}: launched", ("matmul_dgelu" in launched) == (Model is GPT2))
+        for name, wish in found[0].items():
+            yield f"{Model.__name__} {again} {name}", found[1][name], wish, 4 * BF16_LIMIT
 
 
 def compiled():
@@ -229,5 +278,5 @@ def beside_library(device_name):
 
 
 if __name__ == "__main__":
-    run_program((products, saturated, choice, planted, no_races, training, compiled,
-                 beside_library), faults=3)
+    run_program((products, saturated, choice, planted, no_races, training, any_model,
+                 compiled, beside_library), faults=3)

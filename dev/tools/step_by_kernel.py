@@ -13,7 +13,7 @@ from train_gpt2 import HERE, Config, FastCuda, read_kernels
 
 SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu",
            HERE / "dev/llama3/llama3.cu", HERE / "dev/gpu/hopper.cuh",
-           HERE / "dev/gpu/attention_five.cu"]
+           HERE / "dev/gpu/attention_five.cu", HERE / "dev/gpu/gelu_products.cu"]
 
 # A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
 # written. There are three kinds of exceptions. These arrays are both read and written:
@@ -38,6 +38,7 @@ OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout
                "gelu_forward": "inp", "gelu_backward": "inp"}
 # Attention is counted in FLOPs: each kernel's number of products of a (T,T) and a (T,HS) matrix, of
 # which half is masked.
+OWN_PRODUCTS = {"matmul_gelu": "GELU", "matmul_dgelu": "GELU's gradient"}
 PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4,
             "attention_backward_five": 5}
 
@@ -117,7 +118,7 @@ def check_tables():
               for name in formula.__code__.co_names
               if name not in ("words", "items", "itemsize", "nbytes")}
     needed |= {f"{kernel}.{name}" for kernel, name in OUTPUT_LIKE.items()}
-    for stale in sorted((READ_TOO | set(TOUCHED) | needed | set(PRODUCTS)) - known):
+    for stale in sorted((READ_TOO | set(TOUCHED) | needed | {*PRODUCTS, *OWN_PRODUCTS}) - known):
         print(f"WARNING: dev/tools/step_by_kernel.py has a row for {stale}, which no kernel has",
               file=sys.stderr)
 
@@ -130,6 +131,9 @@ def work_of(what, c, B, T, words, kernels):
         out, a = arguments[:2]
         M, N, K = *out.shape[-2:], a.shape[-1]
         return f"matmul {M} x {N} x {K}", "FLOP", 2 * out.size * K
+    if name in OWN_PRODUCTS:
+        M, N, K = arguments[-3:]
+        return f"matmul {M} x {N} x {K} + {OWN_PRODUCTS[name]}", "FLOP", 2 * M * N * K
     if name == "memset":
         return name, "B", arguments[0].nbytes
     if name in PRODUCTS:
