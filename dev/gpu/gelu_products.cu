@@ -176,7 +176,7 @@ __device__ void load_operands(
         for (int c = 0; c < sizes.C; c += 64, step++) {
             real* stage = stages + step % STAGES * STAGE;
             auto& full = waits.full[step % STAGES];
-            // At first all stages are empty: the phase before a new mbarrier's first counts as over.
+            // At first all stages are empty: a new mbarrier counts the phase before as over.
             mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
             load_rows(stage, inp, c, at.row, full);
             for (int box = 0; box < WIDTH / 64; box++) {

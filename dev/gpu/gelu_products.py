@@ -58,6 +58,7 @@ class OwnGelu:
     """A mixin in front of FastCuda: products with GELU that fit are multiplied by our kernels."""
     sums = None  # where sums of columns go: fp32, a row for each HEIGHT rows of the result
     summed = None  # the array whose columns have just been summed
+    fused_gelu = True  # whether GELU is part of its product; FastCuda sets it
 
     def compile(self, sources):
         self.switches()  # says whether kernels.cu is compiled with -DHOPPER
@@ -65,7 +66,7 @@ class OwnGelu:
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         self.summed = None
-        own = self.hopper and not accumulate
+        own = self.hopper and self.fused_gelu and not accumulate
         if own and gelu is not None and bias is not None and fits(a, b.T, out, gelu):
             multiply_gelu(self, out, gelu, a, b.T, bias)
         elif own and dgelu_at is not None and bias is None and fits(a, b, out, dgelu_at):
