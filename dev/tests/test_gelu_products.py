@@ -15,12 +15,13 @@ from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.device import Cpu
-from dev.gpu import attention_five, gelu_products, gelu_times
+from dev.gpu import attention_five, gelu_products
 from dev.gpu.gelu_products import HEIGHT, fits, with_own_gelu
 from dev.lab.bench import BF16_LIMIT
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import gradients, in_each_order, model_class, on_device
+from dev.tools import time_gelu
 from dev.tools.step_by_kernel import work_of
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import (
@@ -62,14 +63,14 @@ FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the fir
 def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels alone, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return Cpu("bf16", Config(C=768, NH=12), sources, only=gelu_times.KERNELS)
+        return Cpu("bf16", Config(C=768, NH=12), sources, only=time_gelu.KERNELS)
 
 
 def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
     if device_name == "cpu":
         return small_device()
-    device = with_own_gelu(gelu_times.FastCuda)("bf16", Config(C=768, NH=12))
+    device = with_own_gelu(time_gelu.FastCuda)("bf16", Config(C=768, NH=12))
     if not device.hopper:
         print("skipped: this GPU is no Hopper")
     return device if device.hopper else None
@@ -78,9 +79,9 @@ def device_for(device_name):
 def products(device_name):
     """Both products and the sums against NumPy in float64, at sizes with ragged rows."""
     device = device_for(device_name)
-    for text in gelu_times.CHECKS if device else ():
-        given = gelu_times.drawn(device, **gelu_times.parse_sizes(text))
-        for order, found in in_each_order(device, lambda a: gelu_times.faults(device, a), given):
+    for text in time_gelu.CHECKS if device else ():
+        given = time_gelu.drawn(device, **time_gelu.parse_sizes(text))
+        for order, found in in_each_order(device, lambda a: time_gelu.faults(device, a), given):
             for what, error, limit in found:
                 check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
 
@@ -91,14 +92,14 @@ def saturated(device_name):
     if not device:
         return
     size = np.logspace(-3, 9, 128)
-    x = to_float(gelu_times.to_bf16(np.float32(np.r_[-size[::-1], size])))
-    a = gelu_times.with_outputs(device, gelu_times.drawn(device, 130, 64))
-    device.put(a.bias, gelu_times.to_bf16(x))
+    x = to_float(time_gelu.to_bf16(np.float32(np.r_[-size[::-1], size])))
+    a = time_gelu.with_outputs(device, time_gelu.drawn(device, 130, 64))
+    device.put(a.bias, time_gelu.to_bf16(x))
     device.put(a.inp, np.zeros(a.inp.shape, np.uint16))
-    device.put(a.fch_in, gelu_times.to_bf16(np.broadcast_to(x, a.fch_in.shape)))
+    device.put(a.fch_in, time_gelu.to_bf16(np.broadcast_to(x, a.fch_in.shape)))
     gelu_products.multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
     gelu_products.multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in)
-    wish, derivative = gelu_times.gelu_and_derivative(np.float64(x))
+    wish, derivative = time_gelu.gelu_and_derivative(np.float64(x))
     yield "fch", device.get(a.fch), np.broadcast_to(x, a.fch.shape), EXACT
     dout, wproj = (np.float64(to_float(device.get(x))) for x in (a.dout, a.wproj))
     for name, found, right in (("gelu", a.fch_gelu, wish),
@@ -110,10 +111,10 @@ def saturated(device_name):
 def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     """The first wrong result, or "outside" if more than N rows were written, or "". more_rows: how
     many rows more the results' tensor maps allow to store."""
-    a = gelu_times.drawn(device, **gelu_times.parse_sizes(text))
-    outputs = [gelu_times.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
+    a = time_gelu.drawn(device, **time_gelu.parse_sizes(text))
+    outputs = [time_gelu.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
                for _ in range(3)]
-    with mock.patch.object(gelu_times, "array_on", lambda device, shape, dtype: (
+    with mock.patch.object(time_gelu, "array_on", lambda device, shape, dtype: (
             outputs.pop()[: shape[0]] if dtype == BF16 else on_device(
                 device, np.full(shape, np.nan, dtype)))):
         kept, maps = [*outputs], gelu_products.maps
@@ -125,7 +126,7 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
 
         try:
             with mock.patch.object(gelu_products, "maps", wider):
-                found = gelu_times.faults(device, a)
+                found = time_gelu.faults(device, a)
         except UserError as e:
             return f"{e}"
     if any((device.get(x)[len(a.inp) :] != 0xffff).any() for x in kept):
@@ -152,7 +153,7 @@ def planted(folder, faults):
 def no_races():
     """No access is a race."""
     device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
-    found = gelu_times.faults(device, gelu_times.drawn(device, 150, 64))
+    found = time_gelu.faults(device, time_gelu.drawn(device, 150, 64))
     check("no races", all(error <= limit for _, error, limit in found))
 
 
@@ -161,14 +162,14 @@ def choice(device_name):
     device = device_for(device_name)
     if not device:
         return
-    a = gelu_times.drawn(device, 8, 128)
+    a = time_gelu.drawn(device, 8, 128)
     check("fits", fits(a.inp, a.w, a.fch_in))
     for what, arrays in (("a transposed weight", (a.inp, a.w.T, a.fch_in)),
                          ("part of the channels", (a.inp[:, :64], a.w, a.fch_in)),
                          ("fp32", (a.inp.view(np.float32), a.w, a.fch_in)),
                          ("a part of a result's columns", (a.inp, a.w, a.fch_in[:, :256]))):
         check(f"does not fit: {what}", not fits(*arrays))
-    b = gelu_times.drawn(device, 8, 96, 384)
+    b = time_gelu.drawn(device, 8, 96, 384)
     check("does not fit: 96 channels", not fits(b.inp, b.w, b.fch_in))
 
 
@@ -188,7 +189,7 @@ def training():
 
     def counting(name, items, *args, **more):
         launched.append(name)
-        if name in gelu_times.KERNELS:
+        if name in time_gelu.KERNELS:
             work.append(work_of((name, (items, 1), args), c, 2, 96, 0, {}))
         launch(name, items, *args, **more)
 
@@ -253,7 +254,7 @@ def compiled():
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
     shared = gelu_products.plan(mock.Mock(multiprocessors=132), np.empty((128, 256)))[1]
-    for name in gelu_times.KERNELS:
+    for name in time_gelu.KERNELS:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
                                               shared) == 1)
@@ -265,9 +266,9 @@ def beside_library(device_name):
         return
     device = device_for(device_name)
     for M, C in ((4096, 768), (8192, 1600)) if device else ():
-        a = gelu_times.with_outputs(device, gelu_times.drawn(device, M, C))
-        b = gelu_times.with_outputs(device, a)
-        said = gelu_times.same_bits(device, a)
+        a = time_gelu.with_outputs(device, time_gelu.drawn(device, M, C))
+        b = time_gelu.with_outputs(device, a)
+        said = time_gelu.same_bits(device, a)
         check(f"{M, C} bits", said.startswith("the same"), said)
         library = super(gelu_products.OwnGelu, device).matmul
         library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)

@@ -12,19 +12,19 @@ them, and of cuDNN's gradient if PyTorch is installed.
 """
 import argparse
 import os
-import sys
 
 import numpy as np
 
 from dev.common.devices import make_device
 from dev.cpu.device import Cpu
-from dev.gpu.attention_five import (ROWS, SOURCES, five_table, launch_delta, launch_dq,
+from dev.features import capability
+from dev.gpu.attention_five import (HOPPER, ROWS, SOURCES, five_table, launch_delta, launch_dq,
                                      launch_five)
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
 from dev.lab.inputs import ANY
 from dev.lab.ladder import Ladder, Version, parse_sizes
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import Config, read_kernels, to_float
 
 CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
@@ -96,11 +96,17 @@ LADDER = Ladder(problem, SHAPE, CHECKS, tuple(VERSIONS), fp32="lse delta dq stat
                 torch=heads.torch_backward)
 
 
+def check_hopper(name, source):
+    """Raise UserError unless a device is Hopper, or a CPU that does the same."""
+    like_hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()
+    if not like_hopper if name == "cpu" else capability() != HOPPER:
+        raise UserError(f"{source.name} is for Hopper: expected such a GPU, or --device cpu with "
+                        "CXXFLAGS=\"-O1 -DHOPPER\"")
+
+
 def make(name, *defined):
     """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like it."""
-    refused = UserError("attention_five.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")
-    if name == "cpu" and "-DHOPPER" not in os.environ.get("CXXFLAGS", "").split():
-        raise refused
+    check_hopper(name, SOURCES[-1])
     Config128.DEFINED = defined
     c = Config128(C=256, NH=2)
     if name == "cpu":
@@ -108,8 +114,6 @@ def make(name, *defined):
                                                if kernel.startswith(("attention_b", "attention_f"))})
     else:
         device = make_device(name, "bf16", c, beside=SOURCES)
-    if not device.hopper:
-        raise refused
     return device
 
 
@@ -235,7 +239,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")
+    run(main)

@@ -1,14 +1,13 @@
 """Check the products with GELU of gelu_products.cu, and time them beside cuBLASLt's.
 
-    python -m dev.gpu.gelu_times                                # on a Hopper GPU: checks, times
-    python -m dev.gpu.gelu_times --shape "M=65536,C=768;M=8192,C=1600"
-    CXXFLAGS="-O1 -DHOPPER" python -m dev.gpu.gelu_times --device cpu               # only checks
+    python -m dev.tools.time_gelu                                # on a Hopper GPU: checks, times
+    python -m dev.tools.time_gelu --shape "M=65536,C=768;M=8192,C=1600"
+    CXXFLAGS="-O1 -DHOPPER" python -m dev.tools.time_gelu --device cpu               # only checks
 
 M is the number of rows, B*T. Checks are against NumPy in float64. Times are medians in
 microseconds; the difference is from cuBLASLt's results.
 """
 import argparse
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +20,8 @@ from dev.gpu.products import with_timed_products
 from dev.lab import timing
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
-from prepro_tinyshakespeare import UserError
+from dev.tools.time_five import check_hopper
+from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import BF16, Config, FastCuda, to_float
 
 KERNELS = {"matmul_gelu", "matmul_dgelu"}
@@ -37,13 +37,12 @@ def gelu_and_derivative(x):
 
 
 def make(name):
-    """A device with the kernels."""
+    """A device with the kernels. Raises UserError."""
+    check_hopper(name, SOURCES[-1])
     config = Config(C=768, NH=12)
-    device = (Cpu("bf16", config, SOURCES, only=KERNELS) if name == "cpu" else
-              with_own_gelu(with_timed_products(FastCuda))("bf16", config))
-    if not device.hopper:
-        raise UserError("gelu_products.cu is for Hopper: on a CPU set CXXFLAGS=\"-O1 -DHOPPER\"")
-    return device
+    if name == "cpu":
+        return Cpu("bf16", config, SOURCES, only=KERNELS)
+    return with_own_gelu(with_timed_products(FastCuda))("bf16", config)
 
 
 def array_on(device, shape, dtype):
@@ -176,6 +175,12 @@ def main(arguments=None):
     flags = parser.parse_args(arguments)
     wrong, on_gpu = 0, flags.device == "cuda"
     shapes = (flags.shape or SHAPE).split(";")
+    for text in shapes:
+        sizes = parse_sizes(text)
+        if not {"M", "C"} <= sizes.keys() <= {"M", "C", "OC"} or not all(sizes.values()) or (
+                sizes["C"] % 64 or sizes.get("OC", 0) % 64):
+            raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC multiples "
+                            "of 64, such as M=8192,C=1600")
     device = make(flags.device)
     if not flags.no_check:
         checks = shapes if flags.shape and not on_gpu else CHECKS
@@ -188,7 +193,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")
+    run(main)
