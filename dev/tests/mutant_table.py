@@ -27,7 +27,8 @@ def of(kernel, *rows, dtype="fp32", file=KERNELS, flag=""):
 
 
 AS_HOPPER, AS_TURING = "-DHOPPER", "-DTURING"
-CUT_OFF = ("rounding", "from_float(real&", "two_bf16(x, 0.0f)", "__float_as_uint(x) >> 16")
+CUT_OFF = ("rounding", "store(real*", "two_bf16(x[i], x[i + 1])",
+           "__float_as_uint(x[i]) >> 16 | (__float_as_uint(x[i + 1]) & 0xffff0000)")
 
 TABLE = [
     # ---- kernels.cu
