@@ -41,7 +41,8 @@ def choose_checkpoint(folder, steps):
         needed = name in restored and {
             "model": not steps and os.path.isabs(value or ""),
             "val_data": flags.val_every != 0}.get(name, True)
-        if needed and value and not any(map(os.path.exists, paths_of(value))):
+        files = paths_of(value) if value and PATHS[name] in ("-i", "-j") else [value]
+        if needed and value and not any(map(os.path.exists, files)):
             raise UserError(f"{path}: its run had {PATHS[name]} {value}, which is not there: "
                             f"restore it, or give {PATHS[name]}")
     total, every = before.get("steps") or 0, before.get("checkpoint_every")

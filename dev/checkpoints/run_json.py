@@ -2,7 +2,6 @@
 place for. Its fields are in FIELDS.
 """
 import argparse
-import glob
 import json
 import os
 
@@ -24,8 +23,7 @@ def from_anywhere(name, value):
         return value
     if name == "model" and not (os.path.exists(value) or value.endswith(".bin")):
         return value
-    here = os.getcwd()
-    return os.path.join(glob.escape(here) if set(value) & {*"*?["} else here, value)
+    return os.path.join(os.getcwd(), value)
 
 
 def notes_of(training, model, data):

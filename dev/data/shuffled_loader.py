@@ -4,6 +4,8 @@
 files, each epoch shuffles the files and the batches of each. Every rank has its own order.
 """
 import glob
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +16,23 @@ from train_gpt2 import DataLoader, count_tokens, read_tokens
 
 def paths_of(pattern):
     """The paths that match a pattern such as data/fineweb_train_*.bin, sorted as in llm.c; or the
-    pattern itself if none does."""
-    return sorted(glob.glob(str(pattern))) or [str(pattern)]
+    pattern itself if none does. What exists is meant as it is written: the file runs[1]/train.bin,
+    or in runs[1]/train_*.bin the folder runs[1]."""
+    if os.path.exists(pattern):
+        return [str(pattern)]
+    path = Path(pattern)
+    folder = next((parent for parent in path.parents if os.path.exists(parent)), Path())
+    found = glob.glob(str(path.relative_to(folder)), root_dir=folder)
+    return sorted(str(folder / name) for name in found) or [str(pattern)]
+
+
+def check_pair(given, paths):
+    """Raise UserError if one path of a pair, to train and to validate on, was given and is a file,
+    and the other is missing, but would match other files as a pattern. given: what the flags say,
+    with None for the path that was derived."""
+    for derived, path, other, flag in zip(given, paths, reversed(paths), ("-i", "-j")):
+        if derived is None and os.path.exists(other) and paths_of(path) != [path]:
+            raise UserError(f"{path}: does not exist; expected it beside {other}, or give {flag} too")
 
 
 class FilesLoader(DataLoader):
@@ -80,6 +97,12 @@ class FilesLoader(DataLoader):
 
 class Shuffled:
     """Training on several files."""
+
+    def data_paths(self):
+        given = self.flags.train_data, self.flags.val_data
+        paths = super().data_paths()
+        check_pair(given, paths)
+        return paths
 
     def loader(self, path, B, T, *ranks):
         if not ranks:  # of a validation, in smaller batches if its file is short

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import math
+import os
 import re
 import resource
 import sys
@@ -18,7 +19,7 @@ import train_gpt2
 from dev import gpt2_numpy
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.file_kinds import FILES, check_kind
-from dev.data.shuffled_loader import FilesLoader
+from dev.data.shuffled_loader import FilesLoader, check_pair, paths_of
 from dev.lab.kernels.adamw import halves
 from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
 from dev.runs.tokenizer import TOKENIZER, read_tokenizer
@@ -346,6 +347,34 @@ def token_order(device_name, folder):
         FilesLoader(several, 2, 8, fewer, False), 13))
 
 
+def patterns(device_name, folder):
+    """A path or a folder that exists is meant as it is written; only the rest of a pattern matches."""
+    names = ("q[12]/t_train.bin", "q1/t_train.bin", "q1/t_val.bin", "q2/t_train.bin", "x[1]_train.bin",
+             "x1_val.bin", "a*_train.bin", "ab_train.bin", "[r]/deep?/0_val.bin", "r/deep1/0_val.bin",
+             "[r]/deep?/1_val.bin")
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    os.chdir(folder)
+    for pattern, *wish in (
+            ("q[12]/t_train.bin",) * 2, ("x[1]_train.bin",) * 2, ("a*_train.bin",) * 2,
+            ("q[12]/t_*.bin", "q[12]/t_train.bin"), ("q[12]/t_val.bin",) * 2,
+            ("[r]/deep?/*_val.bin", "[r]/deep?/0_val.bin", "[r]/deep?/1_val.bin"),
+            ("q[1-2]/t_*.bin", "q1/t_train.bin", "q1/t_val.bin", "q2/t_train.bin"),
+            ("a?_train.bin", "a*_train.bin", "ab_train.bin"), ("[x]1_*.bin", "x1_val.bin"), ("no*",) * 2):
+        for before in ("", f"{folder}/"):
+            found = paths_of(before + pattern)
+            check(f"{before and '/'}{pattern}", found == [before + name for name in wish], found)
+    with contextlib.redirect_stdout(None):
+        write_tokens("q[12]/t_train.bin", np.arange(17))
+    check("the tokens of q[12]", FilesLoader("q[12]/t_train.bin", 2, 8, SMALL).next_batch()[0][1, 7] == 15)
+    for given, wish in ((("x[1]_train.bin", None), r"x\[1\]_val.bin: does not exist; .* beside x.*_train.bin, or give -j"),
+                        ((None, "a*_train.bin"), r"a\?_train.bin: does not exist; .* or give -i")):
+        pair = [given[0] or "a?_train.bin", given[1] or "x[1]_val.bin"]
+        check_refusal("a pair", wish, check_pair, given, pair)
+        check("a pair of which both were given", refusal(check_pair, pair, pair) is None)
+
+
 def limits(device_name, folder):
     """If a dump has autocast's error of a tensor, the limit follows from it, but only in bf16."""
     report = {"autocast_errors": {"wte": 0.02, "logits": 1e-4}}
@@ -356,7 +385,7 @@ def limits(device_name, folder):
 
 
 TESTS = (bad_files, other_kinds, good_files, packed_batches, first_parameters, schedules, samples, numpy_program,
-         random_numbers, token_order, limits)
+         random_numbers, token_order, patterns, limits)
 
 if __name__ == "__main__":
     run_program(TESTS)

@@ -213,6 +213,40 @@ def data_of_a_run(folder):
     check("notes have what was not given", [notes["model"], notes["val_data"]] == wish, f"{notes}")
 
 
+def brackets(folder):
+    """A run in a folder [a], on files of a folder [d], resumes there, though these are patterns for others' folders."""
+    for name in ("[a]", "[d]", "a", "d"):
+        (folder / name).mkdir()
+    for path in folder.glob("part_*.bin"):
+        for name in ("[d]", "d"):
+            shutil.copy(path, folder / name)
+    decoy = folder / "d" / "part_train_0.bin"
+    decoy.write_bytes(decoy.read_bytes()[:-2] + b"\1\0")
+    for at, here in enumerate((folder, folder / "[d]")):
+        os.chdir(here)
+        data = "[d]/" if here == folder else ""
+        for kind, train_data in (("file", f"{data}part_train_0.bin"), ("pattern", f"{data}part_train_*.bin")):
+            output, whole = folder / "[a]" / f"{kind}_{at}[1]", folder / f"{kind}_{at}"
+            (folder / "[a]" / f"{kind}_{at}1").mkdir()
+            flags = ["-e", TINY, "-i", train_data, "-j", f"{data}part_val_0.bin", *flags_in(folder)[6:], "-n", 2]
+            train(whole, *flags, "-i", folder / Path(train_data).name)
+            train(output, *flags, "-nk", 2, "-x", 4)
+            text = goes_on(f"{kind} in {here.name}", output, "-y", 1, "-x", 6)
+            steps = "after step 4" in text and "6/6" in text
+            check(f"{kind} in {here.name}: it makes the last steps", steps, text[-300:])
+            found, wish = (contents(each)["model_00000006.bin"] for each in (output, whole))
+            check(f"{kind} in {here.name}: the same weights", found == wish)
+            names = {f"model_{step:08d}.bin" in contents(output) for step in (4, 6)}
+            check(f"{kind} in {here.name}: -nk 2", names == {True} and "model_00000002.bin" not in contents(output))
+            os.chdir(folder)
+            text = goes_on(f"{kind} in {here.name}, from elsewhere", output, "-y", 1, "-x", 7)
+            check(f"{kind} in {here.name}, from elsewhere: a step", "7/7" in text, text[-300:])
+            os.chdir(here)
+        weights = output / "model_00000006.bin"
+        goes_on("-e in [a]", folder / f"from it {at}", "-e", weights, "-i", train_data, *flags[6:], "-x", 2, "-n", 1)
+        goes_on("-e in [a], resumed", folder / f"from it {at}", "-y", 1, "-x", 3)
+
+
 # ---- Damage
 
 
@@ -379,5 +413,5 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((runs_without_a_checkpoint, earlier_runs, finished_runs, data_of_a_run, damaged_notes,
+    run_program((runs_without_a_checkpoint, earlier_runs, finished_runs, data_of_a_run, brackets, damaged_notes,
                  damaged_checkpoints, other_flags, refusals), token_files)

@@ -29,7 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from dev.common.devices import OnCpu
-from dev.data.shuffled_loader import FilesLoader, paths_of
+from dev.data.shuffled_loader import FilesLoader, check_pair, paths_of
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, run
@@ -189,7 +189,8 @@ def main(arguments=None):
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, (OnCpu if place == "cpu" else Training).longest)
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")
-    train_path, val_path = c.data_paths(flags.train_data, flags.val_data)
+    train_path, val_path = paths = c.data_paths(flags.train_data, flags.val_data)
+    check_pair((flags.train_data, flags.val_data), paths)
     train_data = FilesLoader(val_path if flags.overfit else train_path, B, T, c, 0 if flags.overfit else flags.shuffle)
     val_data = None
     if flags.val_every:
