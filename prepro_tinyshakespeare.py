@@ -13,6 +13,7 @@ This is the ground floor: all other programs use its errors and its way to write
 import argparse
 import http.client
 import os
+import re
 import sys
 import urllib.request
 from pathlib import Path
@@ -135,17 +136,25 @@ def prepare(text, encoding, path, border=END_OF_TEXT, **kind):
     write_tokens(str(path).format("train"), tokens[val:], **kind)
 
 
+def other_part(path, part, other):
+    """The path with `other` in place of `part`, once: the last in the file's name, and of several
+    the last that is a word by itself. So constraint_train.bin belongs to constraint_val.bin."""
+    path = Path(path)
+    words = [*re.finditer(f"(?<![A-Za-z]){part}(?![A-Za-z])", path.name)]
+    at = words[-1].start() if words else path.name.rindex(part)
+    return str(path.with_name(path.name[:at] + other + path.name[at + len(part) :]))
+
+
 def data_paths(train, val):
-    """The paths of the tokens to train and to validate on. If one is None, it is the other with val
-    in place of train, or the other way round. If both are None, they are tinyshakespeare's, which
+    """The paths of the tokens to train and to validate on. If one is None, it is named like the
+    other: see other_part. If both are None, they are tinyshakespeare's, which
     is prepared if it is missing; without a network, they are those of the language reference that
     comes with Python. Raises UserError."""
     for given, part, flag in ((train, "train", "-j"), (val, "val", "-i")):
         if given and part not in Path(given).name and not (train and val):
             raise UserError(f"{given} has no '{part}' in its name: give {flag} too")
     if train or val:
-        return [train or str(Path(val).with_name(Path(val).name.replace("val", "train"))),
-                val or str(Path(train).with_name(Path(train).name.replace("train", "val")))]
+        return [train or other_part(val, "val", "train"), val or other_part(train, "train", "val")]
     pattern = TINYSHAKESPEARE
     if not all(map(os.path.exists, both(pattern))):
         try:

@@ -9,6 +9,7 @@ import os
 import struct
 import sys
 import urllib.error
+from pathlib import Path
 from unittest import mock
 
 import prepro_tinyshakespeare as prepro
@@ -71,6 +72,24 @@ def files(folder):
     check("tinyshakespeare is downloaded", parts[0] + parts[1] == counted(9 * SPEECH))
 
 
+def pairs(folder):
+    """A file's other part has its name, with one train or val in it replaced."""
+    for train, val in (("constraint_train.bin", "constraint_val.bin"), ("train_train.bin", "train_val.bin"),
+                       ("train_val_train.bin", "train_val_val.bin"), ("val_train_000001.bin", "val_val_000001.bin"),
+                       ("trains/a_train_*.bin", "trains/a_val_*.bin"), ("mytrain.bin", "myval.bin"),
+                       ("train_constraint.bin", "val_constraint.bin"), ("interval_train2.bin", "interval_val2.bin")):
+        check(f"the pair of {train}", prepro.data_paths(train, None) == [train, val], prepro.data_paths(train, None))
+        check(f"the pair of {val}", prepro.data_paths(None, val) == [train, val], prepro.data_paths(None, val))
+    check("both are given", prepro.data_paths("a", "b") == ["a", "b"])
+    check_refusal("a name without train", "train/a.bin has no 'train' in its name: give -j", prepro.data_paths,
+                  "train/a.bin", None)
+    (folder / "train.txt").write_text(9 * SPEECH, encoding="utf-8")
+    program(folder, "--input", "train.txt")
+    os.chdir(folder)
+    found = [tokens_in(Path(path)) for path in prepro.data_paths("data/train/train_train.bin", None)]
+    check("--input train.txt: both parts", found[1] + found[0] == counted(9 * SPEECH))
+
+
 def refusals(folder):
     """Each mistake is refused in one line, and no file is written."""
     for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
@@ -88,4 +107,4 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((files, refusals))
+    run_program((files, pairs, refusals))
