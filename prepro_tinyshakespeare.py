@@ -80,6 +80,8 @@ def replace_file(path, chunks):
 TEXT_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
             "input.txt")
 TINYSHAKESPEARE = Path("data/tinyshakespeare/tiny_shakespeare_{}.bin")  # {}: train or val
+SPELLINGS = [TINYSHAKESPEARE, *(Path(f"data/{name}/{name}_{{}}.bin")  # as --name writes them
+                                for name in ("tinyshakespeare", "tiny_shakespeare"))]
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
 PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # as Latin-1
@@ -147,21 +149,23 @@ def other_part(path, part, other):
 
 def data_paths(train, val):
     """The paths of the tokens to train and to validate on. If one is None, it is named like the
-    other: see other_part. If both are None, they are tinyshakespeare's, which
-    is prepared if it is missing; without a network, they are those of the language reference that
-    comes with Python. Raises UserError."""
+    other: see other_part. If both are None, they are tinyshakespeare's, in the spelling that was
+    written last. It is prepared if it is missing; without a network, they are those of the language
+    reference that comes with Python. Raises UserError."""
     for given, part, flag in ((train, "train", "-j"), (val, "val", "-i")):
         if given and part not in Path(given).name and not (train and val):
             raise UserError(f"{given} has no '{part}' in its name: give {flag} too")
     if train or val:
         return [train or other_part(val, "val", "train"), val or other_part(train, "train", "val")]
+    found = [paths for paths in map(both, SPELLINGS) if all(map(os.path.exists, paths))]
+    if found:
+        return max(found, key=lambda paths: os.path.getmtime(paths[0]))
     pattern = TINYSHAKESPEARE
-    if not all(map(os.path.exists, both(pattern))):
-        try:
-            prepare(download_tinyshakespeare(), gpt2_encoding(), pattern)
-        except UserError as e:
-            print(f"WARNING: {e}. Training on Python's language reference instead.")
-            pattern = prepare_python_reference()
+    try:
+        prepare(download_tinyshakespeare(), gpt2_encoding(), pattern)
+    except UserError as e:
+        print(f"WARNING: {e}. Training on Python's language reference instead.")
+        pattern = prepare_python_reference()
     return both(pattern)
 
 

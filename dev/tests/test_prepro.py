@@ -90,6 +90,30 @@ def pairs(folder):
     check("--input train.txt: both parts", found[1] + found[0] == counted(9 * SPEECH))
 
 
+def spellings(folder):
+    """The trainer's default text is found however its name was spelled; of several the last that was written."""
+    name = "tinyshakespeare"
+    for place, (*flags, wish) in enumerate((
+            ("--input", "own.txt", "--name", name, f"{name}/{name}"), ("--input", f"{name}.txt", f"{name}/{name}"),
+            ("--input", "own.txt", "--name", "tiny_shakespeare", "tiny_shakespeare/tiny_shakespeare"),
+            (f"{name}/tiny_shakespeare",))):
+        here = folder / str(place)
+        here.mkdir()
+        for each in ("own", name):
+            (here / f"{each}.txt").write_text(9 * SPEECH, encoding="utf-8")
+        program(here, *flags, text=9 * SPEECH)
+        os.chdir(here)
+        with mock.patch.object(prepro, "prepare", side_effect=AssertionError("prepared again")):
+            found = prepro.data_paths(None, None)
+        check(f"found after {' '.join(flags) or 'prepro'}", found == [f"data/{wish}_{part}.bin" for part in (
+            "train", "val")], found)
+    program(here, "--input", "own.txt", "--name", name)
+    for path in (here / f"data/{name}").glob("tiny_*"):
+        os.utime(path, ns=(0, 0))
+    found = prepro.data_paths(None, None)
+    check("the one that was written last", found[0] == f"data/{name}/{name}_train.bin", found)
+
+
 def refusals(folder):
     """Each mistake is refused in one line, and no file is written."""
     for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
@@ -107,4 +131,4 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((files, pairs, refusals))
+    run_program((files, pairs, spellings, refusals))
