@@ -84,6 +84,7 @@ SPELLINGS = [TINYSHAKESPEARE, *(Path(f"data/{name}/{name}_{{}}.bin")  # as --nam
                                 for name in ("tinyshakespeare", "tiny_shakespeare"))]
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
+BYTE_ORDER_MARK = "\ufeff"  # at the start of some files, above all from Windows
 PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # as Latin-1
 
 
@@ -128,6 +129,7 @@ def write_tokens(path, tokens, magic=20240520, version=1, dtype="<u2"):
 def prepare(text, encoding, path, border=END_OF_TEXT, **kind):
     """Tokenize text (str) and write path.format("val") and path.format("train"). The border is the
     special token before each document. kind: see write_tokens."""
+    text = text.removeprefix(BYTE_ORDER_MARK)
     document = border + text.replace("\n\n", "\n\n" + border)
     tokens = encoding.encode(document, allowed_special={border}, disallowed_special=())
     val = min(VAL_TOKENS, len(tokens) // 10)

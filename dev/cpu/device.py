@@ -135,7 +135,7 @@ class Cpu:
             flags += flags_for_students(compiler)
         texts = {}
         for path in sources:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
             if path in self.students:
                 text = for_cpu(text, HEADER.with_name("halves.h"))
             text = with_poison(text)  # what is inline is not compiled until it is called

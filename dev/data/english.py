@@ -75,7 +75,7 @@ def paragraphs(path):
     """A file's paragraphs of prose, with single spaces between words."""
     try:
         content = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
-        text = READERS[Path(path.stem if path.suffix == ".gz" else path).suffix](content.decode("utf-8"))
+        text = READERS[Path(path.stem if path.suffix == ".gz" else path).suffix](content.decode("utf-8-sig"))
     except (OSError, EOFError, ValueError, SyntaxError, RecursionError, MemoryError):  # not UTF-8, Python 2 ...
         return []
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]

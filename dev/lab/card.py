@@ -59,7 +59,7 @@ def compiled(Cuda, c, sources, path):
     options = *Cuda.OPTIONS, "-lineinfo", *include_flags()
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / path.name
-        ready.write_text(for_gpu(path.read_text(encoding="utf-8")), encoding="utf-8")
+        ready.write_text(for_gpu(path.read_text(encoding="utf-8-sig")), encoding="utf-8")
         return type("Compiled", (Cuda,), dict(OPTIONS=options))("fp32", c, [*sources, ready])
 
 

@@ -19,7 +19,7 @@ def line_of(path, text):
 
 
 def quoted(path, number):
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     return f"line {number}: {lines[number - 1].strip()}" if 0 < number <= len(lines) else f"line {number}"
 
 

@@ -36,7 +36,7 @@ def program(path, run):
         return text.replace("__grid_constant__", "")
 
     texts = {each: without_kernels(each.read_text("utf-8")) for each in (*MODEL.SOURCES, LAB / "tiles.cu")}
-    texts[path] = for_gpu(path.read_text("utf-8"))
+    texts[path] = for_gpu(path.read_text("utf-8-sig"))
     return "".join(f'#line 1 "{each}"\n{text}\n' for each, text in texts.items())
 
 

@@ -65,7 +65,7 @@ def types_of(parameters):
 def solution(path, number=0):
     """The lines of --solution: a diff from a student's file to a version of the lab; 0: the one
     that the exercise has its parameters from. Raises UserError."""
-    (name, run), text = exercise_of(path), path.read_text(encoding="utf-8")
+    (name, run), text = exercise_of(path), path.read_text(encoding="utf-8-sig")
     exercise, versions = EXERCISES[name], find_ladder(name).versions
     like = int(re.search(r"\d+$", exercise.like)[0])
     number = number or like

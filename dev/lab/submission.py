@@ -23,7 +23,7 @@ def signature(exercise):
 
 def code_of(path):
     """The text of a .cu with its comments blanked; lines keep their numbers."""
-    return without_comments(path.read_text(encoding="utf-8"))
+    return without_comments(path.read_text(encoding="utf-8-sig"))
 
 
 def exercise_of(path):

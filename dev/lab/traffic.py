@@ -149,7 +149,7 @@ def report(path, sizes=None, dtype="fp32"):
     """The lines that say what a student's kernel moves, beside the lab's first and best version. Raises UserError."""
     name, ladder = exercise_of(path)[0], read_submission(path)[0]
     sizes = sizes or sizes_of(ladder)
-    mine, source = traffic_of(path, sizes, dtype), path.read_text(encoding="utf-8").splitlines()
+    mine, source = traffic_of(path, sizes, dtype), path.read_text(encoding="utf-8-sig").splitlines()
     lines = [f"memory traffic at {text_of(sizes)} in {dtype}, in sectors of 32 bytes, and in turns of shared memory:"]
     for c in mine.counts:
         own = c.file == path.name and 0 < c.line <= len(source)

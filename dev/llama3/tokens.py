@@ -16,8 +16,8 @@ import os
 from pathlib import Path
 
 from dev.runs.tokenizer import gpt2_words, words_of
-from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,
-                                    read_text, run)
+from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError,
+                                    gpt2_encoding, prepare, read_text, run)
 from train_gpt2 import FileKind, parse_flags
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
@@ -35,14 +35,14 @@ SPECIAL = [f"<|{name}|>" for name in (*NAMED, *(f"reserved_special_token_{i}" fo
 
 def read_model(path):
     """(pattern, {bytes: id}, {special token: id}) of Meta's tokenizer.model: a word in Base64 and its id per line."""
-    lines = path.read_bytes().split(b"\n")
+    lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK.encode()).splitlines()
     ids = {base64.b64decode(word, validate=True): int(i) for word, i in (line.split() for line in lines if line)}
     return PATTERN, ids, {name: len(ids) + i for i, name in enumerate(SPECIAL)}
 
 
 def read_json(path):
     """The same of Hugging Face's tokenizer.json, where a word has a letter for each byte."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(path.read_bytes())
     others = [b for b in range(256) if b not in PRINTING]
     byte_of = {chr(b): b for b in PRINTING} | {chr(256 + i): b for i, b in enumerate(others)}
     special = {token["content"]: token["id"] for token in content["added_tokens"]}

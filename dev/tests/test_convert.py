@@ -166,7 +166,7 @@ def one_file(folder):
         _, said = quietly(convert.folder_to_checkpoint, str(source / "gpt2.safetensors"), path)
         check(f"one file, prefix '{prefix}'", path.read_bytes() == wish)
         check("one file: what is taken for granted is said", "NH = 2 heads of 64 channels" in said, said.strip())
-    (source / "config.json").write_text(json.dumps(CONFIG | {"n_head": 4}))
+    (source / "config.json").write_text(json.dumps(CONFIG | {"n_head": 4}), encoding="utf-8-sig")
     convert.folder_to_checkpoint(str(source / "gpt2.safetensors"), path)
     check("one file: a config.json beside it", Config.from_file(path).NH == 4)
     for name, wish, shapes in (

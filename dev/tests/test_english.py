@@ -35,10 +35,12 @@ def english_text(folder):
             "g.py": "def f(:", "h.rst": f"{one} It is too short.", "i.cfg": f"{one} I.\n\n{two} I.",
             "latin.txt": f"{one} \xe9.\n\n{two} \xe9."}.items():
         (docs / name).write_bytes(text.encode("latin-1"))
-    (docs / "j.txt.gz").write_bytes(gzip.compress(f"{one} J.\n\n{two}\n{three} J.".encode()))
+    (docs / "j.txt.gz").write_bytes(gzip.compress(f"\ufeff{one} J.\n\n{two}\n{three} J.".encode()))
+    (docs / "l.py").write_bytes(f"\ufeff\"\"\"{one} L.\n\n{two} L.\"\"\"\n".encode())
     (docs / "k.txt.gz").write_bytes(b"no gzip")
     wish = {f"{one}\n\n{two}", f"{three}\n\n{four}", f"{one} One & two.\n\n{two} Bold", f"{one} F.\n\n{three} C.",
-            f"{one} M.\n\n{two} M-n", f"{one} J.\n\n{two} {three} J."}
+            f"{one} M.\n\n{two} M-n", f"{one} J.\n\n{two} {three} J.",
+            f"{one} L.\n\n{two} L."}
 
     def gather(*arguments):
         return subprocess.run([sys.executable, "-m", "dev.data.english", *arguments], cwd=folder, text=True,
@@ -49,7 +51,7 @@ def english_text(folder):
     check("english.py: its documents", set(found) == wish, set(found) ^ wish or "")
     in_order = sorted(wish, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
     check("english.py: their order", found == in_order)
-    line = f"1.jsonl: {len(wish)} documents of {sum(map(len, wish)):,} characters, from 11 files\n"
+    line = f"1.jsonl: {len(wish)} documents of {sum(map(len, wish)):,} characters, from 12 files\n"
     check("english.py: what it says", done.stdout == line, done.stdout + done.stderr)
     gather("docs/man", "docs", "--output", "2.jsonl")
     check("english.py: the same again", (folder / "2.jsonl").read_bytes() == (folder / "1.jsonl").read_bytes())

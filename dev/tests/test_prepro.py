@@ -114,6 +114,16 @@ def spellings(folder):
     check("the one that was written last", found[0] == f"data/{name}/{name}_train.bin", found)
 
 
+def byte_order_marks(folder):
+    """A mark at the start of a text is not a part of it, and one within stays; Windows' line ends become newlines."""
+    text = 3 * SPEECH + "a mark \ufeff within\n"
+    (folder / "marked.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    for name, *arguments in (("marked/marked", "--input", "marked.txt"), ("tinyshakespeare/tiny_shakespeare",)):
+        program(folder, *arguments, text="\ufeff" + text)
+        val, train = (tokens_in(folder / f"data/{name}_{part}.bin") for part in ("val", "train"))
+        check(f"{name}: its tokens", val + train == counted(text), (val + train)[:5])
+
+
 def refusals(folder):
     """Each mistake is refused in one line, and no file is written."""
     for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
@@ -131,4 +141,4 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((files, pairs, spellings, refusals))
+    run_program((files, pairs, spellings, byte_order_marks, refusals))

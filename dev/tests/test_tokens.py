@@ -89,6 +89,11 @@ def words_and_ids(folder):
     words = tokens.vocabulary(path.with_suffix(".json"))
     check("special tokens among the words, too", (words[300], len(words)) == (b"<a pad>", len(WORDS) + 3), len(words))
     check("GPT-2's bytes have their end of text", words_of(byte_encoding())[50256] == END_OF_TEXT.encode())
+    for name, content in (("tokenizer.json", tokenizer_json()), ("tokenizer.model", tokenizer_model())):
+        path.with_name(name).write_bytes(b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n"))
+        tokens.encoding.cache_clear()
+        found = tokens.vocabulary(path.with_name(name))
+        check(f"{name} with a byte order mark", [found[i] for i in range(len(WORDS))] == WORDS)
     with working_in(folder):
         tokens.encoding.cache_clear()
         check("the tokenizer of the current folder", tokens.encoding().name == "tokenizer.json")

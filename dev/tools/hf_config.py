@@ -60,7 +60,7 @@ LLAMA_NAMES = {
 def read_json(path):
     """The dict in a JSON file. Raises UserError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except OSError as e:
         raise UserError(f"{path}: could not be read ({e.strerror}); expected a folder of Hugging Face's") from None
     except (ValueError, RecursionError) as e:
