@@ -12,6 +12,7 @@ This is the ground floor: all other programs use its errors and its way to write
 """
 import argparse
 import http.client
+import json
 import os
 import re
 import sys
@@ -84,6 +85,9 @@ SPELLINGS = [TINYSHAKESPEARE, *(Path(f"data/{name}/{name}_{{}}.bin")  # as --nam
                                 for name in ("tinyshakespeare", "tiny_shakespeare"))]
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
+TABLES = ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"
+ROWS = ("python -m dev.data.fineweb --input takes .jsonl and .parquet files, with a text in each row's "
+        "field text")
 BYTE_ORDER_MARK = "\ufeff"  # at the start of some files, above all from Windows
 PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # as Latin-1
 
@@ -201,18 +205,36 @@ def text_flags(description):
     return parser
 
 
+def is_table(path, text):
+    """Whether a file has rows with fields: by the end of its name, or because its first two lines
+    are JSON objects."""
+    def is_object(line):
+        try:
+            return isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            return False
+
+    text = text.removeprefix(BYTE_ORDER_MARK).strip()
+    lines = re.split(r"\n\s*", text, maxsplit=2)[:2]
+    return Path(path).suffix.lower() in TABLES or all(is_object(line) for line in lines)
+
+
 def read_text(flags):
     """(text, name) that --input and --name ask for; without them tinyshakespeare, and no name.
     Raises UserError."""
+    path = flags.input
     try:
-        text = Path(flags.input).read_text("utf-8") if flags.input else download_tinyshakespeare()
+        text = Path(path).read_text("utf-8") if path else download_tinyshakespeare()
     except OSError as e:
-        raise UserError(f"{flags.input}: could not be read ({e.strerror}); --input takes a text "
+        raise UserError(f"{path}: could not be read ({e.strerror}); --input takes a text "
                         "file") from None
     except UnicodeDecodeError as e:
-        raise UserError(f"{flags.input}: byte {e.start} is not UTF-8, and --input takes UTF-8 "
-                        "text") from None
-    name = flags.name or (Path(flags.input).stem if flags.input else None)
+        raise UserError(f"{path}: byte {e.start} is not UTF-8, and --input takes UTF-8 text; "
+                        f"{ROWS}") from None
+    if path and is_table(path, text):
+        raise UserError(f"{path}: has rows with fields, and their syntax would become tokens too: "
+                        f"give the text alone; {ROWS}")
+    name = flags.name or (Path(path).stem if path else None)
     if name and not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
     return text, name

@@ -368,7 +368,7 @@ def patterns(device_name, folder):
     with contextlib.redirect_stdout(None):
         write_tokens("q[12]/t_train.bin", np.arange(17))
     check("the tokens of q[12]", FilesLoader("q[12]/t_train.bin", 2, 8, SMALL).next_batch()[0][1, 7] == 15)
-    for wish, *given in ((r"x\[1\]_val.bin: does not exist; .* beside x.*_train.bin, or give -j", "x[1]_train.bin", None),
+    for wish, *given in ((r"x\[1\]_val.bin: does not exist; .* beside x.*n.bin, or give -j", "x[1]_train.bin", None),
                          (r"a\?_train.bin: does not exist; .* or give -i", None, "a*_train.bin")):
         pair = [given[0] or "a?_train.bin", given[1] or "x[1]_val.bin"]
         check_refusal("a pair", wish, check_pair, given, pair)

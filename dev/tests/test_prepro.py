@@ -124,6 +124,28 @@ def byte_order_marks(folder):
         check(f"{name}: its tokens", val + train == counted(text), (val + train)[:5])
 
 
+def tables(folder):
+    """Rows with fields are refused, and the program that takes their texts is named; a text that has braces is none."""
+    row = b'{"text": "Before we proceed any further, hear me speak."}\n'
+    others = {"a.json": b"[" + row + b"]", "a.csv": b"id,text\n1,Speak.\n", "A.TSV": b"1\tSpeak.\n",
+              "a.parquet": b"PAR1 and more", "b.parquet": b"PAR1\xff", "a.jsonl": 9 * row, "a.JSONL": 9 * row,
+              "rows.txt": 9 * row, "rows": b"\n" + 9 * row, "marked": b"\xef\xbb\xbf" + row, "b.txt": row + b"\n" + row,
+              "c.ndjson": b"\n\n"}
+    for name, content in others.items():
+        (folder / name).write_bytes(content)
+        wish = f"{name}: .*; python -m dev.data.fineweb --input takes .jsonl and .parquet"
+        check_refusal("prepro", wish, program, folder, "--input", name)
+    check("nothing is written", not (folder / "data").exists())
+    for name, content in (("code.txt", b"{\n} {}\n" * 9), ("one.txt", row + b"is how a row looks.\n"),
+                          ("list.txt", b"[1]\n[2]\n" * 9), ("numbers.txt", b"12\n" * 20)):
+        (folder / name).write_bytes(content)
+        program(folder, "--input", name)
+        parts = [tokens_in(folder / f"data/{name[:-4]}/{name[:-4]}_{part}.bin") for part in ("val", "train")]
+        check(f"{name} is a text", parts[0] + parts[1] == counted(content.decode()))
+    (folder / "empty.txt").touch()
+    check_refusal("prepro", "the text has 1 tokens, and needs", program, folder, "--input", "empty.txt")
+
+
 def refusals(folder):
     """Each mistake is refused in one line, and no file is written."""
     for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
@@ -141,4 +163,4 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((files, pairs, spellings, byte_order_marks, refusals))
+    run_program((files, pairs, spellings, byte_order_marks, tables, refusals))
