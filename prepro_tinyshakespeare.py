@@ -12,7 +12,6 @@ This is the ground floor: all other programs use its errors and its way to write
 """
 import argparse
 import http.client
-import json
 import os
 import re
 import sys
@@ -86,9 +85,9 @@ SPELLINGS = [TINYSHAKESPEARE, *(Path(f"data/{name}/{name}_{{}}.bin")  # as --nam
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
 TABLES = ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"
-ROWS = ("python -m dev.data.fineweb --input takes .jsonl and .parquet files, with a text in each row's "
-        "field text")
-BYTE_ORDER_MARK = "\ufeff"  # at the start of some files, above all from Windows
+JSON_LINES = re.compile(r'\ufeff?\s*\{\s*".*\}\s*(\Z|\n\s*\{\s*".*\}\s*$)', re.M)  # two, or only one
+ROWS = "python -m dev.data.fineweb --input takes .jsonl and .parquet files, with a field text"
+BYTE_ORDER_MARK = "\ufeff"  # some files begin with it
 PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # as Latin-1
 
 
@@ -102,6 +101,24 @@ def gpt2_encoding():
         raise UserError(f"tiktoken could not get GPT-2's vocabulary ({type(e).__name__}): connect "
                         "to the network once, or set TIKTOKEN_CACHE_DIR to a folder that holds "
                         "it") from None
+
+
+def call_tiktoken(method, text, **more):
+    """method(text, **more). Raises UserError if tiktoken's Rust code panics, and hides what
+    that prints."""
+    with open(os.devnull, "w") as hidden:  # is 2 itself if stderr is closed
+        stderr = os.dup(2)
+        os.dup2(hidden.fileno(), 2)
+        try:
+            return method(text, **more)
+        except BaseException as e:  # a panic is no Exception
+            if type(e).__name__ not in ("PanicException", "ValueError"):
+                raise
+            raise UserError(f"tiktoken failed ({e}): shorten runs of a million spaces, or update "
+                            "it: pip install -r requirements.txt") from None
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def byte_encoding():
@@ -135,7 +152,8 @@ def prepare(text, encoding, path, border=END_OF_TEXT, **kind):
     special token before each document. kind: see write_tokens."""
     text = text.removeprefix(BYTE_ORDER_MARK)
     document = border + text.replace("\n\n", "\n\n" + border)
-    tokens = encoding.encode(document, allowed_special={border}, disallowed_special=())
+    tokens = call_tiktoken(encoding.encode, document, allowed_special={border},
+                           disallowed_special=())
     val = min(VAL_TOKENS, len(tokens) // 10)
     if val < 2:
         raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 for training "
@@ -145,8 +163,8 @@ def prepare(text, encoding, path, border=END_OF_TEXT, **kind):
 
 
 def other_part(path, part, other):
-    """The path with `other` in place of `part`, once: the last in the file's name, and of several
-    the last that is a word by itself. So constraint_train.bin belongs to constraint_val.bin."""
+    """The path with `other` for the last `part` in the file's name, if possible one that is a word
+    by itself: constraint_train.bin's is constraint_val.bin."""
     path = Path(path)
     words = [*re.finditer(f"(?<![A-Za-z]){part}(?![A-Za-z])", path.name)]
     at = words[-1].start() if words else path.name.rindex(part)
@@ -205,20 +223,6 @@ def text_flags(description):
     return parser
 
 
-def is_table(path, text):
-    """Whether a file has rows with fields: by the end of its name, or because its first two lines
-    are JSON objects."""
-    def is_object(line):
-        try:
-            return isinstance(json.loads(line), dict)
-        except (ValueError, RecursionError):
-            return False
-
-    text = text.removeprefix(BYTE_ORDER_MARK).strip()
-    lines = re.split(r"\n\s*", text, maxsplit=2)[:2]
-    return Path(path).suffix.lower() in TABLES or all(is_object(line) for line in lines)
-
-
 def read_text(flags):
     """(text, name) that --input and --name ask for; without them tinyshakespeare, and no name.
     Raises UserError."""
@@ -231,9 +235,9 @@ def read_text(flags):
     except UnicodeDecodeError as e:
         raise UserError(f"{path}: byte {e.start} is not UTF-8, and --input takes UTF-8 text; "
                         f"{ROWS}") from None
-    if path and is_table(path, text):
-        raise UserError(f"{path}: has rows with fields, and their syntax would become tokens too: "
-                        f"give the text alone; {ROWS}")
+    if path and (Path(path).suffix.lower() in TABLES or JSON_LINES.match(text)):
+        raise UserError(f"{path}: has rows with fields, whose syntax is no text: give the text "
+                        f"alone; {ROWS}")
     name = flags.name or (Path(path).stem if path else None)
     if name and not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")

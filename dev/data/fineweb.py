@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dev.data.hub import download, library, list_files
-from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,
-                                    run)
+from prepro_tinyshakespeare import (EOT, UserError, call_tiktoken, gpt2_encoding, make_header,
+                                    replace_file, run)
 from dev.data.parquet_jsonl import read_rows, table_files
 from train_gpt2 import TOKENS, count_tokens, number, parse_flags
 
@@ -100,21 +100,30 @@ def start_worker(encoding):
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def tokenize(texts):
-    """([number of tokens of each document], all tokens as uint16). A text that is None has no tokens."""
-    documents = [np.array([] if text is None else [EOT, *encode(text)], "<u2") for text in texts]
+def tokenize(texts, name="", first=0):
+    """([number of tokens of each document], all tokens as uint16). A text that is None has no tokens. name, first: the
+    texts' file and the index of their first row. Raises UserError with the row."""
+    documents = []
+    for row, text in enumerate(texts, first + 1):
+        try:
+            documents.append(np.array([] if text is None else [EOT, *call_tiktoken(encode, text)], "<u2"))
+        except UserError as e:
+            raise UserError(f"{name}: row {row}: {e}") from None
     return [len(document) for document in documents], np.concatenate(documents)
 
 
-def tokenized(batches, encoding, workers):
+def tokenized(batches, encoding, workers, names):
     """(index of the file, index of the first row, [number of tokens of each document], tokens) of batches, in their
-    order. Some batches are read ahead, so that no worker waits. Raises UserError."""
+    order. names: of the files. Some batches are read ahead, so that no worker waits. Raises UserError."""
     # Not fork, which is unsafe in a process with threads, such as pyarrow's.
     context, waiting = multiprocessing.get_context("forkserver"), collections.deque()
     pool = ProcessPoolExecutor(workers, context, start_worker, (encoding,))
     try:
         for batch in itertools.chain(batches, [None] * 2 * workers):
-            waiting.append(batch and (*batch[:2], pool.submit(tokenize, batch[2])))
+            if batch:
+                file, first, texts = batch
+                batch = file, first, pool.submit(tokenize, texts, names[file], first)
+            waiting.append(batch)
             done = waiting.popleft() if len(waiting) > 2 * workers else None
             if done:
                 yield *done[:2], *done[2].result()
@@ -207,7 +216,8 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
     tqdm, start, path = library("tqdm").tqdm, Place(*progress["place"]), progress_path(folder, name)
     replace_file(path, [json.dumps(progress).encode()])
     sizes = (shard_size(progress, shard) for shard in itertools.count(progress["shards"]))
-    batches = tokenized(read_batches(paths, progress["--column"], start), encoding, workers)
+    batches = tokenized(read_batches(paths, progress["--column"], start), encoding, workers,
+                        [name for name, _ in progress["files"]])
     with contextlib.closing(batches), tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
         bar.reset(shard_size(progress, progress["shards"]))
         begun = time.perf_counter()

@@ -7,12 +7,13 @@ A question is the beginning of a text, the context, and four endings; the label 
 dev/runs/hellaswag_score.py describes the file. Endings are tokenized with a space before them, and
 there is no <|endoftext|>. The download is 6 MB, which huggingface_hub keeps in its cache.
 """
+import functools
 from pathlib import Path
 
 from dev.common.file_kinds import read_header
 from dev.data.hub import download, list_files
-from prepro_tinyshakespeare import (UserError, gpt2_encoding, make_header, replace_file,
-                                    run)
+from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,
+                                    replace_file, run)
 from dev.data.parquet_jsonl import read_rows, table_files
 from dev.runs.hellaswag_score import COMPLETIONS, EVAL_FILE, START
 from train_gpt2 import parse_flags
@@ -41,9 +42,9 @@ def read_questions(paths):
 
 def write_questions(path, questions, encoding):
     """Write (context, endings, label)s, and return how many. Raises UserError if there are none or one is too long."""
-    examples = []
+    examples, encode = [], functools.partial(call_tiktoken, encoding.encode_ordinary)
     for i, (context, endings, label) in enumerate(questions):
-        parts = [encoding.encode_ordinary(text) for text in (context, *(" " + ending for ending in endings))]
+        parts = [encode(text) for text in (context, *(" " + ending for ending in endings))]
         body = [i, label, COMPLETIONS, *(token for part in parts for token in (len(part), *part))]
         nbytes = 2 * (2 + len(body))
         if max(nbytes, i) > START - 1:

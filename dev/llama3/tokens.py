@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from dev.runs.tokenizer import gpt2_words, words_of
-from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError,
+from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError, call_tiktoken,
                                     gpt2_encoding, prepare, read_text, run)
 from train_gpt2 import FileKind, parse_flags
 
@@ -79,7 +79,7 @@ def encoding(path=None):
         raise UserError(f"{path}: could not be read ({e.strerror}); a tokenizer comes with Llama's weights") from None
     except ImportError as e:
         raise UserError(f"{path} needs tiktoken ({e}): pip install -r requirements.txt") from None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{path}: expected Llama 3's tokenizer.json or tokenizer.model") from None
     missing = [b for b in range(256) if bytes([b]) not in ids]
     if missing or BEGIN_OF_TEXT not in special:
@@ -88,7 +88,11 @@ def encoding(path=None):
     if special[BEGIN_OF_TEXT] != BEGIN_ID:
         raise UserError(f"{path}: its {BEGIN_OF_TEXT} is token {special[BEGIN_OF_TEXT]}, not {BEGIN_ID}; expected a "
                         "tokenizer of Llama 3, since the trainer has models of its words and of GPT-2's words only")
-    return tiktoken.Encoding(str(path), pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
+    try:
+        return call_tiktoken(tiktoken.Encoding, str(path), pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
+    except (UserError, ValueError, OverflowError, TypeError):  # two words have an id, or the pattern is none
+        raise UserError(f"{path}: tiktoken cannot use its words or its pattern; expected a tokenizer of Llama 3"
+                        ) from None
 
 
 def border(encoding):

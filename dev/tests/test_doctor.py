@@ -119,7 +119,7 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
     ("a driver too old for CuPy", dict(gpu=driver(12040), modules=cupy()), 0, [
         "ok  driver .*CUDA 12.4",
         "NO  CuPy .*14.2.0 needs CUDA 13, the driver knows 12 -> "
-        r"pip uninstall -y cupy-cuda13x; pip install 'cupy-cuda12x\[ctk\]>=14.2' numpy tiktoken"]),
+        r"pip uninstall -y cupy-cuda13x; pip install 'cupy-cuda12x\[ctk\]>=14.2' numpy 'tiktoken>=0.13'"]),
     ("CuPy for CUDA 12", dict(gpu=driver(12040), modules=cupy(cuda=12090),
                               names=["cupy-cuda12x"]), 0, [
         "ok  CuPy .*for CUDA 12", "--device cuda would train"]),
@@ -141,8 +141,8 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
     ("no NumPy", dict(gpu=driver(), modules={**cupy(), "numpy": None}), 1, [
         "NO  NumPy .* -> pip install -r", "--device cuda lacks: NumPy",
         "--device cpu lacks: NumPy"]),
-    ("an old tiktoken", dict(modules={"tiktoken": SimpleNamespace(__version__="0.6.1")}), 1, [
-        "NO  tiktoken 0.6.1; expected 0.7 or later -> pip"]),
+    ("an old tiktoken", dict(modules={"tiktoken": SimpleNamespace(__version__="0.12.0")}), 1, [
+        "NO  tiktoken 0.12.0; expected 0.13 or later -> pip"]),
 )
 
 

@@ -95,6 +95,20 @@ def cut(paths, batch, place, sizes):
         return [(tokens.tolist(), place) for tokens, place in fineweb.cut_shards(batches(), iter(sizes), place)]
 
 
+def panics():
+    """A text at which tiktoken panics is named by its file and row."""
+    def encode(text):
+        if text == "bad":
+            raise PanicException("StackOverflow")
+        return [1]
+
+    PanicException = type("PanicException", (BaseException,), {})
+    with mock.patch("dev.data.fineweb.encode", encode, create=True):
+        check("tokens", fineweb.tokenize(["a", None, ""])[0] == [2, 0, 2])
+        check_refusal("a panic", r"a.jsonl: row 13: tiktoken failed \(StackOverflow\)", fineweb.tokenize,
+                      ["a", None, "bad"], "a.jsonl", 10)
+
+
 def borders(folder):
     """Streams are cut into the right shards, also from the place where any of them begins."""
     for seed in range(60):
@@ -251,4 +265,4 @@ def vocabulary(folder):
 
 
 if __name__ == "__main__":
-    run_program((tables, borders, local_shards, kills, refusals, vocabulary))
+    run_program((tables, panics, borders, local_shards, kills, refusals, vocabulary))

@@ -6,14 +6,16 @@ network is needed.
 import contextlib
 import io
 import os
+import re
 import struct
+import subprocess
 import sys
 import urllib.error
 from pathlib import Path
 from unittest import mock
 
 import prepro_tinyshakespeare as prepro
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, refusal, run_program
 
 END = 50256  # <|endoftext|>
 ORDER = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]  # bytes, by GPT-2's id
@@ -146,6 +148,40 @@ def tables(folder):
     check_refusal("prepro", "the text has 1 tokens, and needs", program, folder, "--input", "empty.txt")
 
 
+PANIC = r"""
+import sys, tiktoken, prepro_tinyshakespeare as prepro
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s++$|\s+(?!\S)|\s"  # GPT-2's
+single = prepro.byte_encoding()
+prepro.gpt2_encoding = lambda: tiktoken.Encoding("pieces", pat_str=PATTERN, special_tokens={prepro.END_OF_TEXT: 50256},
+                                                 mergeable_ranks={single.decode_single_token_bytes(i): i
+                                                                  for i in range(256)})
+sys.argv = ["prepro", "--input", "spaces.txt"]
+prepro.run(prepro.main)
+"""
+
+
+def panics(folder):
+    """A panic in tiktoken's Rust code, which is no Exception, becomes one line, and what Rust prints is hidden. GPT-2's
+    own pattern fails at a word after a million spaces: encode raises ValueError, and encode_ordinary panics."""
+    PanicException = type("PanicException", (BaseException,), {})
+    for error, wish in ((PanicException("StackOverflow"), r"tiktoken failed \(StackOverflow\): .*install -r req"),
+                        (KeyboardInterrupt(), None), (SystemExit(3), None)):
+        try:
+            found = refusal(prepro.call_tiktoken, mock.Mock(side_effect=error), "a text")
+        except BaseException as e:
+            found = e
+        ok = re.match(wish, found) if wish else found is error
+        check(f"{type(error).__name__} in tiktoken", ok, found)
+    (folder / "spaces.txt").write_text(10**6 * " " + "x")
+    for redirected in ("2>said", "2>said <&-", "2>&- >said"):
+        done = subprocess.run(f'"{sys.executable}" -c "$PROGRAM" {redirected}', cwd=folder, shell=True,
+                              env=os.environ | {"PROGRAM": PANIC}, stdout=subprocess.DEVNULL)
+        said = (folder / "said").read_text()
+        wish = "" if "2>&-" in redirected else r"error: tiktoken failed \(.*\): .*\n"
+        check(f"a million spaces, {redirected}", done.returncode == 1 and re.fullmatch(wish, said), said[-300:])
+    check("no file is written", not (folder / "data").exists())
+
+
 def refusals(folder):
     """Each mistake is refused in one line, and no file is written."""
     for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
@@ -163,4 +199,4 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((files, pairs, spellings, byte_order_marks, tables, refusals))
+    run_program((files, pairs, spellings, byte_order_marks, tables, panics, refusals))

@@ -161,6 +161,20 @@ def files(folder):
         check_refusal("token file", f"bad.bin: .*{wish}", read_tokens, folder / "bad.bin", 128256)
 
 
+@of_few_words
+def unusable(folder):
+    """Words and patterns that tiktoken refuses, in one line; at two words with one id it panics."""
+    path = folder / "tokenizer.json"
+    for name, change in (*((f"aa is {i!r}", {"model": {"type": "BPE", "vocab": VOCABULARY | {"aa": i}}})
+                           for i in (5, -1, 2**40, "5")),
+                         ("a parenthesis", {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                             SPLIT | {"pattern": {"Regex": "("}}, {"type": "ByteLevel", "use_regex": False}]}})):
+        path.write_bytes(tokenizer_json(**change))
+        tokens.encoding.cache_clear()
+        check_refusal(name, "tokenizer.json: tiktoken cannot use its words or its pattern; expected a tokenizer of Ll",
+                      tokens.encoding, path)
+
+
 def refusals(folder):
     """What is not a tokenizer of Llama 3 is refused in one line. One with the right number of words is not refused."""
     bytelevel = {"type": "ByteLevel", "use_regex": True}
@@ -180,6 +194,7 @@ def refusals(folder):
                 ("tokenizer.json", tokenizer_json(pre_tokenizer=None)),
                 ("tokenizer.json", tokenizer_json(model={"type": "BPE", "vocab": {"\u4e00": 0}})),
                 ("tokenizer.model", b"\x0a\x0e\x0a\x05<unk>"), ("tokenizer.model", b"YQ== x\n"),
+                ("tokenizer.json", b"[" * 3000 + b"]" * 3000),
                 ("tokenizer.model", b"!!!! 1\n"))),
             ("tokenizer.json", r"has no <\|begin_of_text\|>", tokenizer_json(added_tokens=[])),
             ("tokenizer.model", "has no token for byte 0; expected", tokenizer_model(BYTES[:255])),
@@ -201,4 +216,4 @@ def refusals(folder):
 
 
 if __name__ == "__main__":
-    run_program((words_and_ids, files, refusals))
+    run_program((words_and_ids, files, unusable, refusals))

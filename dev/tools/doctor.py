@@ -72,7 +72,7 @@ def cupy():  # made for one CUDA, which the driver has to know
     named = {str(d.metadata["Name"]) for d in metadata.distributions()}
     names = sorted(name for name in named if re.fullmatch(r"cupy(-cuda.*)?", name))
     again, knows = f"pip uninstall -y {' '.join(names)}; " * bool(names), int(driver()[5:7])
-    again += PIP if knows > 12 else "pip install 'cupy-cuda12x[ctk]>=14.2' numpy tiktoken"
+    again += PIP if knows > 12 else "pip install 'cupy-cuda12x[ctk]>=14.2' numpy 'tiktoken>=0.13'"
     if len(names) != 1:
         raise Wrong(" and ".join(names) or "is not installed", again)
     from cupy import __version__, cuda
@@ -118,7 +118,7 @@ class Row(NamedTuple):
 ROWS = [
     Row("Python", lambda: above(sys.version.split()[0], 3, 10), "install it", "cpu cuda"),
     Row("NumPy", lambda: above(import_module("numpy").__version__, 1, 26), PIP, "cpu cuda"),
-    Row("tiktoken", lambda: above(import_module("tiktoken").__version__, 0, 7), PIP, "cpu cuda"),
+    Row("tiktoken", lambda: above(import_module("tiktoken").__version__, 0, 13), PIP, "cpu cuda"),
     Row("compiler", compiler, GPP, "cpu"),
     Row("driver", driver, DRIVER, "cuda"),
     Row("GPU", gpu, "", "cuda", "driver"),
