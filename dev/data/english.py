@@ -20,6 +20,7 @@ import multiprocessing
 import re
 import sysconfig
 import warnings
+import zlib
 from pathlib import Path
 
 from prepro_tinyshakespeare import UserError, replace_file, run
@@ -76,8 +77,9 @@ def paragraphs(path):
     try:
         content = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
         text = READERS[Path(path.stem if path.suffix == ".gz" else path).suffix](content.decode("utf-8-sig"))
-    except (OSError, EOFError, ValueError, SyntaxError, RecursionError, MemoryError):  # not UTF-8, Python 2 ...
-        return []
+    except (OSError, EOFError, zlib.error, ValueError, SyntaxError, RecursionError, MemoryError):
+        return []  # damaged, not UTF-8, Python 2 ...
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # halves of pairs, of escapes in Python
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]
 
 

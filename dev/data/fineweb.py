@@ -8,7 +8,8 @@ then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
 
 Each document becomes <|endoftext|> and its tokens. All documents, in the files' order, are cut into
 shards of 100 million tokens. The first shard is for validation, the others are for training, and
-the last one is shorter. A document may begin in one shard and end in the next.
+the last one is shorter. A document may begin in one shard and end in the next. If all documents fit
+into one shard, a tenth of their tokens is for validation.
 
 10B downloads 28 GB and writes 21 GB in 104 shards. 100B downloads 277 GB and writes about 200 GB.
 Input files of 2 GB are downloaded when they are needed, and deleted when their tokens are written,
@@ -55,7 +56,8 @@ FLAGS = [
                                 "or the input's name)"),
     (None, "--output", str, None, "folder of the shards (default: data/NAME and the version)"),
     ("-s", "--shard-tokens", number(int, 1, 2**31), 10**8, "tokens of a shard"),
-    (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the validation shard (default: as the others)"),
+    (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the validation shard (default: as the others, or a "
+                                                        "tenth if all texts fit into one)"),
     (None, "--workers", number(int, 1, 1025), None, "processes that tokenize (default: one for each core)"),
 ]
 
@@ -176,7 +178,7 @@ def read_progress(path):
         return progress
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, LookupError):
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         raise UserError(f"{path}: is damaged; delete it and the shards beside it to begin anew") from None
 
 
@@ -199,6 +201,7 @@ def begin(folder, name, settings):
                 what = f"other input files: {was} (name, bytes), where there is now {is_now}"
             raise UserError(f"{path}: the shards were begun with {what}; give the same again, or another --output")
     sizes = [shard_size(settings, shard) for shard in range(progress["shards"])]
+    sizes[0] = progress.get("tenth") or sizes[0]
     if progress["done"]:
         sizes[-1] = progress["tokens"] - sum(sizes[:-1])
     for shard, size in enumerate(sizes):
@@ -209,10 +212,10 @@ def begin(folder, name, settings):
     return progress
 
 
-def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda file: None):
+def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda file: None, divides=False):
     """Write the remaining shards, and the progress file after each. Raises UserError. If the program is killed between
     the two, it writes that shard again, with the same bytes. paths: the input files from the place's on. forget(i) is
-    told that files before i are not needed any more."""
+    told that files before i are not needed any more. divides: whether to divide a first shard that has all tokens."""
     tqdm, start, path = library("tqdm").tqdm, Place(*progress["place"]), progress_path(folder, name)
     replace_file(path, [json.dumps(progress).encode()])
     sizes = (shard_size(progress, shard) for shard in itertools.count(progress["shards"]))
@@ -222,19 +225,28 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
         bar.reset(shard_size(progress, progress["shards"]))
         begun = time.perf_counter()
         for tokens, place in cut_shards(batches, sizes, start, bar.update):
-            shard = progress["shards"]
-            if shard == 0 and place is None:
-                raise UserError(f"the texts have {len(tokens):,} tokens, and all of them would be for validation; "
-                                "give more of them, or fewer --val-tokens")
-            replace_file(shard_path(folder, name, shard), [make_header(TOKENS.magic, 1, len(tokens)), tokens])
-            progress |= {"shards": shard + 1, "place": place or progress["place"], "done": place is None,
+            done, parts = progress["shards"], [tokens]
+            if done == 0 and place is None:
+                tenth = len(tokens) // 10
+                if not divides:
+                    raise UserError(f"the texts have {len(tokens):,} tokens, and all of them would be for validation; "
+                                    "give more of them, or fewer --val-tokens")
+                if tenth < 2:
+                    raise UserError(f"the texts have {len(tokens)} tokens, and need at least 20 for training and "
+                                    "validation")
+                parts, progress["tenth"] = [tokens[:tenth], tokens[tenth:]], tenth
+            rate = len(tokens) / (time.perf_counter() - begun)
+            for shard, part in enumerate(parts, done):
+                replace_file(shard_path(folder, name, shard), [make_header(TOKENS.magic, 1, len(part)), part])
+            progress |= {"shards": done + len(parts), "place": place or progress["place"], "done": place is None,
                          "tokens": progress["tokens"] + len(tokens)}
             replace_file(path, [json.dumps(progress).encode()])
-            rate, begun = len(tokens) / (time.perf_counter() - begun), time.perf_counter()
             bar.clear()  # the next line takes its place
-            print(f"{shard_path(folder, name, shard)}: {len(tokens):,} tokens, {rate:,.0f} tokens/s, input file "
-                  f"{progress['place'][0] + 1} of {len(progress['files'])}", flush=True)
-            bar.reset(shard_size(progress, shard + 1))
+            for shard, part in enumerate(parts, done):
+                print(f"{shard_path(folder, name, shard)}: {len(part):,} tokens, {rate:,.0f} tokens/s, input file "
+                      f"{progress['place'][0] + 1} of {len(progress['files'])}", flush=True)
+            begun = time.perf_counter()
+            bar.reset(shard_size(progress, done + len(parts)))
             forget(progress["place"][0])
     if not progress["done"]:
         raise UserError("the input has no text; expected documents to tokenize")
@@ -308,7 +320,7 @@ def main(arguments=None):
         first = progress["place"][0]
         paths = found[first:] if flags.input else (
             download(repo, path, revision=commit, folder=downloads) for path, _ in files[first:])
-        write_shards(folder, name, progress, paths, encoding, workers, forget)
+        write_shards(folder, name, progress, paths, encoding, workers, forget, flags.val_tokens is None)
         shutil.rmtree(downloads, ignore_errors=True)
         print(f"{folder}: {progress['tokens']:,} tokens in {progress['shards']} shards")
 

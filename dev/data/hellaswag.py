@@ -34,6 +34,8 @@ def read_questions(paths):
             if not isinstance(context, str) or not isinstance(endings, list) or len(endings) != COMPLETIONS or not all(
                     isinstance(ending, str) for ending in endings):
                 raise UserError(f"{path}: row {row}: expected ctx to be a text and endings to be {COMPLETIONS} texts")
+            if not context:
+                raise UserError(f"{path}: row {row}: its ctx is empty; expected the beginning of a text")
             if str(label) not in map(str, range(COMPLETIONS)):  # a text in the hub's files; empty in its test set
                 raise UserError(f"{path}: row {row}: its label is {label!r}; expected one of 0 to "
                                 f"{COMPLETIONS - 1}: of HellaSwag's files, the test set has none")

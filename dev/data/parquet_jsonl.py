@@ -21,41 +21,62 @@ def table_files(source):
     return found
 
 
+def values_of(path, batch, name, before):
+    """A column of a batch, a list. before: how many rows of the file come before the batch. Raises UserError with the
+    row of a text that is not UTF-8."""
+    column = batch.column(name)
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        for row, value in enumerate(column, before + 1):
+            try:
+                value.as_py()
+            except UnicodeDecodeError:
+                raise UserError(f"{path}: row {row}: {name} is not UTF-8") from None
+        raise
+
+
 def read_parquet(path, columns, first):
     """Rows of Parquet from row `first` on, tuples. One row group is in memory at a time; earlier ones are skipped."""
-    parquet = library("pyarrow.parquet")
+    parquet, before = library("pyarrow.parquet"), 0
     try:
         with parquet.ParquetFile(path) as file:
-            missing = [name for name in columns if name not in file.schema_arrow.names]
-            if missing:
-                raise UserError(f"{path}: has no column {missing[0]}; expected it among {file.schema_arrow.names}")
+            names = file.schema_arrow.names
+            for name in columns:
+                if names.count(name) != 1:
+                    raise UserError(f"{path}: has {names.count(name) or 'no'} column {name}; expected it among {names}")
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                if first < count:
-                    for batch in file.iter_batches(1024, [group], columns=columns):
-                        yield from zip(*(batch.column(name)[first:].to_pylist() for name in columns))
-                        first -= min(first, batch.num_rows)
-                else:
-                    first -= count
+                if before + count <= first:
+                    before += count
+                    continue
+                for batch in file.iter_batches(1024, [group], columns=columns):
+                    skipped = min(max(0, first - before), batch.num_rows)
+                    rows, before = batch.slice(skipped), before + batch.num_rows
+                    yield from zip(*(values_of(path, rows, name, before - rows.num_rows) for name in columns))
     except OSError as e:  # damage within a column is one too, without a strerror
         raise UserError(f"{path}: could not be read ({e.strerror or 'damaged'}); is the file complete?") from None
-    except library("pyarrow").ArrowException:
+    except (library("pyarrow").ArrowException, UnicodeDecodeError):
         raise UserError(f"{path}: is no Parquet, or a part of one; is the file complete?") from None
 
 
 def read_jsonl(path, columns, first):
-    """Rows of JSON, a line each, from row `first` on, tuples. A missing field is an error."""
+    """Rows of JSON from row `first` on, tuples. Each line is a row, except blank ones. A missing field is an error."""
     try:
         with open(path, "rb") as file:
-            for row, line in enumerate(itertools.islice(file, first, None), first):
+            rows = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            for number, line in itertools.islice(rows, first, None):
                 try:
                     fields = json.loads(line)
                     yield tuple(fields[name] for name in columns)
                 except KeyError as e:
-                    raise UserError(f"{path}: line {row + 1} has no field {e.args[0]}; expected it in {list(fields)}"
+                    raise UserError(f"{path}: line {number} has no field {e.args[0]}; expected it in {list(fields)}"
                                     ) from None
+                except RecursionError:
+                    raise UserError(f"{path}: line {number} is JSON with too many brackets in brackets; expected an "
+                                    "object with simple fields") from None
                 except (ValueError, TypeError):
-                    raise UserError(f"{path}: line {row + 1} is no JSON object in UTF-8; expected one in each line"
+                    raise UserError(f"{path}: line {number} is no JSON object in UTF-8; expected one in each line"
                                     ) from None
     except OSError as e:
         raise UserError(f"{path}: could not be read ({e.strerror})") from None

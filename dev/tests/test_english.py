@@ -38,9 +38,15 @@ def english_text(folder):
     (docs / "j.txt.gz").write_bytes(gzip.compress(f"\ufeff{one} J.\n\n{two}\n{three} J.".encode()))
     (docs / "l.py").write_bytes(f"\ufeff\"\"\"{one} L.\n\n{two} L.\"\"\"\n".encode())
     (docs / "k.txt.gz").write_bytes(b"no gzip")
+    whole = gzip.compress(f"{one} K.\n\n{two} K.".encode())
+    for i, damaged in enumerate((whole[:40] + b"\xff\xff" + whole[42:], whole[:-20], whole[:-8] + bytes(8), whole[:12],
+                                 whole[:3] + b"\xff" * 9 + whole[12:], b"")):
+        (docs / f"k{i}.txt.gz").write_bytes(damaged)
+    (docs / "m.py").write_text(f"\"\"\"{one} \\ud83d M.\n\n{two} \\ud83d\\ude00 M.\"\"\"\n")
+    (docs / "n.py").write_text("x = " + "(" * 3000 + ")" * 3000 + "\n")
     wish = {f"{one}\n\n{two}", f"{three}\n\n{four}", f"{one} One & two.\n\n{two} Bold", f"{one} F.\n\n{three} C.",
             f"{one} M.\n\n{two} M-n", f"{one} J.\n\n{two} {three} J.",
-            f"{one} L.\n\n{two} L."}
+            f"{one} L.\n\n{two} L.", f"{one} \ufffd M.\n\n{two} \U0001f600 M."}
 
     def gather(*arguments):
         return subprocess.run([sys.executable, "-m", "dev.data.english", *arguments], cwd=folder, text=True,
@@ -51,7 +57,7 @@ def english_text(folder):
     check("english.py: its documents", set(found) == wish, set(found) ^ wish or "")
     in_order = sorted(wish, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
     check("english.py: their order", found == in_order)
-    line = f"1.jsonl: {len(wish)} documents of {sum(map(len, wish)):,} characters, from 12 files\n"
+    line = f"1.jsonl: {len(wish)} documents of {sum(map(len, wish)):,} characters, from 20 files\n"
     check("english.py: what it says", done.stdout == line, done.stdout + done.stderr)
     gather("docs/man", "docs", "--output", "2.jsonl")
     check("english.py: the same again", (folder / "2.jsonl").read_bytes() == (folder / "1.jsonl").read_bytes())

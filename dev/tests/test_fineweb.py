@@ -78,10 +78,54 @@ def tables(folder):
             ("c.jsonl: could not be read", "c.jsonl", None),
             (r"b.jsonl: line 2 has no field text; expected it in \['body'\]", "b.jsonl", b'{"text": 1}\n{"body": 1}'),
             *((f"b.jsonl: line {i} is no JSON object", "b.jsonl", content) for i, content in (
-                (1, b"[1]"), (2, b'{"text": "a"}\n{"text":'), (2, b'{"text": "a"}\n\n'), (1, b'{"text": "\xff"}')))):
+                (1, b"[1]"), (2, b'{"text": "a"}\n{"text":'), (3, b'{"text": "a"}\n\n{'), (1, b'{"text": "\xff"}'))),
+            ("b.jsonl: line 3 is JSON with too many brackets in brackets; expected an object with simple fields",
+             "b.jsonl", b'{"text": "a"}\n\n{"text": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"),
+            ("b.jsonl: line 1 is JSON with too many brackets", "b.jsonl", b'{"a":' * 10**5 + b"1" + b"}" * 10**5)):
         check_refusal("table", wish, all_rows, *args)
     with mock.patch.dict(sys.modules, {"pyarrow.parquet": None}):
         check_refusal("table", r"pyarrow is missing .*pip install -r dev/requirements.txt", all_rows, "a.parquet", None)
+
+
+def lines(folder):
+    """Blank lines are no rows, and a byte order mark is no part of one: the rows from each one on."""
+    path = folder / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n \t\r\n{"text": "\\ud800b"}\r\n\n\xef\xbb\xbf{"text": null}\n'
+                     b'\n{"text": ""}\n\n\n')
+    rows = [("a",), ("\ud800b",), (None,), ("",)]
+    for first in range(6):
+        check(f"from row {first} on", list(read_rows(path, ["text"], first)) == rows[first:])
+    command("fineweb", folder, "--input", path, "--output", "out", "-s", 3)
+    (folder / "deep.jsonl").write_bytes(b'{"text": ' + b"[" * 3000 + b"]" * 3000 + b"}")  # newer Pythons read this
+    check_command("3,000 lists in lists", "deep.jsonl: .*(line|row) 1 .*expected", command(
+        "fineweb", folder, "--input", "deep.jsonl"), 1)
+    stream = stream_of([text for text, in rows])
+    check("their shards", contents(folder / "out") == shards_of(stream, "a", 3, 3), len(stream))
+
+
+def not_utf8(folder):
+    """A string in Parquet that is not UTF-8 is named by its row, in any batch and group, and those before it are read;
+    so is one in a list. A column that is there twice is refused."""
+    import pyarrow
+    from pyarrow import parquet
+    path = folder / "a.parquet"
+    for bad, group in ((0, 3), (4, 3), (1023, 5000), (1024, 5000), (2999, 1000)):
+        texts = [b"text %d" % i for i in range(3000)]
+        texts[bad] = b"caf\xe9"
+        column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
+        parquet.write_table(pyarrow.table({"text": column, "id": range(3000)}), path, row_group_size=group)
+        for first in (0, bad // 2, bad):
+            check_refusal(f"from row {first} on", f"a.parquet: row {bad + 1}: text is not UTF-8", list,
+                          read_rows(path, ["id", "text"], first))
+        after = [i for _, i in read_rows(path, ["text", "id"], bad + 1)]
+        check(f"after row {bad + 1}", after == [*range(bad + 1, 3000)], len(after))
+    check_command("fineweb.py, no UTF-8", "a.parquet: row 3000: text is not UTF-8", command(
+        "fineweb", folder, "--input", path), 1)
+    lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2, 3]), column[2997:])
+    parquet.write_table(pyarrow.table({"text": lists}), path)
+    check_refusal("a list", "a.parquet: row 2: text is not UTF-8", list, read_rows(path, ["text"]))
+    parquet.write_table(pyarrow.Table.from_arrays([column[:2]] * 2, ["text", "text"]), path)
+    check_refusal("two columns", "a.parquet: has 2 columns? text; expected it", list, read_rows(path, ["text"]))
 
 
 def cut(paths, batch, place, sizes):
@@ -169,6 +213,38 @@ def local_shards(folder):
     check_command("fineweb.py, all for validation", f"the texts have {total:,} tokens, and all of them would be for "
                   "validation; .*--val-tokens", result, 1)
     check("fineweb.py, no shard when all would be for validation", contents(folder / "data" / "all") == {})
+
+
+def few_texts(folder):
+    """If all texts fit into one shard, a tenth of their tokens is for validation, unless --val-tokens was given."""
+    for name, count in (("small.jsonl", 40), ("small.parquet", 40), ("twenty.jsonl", 2)):
+        texts = ["word"] * 4 if count == 2 else some_texts(count, 3)
+        write_texts(folder / name, texts, 3)
+        stream, out = stream_of(texts), folder / f"of {name}"
+        total, stem = len(stream), name.split(".")[0]
+        wish = shards_of(stream, stem, total // 10, total)
+        result = command("fineweb", folder, "--input", name, "--output", out)
+        check_command(name, f"{stem}_val_000000.bin: {total // 10:,} .*\n.*{stem}_train_000001.bin: "
+                      f"{total - total // 10:,} tokens,.*\n.*: {total:,} tokens in 2 shards", result)
+        check(f"{name}: its shards", contents(out) == wish, total)
+        again = command("fineweb", folder, "--input", name, "--output", out)
+        check_command(f"{name}, again", f"finished before, with {total:,} tokens in 2 shards", again)
+        for die_at in (1, 1.5, 2, 2.5, 3, 3.5) if name == "small.jsonl" else ():
+            out = folder / f"killed at {die_at}"
+            code, *_ = command("fineweb", folder, "--input", name, "--output", out, die_at=die_at)
+            check_command(f"{name}, killed at {die_at}", "in 2 shards", command(
+                "fineweb", folder, "--input", name, "--output", out))
+            check(f"{name}, killed at {die_at}: its shards", code == -signal.SIGKILL and contents(out) == wish)
+    for size in (total, total + 1):  # which is the size of a shard of validation, too
+        check_command(f"-s {size}", f"{total} tokens in 2", command("fineweb", folder, "--input", name, "-s", size,
+                                                                     "--output", f"out {size}"))
+        check(f"-s {size}: its shards", contents(folder / f"out {size}") == wish)
+    check_command("--val-tokens", "all of them would be for validation", command(
+        "fineweb", folder, "--input", name, "--output", "given", "--val-tokens", total), 1)
+    write_texts(folder / "few.jsonl", ["word"] * 3)
+    check_command("too few", "the texts have 15 tokens, and need at least 20 for training and validation",
+                  command("fineweb", folder, "--input", "few.jsonl"), 1)
+    check("too few: no file", not (folder / "data").exists())
 
 
 def kills(folder):
@@ -265,4 +341,4 @@ def vocabulary(folder):
 
 
 if __name__ == "__main__":
-    run_program((tables, panics, borders, local_shards, kills, refusals, vocabulary))
+    run_program((tables, lines, not_utf8, panics, borders, local_shards, few_texts, kills, refusals, vocabulary))

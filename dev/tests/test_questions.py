@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from dev.data import hellaswag
-from dev.runs.hellaswag_score import Example
+from dev.runs.hellaswag_score import Example, read_examples
 from dev.tests.checks import check, check_refusal, header_refusal, run_program
 from dev.tests.documents import byte_ids, check_command, command, in_process, write_jsonl, write_parquet
 from dev.tests.fake_hub import a_hub, downloaded, serve
@@ -66,6 +66,8 @@ def refusals(folder):
         path.unlink(missing_ok=True)
         in_process(hellaswag, "--input", folder / "bad.jsonl", "--output", path)
 
+    write(good | {"ctx": " ", "endings": ["", " ", "\ud800", "\n"]})
+    check("the smallest question is read", len(read_examples(path, 50257)) == 1)
     write(good, long)
     check("the longest question", path.read_bytes() == file_of([example_of(good), example_of(long)]))
     for wish, *changes in (
@@ -73,6 +75,7 @@ def refusals(folder):
              *({"label": label} for label in ("", 4, -1, "x", None, True))),
             ("bad.jsonl: row 2: expected ctx to be a text and endings to be 4 texts", {"ctx": None},
              *({"endings": endings} for endings in ("abcd", ["a"] * 3, ["a"] * 5, ["a", "b", "c", 4]))),
+            ("bad.jsonl: row 2: its ctx is empty; expected the beginning of a text", {"ctx": ""}),
             ("question 2 takes 65,536 bytes; expected at most 65,534", {"ctx": long["ctx"] + "x"}),
             ("the input has no question", None)):
         for change in changes:
