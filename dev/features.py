@@ -332,6 +332,8 @@ def check_needs(flags):
 def run_with(flags, table, Model, Training, FastTraining):
     """Do what the flags of train_gpt2.main say. Returns the exit status."""
     check_needs(flags)
+    if trains(flags) and not flags.replay:
+        load("dev.runs.output:go_on_without_output")()
     flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
 
     def train(ranks=None):
