@@ -747,6 +747,8 @@ class Training:
         self.say(f"generating:\n---\n{text}\n---")
 
     def decode(self, tokens):
+        if self.config.V != Config.V:
+            return str(tokens)  # words of another vocabulary than GPT-2's
         return self.config.encoding().decode(tokens)
 
     def save(self, done, batches):
