@@ -257,7 +257,7 @@ def small(descriptor):
 def set_defaults(flags, table, kind):
     """Set flags that were not given. kind: the model's Config."""
     file, descriptor = kind.MODELS
-    on_cpu, given = flags.device == "cpu", flags.model or os.path.exists(file) and file
+    on_cpu, given = flags.device == "cpu", flags.model or os.path.isfile(file) and file
     defaults = {key_of(row): row[3] for row in table}
     defaults |= dict(model=given or (small(descriptor) if on_cpu else descriptor),
                      dtype=default_dtype(flags.device))

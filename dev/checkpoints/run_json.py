@@ -22,7 +22,7 @@ def from_anywhere(name, value):
     """A flag's value; a path or pattern is made absolute, to be found from any folder."""
     if value is None or name not in PATHS:
         return value
-    if name == "model" and not (os.path.exists(value) or value.endswith(".bin")):
+    if name == "model" and not (os.path.isfile(value) or value.endswith(".bin")):
         return value
     here = os.getcwd()
     return os.path.join(glob.escape(here) if set(value) & {*"*?["} else here, value)

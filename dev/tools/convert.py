@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
 from dev.common.bf16 import to_bf16
-from dev.common.file_kinds import read_header
+from dev.common.file_kinds import ON_HUB, OPENAI, read_header
 from dev.common.flags import argument
 from dev.data.hub import ask
 from dev.llama3.train_llama3 import Config3
@@ -48,7 +48,6 @@ SHARD_BYTES = 5 * 10**9  # the largest file of a folder, unless a single tensor 
 CHUNK = 2**24  # numbers that are converted at a time
 GPT2_WORDS = 50257
 TEXT_IDS = {GPT2_WORDS: (50256, 50256), 128256: (128000, 128001)}  # V: the tokens before and after a text
-OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
 HUB_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
              "tokenizer.json")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -108,7 +107,7 @@ def find_folder(name):
     """The path of a folder, downloaded if this is a name on the hub. Raises UserError."""
     if Path(name).is_dir():
         return Path(name)
-    if name not in OPENAI and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+    if name not in OPENAI and not re.fullmatch(ON_HUB, name):
         raise UserError(f"{name}: there is no such folder; expected one with config.json and model.safetensors, or a "
                         f"name on the hub: {', '.join(OPENAI)}, or one such as meta-llama/Llama-3.2-1B")
     folder = Path(ask(f"{name}: there is no such folder, and for the model of that name",
