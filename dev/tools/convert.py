@@ -5,7 +5,8 @@
     python -m dev.tools.convert FILE.safetensors OUT.bin  # GPT-2, if there is no config.json
     python -m dev.tools.convert IN.bin FOLDER             # a folder that transformers loads
 
-A folder has config.json, and the weights in model.safetensors, or in several files and an index.
+A folder has config.json, and the weights in model.safetensors, or in several files and an index. If
+the head is tied to the embeddings, one of the two is enough.
 Without --dtype the numbers stay as they are, except that fp16 becomes fp32. Downloads go through
 huggingface_hub: HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE=1 work as usual.
 
@@ -123,7 +124,7 @@ def config_of_tensors(path, found):
     """The Config of a GPT-2 in a single file, from the shapes of its tensors. Raises UserError."""
     prefix = ARCHITECTURES[Config].prefix
     names = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    wte, wpe = (names.get(f"{name}.weight") for name in ("wte", "wpe"))
+    wte, wpe = names.get("wte.weight", names.get(HEAD)), names.get("wpe.weight")
     if wte is None or wpe is None or not wte.ndim == wpe.ndim == 2:
         raise UserError(f"{path}: has no wte.weight and wpe.weight of GPT-2, and other models can be converted only "
                         "with their config.json; expected it in the same folder")
@@ -191,7 +192,8 @@ def check_tensors(source, found, c):
         head = whole.get(HEAD)
         if head is not None and embedding in whole and not same_bits(head, whole[embedding]):
             raise UserError(f"{source}: {HEAD} differs from {embedding}; expected a head that is tied to it")
-        whole[HEAD] = whole.get(embedding)
+        # safetensors.torch.save_model keeps one of two tensors that share memory, whichever name it meets last
+        whole[embedding] = whole[HEAD] = whole.get(embedding, head)
     expected = {HEAD}
     for name, shape, _ in blocks(c, c.file_table()):
         if name is None:
