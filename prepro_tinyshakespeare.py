@@ -34,17 +34,48 @@ class UserError(Exception):
 
 def run(main):
     """Run a program: main() returns the exit status. An error prints one line and exits with 1."""
+    open_streams()
     try:
-        sys.exit(main())
+        status = main()
+        sys.stdout.flush()
     except (UserError, OSError) as e:
-        sys.exit(f"error: {e}")
+        status = f"error: {e}"
     except ModuleNotFoundError as e:
         if not f"{e.name}.".startswith("dev."):
             raise
-        sys.exit(f"error: this needs {e.name.replace('.', '/')}, which is missing beside "
-                 "train_gpt2.py: restore it")
+        status = (f"error: this needs {e.name.replace('.', '/')}, which is missing beside "
+                  "train_gpt2.py: restore it")
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        status = "interrupted"
+    except SystemExit as e:
+        status = e.code
+    leave(status)
+
+
+def open_streams():
+    """Make stdout and stderr take any text. One that is closed, as by 2>&-, is a null device:
+    otherwise the next file that is opened gets its number, and what C code prints."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # for letters that its encoding lacks
+
+
+def leave(status):
+    """Exit. A message is printed, and is the status 1."""
+    for stream, line in ((sys.stdout, ""), (sys.stderr, f"{status}\n")):
+        try:
+            stream.write(line if isinstance(status, str) else "")
+            stream.flush()
+        except OSError:  # Python would try again, and exit with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            status = status or 1
+    sys.exit(1 if isinstance(status, str) else status)
 
 
 def make_header(magic, *fields):

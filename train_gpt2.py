@@ -747,6 +747,8 @@ class Training:
         self.say(f"generating:\n---\n{text}\n---")
 
     def decode(self, tokens):
+        if self.config.V != Config.V:
+            return str(tokens)  # not of GPT-2's vocabulary
         return self.config.encoding().decode(tokens)
 
     def save(self, done, batches):
@@ -784,8 +786,8 @@ class Training:
         """Find the model's config, in a file or by descriptor."""
         flags, kind = self.flags, self.Model.Config
         file, descriptor = kind.MODELS
-        self.name = flags.model or (file if os.path.exists(file) else descriptor)
-        self.from_file = os.path.exists(self.name) or self.name.endswith(".bin")
+        self.name = flags.model or (file if os.path.isfile(file) else descriptor)
+        self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
         make = kind.from_file if self.from_file else kind.from_descriptor
         self.config = make(self.name)
         flags.seq_len = flags.seq_len or min(self.config.maxT, self.longest)

@@ -48,7 +48,8 @@ FLAGS = [  # rows as in train_gpt2.FLAGS, which replace its rows of the same nam
     (None, "--attention", ("softmax", "relu"), "softmax", "relu: max(0, q.k / sqrt(HS))"),
     (None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: 1 for "
      "several files)"),
-    (None, "--seed", "count or 0", 42, "for the initial parameters, and --moments bf16's rounding"),
+    (None, "--seed", "count or 0", 42, "of the initial parameters, of --moments bf16's "
+     "rounding, and of --sample (whose default is a random one)"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in TF32; fp8: "
      "bf16, the layers' products in FP8 (default: bf16; on a CPU, and a GPU before 8.0, fp32)"),
@@ -256,7 +257,7 @@ def small(descriptor):
 def set_defaults(flags, table, kind):
     """Set flags that were not given. kind: the model's Config."""
     file, descriptor = kind.MODELS
-    on_cpu, given = flags.device == "cpu", flags.model or os.path.exists(file) and file
+    on_cpu, given = flags.device == "cpu", flags.model or os.path.isfile(file) and file
     defaults = {key_of(row): row[3] for row in table}
     defaults |= dict(model=given or (small(descriptor) if on_cpu else descriptor),
                      dtype=default_dtype(flags.device))
@@ -332,11 +333,15 @@ def check_needs(flags):
 def run_with(flags, table, Model, Training, FastTraining):
     """Do what the flags of train_gpt2.main say. Returns the exit status."""
     check_needs(flags)
+    if trains(flags) and not flags.replay:
+        load("dev.runs.output:go_on_without_output")()
     flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
 
     def train(ranks=None):
         """Train, alone or as one of several ranks."""
         folder = None
+        if flags.sample is not None:
+            load("dev.runs.sample:draw_seed")(flags)
         if flags.output and not flags.dry_run:  # with -y 1 this restores flags
             folder = load("dev.checkpoints.run_folder:RunFolder")(flags, ranks, Model.Config, table)
         training, model = classes(ranks, folder)

@@ -111,7 +111,7 @@ def mean_loss(targets, logits):
 
 
 def main():
-    from dev.runs.tokenizer import decode, words_of
+    from dev.runs.tokenizer import decode, encoding_of_model, words_of
     from prepro_tinyshakespeare import UserError
     from train_gpt2 import Config, Parser, read_parameters, to_float
     parser = Parser(description="The loss of a text, and what likely follows.")
@@ -121,8 +121,9 @@ def main():
     c = Config.from_file(flags.checkpoint)
     p = SimpleNamespace(**{name: to_float(x) for name, x in read_parameters(flags.checkpoint, c)})
     p.wte = p.wte[: c.V]
-    encoding = c.encoding()
-    tokens = np.array([c.EOT, *encoding.encode_ordinary(flags.text)])  # <|endoftext|>, the text
+    encoding = encoding_of_model(c.V)
+    # <|endoftext|>, and the text, in which a special token's name is that token
+    tokens = np.array([c.EOT, *encoding.encode(flags.text, allowed_special="all")])
     if not (2 <= len(tokens) <= c.maxT and tokens.max() < c.V):
         raise UserError(f"<|endoftext|> and the text are {len(tokens)} tokens, ids up to "
                         f"{tokens.max()}; expected 2 to {c.maxT} tokens, ids below {c.V}")

@@ -21,7 +21,7 @@ def from_anywhere(name, value):
     """A flag's value; a path or pattern is made absolute, to be found from any folder."""
     if value is None or name not in PATHS:
         return value
-    if name == "model" and not (os.path.exists(value) or value.endswith(".bin")):
+    if name == "model" and not (os.path.isfile(value) or value.endswith(".bin")):
         return value
     return os.path.join(os.getcwd(), value)
 

@@ -1,10 +1,17 @@
 """Errors about a file of the wrong kind say what it is, by the first number of its header, and what
-takes it. (The trainer's own error only has the numbers.)
+takes it. (The trainer's own error only has the numbers.) Errors about -e name the command that makes
+a checkpoint of what was given.
 """
+import re
+import shlex
+from pathlib import Path
+
 import train_gpt2
 from dev.data.shuffled_loader import paths_of
 from prepro_tinyshakespeare import UserError
 
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
+ON_HUB = r"[\w-][\w.-]*/[\w-][\w.-]*"  # owner/name
 FILES = {  # by the first number
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
     20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
@@ -35,13 +42,34 @@ def read_header(path, *kinds):
     return train_gpt2.read_header(path, *kinds)
 
 
+def remedy(name):
+    """What to do about an -e that is no checkpoint, as the end of an error; "" if nobody knows."""
+    path = Path(name)
+    made = "gpt2_124M.bin" if name == "gpt2" else f"{path.resolve().name.removesuffix('.safetensors')}.bin"
+    convert = shlex.join(["python", "-m", "dev.tools.convert", name, made])
+    found = sorted(path.glob("model_*.bin")) if path.is_dir() else []
+    if found:
+        return f"; {name} is a folder: expected one of its checkpoints, such as {found[-1]}"
+    if path.is_dir() and not (path / "config.json").is_file():
+        return f"; {name} is a folder"
+    on_hub = name in OPENAI or re.fullmatch(ON_HUB, name) and not path.parent.is_dir()
+    if path.is_dir() or on_hub or name.endswith(".safetensors"):
+        return f"; `{convert}` makes a checkpoint of this model"
+    return ""
+
+
 class Named:
     """Training that checks the kinds of -e, -i and -j."""
 
     def choose_model(self):
+        name = self.flags.model
         if not (self.folder and self.folder.checkpoint):  # which the folder has checked
-            check_kind(self.flags.model, self.Model.Config.FILE)
-        super().choose_model()
+            check_kind(name, self.Model.Config.FILE)
+        try:
+            super().choose_model()
+        except UserError as e:
+            found = hasattr(self, "config")  # and something else is wrong
+            raise UserError(str(e) if found or not name else f"{e}{remedy(name)}") from None
 
     def data_paths(self):
         train, val = paths = super().data_paths()

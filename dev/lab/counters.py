@@ -20,7 +20,7 @@ from dev.lab import traffic  # after prepro_tinyshakespeare, which says how NumP
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import Config
 
 KERNELS = (("residual_forward", 3), ("permute", 1), ("unpermute", 2), ("softmax_forward", 1), ("softmax_forward", 3),
@@ -250,7 +250,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")
+    run(main)

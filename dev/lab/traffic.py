@@ -26,7 +26,7 @@ from dev.lab.bench import Bench
 from dev.lab.ladder import LAB, asked_sizes, find_ladder, kernel_names, launched_by, model_of, parse_sizes
 from dev.lab.submission import exercise_of, read_submission
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import Config, read_kernels
 
 # Sizes with many rows of several hundred numbers, and several blocks. Kernels of two or more rows of numbers at a time,
@@ -220,7 +220,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")
+    run(main)

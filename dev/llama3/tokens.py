@@ -15,7 +15,7 @@ import json
 import os
 from pathlib import Path
 
-from dev.runs.tokenizer import gpt2_words, words_of
+from dev.runs.tokenizer import words_of
 from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError, call_tiktoken,
                                     gpt2_encoding, prepare, read_text, run)
 from train_gpt2 import FileKind, parse_flags
@@ -61,7 +61,7 @@ def read_json(path):
 
 def tokenizer_here():
     """The name of a tokenizer in the current folder, or None."""
-    return next(filter(os.path.exists, ("tokenizer.json", "tokenizer.model")), None)
+    return next(filter(os.path.isfile, ("tokenizer.json", "tokenizer.model")), None)
 
 
 @functools.cache
@@ -101,8 +101,15 @@ def border(encoding):
 
 
 def vocabulary(path=None):
-    """{token id: its bytes} of encoding(path), or without a tokenizer of GPT-2."""
-    return words_of(encoding(path)) if path or tokenizer_here() else gpt2_words()
+    """{token id: its bytes} of encoding(path); {} without a tokenizer, which a warning says."""
+    return words_of(encoding(path)) if path or tokenizer_here() else no_words()
+
+
+@functools.cache
+def no_words():
+    print("WARNING: there is no tokenizer.json or tokenizer.model in this folder, which come with Llama's weights: "
+          "samples are shown as token ids")
+    return {}
 
 
 FLAGS = [

@@ -31,15 +31,14 @@ import math
 import re
 from pathlib import Path
 
-from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
-                                    make_header, run)
+from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.common.file_kinds import read_header
 from dev.data.shuffled_loader import paths_of
-from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, vocabulary
-from dev.runs.tokenizer import gpt2_words
+from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, tokenizer_here, vocabulary
+from dev.runs.tokenizer import encoding_of_model, words_of_model
 from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,
                         logit_rows, main, matrices, read_parameters, to_float)
 
@@ -183,12 +182,18 @@ class Config3(Config):
                 raise UserError(f"{path}: {self}; expected {wish}")
 
     def words(self):
-        """{token id: its bytes}; for Llama's words, from the tokenizer in the current folder."""
-        return vocabulary() if self.has_llamas_words else gpt2_words()
+        """{token id: its bytes}; for Llama's words, from the tokenizer in the current folder; {} if
+        they are not known."""
+        return vocabulary() if self.has_llamas_words else words_of_model(self.V)
 
     def encoding(self):
-        """The encoding of texts."""
-        return encoding() if self.has_llamas_words else gpt2_encoding()
+        """The encoding of texts. Raises UserError if it is not known."""
+        if not self.has_llamas_words:
+            return encoding_of_model(self.V)
+        if not tokenizer_here():
+            raise UserError(f"the model has V = {self.V:,} words of Llama 3: expected its "
+                            "tokenizer.json or tokenizer.model in this folder, or an empty text")
+        return encoding()
 
     def data_paths(self, train, val):
         """As prepro_tinyshakespeare.data_paths. Also refuses a damaged tokenizer, before the first

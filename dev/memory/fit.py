@@ -58,6 +58,14 @@ class Fitting:
 class FittingTraining:
     """A run that prints how much memory it takes."""
 
+    def choose_model(self):
+        """As Training.choose_model, and refuse a T that the model cannot have, before sizes of its
+        memory are printed."""
+        super().choose_model()
+        T, longest = self.flags.seq_len, getattr(self.config, "longest", self.config.maxT)
+        if T > longest:
+            raise UserError(f"-t {T}: expected at most maxT = {longest}: wpe has no more positions")
+
     def announce(self):
         super().announce()
         flags = self.flags

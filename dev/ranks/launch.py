@@ -21,6 +21,7 @@ from pathlib import Path
 from dev.ranks.environment import launched
 from dev.ranks.meeting import SILENCE, Meeting
 from dev.ranks.ranks import Ranks, flags_of
+from dev.runs.output import steady
 from prepro_tinyshakespeare import UserError
 
 
@@ -45,7 +46,7 @@ def start(flags, work):
             if flags.log_ranks:
                 path = Path(flags.output) / f"rank_{rank:05d}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            sys.stdout = sys.stderr = open(path, "a", buffering=1)
+            sys.stdout = sys.stderr = steady(open(path, "a", encoding="utf-8"))
         meeting.expect_same(flags_of(flags))  # since they decide what follows
         ranks = Ranks(meeting, device, local)
         status = work(ranks)

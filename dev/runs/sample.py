@@ -2,15 +2,16 @@
 
 A token is drawn with the probabilities softmax(logits / temperature), from the top_k likeliest
 words only. A temperature below 1 makes likely words likelier still; 0 always takes the likeliest.
-The random numbers are those of the trainer's samples, the same in every run.
+The same --seed gives the same text. (Samples during a training always have llm.c's random numbers.)
 """
 import codecs
+import secrets
+import sys
 
 import numpy as np
 
-from dev.runs.tokenizer import words_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import coins, draw_token
+from train_gpt2 import draw_token
 
 
 def choose(logits, coin, temperature, top_k):
@@ -29,10 +30,17 @@ def choose(logits, coin, temperature, top_k):
     return int(words[draw_token(kept, coin)])
 
 
-def generate(model, tokens, count, temperature, top_k):
+def coins_of(seed):
+    """Random numbers in [0, 1), of 24 bits as llm.c's."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield rng.random(dtype=np.float32)
+
+
+def generate(model, tokens, count, temperature, top_k, coins):
     """Yield `count` token ids that continue tokens (a list). The model sees the last T of them."""
     tokens = list(tokens)
-    for _, coin in zip(range(count), coins()):
+    for _, coin in zip(range(count), coins):
         tokens.append(choose(model.next_logits(tokens[-model.T :]), coin, temperature, top_k))
         yield tokens[-1]
 
@@ -46,21 +54,27 @@ def texts(tokens, words):
     yield decoder.decode(b"", final=True)
 
 
-def stream(model, encode, words, text, count, temperature=1.0, top_k=0, write=None):
-    """Write a text, and then its continuation by `count` tokens as they come. encode(text) gives
-    token ids; words is {id: bytes}. After an empty text the model starts a new one. write(piece)
-    takes a piece of text, and prints it by default. Raises UserError if the text has words that the
-    model does not have."""
+def stream(model, tokens, words, text, count, coins, temperature=1.0, top_k=0, write=None):
+    """Write a text, and then its continuation by `count` tokens as they come. tokens: the text's
+    ids; words: {id: bytes}. After an empty text the model starts a new one. write(piece) takes a
+    piece of text, and prints it by default. Raises UserError if the text has words that the model
+    does not have."""
     write = write or (lambda piece: print(piece, end="", flush=True))
     c = model.config
-    tokens = encode(text) or [min(c.EOT, c.V - 1)]
+    tokens = tokens or [min(c.EOT, c.V - 1)]
     if max(tokens) >= c.V:
         raise UserError(f"the text to go on from has token {max(tokens)}, and the model has V = "
                         f"{c.V} words; expected a model of this vocabulary, or an empty text")
     write(text)
-    for piece in texts(generate(model, tokens, count, temperature, top_k), words):
+    for piece in texts(generate(model, tokens, count, temperature, top_k, coins), words):
         if piece:
             write(piece)
+
+
+def draw_seed(flags):
+    """Without --seed, each sample is another one."""
+    if flags.seed is None:
+        flags.seed = secrets.randbelow(2**32)
 
 
 class Sampling:
@@ -73,9 +87,17 @@ class Sampling:
         if not self.from_file:
             raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing "
                             "to say")
+        tokens, words = self.tokens_of(flags.sample), self.words()
         self.device = self.make_device()
-        self.model, encoding = self.make_model(), self.config.encoding()
-        stream(self.model, encoding.encode_ordinary, words_of(encoding), flags.sample,
-               flags.sample_tokens, flags.temperature, flags.top_k)
+        self.model = self.make_model()
+        if flags.temperature != 0:
+            print(f"seed {flags.seed} (--seed)", file=sys.stderr, flush=True)  # stdout has the text
+        stream(self.model, tokens, words, flags.sample, flags.sample_tokens, coins_of(flags.seed),
+               flags.temperature, flags.top_k)
         print()
         return 0
+
+    def tokens_of(self, text):
+        """The token ids of a text. A special token's name, such as <|endoftext|>, is that token.
+        Raises UserError if the model's vocabulary is not known."""
+        return self.encoding().encode(text, allowed_special="all") if text else []

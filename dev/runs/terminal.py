@@ -1,7 +1,6 @@
 """The progress bar, under the lines that a run prints, and its summary. The bar goes to stderr, and
 only if that is a terminal, to keep it out of log files.
 """
-import os
 import sys
 
 import numpy as np
@@ -26,10 +25,7 @@ def progress(share=None, seconds_left=0):
 def say(line):
     """Print a line at once, in place of the bar."""
     progress()
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:  # `| tee` got the Ctrl-C too; the run must still be saved
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(line, flush=True)
 
 
 class Terminal:

@@ -63,7 +63,8 @@ CASES = [
     Case("outliers", "-b 1 -t 3 -x 134 -n 131 -v 0 -l 1e-4 -sl 0.2 -sg 0.4 --dtype fp32", AGAIN,
          **QUICK),  # skips steps 129, 130 and 132
     Case("not finite", "--dtype fp32 -l 1e30 -x 6", fails=True),
-    Case("sample", "-e ../../data/gpt2.bin --sample A -g 12 --temperature 0.8 --top-k 40 --dtype fp32", usual=False),
+    Case("sample", "-e ../../data/gpt2.bin --sample= --seed 1 -g 12 --temperature 0.8 --top-k 40 --dtype fp32",
+         usual=False),
     # Llama 3
     Case("Llama, tied", f"--dtype fp32 {D3}", AGAIN, "llama_tied", **QUICK),
     Case("Llama, grouped", f"--dtype fp32 {D3} -s 4 -g 6", AGAIN, "llama_gqa", **QUICK),

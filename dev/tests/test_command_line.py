@@ -11,7 +11,7 @@ import sys
 from dev.features import has_gpu
 from dev.tests.checks import TINY, TOP, check, numbers_of, run_program
 from dev.tests.models import dtypes_of
-from dev.tests.trainings import call, two_token_files
+from dev.tests.trainings import LLAMA, call, two_token_files
 from train_gpt2 import Config, read_parameters
 
 
@@ -88,7 +88,49 @@ def top_level_files(device_name, folder):
     check("train_gpt2.py: without features, their flags are none", ok, "" if ok else done.stderr)
 
 
-TESTS = (command_line, top_level_files)
+def models_by_name(device_name, folder):
+    """A folder is no checkpoint, whatever its name. What -e names and the converter takes gets the converter's command.
+    A T beyond the model's positions is refused before anything else."""
+    two_token_files(folder)
+    os.chdir(folder)
+    train = ("--device", device_name, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 1, "-s", 0)
+    for name in ("d1", "gpt2_124M.bin", "llama3:d1", "hf", "here"):
+        (folder / name).mkdir()
+    (folder / "hf/config.json").touch()
+    for name, flags, wish, *more in (
+            ("d1", ("-e", "d1", "-o", "d1", "-n", 1), "d1 .*L=1"),
+            ("d1, resumed", ("-o", "d1", "-y", 1, "-x", 2), "d1/.*L=1"),
+            ("the default's name", ("-l", 1e-4), "d3 .*L=3" if device_name == "cpu" else "d12 .*L=12"),
+            ("llama3:d1", ("-e", "llama3:d1"), "llama3:d1 .*L=1", LLAMA)):
+        keywords = dict(program=more[0]) if more else {}
+        status, text, error = call(*train, *flags, **keywords)
+        ok = status == 0 and re.search(rf"^model +\| .*{wish}", text, re.M)
+        check(f"a folder of the name of {name}", ok, "" if ok else error or text)
+    check("d1 has two checkpoints", len([*(folder / "d1").glob("DONE_*")]) == 2)
+    shutil.copy(TINY, folder / "here/model_00000007.bin")
+    (folder / "x.safetensors").write_bytes(b"something else" * 99)
+    command = "`python -m dev.tools.convert {} {}` makes a checkpoint of this model"
+    for wish, *flags in (
+            (command.format("gpt2", "gpt2_124M.bin"), "-e", "gpt2"),
+            (command.format("gpt2-xl", "gpt2-xl.bin"), "-e", "gpt2-xl"),
+            (command.format("gpt2", "gpt2_124M.bin"), "-e", "gpt2", "--sample", "A"),
+            (command.format("openai-community/gpt2-medium", "gpt2-medium.bin"), "-e", "openai-community/gpt2-medium"),
+            (command.format("hf", "hf.bin"), "-e", "hf"),
+            (command.format("x.safetensors", "x.bin"), "-e", "x.safetensors"),
+            ("here is a folder: expected one of its checkpoints, such as here/model_00000007.bin", "-e", "here"),
+            ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12", "-e", "nonsense"),
+            ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41),
+            ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41, "--dry-run"),
+            ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41, "--sample", ""),
+            ("-t 2000: expected at most maxT = 1024: wpe has no more positions", "-e", "d1", "-t", 2000, "-b", 9999)):
+        status, text, error = call(*train, *flags)
+        ok = status == 1 and re.fullmatch(f"error: .*{re.escape(wish)}\n", error) and "GiB" not in text
+        check(f"refused: {' '.join(map(str, flags))}", ok, "" if ok else text[-300:] + error)
+    status, text, error = call(*train, "-e", "llama3:d1", "-t", 90, "-x", 0, program=LLAMA)
+    check("a Llama has any T", status == 0, error)
+
+
+TESTS = (command_line, top_level_files, models_by_name)
 
 if __name__ == "__main__":
     run_program(TESTS)

@@ -91,6 +91,16 @@ def round_trips(folder):
             check(f"{name}: its config.json", not differ, differ)
             convert.folder_to_checkpoint(str(target), path)
         check(f"{name}: the same checkpoint again", path.read_bytes() == wish)
+    for dtype, files in ((np.float32, 1), (BF16, 2)):  # as safetensors.torch.save_model writes a tied head
+        tensors, source, path = random_tensors(dtype, True), folder / f"a head {files}", folder / f"head {files}.bin"
+        wish = expected_checkpoint(tensors, dtype, 1, True)
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        write_folder(source, tensors, CONFIG | {"tie_word_embeddings": True}, files)
+        convert.folder_to_checkpoint(str(source), path)
+        check(f"tied, {files} files, a head alone", path.read_bytes() == wish)
+        (source / "config.json").write_text(json.dumps(CONFIG))
+        check_refusal("untied, a head alone", "have no model.embed_tokens.weight", convert.folder_to_checkpoint,
+                      str(source), path)
     tensors, path = random_tensors(np.float32), folder / "checkpoint.bin"
     tensors["lm_head.weight"][:-1] = tensors["model.embed_tokens.weight"][:-1]
     path.write_bytes(expected_checkpoint(tensors, np.float32))

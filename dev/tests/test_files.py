@@ -279,10 +279,10 @@ def numpy_program(device_name, folder):
         replace_file(folder / f"{version}.bin", [*c.headers(version), *tensors])
     for *arguments, wish in ((folder / "3.bin", "O Romeo", "loss"), (folder / "5.bin", "O Romeo", "loss"),
                              (folder / "3.bin", "", "are 1 tokens"), (folder / "3.bin", 12 * "x", "are 13 tokens"),
-                             (FIXTURES / "gpt2_tiny.bin", "x", "ids below 331"),
+                             (FIXTURES / "gpt2_tiny.bin", "x", "V = 331 words, and GPT-2 50,257"),
                              (folder / "absent.bin", "x", "dev/tools/convert.py")):
         with (mock.patch.object(sys, "argv", ["gpt2_numpy.py", *map(str, arguments)]),
-              mock.patch.object(Config, "encoding", staticmethod(byte_encoding)),
+              mock.patch("dev.runs.tokenizer.gpt2_encoding", byte_encoding),
               contextlib.redirect_stdout(io.StringIO()) as output):
             try:
                 gpt2_numpy.main()

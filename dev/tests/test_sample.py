@@ -7,22 +7,20 @@ import contextlib
 import io
 import os
 import re
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
-import train_gpt2
-from dev.llama3.tokens import vocabulary as llamas_words
+from dev.llama3.tokens import no_words
 from dev.llama3.train_llama3 import Config3
-from dev.runs.sample import choose, generate, stream, texts
-from dev.runs.tokenizer import decode, gpt2_words, vocabulary, words_of
+from dev.runs.sample import choose, coins_of, generate, stream, texts
+from dev.runs.tokenizer import FILE, decode, gpt2_words, vocabulary, words_of, words_of_model
 from dev.tests.checks import EXACT, check, check_refusal, run_program
-from dev.tests.models import FIXTURES, device_of, poisoned_model
-from prepro_tinyshakespeare import byte_encoding, make_header, write_tokens
-from train_gpt2 import coins, sample
+from dev.tests.models import device_of, poisoned_model
+from dev.tests.trainings import call
+from prepro_tinyshakespeare import byte_encoding, make_header, replace_file, write_tokens
+from train_gpt2 import Config, coins, draw_parameters, sample
 
 
 def first_coins(count):
@@ -83,12 +81,12 @@ def formula():
 
 
 def as_the_trainer():
-    """With default settings and an empty text, the tokens are those of the trainer's own samples. Greedy tokens are
-    those with the largest logits in a forward pass."""
+    """With llm.c's coins, default settings and an empty text, the tokens are those of the trainer's own samples. Greedy
+    tokens are those with the largest logits in a forward pass."""
     model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
-    tokens = list(generate(model, [256], 40, 1.0, 0))
+    tokens = list(generate(model, [256], 40, 1.0, 0, coins()))
     yield "the trainer's tokens", np.array(tokens), np.array(sample(model, 40)), EXACT
-    found, pieces = list(generate(model, [256], 40, 0, 0)), []
+    found, pieces = list(generate(model, [256], 40, 0, 0, coins())), []
     prompt, wish = [256], []
     for _ in range(40):  # a forward pass over the last T tokens, without padding
         window = np.int32([(prompt + wish)[-20:]])
@@ -96,7 +94,7 @@ def as_the_trainer():
         wish.append(int(np.argmax(model.device.get(model.acts.logits)[window.size - 1, :257])))
     yield "greedy tokens", np.array(found), np.array(wish), EXACT
     words = {i: b"%d " % i for i in range(257)}
-    stream(model, lambda text: [], words, "", 40, write=pieces.append)
+    stream(model, [], words, "", 40, coins(), write=pieces.append)
     check("the trainer's text", "".join(pieces) == decode(sample(model, 40), words), "".join(pieces)[:40])
 
 
@@ -104,28 +102,28 @@ def windows():
     """The model is given the last T tokens, whether from the text or its own."""
     model = Listed(np.eye(6)[[1, 2, 3, 4, 5, 0]])  # after i comes i + 1
     pieces, words = [], {i: b"%d" % i for i in range(6)}
-    stream(model, lambda text: list(map(int, text)), words, "312045", 3, 0, 0, pieces.append)
+    stream(model, [3, 1, 2, 0, 4, 5], words, "312045", 3, coins(), 0, 0, pieces.append)
     check("the last T", model.asked == [[2, 0, 4, 5], [0, 4, 5, 0], [4, 5, 0, 1]], model.asked)
     check("the text, and then what follows", pieces == ["312045", "0", "1", "2"], pieces)
-    stream(model, lambda text: list(map(int, text)), words, "3", 2, 0, 0, pieces.append)
+    stream(model, [3], words, "3", 2, coins(), 0, 0, pieces.append)
     check("a short text", model.asked[3:] == [[3], [3, 4]], model.asked[3:])
     model = Listed(np.eye(6))
-    stream(model, lambda text: [], words, "", 1, 0, 0, pieces.append)
+    stream(model, [], words, "", 1, coins(), 0, 0, pieces.append)
     check("an empty text: EOT, or the last word", model.asked == [[5]], model.asked)
     model = Listed(np.eye(6), T=1)
     model.next_logits = lambda tokens: np.eye(60000, 1, 0 if tokens == [50256] else -1)[:, 0]
     model.config.V = 60000
-    stream(model, lambda text: [], {0: b"after EOT", 1: b"after another"}, "", 1, 0, 0, pieces.append)
+    stream(model, [], {0: b"after EOT", 1: b"after another"}, "", 1, coins(), 0, 0, pieces.append)
     check("an empty text: EOT", pieces[-1] == "after EOT", pieces[-1])
 
     model, pieces = Listed(np.eye(6)), []
     model.config.V = 5
     check_refusal("a word too many", "token 5, and the model has V = 5 words; expected", stream, model,
-                  lambda text: [5, 2], words, "x", 1, 0, 0, pieces.append)
+                  [5, 2], words, "x", 1, coins(), 0, 0, pieces.append)
     check("a word too many: nothing is written", pieces == [], pieces)
     model.config.V = 6
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        stream(model, lambda text: [5, 2], words, "x", 2, 0)
+        stream(model, [5, 2], words, "x", 2, coins(), 0)
     check("the last word, and printed", printed.getvalue() == "x22", printed.getvalue())
 
 
@@ -148,44 +146,154 @@ def characters():
         check(name, "".join(pieces) == decode(range(3), words), pieces)
     encoding = byte_encoding()
     model, pieces = Listed(np.eye(50257, 1)), []  # any logits: nothing is generated
-    stream(model, encoding.encode_ordinary, words_of(encoding), text, 0, write=pieces.append)
+    stream(model, encoding.encode(text), words_of(encoding), text, 0, coins(), write=pieces.append)
     check("a text alone", pieces == [text], pieces)
 
 
-def tokenizer_file():
-    """The trainer decodes samples with gpt2_tokenizer.bin if it is here, else with GPT-2's vocabulary. So does a Llama
-    with GPT-2's vocabulary, or with its own if its tokenizer is missing."""
-    here, own, plain = os.getcwd(), [b"[%d]" % i for i in range(331)], words_of(byte_encoding())
-    arguments = (f"--device cpu -e {FIXTURES / 'gpt2_tiny.bin'} -i tokens.bin -j tokens.bin -b 1 -t 8 -x 1 -v 0 -s 1 "
-                 "-g 9").split()
+def forget_words():
+    for function in (gpt2_words, vocabulary, words_of_model, no_words):
+        function.cache_clear()
 
-    def shown():
-        """A sample; and the words of a Llama with V = 331, of llamas_words() and of vocabulary()."""
-        gpt2_words.cache_clear()
-        vocabulary.cache_clear()
-        with contextlib.redirect_stdout(io.StringIO()) as said:
-            train_gpt2.main(arguments)
-        text = re.search(r"generating:\n---\n((?s:.*))\n---", said.getvalue())[1]
-        return text, Config3(V=331).words(), llamas_words(), vocabulary()
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch("dev.runs.tokenizer.gpt2_encoding", byte_encoding):
-        os.chdir(folder)
-        try:
-            with contextlib.redirect_stdout(None):
-                write_tokens("tokens.bin", range(100))
-            text, *words = shown()
-            check("without a file", "[" not in text and words == [plain] * 3, text)
-            header = make_header(20240328, 2, len(own), 0)
-            Path("gpt2_tokenizer.bin").write_bytes(header.tobytes() + b"".join(bytes([len(x)]) + x for x in own))
-            text, *words = shown()
-            check("the file's words, in a sample", re.fullmatch(r"(\[\d+\]){9}", text), text)
-            check("the file's words, of a Llama", words[:2] == [dict(enumerate(own))] * 2)
-            check("the encoding is without", words[2] == plain)
-        finally:
-            os.chdir(here)
-            gpt2_words.cache_clear()
-            vocabulary.cache_clear()
+@contextlib.contextmanager
+def small_words(folder):
+    """In this folder, GPT-2's words are the single bytes and <|endoftext|>."""
+    here = os.getcwd()
+    os.chdir(folder)
+    forget_words()
+    try:
+        with mock.patch("dev.runs.tokenizer.gpt2_encoding", byte_encoding):
+            yield
+    finally:
+        os.chdir(here)
+        forget_words()
+
+
+def write_model(path, V, Config=Config, **sizes):
+    """A checkpoint of a small random model with V words."""
+    c = Config(V=V, Vp=-(-V // 128) * 128, maxT=40, L=1, NH=2, C=64, **sizes)
+    views = SimpleNamespace(**dict(draw_parameters(c, 1)))
+    if hasattr(c, "tied"):
+        views.lm_head = views.wte
+    replace_file(path, [*c.headers(3), *c.file_parts(views)])
+    return c
+
+
+def write_words(words):
+    header = make_header(20240328, 2, len(words), 0)
+    FILE.write_bytes(header.tobytes() + b"".join(bytes([len(x)]) + x for x in words))
+
+
+def vocabularies(folder):
+    """The trainer decodes samples with gpt2_tokenizer.bin if it is here and has the model's V words, else with GPT-2's
+    if the model has them, else as token ids, and says so once. So does a Llama, unless its words are Llama's."""
+    ids, own, gpt2 = r"(<\d+>){4}", r"(\[\d+\]){4}", r"(\{\d+\}){4}"
+    said_331 = r"WARNING: the model has V = 331 words, and GPT-2 50,257: samples are shown as token ids"
+    no_file = r"WARNING: gpt2_tokenizer.bin has 331 words, and the model {}: it is not used"
+    llama = r"WARNING: there is no tokenizer.json or tokenizer.model in this folder"
+    words_of_gpt2 = {i: b"{%d}" % i for i in range(50304)}
+    with small_words(folder), mock.patch("dev.runs.tokenizer.vocabulary", lambda: words_of_gpt2):
+        with contextlib.redirect_stdout(None):
+            write_tokens("tokens.bin", range(100))
+        for V in (331, 50257, 50304, 50265):
+            write_model(f"gpt2_{V}.bin", V)
+        for V in (331, 50257, 128256):
+            write_model(f"llama_{V}.bin", V, Config3, NKV=1, multiple_of=32)
+        for words, name, wish, *warnings in (
+                (0, "gpt2_331", ids, said_331), (0, "gpt2_50257", gpt2), (0, "gpt2_50304", gpt2),
+                (0, "gpt2_50265", ids, r"WARNING: the model has V = 50,265 words"),
+                (0, "llama_331", ids, said_331), (0, "llama_50257", gpt2), (0, "llama_128256", ids, llama),
+                (331, "gpt2_331", own), (331, "gpt2_50257", gpt2, no_file.format("50,257")),
+                (331, "gpt2_50265", ids, no_file.format("50,265"), r"WARNING: the model has V = 50,265 words"),
+                (50257, "gpt2_50257", own), (50257, "gpt2_50304", own), (50257, "llama_50257", own)):
+            write_words([b"[%d]" % i for i in range(words)]) if words else FILE.unlink(missing_ok=True)
+            forget_words()
+            program = "dev.llama3.train_llama3" if "llama" in name else "train_gpt2"
+            status, text, error = call("--device", "cpu", "-e", f"{name}.bin", "-i", "tokens.bin", "-j", "tokens.bin",
+                                       "-b", 1, "-t", 8, "-x", 2, "-v", 0, "-s", 1, "-g", 4, program=program)
+            samples = re.findall(r"generating:\n---\n((?s:.*?))\n---\n", text)
+            check(f"{name}, a file of {words} words", status == 0 and len(samples) == 2, error or samples)
+            check(f"{name}, a file of {words} words: shown", all(re.fullmatch(wish, text) for text in samples), samples)
+            said = re.findall("WARNING: .*", text)
+            said = [line for line in said if "has GPT-2's tokens" not in line]
+            ok = len(said) == len(warnings) and all(map(re.match, warnings, said))
+            check(f"{name}, a file of {words} words: said once", ok, said)
+
+
+def prompts(folder):
+    """--sample encodes a text as the model's vocabulary has it, with <|endoftext|> as one token; or refuses it."""
+    asked = []
+
+    def stream(model, tokens, words, text, *more):
+        asked.append((tokens, text))
+
+    def sample(name, text, program="train_gpt2"):
+        asked.clear()
+        with mock.patch("dev.runs.sample.stream", stream):
+            return call("--device", "cpu", "-e", f"{name}.bin", "--sample", text, "-g", 2, program=program)
+
+    with small_words(folder):
+        for V in (331, 50257, 50304):
+            write_model(f"gpt2_{V}.bin", V)
+        for V in (50257, 128256):
+            write_model(f"llama_{V}.bin", V, Config3, NKV=1, multiple_of=32)
+        for name in ("gpt2_50257", "gpt2_50304", "llama_50257"):
+            program = "dev.llama3.train_llama3" if "llama" in name else "train_gpt2"
+            for text, wish in (("", []), ("AB", [32, 33]), ("<|endoftext|>AB", [50256, 32, 33]),
+                               ("A<|endoftext|>", [32, 50256]), ("<|endoftext|", [ord(x) - 33 for x in "<|endoftext|"]),
+                               ("<|endoftext|><|endoftext|>", [50256, 50256])):
+                _, _, error = sample(name, text, program)
+                check(f"{name}: {text!r}", asked == [(wish, text)], asked or error)
+        for name, wish in (("gpt2_331", "V = 331 words, and GPT-2 50,257: .*; expected an empty text"),
+                           ("llama_128256", "V = 128,256 words of Llama 3: expected its tokenizer.json")):
+            program = "dev.llama3.train_llama3" if "llama" in name else "train_gpt2"
+            status, _, error = sample(name, "A", program)
+            check(f"{name}: a text is refused", status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error), error)
+            status, _, error = sample(name, "", program)
+            check(f"{name}: an empty text is none", status == 0 and asked == [([], "")], error)
+
+
+def seeds(folder):
+    """--sample draws from --seed; without it each run is another one, whose seed is printed and repeats it. The coins
+    are NumPy's. Samples in a training do not depend on the seed."""
+    for seed in (0, 7, 2**40):
+        found = [x for _, x in zip(range(1000), coins_of(seed))]
+        wish = np.random.Generator(np.random.PCG64(seed)).random(1000, np.float32)
+        yield f"coins of {seed}", np.array(found), wish, EXACT
+    [same] = {float(x) for _, x in zip(range(1), coins_of(7))}
+    check("another seed, other coins", same != float(next(coins_of(8))))
+    c = write_model(folder / "llama.bin", 50257, Config3, NKV=1, multiple_of=32)
+    write_model(folder / "gpt2.bin", c.V)
+    with small_words(folder):
+        def said(*flags, program):
+            forget_words()
+            name = "llama" if "llama" in program else "gpt2"
+            status, text, error = call("--device", "cpu", "-e", f"{name}.bin", "--sample", "A", "-g", 12, *flags,
+                                       program=program)
+            assert not status, error
+            return text, re.findall(r"^seed (\d+) \(--seed\)$", error, re.M)
+
+        for program in ("train_gpt2", "dev.llama3.train_llama3"):
+            said(program=program)  # may compile kernels, and say so
+            one, two, again = (said("--seed", n, program=program) for n in (1, 2, 1))
+            check(f"{program}: the same seed, the same text", one == again and one[0].startswith("A"), one)
+            check(f"{program}: another seed, another text", one[0] != two[0], two)
+            check(f"{program}: the seed is printed", (one[1], two[1]) == (["1"], ["2"]))
+            (text, [drawn]), (other, [seed]) = (said(program=program) for _ in range(2))
+            check(f"{program}: without a seed, another text each time", text != other and drawn != seed)
+            check(f"{program}: with the printed seed, the same", said("--seed", drawn, program=program)[0] == text)
+            short = said("--seed", 1, "--temperature", 0.5, "--top-k", 9, program=program)
+            check(f"{program}: with other settings too", short == said("--seed", 1, "--temperature", 0.5, "--top-k", 9,
+                                                                       program=program) != one)
+            greedy = [said("--temperature", 0, *flags, program=program) for flags in ((), ("--seed", 5))]
+            check(f"{program}: greedy needs no seed", greedy[0] == greedy[1] and not greedy[0][1], greedy)
+        with contextlib.redirect_stdout(None):
+            write_tokens("tokens.bin", range(100))
+        texts = [re.findall("generating:\n(.*?)\n---", call(
+            "--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 2,
+            "-v", 0, "-s", 1, "--seed", seed)[1], re.S) for seed in (1, 2)]
+        check("samples in a training are llm.c's", len(texts[0]) == 2 and texts[0] == texts[1], texts)
 
 
 if __name__ == "__main__":
-    run_program((formula, as_the_trainer, windows, characters, tokenizer_file))
+    run_program((formula, as_the_trainer, windows, characters, vocabularies, prompts, seeds))

@@ -5,7 +5,8 @@
     python -m dev.tools.convert FILE.safetensors OUT.bin  # GPT-2, if there is no config.json
     python -m dev.tools.convert IN.bin FOLDER             # a folder that transformers loads
 
-A folder has config.json, and the weights in model.safetensors, or in several files and an index.
+A folder has config.json, and the weights in model.safetensors, or in several files and an index. If
+the head is tied to the embeddings, one of the two is enough.
 Without --dtype the numbers stay as they are, except that fp16 becomes fp32. Downloads go through
 huggingface_hub: HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE=1 work as usual.
 
@@ -34,7 +35,7 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
 from dev.common.bf16 import to_bf16
-from dev.common.file_kinds import read_header
+from dev.common.file_kinds import ON_HUB, OPENAI, read_header
 from dev.common.flags import argument
 from dev.data.hub import ask
 from dev.llama3.train_llama3 import Config3
@@ -48,7 +49,6 @@ SHARD_BYTES = 5 * 10**9  # the largest file of a folder, unless a single tensor 
 CHUNK = 2**24  # numbers that are converted at a time
 GPT2_WORDS = 50257
 TEXT_IDS = {GPT2_WORDS: (50256, 50256), 128256: (128000, 128001)}  # V: the tokens before and after a text
-OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
 HUB_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
              "tokenizer.json")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -108,7 +108,7 @@ def find_folder(name):
     """The path of a folder, downloaded if this is a name on the hub. Raises UserError."""
     if Path(name).is_dir():
         return Path(name)
-    if name not in OPENAI and not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+    if name not in OPENAI and not re.fullmatch(ON_HUB, name):
         raise UserError(f"{name}: there is no such folder; expected one with config.json and model.safetensors, or a "
                         f"name on the hub: {', '.join(OPENAI)}, or one such as meta-llama/Llama-3.2-1B")
     folder = Path(ask(f"{name}: there is no such folder, and for the model of that name",
@@ -124,7 +124,7 @@ def config_of_tensors(path, found):
     """The Config of a GPT-2 in a single file, from the shapes of its tensors. Raises UserError."""
     prefix = ARCHITECTURES[Config].prefix
     names = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    wte, wpe = (names.get(f"{name}.weight") for name in ("wte", "wpe"))
+    wte, wpe = names.get("wte.weight", names.get(HEAD)), names.get("wpe.weight")
     if wte is None or wpe is None or not wte.ndim == wpe.ndim == 2:
         raise UserError(f"{path}: has no wte.weight and wpe.weight of GPT-2, and other models can be converted only "
                         "with their config.json; expected it in the same folder")
@@ -192,7 +192,8 @@ def check_tensors(source, found, c):
         head = whole.get(HEAD)
         if head is not None and embedding in whole and not same_bits(head, whole[embedding]):
             raise UserError(f"{source}: {HEAD} differs from {embedding}; expected a head that is tied to it")
-        whole[HEAD] = whole.get(embedding)
+        # safetensors.torch.save_model keeps one of two tensors that share memory, whichever name it meets last
+        whole[embedding] = whole[HEAD] = whole.get(embedding, head)
     expected = {HEAD}
     for name, shape, _ in blocks(c, c.file_table()):
         if name is None:

@@ -184,7 +184,7 @@ def main(arguments=None):
     torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
 
     name = flags.model
-    from_file = Path(name).exists() or name.endswith(".bin")
+    from_file = Path(name).is_file() or name.endswith(".bin")
     c = Config.from_file(name) if from_file else Config.from_descriptor(name)
     B, T = flags.batch_size, flags.seq_len or min(c.maxT, (OnCpu if place == "cpu" else Training).longest)
     if T > c.maxT:
