@@ -34,7 +34,8 @@ from dev.checkpoints.state_file import state_parts, state_table
 from dev.ranks.ranks import partial_hash
 from dev.runs.terminal import say
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import FLAGS, Config, checkpoint_parts
+from dev.common.config import Config, checkpoint_parts
+from train_gpt2 import FLAGS
 
 
 

@@ -15,7 +15,7 @@ from prepro_tinyshakespeare import (UserError, gpt2_encoding, make_header, repla
                                     run)
 from dev.data.parquet_jsonl import read_rows, table_files
 from dev.runs.hellaswag_score import COMPLETIONS, EVAL_FILE, START
-from train_gpt2 import parse_flags
+from dev.common.flags import parse_flags
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from dev.runs.tokenizer import gpt2_words, words_of
 from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,
                                     read_text, run)
-from train_gpt2 import FileKind, parse_flags
+from dev.common.flags import parse_flags
+from train_gpt2 import FileKind
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
 # Separates texts, as GPT-2's end-of-text does. By its id the trainer tells models with Llama 3's vocabulary of 128,256

@@ -16,7 +16,9 @@ from dev.tools import benchmark, peers, torchao_peer
 from dev.tools.benchmark import FIRST, ROWS, THEN, Row
 from dev.tools.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
 from dev.tools.step_by_kernel import Recording, by_label, read_table, recorded_steps, work_of_step
-from train_gpt2 import GPT2, Config, pack_batch
+from dev.common.config import Config
+from dev.common.seams import GPT2
+from train_gpt2 import pack_batch
 
 GIB = 2**30
 CEILINGS = dict(copy=4e12, rates=dict(bf16=800e12, fp8=1600e12, tf32=1, fp32=1), gpu="a GPU", versions="CuPy 1")

@@ -19,7 +19,8 @@ from dev.lab.mistakes import MISTAKES
 from dev.lab.submission import code_of, exercise_of, read_submission
 from dev.tests.checks import check, run_program
 from dev.tests.student import said, solution
-from train_gpt2 import BF16, Config
+from dev.common.config import Config
+from train_gpt2 import BF16
 
 
 def told(bench, version, choice, code):

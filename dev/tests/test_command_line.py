@@ -12,7 +12,7 @@ from dev.features import has_gpu
 from dev.tests.checks import TINY, TOP, check, numbers_of, run_program
 from dev.tests.models import dtypes_of
 from dev.tests.trainings import call, two_token_files
-from train_gpt2 import Config, read_parameters
+from dev.common.config import Config, read_parameters
 
 
 def command_line(device_name, folder):

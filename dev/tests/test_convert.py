@@ -19,7 +19,9 @@ from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve
 from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
 from dev.tools import convert, hf_config
-from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float
+from dev.common.config import Config, read_parameters
+from dev.common.seams import GPT2
+from train_gpt2 import BF16, to_float
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9
 CONFIG = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": V, "n_positions": maxT, "n_ctx": 5,

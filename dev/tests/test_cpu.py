@@ -18,7 +18,7 @@ from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
+from dev.common.config import Config
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)

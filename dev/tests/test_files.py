@@ -27,8 +27,10 @@ from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXT
                               dump_limit, read_debug_state, write_checkpoint)
 from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens
-from train_gpt2 import (BF16, GPT2, TOKENS, Config, DataLoader, Training, batch_table, carve, coins, draw_parameters,
-                        draw_token, pack_batch, read_header, read_parameters, to_float)
+from dev.common.config import Config, draw_parameters, read_parameters
+from dev.common.seams import GPT2, Training
+from train_gpt2 import (BF16, TOKENS, DataLoader, batch_table, carve, coins, draw_token,
+                        pack_batch, read_header, to_float)
 
 # ---- Files
 

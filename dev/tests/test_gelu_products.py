@@ -24,8 +24,10 @@ from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tools import time_gelu
 from dev.tools.step_by_kernel import work_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import (
-    BF16, GPT2, Config, Training, draw_parameters, parse_flags, to_float)
+from dev.common.config import Config, draw_parameters
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
+from train_gpt2 import BF16, to_float
 
 
 FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the first wrong result

@@ -24,7 +24,9 @@ from dev.memory import fit
 from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
 from dev.tests.models import device_of, model_class, poisoned_model
 from dev.tests.trainings import two_token_files
-from train_gpt2 import BF16, GPT2, Config, pack_batch
+from dev.common.config import Config
+from dev.common.seams import GPT2
+from train_gpt2 import BF16, pack_batch
 
 SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 

@@ -22,7 +22,8 @@ from dev.checkpoints import background_writer
 from dev.checkpoints.main_log import MainLog
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.trainings import bytes_of, call, command, same, token_files, train, whole_ones, without
-from train_gpt2 import GPT2, FastTraining, Training
+from dev.common.seams import GPT2, Training
+from train_gpt2 import FastTraining
 
 
 def start(*args, **more):

@@ -18,7 +18,9 @@ from dev.tests.checks import TINY, check, finite_difference, normal, run_program
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import call, token_files
 from dev.variants.label_smoothing import SOURCE
-from train_gpt2 import GPT2, Config, draw_parameters, to_float
+from dev.common.config import Config, draw_parameters
+from dev.common.seams import GPT2
+from train_gpt2 import to_float
 
 TOP = Path(__file__).resolve().parents[2]
 SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
@@ -101,7 +103,7 @@ def model(device_name):
         check("forward() has the usual loss", smooth.forward(tokens, targets) == usual, usual)
     smooth.micros = 2
     found = gradients(smooth, *batches)
-    yield "the mean loss", np.float32(smooth.report().loss), wish, 1e-6
+    yield "the mean loss", np.float32(smooth.verdict().loss), wish, 1e-6
 
     def loss_at(sign, step):
         smooth.set_parameters((name, f32(value + sign * step[name])) for name, value in draw_parameters(c, 1))

@@ -29,7 +29,8 @@ from dev.tests.models import (DEBUG_STATE, FIXTURES, SMALL_MODEL, check_dump, ch
 from dev.tests.steps import check_steps
 from dev.tests.trainings import LLAMA, call, two_token_files
 from prepro_tinyshakespeare import UserError, write_tokens
-from train_gpt2 import BF16, Config, FileKind, draw_parameters, read_parameters, to_float
+from dev.common.config import Config, draw_parameters, read_parameters
+from train_gpt2 import BF16, FileKind, to_float
 
 # ---- Gradients and kernels
 

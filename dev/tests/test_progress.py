@@ -20,7 +20,7 @@ from dev.lab.template import template
 from dev.tests.checks import check, check_refusal, run_program
 from dev.tests.student import said
 from dev.tests.trainings import call
-from train_gpt2 import Config
+from dev.common.config import Config
 
 NAMES = exercise_names()
 RIGHT = grade.Judgement([], {grade.BOUNDS: True, grade.RACES: True, grade.GPU: True}, ["fp32", "bf16"], [])

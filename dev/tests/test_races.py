@@ -25,7 +25,8 @@ from dev.precision.fp8 import with_fp8
 from dev.tests import mutants
 from dev.tests.checks import check, refusal, run_program
 from dev.tests.student import filled, said
-from train_gpt2 import BF16, Config
+from dev.common.config import Config
+from train_gpt2 import BF16
 
 FLAGS = f"-O1 {races.FLAG}"
 HEAD = """#define BLOCK(threads, ...)

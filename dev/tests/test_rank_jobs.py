@@ -24,7 +24,7 @@ from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, co
                             same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA
-from train_gpt2 import read_parameters
+from dev.common.config import read_parameters
 
 TIED = FIXTURES / "llama_tied.bin"
 

@@ -35,7 +35,10 @@ from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_
                             done_steps, end, one_speaks, ranks_of, same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA, TRAINER, file_of, parse_state, random_examples, without
-from train_gpt2 import BF16, GPT2, Config, Training, parse_flags, read_parameters, to_float
+from dev.common.config import Config, read_parameters
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
+from train_gpt2 import BF16, to_float
 
 CASTS = "gradient_to_wire", "gradient_from_wire"
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks

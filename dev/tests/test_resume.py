@@ -24,7 +24,7 @@ from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, run_program
 from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, parse_state, same, token_files, train,
                                  without)
-from train_gpt2 import Config
+from dev.common.config import Config
 
 
 def state_files(device_name, folder):

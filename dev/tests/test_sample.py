@@ -22,7 +22,7 @@ from dev.runs.tokenizer import decode, gpt2_words, vocabulary, words_of
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import FIXTURES, device_of, poisoned_model
 from prepro_tinyshakespeare import byte_encoding, make_header, write_tokens
-from train_gpt2 import coins, sample
+from train_gpt2 import coins, generate
 
 
 def first_coins(count):
@@ -87,7 +87,7 @@ def as_the_trainer():
     those with the largest logits in a forward pass."""
     model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
     tokens = list(generate(model, [256], 40, 1.0, 0))
-    yield "the trainer's tokens", np.array(tokens), np.array(sample(model, 40)), EXACT
+    yield "the trainer's tokens", np.array(tokens), np.array(generate(model, 40)), EXACT
     found, pieces = list(generate(model, [256], 40, 0, 0)), []
     prompt, wish = [256], []
     for _ in range(40):  # a forward pass over the last T tokens, without padding
@@ -97,7 +97,7 @@ def as_the_trainer():
     yield "greedy tokens", np.array(found), np.array(wish), EXACT
     words = {i: b"%d " % i for i in range(257)}
     stream(model, lambda text: [], words, "", 40, write=pieces.append)
-    check("the trainer's text", "".join(pieces) == decode(sample(model, 40), words), "".join(pieces)[:40])
+    check("the trainer's text", "".join(pieces) == decode(generate(model, 40), words), "".join(pieces)[:40])
 
 
 def windows():

@@ -19,8 +19,9 @@ from dev.runs.tokenizer import decode, words_of
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.folders import BYTES, letters
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens
-from train_gpt2 import TOKENS, Config, DataLoader
-from train_gpt2 import read_tokens as read_tokens_of
+from dev.common.config import Config
+from train_gpt2 import TOKENS, DataLoader
+from dev.common.config import read_tokens as read_tokens_of
 
 WORDS = [*BYTES, b"th", b"he", b" t", b" th", b" the", b"ab", b"abc", b"12", b"123", b"45", "é".encode(), b"  "]
 TEXTS = [  # a text, and its tokens as Llama 3 splits and joins it

@@ -21,7 +21,8 @@ from dev.gpu.peak import flops_per_token, peak_flops
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tools import plot, turns
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import Config, parse_flags
+from dev.common.config import Config
+from dev.common.flags import parse_flags
 
 TOP = Path(__file__).resolve().parents[2]
 TINY = TOP / "dev/fixtures/gpt2_tiny.bin"

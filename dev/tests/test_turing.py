@@ -20,7 +20,8 @@ from dev.cpu.device import Cpu
 from dev.tests import checks
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.small_kernels import launch
-from train_gpt2 import Config, Cuda
+from dev.common.config import Config
+from dev.common.devices import Cuda
 
 PRODUCTS = """
 // left and right (16,8) += a (16,16) times the left and the right half of b (16,16), by one warp.

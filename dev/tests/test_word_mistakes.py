@@ -17,7 +17,7 @@ from dev.tests.checks import check, refusal, run_program
 from dev.tests.small_kernels import HEAD, built, kernel, launch
 from dev.tests.student import said
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
+from dev.common.config import Config
 
 STUCK = (  # what the kernel does, what is said; {n} is the number of the line that ends in //!
     (

@@ -16,7 +16,7 @@ from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag_score import Example
 from dev.tests.checks import TINY, check, words
 from prepro_tinyshakespeare import UserError, write_tokens
-from train_gpt2 import Config
+from dev.common.config import Config
 
 TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
 NUMBERS = sum(row.size for row in Config.from_file(TINY).parameter_table())  # in the fixture's parameters

@@ -44,7 +44,11 @@ from dev.tools import peers
 from dev.tools.benchmark_tables import FASTER, report
 from dev.tools.step_by_kernel import Recorder, by_label, check_tables, recorded_steps, timed_step, work_of_step
 from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens
-from train_gpt2 import GPT2, Config, DataLoader, FastCuda, parse_flags
+from dev.common.config import Config
+from dev.common.devices import FastCuda
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2
+from train_gpt2 import DataLoader
 
 STEPS = 30  # of ours; the median is over all of them, the first two included
 PROFILED = 8  # steps whose launches are timed one by one; the first two warm up

@@ -20,7 +20,7 @@ import sys
 from dev.common.flags import split_names
 from dev.tools.turns import TOP, steps_of
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import parse_flags
+from dev.common.flags import parse_flags
 
 FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
          (None, "--last", "count", 50, "steps whose mean loss counts")]

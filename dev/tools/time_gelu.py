@@ -22,7 +22,9 @@ from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
 from dev.tools.time_five import check_hopper
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import BF16, Config, FastCuda, to_float
+from dev.common.config import Config
+from dev.common.devices import FastCuda
+from train_gpt2 import BF16, to_float
 
 KERNELS = {"matmul_gelu", "matmul_dgelu"}
 SHAPE = "M=65536,C=768"

@@ -39,7 +39,7 @@ from dev.common.flags import argument
 from dev.tools import torch_gpt2, torch_llama
 from dev.tools.torch_gpt2 import check, header, write_folder
 from prepro_tinyshakespeare import replace_file, run
-from train_gpt2 import parse_flags
+from dev.common.flags import parse_flags
 
 STEPS = 10
 MODEL_FLAGS = [

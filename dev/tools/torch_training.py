@@ -33,7 +33,10 @@ from dev.data.shuffled_loader import FilesLoader, paths_of
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import FLAGS, Config, Training, count_tokens, draw_parameters, parse_flags, read_parameters, to_float
+from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
+from dev.common.flags import parse_flags
+from dev.common.seams import Training
+from train_gpt2 import FLAGS, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
 FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len", "learning_rate",
