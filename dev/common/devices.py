@@ -2,6 +2,7 @@
 kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
 import train_gpt2
 from dev.cpu.device import Cpu
+from prepro_tinyshakespeare import UserError
 
 
 class Beside:
@@ -10,7 +11,10 @@ class Beside:
 
     def __init__(self, dtype, c, beside=()):
         self.sources = [*c.SOURCES, *beside]
-        super().__init__(dtype or "bf16", c)
+        try:
+            super().__init__(dtype or "bf16", c)
+        except UserError as e:
+            raise UserError(f"{e}; --device cpu needs no GPU") from None
 
     def compile(self, sources):
         _, *more = sources  # kernels.cu is in self.sources

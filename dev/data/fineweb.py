@@ -36,12 +36,12 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
-from dev.data.hub import download, library, list_files
-from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,
-                                    run)
-from dev.data.parquet_jsonl import read_rows, table_files
 from dev.common.config import count_tokens
 from dev.common.flags import parse_flags
+from dev.data.hub import download, library, list_files
+from dev.data.parquet_jsonl import read_rows, table_files
+from prepro_tinyshakespeare import (EOT, UserError, gpt2_encoding, make_header, replace_file,
+                                    run)
 from train_gpt2 import TOKENS, number
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait

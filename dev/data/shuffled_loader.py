@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from prepro_tinyshakespeare import UserError
 from dev.common.config import count_tokens, read_tokens
+from prepro_tinyshakespeare import UserError
 from train_gpt2 import DataLoader
 
 

@@ -15,10 +15,10 @@ import json
 import os
 from pathlib import Path
 
+from dev.common.flags import parse_flags
 from dev.runs.tokenizer import gpt2_words, words_of
 from prepro_tinyshakespeare import (END_OF_TEXT, PRINTING, UserError, gpt2_encoding, prepare,
                                     read_text, run)
-from dev.common.flags import parse_flags
 from train_gpt2 import FileKind
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")

@@ -17,10 +17,10 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import read_parameters
 from dev.common.cuda_source import parameters_of
 from dev.common.devices import address_of
 from prepro_tinyshakespeare import UserError, replace_file
-from dev.common.config import read_parameters
 from train_gpt2 import batch_table, carve, pack_batch, to_float
 
 # Methods of the model that a report names

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.common.config import check_tokens, checkpoint_parts, read_parameters
 from dev.common.devices import make_device
 from dev.common.file_kinds import read_header
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
 from dev.cpu.device import Cpu
-from dev.features import FLAGS as FEATURE_FLAGS
-from dev.features import attach, capability, has_gpu
+from dev.features import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import describe_choice, find_ladder, launched_by, model_of, parse_sizes
@@ -26,9 +28,6 @@ from dev.precision.fp8 import fp8_device
 from dev.precision.moments import SOURCE as MOMENTS
 from dev.tests.checks import check, run
 from prepro_tinyshakespeare import UserError, replace_file
-from dev.common.config import check_tokens, checkpoint_parts, read_parameters
-from dev.common.flags import parse_flags
-from dev.common.seams import GPT2, Training
 from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
                         pack_batch, read_kernels, to_float)
 

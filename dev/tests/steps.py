@@ -5,14 +5,14 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import joined, master_numbers
+from dev.common.config import draw_parameters
+from dev.common.seams import GPT2
 from dev.lab.bench import KERNEL_LIMIT
 from dev.lab.heads import launch_trainers
 from dev.lab.inputs import stored
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, check, run, words
 from dev.tests.models import ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, fits, gradients, poison, poisoned_model
-from dev.common.config import draw_parameters
-from dev.common.seams import GPT2
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, kept_as, pack_batch, to_float
 
 
@@ -199,7 +199,7 @@ def smaller_batches(device):
     model = poisoned_model(device, 2, T)
     model.set_parameters(draw_parameters(model.config, 42))
     x, y = words(257, 2, 2, T)
-    model.forward(x)
+    model.forward(x, x)
     logits = to_float(device.get(model.acts.logits)).reshape(2, T, -1)
     for t in (1, 50, T):
         model.forward(x[:1, :t])

@@ -14,16 +14,16 @@ import ml_dtypes
 import numpy as np
 
 from dev.common.bf16 import master_numbers, to_bf16
+from dev.common.config import Config, read_parameters
 from dev.common.devices import make_device
+from dev.common.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
-from dev.tools import roundings
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import (FIXTURES, SMALL_MODEL, device_of, gradients, in_each_order, model_class, on_device,
                               poisoned_model, read_debug_state)
-from dev.common.config import Config, read_parameters
-from dev.common.seams import GPT2
+from dev.tools import roundings
 from train_gpt2 import BF16, pack_batch, to_float
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.config import Config, draw_parameters
 from dev.common.devices import make_device
+from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
 from dev.lab.formulas import cross_entropy
 from dev.lab.inputs import f32
@@ -18,8 +20,6 @@ from dev.tests.checks import TINY, check, finite_difference, normal, run_program
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import call, token_files
 from dev.variants.label_smoothing import SOURCE
-from dev.common.config import Config, draw_parameters
-from dev.common.seams import GPT2
 from train_gpt2 import to_float
 
 TOP = Path(__file__).resolve().parents[2]
@@ -96,7 +96,7 @@ def model(device_name):
         each.set_parameters(draw_parameters(c, 1))
     wish = 0
     for tokens, targets in batches:
-        usual = plain.forward(tokens)
+        usual = plain.forward(tokens, np.zeros_like(tokens))
         logits = to_float(device.get(plain.acts.logits))[:, : c.V].astype(np.float64)
         wish += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
         usual = plain.forward(tokens, targets)
@@ -109,7 +109,7 @@ def model(device_name):
         smooth.set_parameters((name, f32(value + sign * step[name])) for name, value in draw_parameters(c, 1))
         total = 0
         for tokens, targets in batches:
-            smooth.forward(tokens)
+            smooth.forward(tokens, np.zeros_like(tokens))
             logits = to_float(device.get(smooth.acts.logits))[:, : c.V].astype(np.float64)
             total += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
         return total

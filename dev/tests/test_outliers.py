@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.common.devices import make_device
+from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
 from dev.tests.trainings import call
 from dev.variants.outliers import SOURCE, WINDOW
 from prepro_tinyshakespeare import write_tokens
-from dev.common.config import Config
-from dev.common.seams import GPT2
 from train_gpt2 import Verdict
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40

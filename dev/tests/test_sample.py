@@ -22,7 +22,8 @@ from dev.runs.tokenizer import decode, gpt2_words, vocabulary, words_of
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import FIXTURES, device_of, poisoned_model
 from prepro_tinyshakespeare import byte_encoding, make_header, write_tokens
-from train_gpt2 import coins, generate
+from train_gpt2 import coins
+from train_gpt2 import generate as trainers_sample
 
 
 def first_coins(count):
@@ -87,17 +88,17 @@ def as_the_trainer():
     those with the largest logits in a forward pass."""
     model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
     tokens = list(generate(model, [256], 40, 1.0, 0))
-    yield "the trainer's tokens", np.array(tokens), np.array(generate(model, 40)), EXACT
+    yield "the trainer's tokens", np.array(tokens), np.array(trainers_sample(model, 40)), EXACT
     found, pieces = list(generate(model, [256], 40, 0, 0)), []
     prompt, wish = [256], []
     for _ in range(40):  # a forward pass over the last T tokens, without padding
         window = np.int32([(prompt + wish)[-20:]])
-        model.forward(window)
+        model.forward(window, window)
         wish.append(int(np.argmax(model.device.get(model.acts.logits)[window.size - 1, :257])))
     yield "greedy tokens", np.array(found), np.array(wish), EXACT
     words = {i: b"%d " % i for i in range(257)}
     stream(model, lambda text: [], words, "", 40, write=pieces.append)
-    check("the trainer's text", "".join(pieces) == decode(generate(model, 40), words), "".join(pieces)[:40])
+    check("the trainer's text", "".join(pieces) == decode(trainers_sample(model, 40), words), "".join(pieces)[:40])
 
 
 def windows():

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
 from dev.common.devices import OnCpu
+from dev.common.flags import parse_flags
+from dev.common.seams import Training
 from dev.data.shuffled_loader import FilesLoader, paths_of
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, run
-from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
-from dev.common.flags import parse_flags
-from dev.common.seams import Training
 from train_gpt2 import FLAGS, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
