@@ -222,7 +222,7 @@ __device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / 
 
 // An array that a kernel writes and a matrix product reads. A thread calls begin, then store as
 // often as it likes, then end, which all lanes of a warp must reach. -DOUTPUT=<file> may bring an
-// Output that does more.
+// Output that does more; one that also sums the columns of gradients defines BIAS_SUMS.
 #ifdef OUTPUT
 #include OUTPUT
 #else
@@ -326,41 +326,41 @@ constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
 
 // x = x + branch: the output of attention or the MLP joins the residual stream. Then comes the
 // layernorm before the next of them; one kernel for both saves a read.
-//   residual (N,C) = before (N,C) + branch (N,C); if branch is null, residual is there already
-//   out (N,C) = (residual - mean) * rstd * weight + bias
+//   x (N,C) += branch (N,C), unless branch is null
+//   out (N,C) = (x - mean) * rstd * weight + bias
 //   mean (N), rstd (N) = 1/sqrt(variance + 1e-5), of each row
-//   copy (N,C) = residual, as a real, for the backward pass
-// before may be residual. The variance is taken around the mean, as E[x^2] - E[x]^2 would cancel.
-// Packs have 4 columns in bf16, too: 8 of the fp32 stream would be two loads. Items: N rows.
+//   copy (N,C) = x, as a real, for the backward pass
+// The variance is taken around the mean, as E[x^2] - E[x]^2 would cancel. Packs have 4 columns in
+// bf16, too: 8 of the fp32 stream would be two loads. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
-    float* residual, const float* before, const real* __restrict__ branch,
-    const real* __restrict__ weight, const real* __restrict__ bias, int N) {
+    float* __restrict__ x, const real* __restrict__ branch, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N) {
     constexpr int C = CHANNELS;
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= N) return;
     size_t start = (size_t)row * C;
     out.begin();
-    Pack<4> x[packs_of<4, 32>];
-    EACH_PACK(4, 32) x[k] = load<4>((branch ? before : residual) + start + c);
+    Pack<4> v[packs_of<4, 32>];
+    EACH_PACK(4, 32) v[k] = load<4>(x + start + c);
     if (branch) {
-        EACH_PACK(4, 32) x[k] = x[k] + load<4>(branch + start + c);
-        EACH_PACK(4, 32) store(residual + start + c, x[k]);
+        EACH_PACK(4, 32) v[k] = v[k] + load<4>(branch + start + c);
+        EACH_PACK(4, 32) store(x + start + c, v[k]);
     }
     float sum = 0.0f;
     EACH_PACK(4, 32) {
-        store(copy + start + c, x[k]);
-        for (int i = 0; i < 4; i++) sum += x[k][i];
+        store(copy + start + c, v[k]);
+        for (int i = 0; i < 4; i++) sum += v[k][i];
     }
     float m = warp_sum(sum) / C;
     sum = 0.0f;
-    EACH_PACK(4, 32) for (int i = 0; i < 4; i++) sum += (x[k][i] - m) * (x[k][i] - m);
+    EACH_PACK(4, 32) for (int i = 0; i < 4; i++) sum += (v[k][i] - m) * (v[k][i] - m);
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
     EACH_PACK(4, 32) {
         Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
-        for (int i = 0; i < 4; i++) x[k][i] = (x[k][i] - m) * s * w[i] + b[i];
-        out.store(start + c, x[k]);
+        for (int i = 0; i < 4; i++) v[k][i] = (v[k][i] - m) * s * w[i] + b[i];
+        out.store(start + c, v[k]);
     }
     out.end();
     if (threadIdx.x % 32 == 0) {
@@ -387,13 +387,17 @@ extern "C" __global__ void layernorm_again(
 // The gradient of a layernorm joins that of the residual stream. With norm = (inp - mean) * rstd
 // and dnorm = dout * weight, for each row:
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
-//   partials (3, gridDim.x, C) = each block's sums of dout * norm, of dout, and of dresidual
-// From these add_partials makes the gradients of weight, of bias, and of the bias of the linear
-// layer whose output was added to the stream. A warp has a row, or four warps a long one, and keeps
-// the sums of its columns in registers. While a row is worked on, the next is copied to shared
-// memory (rows of a block, 2 stages, 3, C): some tens of KB are always on their way to each
-// multiprocessor, so one block on each is enough. Items: blocks. The host chooses their number and
-// their threads: see layernorm_sizes.
+//   partials (2, gridDim.x, C) = each block's sums of dout * norm, and of dout
+// From these add_partials makes the gradients of weight and bias. A warp has a row, or four warps a
+// long one, and keeps the sums of its columns in registers. While a row is worked on, the next is
+// copied to shared memory (rows of a block, 2 stages, 3, C): some tens of KB are always on their
+// way to each multiprocessor, so one block on each is enough. Items: blocks. The host chooses their
+// number and their threads: see layernorm_sizes.
+#ifdef BIAS_SUMS
+constexpr int NORM_SUMS = 3;  // and of the new dresidual
+#else
+constexpr int NORM_SUMS = 2;
+#endif
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
@@ -423,7 +427,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         next_mean = mean[row];
         next_rstd = rstd[row];
     }
-    Pack<W> sums[3][packs_of<W, ROW_THREADS>] = {};
+    Pack<W> sums[NORM_SUMS][packs_of<W, ROW_THREADS>] = {};
     // Runs as long as any thread has a row: all reach __syncthreads.
     for (int stage = 0; row - own < N; row += step, stage ^= 1) {
         bool has_row = row < N;
@@ -468,7 +472,9 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
                     g[i] += s * (d[i] * w[i] - average_dnorm - norm * average_dnorm_norm);
                     sums[0][k][i] += d[i] * norm;
                     sums[1][k][i] += d[i];
+#ifdef BIAS_SUMS
                     sums[2][k][i] += g[i];
+#endif
                 }
                 dresidual.store((size_t)row * C + c, g);
             }
@@ -477,7 +483,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
     dresidual.end();
     float* of_row = reinterpret_cast<float*>(shared);  // (rows of a block, C), where the rows were
 #pragma unroll
-    for (int which = 0; which < 3; which++) {
+    for (int which = 0; which < NORM_SUMS; which++) {
         __syncthreads();
         EACH_PACK(W, ROW_THREADS) store(of_row + own * C + c, sums[which][k]);
         __syncthreads();
@@ -494,65 +500,62 @@ extern "C" { __constant__ int layernorm_sizes[] = {
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// out (shares,OC)[share] = the sum of each column of inp (N,OC) over every `shares`-th band of 32
-// rows, from band `share` on. A block has 32 octets of lanes; each reads 128 neighbouring bytes of
-// one row of a band.
-template <class T>
+// out (OC) = the sum of each column of inp (N,OC); or += with adds. A block of 256 threads covers
+// some columns: `lanes` threads share a row, 16 bytes each, so 256 / lanes rows are read at once.
+// The loop's step is a constant: else the compiler could not have four loads on their way.
+template <int lanes, class T>
 __device__ void add_columns(
-    float* __restrict__ out, const T* __restrict__ inp, int N, int OC, int share, int shares,
-    bool adds) {
-    constexpr int n = 16 / sizeof(T), columns = 8 * n;
-    __shared__ float of_octet[32][columns];
-    int octet = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * n;
+    float* __restrict__ out, const T* __restrict__ inp, int N, int OC, bool adds) {
+    constexpr int n = 16 / sizeof(T), columns = lanes * n, rows = 256 / lanes;
+    __shared__ __align__(16) float of_row[rows][columns];
+    int r = threadIdx.x / lanes, c = threadIdx.x % lanes * n, first = columns * blockIdx.x;
     Pack<n> sum = {};
-    if (o < OC)
+    if (first + c < OC)
 #pragma unroll 4
-        for (int row = 32 * share + octet; row < N; row += 32 * shares)
-            sum = sum + load<n>(inp + (size_t)row * OC + o);
-    for (int i = 0; i < n; i++) of_octet[octet][threadIdx.x % 8 * n + i] = sum[i];
+        for (int row = r; row < N; row += rows)
+            sum = sum + load<n>(inp + (size_t)row * OC + first + c);
+    store(of_row[r] + c, sum);
     __syncthreads();
-    int column = columns * blockIdx.x + threadIdx.x;
-    if (threadIdx.x >= columns || column >= OC) return;
+    int column = threadIdx.x;
+    if (column >= columns || first + column >= OC) return;
     float total = 0.0f;
-    for (int i = 0; i < 32; i++) total += of_octet[i][threadIdx.x];
-    float& to = out[(size_t)share * OC + column];
+    for (int i = 0; i < rows; i++) total += of_row[i][column];
+    float& to = out[first + column];
     to = (adds ? to : 0.0f) + total;
 }
 
-// sums (gridDim.y, OC) = the sum over each share of the rows of dout (N,OC). From these
-// add_partials makes the gradient of a bias. Items: OC columns along x, shares along y.
-BLOCK(256, 8 * W)
-extern "C" __global__ void matmul_backward_bias(
-    float* __restrict__ sums, const real* __restrict__ dout, int N, int OC) {
-    add_columns(sums, dout, N, OC, blockIdx.y, gridDim.y, false);
+// partials (gridDim.y, OC) = the sum of each column over each share of the rows of dout (N,OC).
+// From these add_partials makes the gradient of a bias. A share is a multiple of 32 rows, so that
+// each warp has four loads on their way, of 512 neighbouring bytes each. Items: OC columns along x,
+// shares along y.
+BLOCK(256, 32 * W)
+extern "C" __global__ void __launch_bounds__(256, 4) matmul_backward_bias(
+    float* __restrict__ partials, const real* __restrict__ dout, int N, int OC) {
+    int shares = gridDim.y, share = blockIdx.y;
+    int rows = (N + 32 * shares - 1) / (32 * shares) * 32, first = rows * share;
+    add_columns<32>(partials + (size_t)share * OC, dout + (size_t)first * OC, min(rows, N - first),
+                    OC, false);
 }
 
-// Finishes the gradients of a norm and of one linear layer's bias, in one launch:
-//   out1, out2, out3 (C) = the sums over the blocks of partials (3,blocks,C)
-//   dbias (OC) = the sum of the rows of sums (rows,OC)
-// or += with adds. Null outputs are skipped. Items: max(C, OC) columns along x, outputs along y.
+// out1 (C), out2 (C) = the sums over the blocks of partials (2,blocks,C); or += with adds. A null
+// output is skipped. Items: C columns along x, outputs along y.
 BLOCK(256, 32)
 extern "C" __global__ void add_partials(
-    float* out1, float* out2, float* out3, float* dbias, const float* __restrict__ partials,
-    const float* __restrict__ sums, int blocks, int C, int rows, int OC, int adds) {
-    int y = blockIdx.y;
-    float* out = y == 0 ? out1 : y == 1 ? out2 : y == 2 ? out3 : dbias;
-    if (!out) return;
-    if (y < 3) add_columns(out, partials + (size_t)y * blocks * C, blocks, C, 0, 1, adds);
-    else add_columns(out, sums, rows, OC, 0, 1, adds);
+    float* out1, float* out2, const float* __restrict__ partials, int blocks, int C, int adds) {
+    float* out = blockIdx.y == 0 ? out1 : out2;
+    if (out) add_columns<8>(out, partials + (size_t)blockIdx.y * blocks * C, blocks, C, adds);
 }
 
 // ---- attention (Vaswani et al. 2017, section 3.2.1), by tiles (Dao 2023, algorithms 1 and 2) ----
 
 // Attention is the only layer in which a token sees others: those before it. A row of
-// qkv (B,T,NH+2NKV,HS) has the queries of NH heads, the keys of NKV heads, and their values.
-// NH/NKV neighbouring query heads share a head of keys and values (Ainslie et al. 2023, section
-// 2.2); in GPT-2 each has its own. For each query head, with q, k, v (T,HS), a prime for a
-// transpose, and scale = 1/sqrt(HS):
+// qkv (B,T,NH+2NKV,HS) has the queries of NH heads, the keys of NKV heads, and their values. In
+// GPT-2 NKV = NH. For each head of queries, with q, k, v (T,HS), a prime for a transpose, and
+// scale = 1/sqrt(HS):
 //   score (T,T) = q k'
 //   weight (T,T) = softmax(scale * score) over the keys s <= t of query t
 //   out (B,T,NH,HS) = weight v
-// ReLU attention has weight = max(0, scale * score) instead. Scores and weights never go to memory.
+// Scores and weights never go to memory.
 // A block owns ROWS rows of a head, queries or keys, and walks over the other side in tiles, which
 // pass through shared memory: while it works on one, the next is on its way. Here a head has four
 // blocks, and tiles are drawn as large as blocks:
@@ -571,6 +574,15 @@ extern "C" __global__ void add_partials(
 // -DHOPPER is for Hopper GPUs: see their section.
 #ifndef HOPPER
 #define HOPPER 0
+#endif
+
+// For other models than GPT-2. -DGROUP=n: n neighbouring heads of queries share a head of keys and
+// values (Ainslie et al. 2023, section 2.2). -DRELU=1: weight = max(0, scale * score).
+#ifndef GROUP
+#define GROUP 1
+#endif
+#ifndef RELU
+#define RELU 0
 #endif
 
 constexpr int PADDED = HOPPER ? 64 : 16;
@@ -601,7 +613,6 @@ constexpr int BACKWARD_STAGES = OVERLAP ? 3 : 2;
 extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
     (2 * ROWS + 2 * BACKWARD_STAGES * TILE) * LD * (int)sizeof(real)}; }
-static_assert(ROWS >= 64);  // or the host's `sums` is too small
 
 // Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
 #if HOPPER
@@ -632,7 +643,22 @@ struct Stages {
     __device__ real* left(int stage) { return tiles + 2 * stage * rows * LD; }
     __device__ real* right(int stage) { return left(stage) + rows * LD; }
 };
-__device__ int after(int stage) { return (stage + 1) % BACKWARD_STAGES; }
+
+// Where a block of the backward pass is: at the tile that begins at `row` of head `head`, which is
+// in `stage`. In each of `heads` heads it walks over rows first..end-1.
+struct Walk {
+    int first, end, heads;
+    int row, head, stage;
+    __device__ bool next() {  // goes to the next tile, if there is one
+        stage = (stage + 1) % BACKWARD_STAGES;
+        row += TILE;
+        if (row >= end) {
+            row = first;
+            head++;
+        }
+        return head < heads;
+    }
+};
 
 // A product (16 M, columns) in a warp's registers. This lane's x[e] is in row e.row() and
 // column e.column(): see D in the picture above mma.
@@ -707,17 +733,16 @@ __device__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // a NaN sta
 
 // Weights from scores, in place: 2^(scale * log2(e) * score - shift(e)), or ReLU's.
 template <int columns, class F>
-__device__ void weights_from_scores(Result<columns>& x, int relu, float scale, F shift) {
-    if (relu) each(x, [&](Element e) { x[e] = relu_of(scale * x[e]); });
+__device__ void weights_from_scores(Result<columns>& x, float scale, F shift) {
+    if (RELU) each(x, [&](Element e) { x[e] = relu_of(scale * x[e]); });
     else each(x, [&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
 }
 
 // dscores from dweights, in place: weight * (dweight - delta(e)), or ReLU's. dq and dk get the
 // factor scale at the end.
 template <int columns, class F>
-__device__ void dscores_from_dweights(
-    Result<columns>& x, Result<columns>& weights, int relu, F delta) {
-    if (relu) each(x, [&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
+__device__ void dscores_from_dweights(Result<columns>& x, Result<columns>& weights, F delta) {
+    if (RELU) each(x, [&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
     else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });
 }
 
@@ -725,7 +750,7 @@ __device__ void dscores_from_dweights(
 
 // What this block owns.
 template <bool rows_are_keys>
-__device__ Own own_rows(int T, int NH, int NKV);
+__device__ Own own_rows(int T, int NH);
 
 // The index of (row, c) in a tile.
 __device__ int in_tile(int row, int c);
@@ -765,17 +790,8 @@ __device__ void products_arrive(Result<columns>& x);
 __device__ PerRow delta_of_rows(
     float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals);
 
-// Stores x in a head's rows of an array, staged in a tile of the block's own, now free. Returns
-// the column sums of what this lane stored.
-constexpr int COLUMN_PACKS = (HS + HEAD_LANES * HEAD_PACK - 1) / (HEAD_LANES * HEAD_PACK);
-struct ColumnSums { Pack<HEAD_PACK> x[COLUMN_PACKS]; };
-__device__ ColumnSums store_rows(
-    Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
-
-// Adds up the block's ColumnSums, in a free tile, into its row of sums (B, blocks of rows, heads,
-// HS). From these add_partials makes the gradient of a bias.
-__device__ void store_column_sums(
-    float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile);
+// Stores x in a head's rows of an array, staged in a tile of the block's own, now free.
+__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
 
 // Algorithm 1, whose lines stand on the right (the ^-1 in line 10 is a slip there). `maximum`,
 // `total` and `output` cover the tiles so far: when a maximum grows, the others are scaled (Milakov
@@ -783,12 +799,12 @@ __device__ void store_column_sums(
 // lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of ROWS queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
-    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int relu,
-    int T, int NH, int NKV) {
+    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int T,
+    int NH) {
     DYNAMIC_SHARED(real, queries);                // (ROWS, LD)
     Stages<KEYS> stages = {queries + ROWS * LD};  // of keys and values
     Arrivals arrivals = arrivals_start();
-    Own own = own_rows<false>(T, NH, NKV);
+    Own own = own_rows<false>(T, NH);
     load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
     load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
 
@@ -809,7 +825,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         multiply_transposed(scores, own, queries, keys);    // S = Q K'
         products_arrive<0>(scores);
         hide_future<false>(scores, LOWEST, own, key);
-        if (relu) {
+        if (RELU) {
             each(weights, [&](Element e) { weights[e] = relu_of(scale * scores[e]); });
         } else {
             PerRow before = maximum, correction;
@@ -831,7 +847,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     PerRow inverse;
     each_row([&](Element e) {
         int t = own.warp + e.row();
-        float sum = relu ? 1.0f : quad_sum(total[e]);
+        float sum = RELU ? 1.0f : quad_sum(total[e]);
         inverse[e] = 1.0f / sum;
         if (e.column() == 0 && t < T)
             lse[own.out.row() + t] = scale2 * maximum[e] + log2f(sum);  // L = m + log(l)
@@ -844,54 +860,55 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 
 // Algorithm 2, as two kernels: seven products instead of five, but every sum has a fixed order.
 // dqkv has the shape of qkv. A block owns queries and walks over the keys that they see, for
-// dq = dscore k. It leaves delta for the next kernel. sums may be null: see store_column_sums.
-// Items: blocks of ROWS queries.
+// dq = dscore k. It leaves delta for the next kernel. Items: blocks of ROWS queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
-    Output dqkv, float* sums, float* __restrict__ delta, const float* __restrict__ lse,
+    Output dqkv, float* __restrict__ delta, const float* __restrict__ lse,
     const real* __restrict__ out, const __grid_constant__ Tiles qkv,
-    const __grid_constant__ Tiles dout, float scale, int relu, int T, int NH, int NKV) {
+    const __grid_constant__ Tiles dout, float scale, int T, int NH) {
     DYNAMIC_SHARED(real, queries);  // queries and dout: (2, ROWS, LD)
     real* douts = queries + ROWS * LD;
     Stages<TILE> stages = {douts + ROWS * LD};  // of keys and values
     Arrivals arrivals = arrivals_start();
-    Own own = own_rows<false>(T, NH, NKV);
+    Own own = own_rows<false>(T, NH);
     load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
     load_tile<ROWS>(douts, dout, own.out, own.first, arrivals);
-    load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
+    auto load_keys = [&](const Walk& to) {
+        load_stage(stages, to.stage, qkv, own.keys, qkv, own.values, to.row, arrivals);
+    };
+    Walk walk = {0, min(own.first + ROWS, T), 1, 0, 0, 0};
+    load_keys(walk);
     PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D = sum dO o O
     each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
 
     Result<HP> dq = {};
-    int end = min(own.first + ROWS, T), key = 0, stage = 0;
     // Not a for: a path around it moves wgmma's results, and then ptxas serializes the products.
     do {
         tiles_arrive(arrivals);
-        if (key + TILE < end)
-            load_stage(stages, after(stage), qkv, own.keys, qkv, own.values, key + TILE, arrivals);
-        if (key >= own.slab + SLAB) continue;
-        const real *keys = stages.left(stage), *values = stages.right(stage);
+        Walk ahead = walk;
+        if (ahead.next()) load_keys(ahead);
+        if (walk.row >= own.slab + SLAB) continue;
+        const real *keys = stages.left(walk.stage), *values = stages.right(walk.stage);
 
         Result<TILE> scores, dweights;
         auto &weights = scores, &dscores = dweights;        // computed in place
         multiply_transposed(scores, own, queries, keys);    // S = Q K'
         multiply_transposed(dweights, own, douts, values);  // dP = dO V'
         products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale,            // P = e^(S - L)
+        weights_from_scores(scores, scale,                  // P = e^(S - L)
                             [&](Element e) { return row_lse[e]; });
-        hide_future<false>(weights, 0.0f, own, key);
+        hide_future<false>(weights, 0.0f, own, walk.row);
         products_arrive<0>(dweights);
-        dscores_from_dweights(dweights, weights, relu,      // dS = P o (dP - D)
+        dscores_from_dweights(dweights, weights,            // dS = P o (dP - D)
                               [&](Element e) { return row_delta[e]; });
         multiply(dq, dscores, keys);                        // dQ = dQ + dS K
         if (!OVERLAP) products_arrive<0>(dq);
-    } while (stage = after(stage), (key += TILE) < end);
+    } while (walk.next());
     products_arrive<0>(dq);
 
     each(dq, [&](Element e) { dq[e] *= scale; });
     dqkv.begin();
-    ColumnSums dq_sums = store_rows(dqkv, own.queries, own, queries, dq);
-    if (sums) store_column_sums(sums, own.queries, own, dq_sums, stages.left(0));
+    store_rows(dqkv, own.queries, own, queries, dq);
     dqkv.end();
 }
 
@@ -900,71 +917,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
 // transposed here: a row is a key. Items: blocks of ROWS keys.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
-    Output dqkv, float* sums, const float* __restrict__ delta, const float* __restrict__ lse,
-    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu,
-    int T, int NH, int NKV) {
+    Output dqkv, const float* __restrict__ delta, const float* __restrict__ lse,
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int T,
+    int NH) {
     DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
     real* values = keys + ROWS * LD;
     Stages<TILE> stages = {values + ROWS * LD};  // of queries and dout
     __shared__ float of_query[BACKWARD_STAGES][2][TILE];  // of each stage lse, then delta
     static_assert(THREADS >= 2 * TILE);
     Arrivals arrivals = arrivals_start();
-    Own own = own_rows<true>(T, NH, NKV);
-    int next = own.first, end = own.queries.h + NH / NKV;
-    auto load_next = [&](int stage) {  // walks ahead of the loops below
-        if (own.queries.h == end) return;
-        load_stage(stages, stage, qkv, own.queries, dout, own.out, next, arrivals);
-        int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = next + i;
+    Own own = own_rows<true>(T, NH);
+    auto load_queries = [&](const Walk& to) {
+        Head of_queries = own.queries, of_out = own.out;
+        of_queries.h += to.head;
+        of_out.h += to.head;
+        load_stage(stages, to.stage, qkv, of_queries, dout, of_out, to.row, arrivals);
+        int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = to.row + i;
         if (which < 2)  // beyond T a weight is 2^0, and dout is 0
-            copy4(&of_query[stage][which][i],
-                  (which ? delta : lse) + own.out.row() + min(t, T - 1), t < T);
-        next += TILE;
-        if (next < T) return;
-        next = own.first;
-        own.queries.h++;
-        own.out.h++;
+            copy4(&of_query[to.stage][which][i],
+                  (which ? delta : lse) + of_out.row() + min(t, T - 1), t < T);
     };
     load_tile<ROWS>(keys, qkv, own.keys, own.first, arrivals);
     load_tile<ROWS>(values, qkv, own.values, own.first, arrivals);
-    load_next(0);
+    Walk walk = {own.first, T, GROUP, own.first, 0, 0};
+    load_queries(walk);
 
     Result<HP> dk = {}, dv = {};
-    auto dv_and_dk_arrive = [&] { products_arrive<0>(dv), products_arrive<0>(dk); };
-    int stage = 0;
-    for (int head = 0; head < NH / NKV; head++) {
-        for (int query = own.first; query < T; query += TILE, stage = after(stage)) {
-            tiles_arrive(arrivals);
-            load_next(after(stage));
-            if (query + TILE <= own.slab) continue;  // these queries see none of the slab's keys
-            const real *queries = stages.left(stage), *douts = stages.right(stage);
+    do {
+        tiles_arrive(arrivals);
+        Walk ahead = walk;
+        if (ahead.next()) load_queries(ahead);
+        if (walk.row + TILE <= own.slab) continue;  // these queries see none of the slab's keys
+        const real *queries = stages.left(walk.stage), *douts = stages.right(walk.stage);
+        const float *lse_of = of_query[walk.stage][0], *delta_of = of_query[walk.stage][1];
 
-            Result<TILE> scores, dweights;
-            auto &weights = scores, &dscores = dweights;        // computed in place
-            multiply_transposed(scores, own, keys, queries);    // S' = K Q'
-            multiply_transposed(dweights, own, values, douts);  // dP' = V dO'
-            products_arrive<1>(scores);
-            weights_from_scores(scores, relu, scale,            // P' = e^(S' - L)
-                                [&](Element e) { return of_query[stage][0][e.column()]; });
-            hide_future<true>(weights, 0.0f, own, query);
-            if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO
-            products_arrive<OVERLAP>(dweights);
-            dscores_from_dweights(dweights, weights, relu,      // dS' = P' o (dP' - D)
-                                  [&](Element e) { return of_query[stage][1][e.column()]; });
-            if (!OVERLAP) multiply(dv, weights, douts);         // (or here)
-            multiply(dk, dscores, queries);                     // dK = dK + dS' Q
-            if (!OVERLAP) dv_and_dk_arrive();
+        Result<TILE> scores, dweights;
+        auto &weights = scores, &dscores = dweights;        // computed in place
+        multiply_transposed(scores, own, keys, queries);    // S' = K Q'
+        multiply_transposed(dweights, own, values, douts);  // dP' = V dO'
+        products_arrive<1>(scores);
+        weights_from_scores(scores, scale,                  // P' = e^(S' - L)
+                            [&](Element e) { return lse_of[e.column()]; });
+        hide_future<true>(weights, 0.0f, own, walk.row);
+        if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO
+        products_arrive<OVERLAP>(dweights);
+        dscores_from_dweights(dweights, weights,            // dS' = P' o (dP' - D)
+                              [&](Element e) { return delta_of[e.column()]; });
+        // They are 0 there already; but on Hopper ptxas needs fewer registers with a branch here.
+        hide_future<true>(dscores, 0.0f, own, walk.row);
+        if (!OVERLAP) multiply(dv, weights, douts);         // (or here)
+        multiply(dk, dscores, queries);                     // dK = dK + dS' Q
+        if (!OVERLAP) {
+            products_arrive<0>(dv);
+            products_arrive<0>(dk);
         }
-        dv_and_dk_arrive();
-    }
+    } while (walk.next());
+    products_arrive<0>(dv);
+    products_arrive<0>(dk);
 
     each(dk, [&](Element e) { dk[e] *= scale; });
     dqkv.begin();
-    ColumnSums dk_sums = store_rows(dqkv, own.keys, own, keys, dk);
-    ColumnSums dv_sums = store_rows(dqkv, own.values, own, values, dv);
-    if (sums) {
-        store_column_sums(sums, own.keys, own, dk_sums, stages.left(0));
-        store_column_sums(sums, own.values, own, dv_sums, stages.right(0));
-    }
+    store_rows(dqkv, own.keys, own, keys, dk);
+    store_rows(dqkv, own.values, own, values, dv);
     dqkv.end();
 }
 
@@ -972,7 +986,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
 
 // GPUs start blocks in order: section by section of heads, and in each the longest blocks first.
 template <bool rows_are_keys>
-__device__ Own own_rows(int T, int NH, int NKV) {
+__device__ Own own_rows(int T, int NH) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
     int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
     int heads_here = min(SECTION, heads - section);
@@ -982,8 +996,9 @@ __device__ Own own_rows(int T, int NH, int NKV) {
     if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
         slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
 
-    int of_sequence = rows_are_keys ? NKV : NH, b = head / of_sequence, nth = head % of_sequence;
-    int h = nth * NH / of_sequence, kv = nth * NKV / of_sequence, all = NH + 2 * NKV;
+    int NKV = NH / GROUP, of_sequence = rows_are_keys ? NKV : NH, all = NH + 2 * NKV;
+    int b = head / of_sequence, nth = head % of_sequence;
+    int h = rows_are_keys ? nth * GROUP : nth, kv = rows_are_keys ? nth : nth / GROUP;
     return {first, first + slab, first + warp,
             {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
 }
@@ -1020,8 +1035,7 @@ __device__ PerRow delta_of_rows(
 }
 
 // HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
-__device__ ColumnSums store_rows(
-    Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
+__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
     int in_block = own.warp - own.first, lane = threadIdx.x % 32;
     __syncthreads();  // no product reads a tile any more
 #pragma unroll
@@ -1031,39 +1045,17 @@ __device__ ColumnSums store_rows(
             store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
         });
     __syncwarp();
-    ColumnSums sums = {};
-    for (int k = 0; k < COLUMN_PACKS; k++) {
-        int c = (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK;
-        if (c >= HS) break;
+    for (int c = lane % HEAD_LANES * HEAD_PACK; c < HS; c += HEAD_LANES * HEAD_PACK) {
 #pragma unroll
         for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
             int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
             Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
-            if (t >= head.T) continue;
-            array.store(head.at(t) + c, pack);
-            sums.x[k] = sums.x[k] + pack;
+            if (t < head.T) array.store(head.at(t) + c, pack);
         }
     }
-    return sums;
-}
-
-__device__ void store_column_sums(
-    float* sums, Head head, const Own& own, ColumnSums& of_lane, real* tile) {
-    constexpr int shares = THREADS / HEAD_LANES;  // of a column's sum
-    static_assert(shares * HP * sizeof(float) <= TILE * LD * sizeof(real));
-    float* of_share = reinterpret_cast<float*>(tile);  // (shares, HP)
-    for (int k = 0; k < COLUMN_PACKS; k++) {
-        int c = (HEAD_LANES * k + threadIdx.x % HEAD_LANES) * HEAD_PACK;
-        if (c < HS) store(of_share + threadIdx.x / HEAD_LANES * HP + c, of_lane.x[k]);
-    }
-    __syncthreads();
-    int blocks = (head.T + ROWS - 1) / ROWS;
-    size_t row = ((size_t)head.b * blocks + own.first / ROWS) * head.heads + head.h;
-    for (int c = threadIdx.x; c < HS; c += THREADS) {
-        float sum = 0.0f;
-        for (int i = 0; i < shares; i++) sum += of_share[i * HP + c];
-        sums[row * HS + c] = sum;
-    }
+#ifdef BIAS_SUMS
+    store_column_sums(array.sums, head, own, tile);
+#endif
 }
 
 // ---- attention, continued: products on tensor cores, and copies ----

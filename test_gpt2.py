@@ -22,6 +22,8 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import joined, to_bf16
+from dev.common.config import Config, read_parameters
+from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
 from dev.gpt2_numpy import forward, mean_loss
 from dev.lab.bench import Bench
@@ -37,7 +39,7 @@ from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, ch
                               read_debug_state, read_flags)
 from dev.tests.steps import check_steps
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, GPT2, HERE, LOW, Config, kept_as, read_parameters, to_float
+from train_gpt2 import BF16, HERE, LOW, kept_as, to_float
 
 MOMENTS = HERE / "dev/precision/moments.cu"
 

@@ -43,6 +43,7 @@ from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 HERE = Path(__file__).resolve().parent
+KERNELS = HERE / "kernels.cu"
 
 # ---- The model's sizes, and tables of all that it keeps in memory
 
@@ -51,16 +52,22 @@ HERE = Path(__file__).resolve().parent
 #
 #     sign, exponent, 7 bits of mantissa | 16 bits of mantissa
 #     BF16, which the products read      | LOW, signed: what rounding took away
-BF16, LOW = np.uint16, np.int16
+BF16 = np.uint16
+LOW = np.int16
 
 ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps, as in a checkpoint.
-LOGIT_ROWS = 8192  # logits are computed for this many tokens at once, or for more
-PARTIAL_ROWS = 256  # the most blocks of layernorm_backward: each leaves a row of sums
+LOGIT_ROWS = 8192  # the logits of all tokens would be the largest tensor: compute them in parts
+PARTIAL_ROWS = 256  # the most blocks that leave partial sums of rows
 NORM_BLOCKS = 1024  # the most blocks of global_norm
 
 
+def ceil_div(a, b):
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
 class Row(NamedTuple):
-    """A tensor; or, with layers, one for each layer."""
+    """One tensor, or a stack with one per layer."""
     name: str
     shape: tuple
     dtype: type = np.float32
@@ -82,23 +89,10 @@ class Row(NamedTuple):
         return (self.layers, *self.shape) if self.layers else self.shape
 
 
-class FileKind(NamedTuple):
-    """A kind of file: its name, how it begins, and what to do about a bad one."""
-    name: str
-    magic: int
-    versions: tuple
-    remedy: str
-
-
-HEADER_BYTES = 1024
-TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py writes one; --input "
-                  "takes your own text")
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A GPT-2: its sizes, in the order of a checkpoint's header, and its tables. `real` is the type
-    of stored parameters and activations."""
+    of stored parameters and activations. Comments have the sizes of GPT-2 124M at B=4, T=1024."""
     maxT: int = 1024
     V: int = 50257
     L: int = 12
@@ -109,85 +103,71 @@ class Config:
     def parameter_table(self, real=np.float32):
         """The parameters, in a checkpoint's order. They start as in GPT-2 (Radford et al. 2019,
         section 2.3): the 2L matrices that add to the residual stream are divided by sqrt(2L)."""
-        C, once, each = self.C, dict(dtype=real), dict(dtype=real, layers=self.L)
+        C = self.C
+        once = dict(dtype=real)
+        each = dict(dtype=real, layers=self.L)
         weight = dict(std=0.02, decay=True)
-        residual = weight | dict(std=0.02 / math.sqrt(2 * self.L))
+        residual = dict(std=0.02 / math.sqrt(2 * self.L), decay=True)
         return [
-            Row("wte", (self.Vp, C), **once, **weight),  # token embeddings, and the head's weight
-            Row("wpe", (self.maxT, C), **once, **weight),  # position embeddings
-            Row("ln1w", (C,), **each, mean=1.0),
-            Row("ln1b", (C,), **each),
-            Row("qkvw", (3 * C, C), **each, **weight),
-            Row("qkvb", (3 * C,), **each),
-            Row("attprojw", (C, C), **each, **residual),
-            Row("attprojb", (C,), **each),
-            Row("ln2w", (C,), **each, mean=1.0),
-            Row("ln2b", (C,), **each),
-            Row("fcw", (4 * C, C), **each, **weight),
-            Row("fcb", (4 * C,), **each),
-            Row("fcprojw", (C, 4 * C), **each, **residual),
-            Row("fcprojb", (C,), **each),
-            Row("lnfw", (C,), **once, mean=1.0),
-            Row("lnfb", (C,), **once),
+            Row("wte", (self.Vp, C), **once, **weight),  # 50304 x 768 = 38.6M; makes the logits too
+            Row("wpe", (self.maxT, C), **once, **weight),  # 1024 x 768 = 0.8M, of positions
+            Row("ln1w", (C,), **each, mean=1.0),  # 12 x 768
+            Row("ln1b", (C,), **each),  # 12 x 768
+            Row("qkvw", (3 * C, C), **each, **weight),  # 12 x 2304 x 768 = 21.2M
+            Row("qkvb", (3 * C,), **each),  # 12 x 2304
+            Row("attprojw", (C, C), **each, **residual),  # 12 x 768 x 768 = 7.1M
+            Row("attprojb", (C,), **each),  # 12 x 768
+            Row("ln2w", (C,), **each, mean=1.0),  # 12 x 768
+            Row("ln2b", (C,), **each),  # 12 x 768
+            Row("fcw", (4 * C, C), **each, **weight),  # 12 x 3072 x 768 = 28.3M
+            Row("fcb", (4 * C,), **each),  # 12 x 3072
+            Row("fcprojw", (C, 4 * C), **each, **residual),  # 12 x 768 x 3072 = 28.3M
+            Row("fcprojb", (C,), **each),  # 12 x 768
+            Row("lnfw", (C,), **once, mean=1.0),  # 768
+            Row("lnfb", (C,), **once),  # 768; all: 124.5M
         ]
 
     def activation_table(self, B, T, real=np.float32):
         """What the forward pass leaves for the backward pass."""
-        N, C, each = B * T, self.C, dict(dtype=real, layers=self.L)
+        N = B * T  # 4096
+        C = self.C
+        each = dict(dtype=real, layers=self.L)
+        statistic = dict(layers=self.L)  # always fp32
         return [
-            Row("residual", (N, C)),  # the residual stream x, always fp32
-            Row("branch", (N, C), real),  # what attention or the MLP computed, to be added to x
-            Row("ln1_inp", (N, C), **each),  # a copy of x before attention
-            Row("ln1_mean", (N,), layers=self.L),
-            Row("ln1_rstd", (N,), layers=self.L),
-            Row("ln1", (N, C), **each),
-            Row("qkv", (N, 3 * C), **each),  # queries, keys and values, each of NH heads
-            Row("lse", (B * self.NH, T), layers=self.L),  # log2 of each softmax's denominator
-            Row("atty", (N, C), **each),  # attention's output
-            Row("ln2_inp", (N, C), **each),  # a copy of x after attention
-            Row("ln2_mean", (N,), layers=self.L),
-            Row("ln2_rstd", (N,), layers=self.L),
-            Row("ln2", (N, C), **each),
-            Row("fch", (N, 4 * C), **each),  # the MLP's hidden channels, before GELU
-            Row("fch_gelu", (N, 4 * C), **each),  # after GELU; becomes the gradient of fch
-            Row("lnf_inp", (N, C), real),  # a copy of x after the last layer
-            Row("lnf_mean", (N,)),
-            Row("lnf_rstd", (N,)),
-            Row("lnf", (N, C), real),
-            Row("logits", (logit_rows(N), self.Vp), real),  # become their own gradient
-            Row("losses", (N,)),
+            Row("residual", (N, C)),  # the residual stream x, always fp32: 4096 x 768 = 3.1M
+            Row("branch", (N, C), real),  # what attention or the MLP adds to x: 3.1M
+            Row("ln1_inp", (N, C), **each),  # copies of x before attention: 12 x 3.1M = 37.7M
+            Row("ln1_mean", (N,), **statistic),  # 12 x 4096
+            Row("ln1_rstd", (N,), **statistic),  # 12 x 4096
+            Row("ln1", (N, C), **each),  # 12 x 4096 x 768 = 37.7M
+            Row("qkv", (N, 3 * C), **each),  # queries, keys, values: 12 x 4096 x 2304 = 113M
+            Row("lse", (B * self.NH, T), **statistic),  # log2 of softmax's denominators: 0.6M
+            Row("atty", (N, C), **each),  # attention's output: 12 x 4096 x 768 = 37.7M
+            Row("ln2_inp", (N, C), **each),  # copies of x after attention: 37.7M
+            Row("ln2_mean", (N,), **statistic),  # 12 x 4096
+            Row("ln2_rstd", (N,), **statistic),  # 12 x 4096
+            Row("ln2", (N, C), **each),  # 12 x 4096 x 768 = 37.7M
+            Row("fch", (N, 4 * C), **each),  # hidden channels, before GELU: 12 x 4096 x 3072 = 151M
+            Row("fch_gelu", (N, 4 * C), **each),  # after GELU; becomes the gradient of fch: 151M
+            Row("lnf_inp", (N, C), real),  # a copy of x after the last layer: 3.1M
+            Row("lnf_mean", (N,)),  # 4096
+            Row("lnf_rstd", (N,)),  # 4096
+            Row("lnf", (N, C), real),  # 4096 x 768 = 3.1M
+            Row("logits", (logit_rows(N), self.Vp), real),  # 4096 x 50304 = 206M; become gradients
+            Row("losses", (N,)),  # 4096
         ]
 
     def backward_table(self, B, T, real=np.float32):
         """The gradients of activations, which layers use in turn."""
-        N, C = B * T, self.C
+        N = B * T  # 4096
+        C = self.C
         return [
-            Row("dresidual", (N, C), real),  # of the residual stream, all the way down
-            Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty and ln1
-            Row("dqkv", (N, 3 * C), real),
-            Row("delta", (B * self.NH, T)),  # of attention: the sum over keys of weight * dweight
-            Row("partials", (3, PARTIAL_ROWS, C)),  # sums of rows: see norm_backward
-            Row("sums", (B * -(-T // 64) + 1, 3 * C)),  # of 64+ rows of dqkv, or of shares of dfch
+            Row("dresidual", (N, C), real),  # of the stream, all the way down: 4096 x 768 = 3.1M
+            Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty, ln1: 3.1M
+            Row("dqkv", (N, 3 * C), real),  # 4096 x 2304 = 9.4M
+            Row("delta", (B * self.NH, T)),  # attention: sum of weight * dweight of a query: 49K
+            Row("partials", (2, PARTIAL_ROWS, C)),  # each block's sums of rows: 0.4M
         ]
-
-    FILE = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, "
-                    "or dev/tools/convert.py")
-    STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
-    TOKEN_FILES = {TOKENS: np.dtype("<u2")}
-    PADDED = ("wte",)  # parameters whose rows are words; those beyond V are zeros
-    SOURCES = (HERE / "kernels.cu",)
-    MODELS = ("gpt2_124M.bin", "d12")  # without -e: the file if it is here, else d12
-    EOT, encoding, data_paths = EOT, staticmethod(gpt2_encoding), staticmethod(data_paths)
-
-    @classmethod
-    def from_file(cls, path):
-        """The config of a checkpoint; checks its header and size."""
-        header = read_header(path, cls.FILE)
-        c = cls(*header[2:8])
-        c.check(path)
-        table = c.file_table(cls.STORED[header[1]])
-        check_size(path, cls.FILE, HEADER_BYTES + sum(row.nbytes for row in table))
-        return c
 
     @classmethod
     def from_descriptor(cls, descriptor):
@@ -197,44 +177,18 @@ class Config:
                             "d999, such as d12")
         L = int(descriptor[1:])
         NH = {48: 25, 60: 30, 72: 30, 84: 36}.get(L, min(L, 12 + max(0, L - 12) // 3))
-        return cls(L=L, NH=NH, C=NH * {72: 96, 84: 96}.get(L, 64))
-
-    def check(self, path):
-        """Raise UserError unless the sizes make a model."""
-        sizes = dataclasses.astuple(self)[:6]
-        for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
-                         (self.NH and self.C % self.NH == 0, "C to be divisible by NH"),
-                         (self.C % 32 == 0, "C to be a multiple of 32"),
-                         (self.V <= self.Vp, "V not to exceed Vp")):
-            if not ok:
-                raise UserError(f"{path}: {self}; expected {wish}")
-
-    @property
-    def NKV(self):
-        """Heads of keys and values: each query head has its own."""
-        return self.NH
+        HS = {72: 96, 84: 96}.get(L, 64)
+        return cls(L=L, NH=NH, C=NH * HS)
 
     def switches(self):
         """What kernels.cu is compiled for."""
         return [f"-DCHANNELS={self.C}", f"-DHS={self.C // self.NH}"]
 
-    def file_table(self, real=np.float32, header=None):
-        """A checkpoint's tensors."""
-        return self.parameter_table(real)
-
-    def file_parts(self, views, real=np.float32):
-        """A checkpoint's arrays, matrix by matrix, from views of parameters."""
-        for row in self.file_table(real):
-            yield from matrices(getattr(views, row.name))
-
-    def headers(self, version):
-        """A checkpoint's headers."""
-        return [make_header(self.FILE.magic, version, *dataclasses.astuple(self))]
-
 
 def logit_rows(N):
-    """How many tokens get logits at a time: few parts, since each adds to all of dwte."""
-    return min(N, max(LOGIT_ROWS, -(-N // 4)))
+    """How many tokens get logits at a time. Four parts are enough, and few are best: each adds to
+    all of dwte."""
+    return min(N, max(LOGIT_ROWS, ceil_div(N, 4)))
 
 
 def batch_table(B, T):
@@ -270,25 +224,19 @@ def update_table(updated):
     ]
 
 
-def layout(table):
+def offsets(table):
     """The byte offset of each tensor in an arena, then the arena's size."""
-    sizes = (-(-row.nbytes // ALIGN) * ALIGN for row in table)
+    sizes = (ceil_div(row.nbytes, ALIGN) * ALIGN for row in table)
     return list(itertools.accumulate(sizes, initial=0))
 
 
 def carve(arena, table):
     """Views of an arena (bytes), one attribute for each row; with layers, (layers, *shape)."""
     views = SimpleNamespace()
-    for row, start in zip(table, layout(table)):
+    for row, start in zip(table, offsets(table)):
         view = arena[start : start + row.nbytes].view(row.dtype).reshape(row.whole_shape)
         setattr(views, row.name, view)
     return views
-
-
-def of_layer(views, table, l):
-    """The views of layer l; a row may have fewer layers, used in turn."""
-    return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers]
-                              for row in table if row.layers})
 
 
 def matrices(values):
@@ -298,7 +246,7 @@ def matrices(values):
 
 # ---- The model: GPT-2 on a device
 #
-# A device does the arithmetic: Cuda, below, or the CPU of dev/cpu/device.py. Its methods:
+# A device does the arithmetic: Cuda, below, or the CPU of dev/cpu/device.py. The model calls
 #
 #     empty(nbytes)                 memory, as bytes
 #     put(array, values)            host to device
@@ -307,6 +255,9 @@ def matrices(values):
 #     launch(kernel, items, *args)  run a kernel of kernels.cu, which says what items are
 #     matmul(out, a, b, ...)        out = a @ b, or out += a @ b, with a bias or a GELU if asked
 #     repeat(graphs, key, work)     do work(), or launch what graphs recorded of it
+#
+# and reads: name, dtype, real, W, multiprocessors, max_shared, and what kernels.cu tells of its
+# blocks (attention_sizes, layernorm_sizes).
 
 
 class GPT2:
@@ -322,167 +273,237 @@ class GPT2:
     attproj and fcproj leave their result in `branch`; the next norm's kernel adds it, since it
     reads all of x anyway. The gradient of x, dresidual, goes from right to left: a (+) hands it to
     the stream and to the branch, and a fork adds what the branch returns.
-
-    Tensors are attributes of params, grads, acts (the forward pass's) and back (the backward
-    pass's), by their names in the tables. layers[l] has the first three of one layer.
     """
-    Config = Config
-    rank, count = 0, 1  # this process's index, and how many share each batch
-    relu = 0  # 1: attention's weights are max(0, scale * q.k), no softmax
+    rank = 0  # the index of this process
+    count = 1  # how many processes share each batch
+
+    def __init__(self, config, device, B, T):
+        self.config = config
+        self.device = device
+        self.B = B  # the largest batch
+        self.T = T  # the longest sequence
+        self.scale = (config.C // config.NH) ** -0.5  # of attention's scores: 1 / sqrt(HS)
+        tables = self.tables(config, device, B, T)
+        self.arenas = {name: device.empty(offsets(table)[-1]) for name, table in tables.items()}
+        for name in tables.keys() - {"activations", "backward"}:
+            device.zero(self.arenas[name])
+
+        # Views of the arenas: a tensor is an attribute, by its name in the tables.
+        self.params = self.whole_views("parameters")
+        self.grads = self.whole_views("gradients")  # of the parameters
+        self.adam = carve(self.arenas["update"], tables["update"])
+        self.batch = None  # tokens and targets
+        self.acts = None  # activations, which the forward pass makes
+        self.back = None  # their gradients
+        self.layers = None  # for each layer its part of params, of grads and of acts
+        self.parts = None  # slices of the N tokens whose logits are computed together
+        self.BT = None  # (B,T) of the batch that these five are laid out for: see set_batch
+        self.master = [self.params]  # views that hold fp32 parameters; in bf16, two halves
+        if "low bits" in tables:
+            self.master.append(self.whole_views("low bits"))
+
+        self.step = 0  # steps done
+        self.micro = 0  # index of the micro-batch in the step
+        self.micros = 1  # micro-batches of a step, of all processes
+        self.last_micro = True  # is this the last of this process?
+        self.graphs = {}  # what the device has recorded of micro_step
+        updated = tables["adam m"]
+        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in updated)]))
+        device.put(self.adam.decayed, [row.decay for row in updated])
+
+    # ---- A layer, forward and backward
 
     def layer_forward(self, l):
         """x = x + attention(ln1(x)), then x = x + mlp(ln2(x)). The next norm does each addition."""
-        p, _, a = self.layers[l]
-        matmul, branch = self.device.matmul, self.acts.branch
+        p, _, a = self.layers[l]  # this layer's parameters and activations
+        branch = self.acts.branch
         added = branch if l else None  # what the MLP of the layer before computed
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added, p.ln1w, p.ln1b)  # (N,C)
-        matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
-        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
-        matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
+        self.linear_forward(a.qkv, a.ln1, p.qkvw, p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
+        self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
+        self.linear_forward(branch, a.atty, p.attprojw, p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
-        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
-        matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
+        self.linear_forward(a.fch, a.ln2, p.fcw, p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C)
+        self.linear_forward(branch, a.fch_gelu, p.fcprojw, p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
 
     def layer_backward(self, l):
-        """layer_forward(l) from its last line to its first. A product out = inp @ w.T has the
-        gradients dinp = dout @ w and dw = dout.T @ inp. The dout of fcproj and attproj is dx, the
-        stream's gradient. norm_backward reads it anyway, so it also sums its rows, for the
-        gradients of their biases."""
-        p, g, a = self.layers[l]
-        d, matmul, adds = self.back, self.device.matmul, self.micro > 0
-        dx, dinp = d.dresidual, d.dinp
-        matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=adds)  # (C,N) @ (N,4C) -> (C,4C)
-        dfch = a.fch_gelu  # whose memory is free now
-        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
-        fcb = self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
-        matmul(g.fcw, dfch.T, a.ln2, accumulate=adds)  # (4C,N) @ (N,C) -> (4C,C)
-        matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd,
-                           fcb)
+        """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
+        and makes those of the twin's inputs. dx is the gradient of the stream x, and so of each
+        branch that was added to it."""
+        p, g, a = self.layers[l]  # g: the gradients of p
+        dx = self.back.dresidual  # (N,C)
+        dqkv = self.back.dqkv  # (N,3C)
+        dln2 = datty = dln1 = self.back.dinp  # (N,C), one buffer in turn
+        dfch = a.fch_gelu  # (N,4C): its memory is free once dfcprojw has been made from it
+        self.linear_backward(dfch, g.fcprojw, g.fcprojb, dx, a.fch_gelu, p.fcprojw, dgelu_at=a.fch)
+        self.linear_backward(dln2, g.fcw, g.fcb, dfch, a.ln2, p.fcw)
+        self.norm_backward(dx, g.ln2w, g.ln2b, dln2, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
 
-        matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
-        matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        qkvb = self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb)  # (N,C) -> (N,3C), (3C)
-        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (3C,N) @ (N,C) -> (3C,C)
-        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
-        bias_before = self.layers[l - 1][1].fcprojb if l else None  # whose branch this norm added
-        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd,
-                           qkvb)
+        self.linear_backward(datty, g.attprojw, g.attprojb, dx, a.atty, p.attprojw)
+        self.attention_backward(dqkv, datty, a.atty, a.lse, a.qkv)
+        self.linear_backward(dln1, g.qkvw, g.qkvb, dqkv, a.ln1, p.qkvw)
+        self.norm_backward(dx, g.ln1w, g.ln1b, dln1, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)
+
+    # ---- Its parts. A step's first micro-batch sets the gradients of parameters, the others add.
+
+    def linear_forward(self, out, inp, weight, bias, gelu=None):
+        """out (N,OC) = inp (N,C) @ weight.T (C,OC) + bias (OC). gelu (N,OC), if given, becomes
+        GELU(out): the product still has out in registers."""
+        self.device.matmul(out, inp, weight.T, bias=bias, gelu=gelu)
+
+    def linear_backward(self, dinp, dweight, dbias, dout, inp, weight, dgelu_at=None):
+        """The three gradients of out = inp @ weight.T + bias, given dout (N,OC):
+
+            dweight (OC,C) = dout.T @ inp
+            dbias (OC)     = the sum of the rows of dout
+            dinp (N,C)     = dout @ weight
+
+        dgelu_at (N,C): inp was GELU of this, so dinp is multiplied by GELU's derivative there, and
+        becomes its gradient. dinp may be inp's memory."""
+        device = self.device
+        adds = self.micro > 0
+        device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
+        N, OC = dout.shape
+        shares = max(1, min(64, N // 256))  # of the rows, which are summed apart, then together
+        partials = self.back.partials
+        device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
+        device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
+        device.matmul(dinp, dout, weight, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
 
     def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
-        """x += branch, unless None. Then copy = x and out = layernorm(x)."""
+        """x += branch, unless None. Then copy = x and, row by row,
+        out = (x - mean) * rstd * weight + bias."""
         x = self.acts.residual
-        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, x,
-                           branch, weight, bias, len(out))
+        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, branch,
+                           weight, bias, len(out))
 
-    def norm_backward(self, dweight, dbias, dbias_before, inp, weight, mean, rstd,
-                      summed=(None, 0, 0)):
-        """Add the gradient of inp to dx, given dinp, that of the norm's output. Make dweight, dbias
-        and, unless None, dbias_before: the sum over rows of the new dx. summed: what bias_backward
-        or attention_backward returned. The same launch finishes that gradient."""
-        C, N, device = self.config.C, len(inp), self.device
-        blocks, threads, shared = layernorm_backward_launch(device, N)
-        d = self.back
-        other, rows, OC = summed
-        device.launch("layernorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,
-                      mean, rstd, N, threads=threads, shared=shared)
-        device.launch("add_partials", (max(C, OC), 4), dweight, dbias, dbias_before, other,
-                      d.partials, d.sums, blocks, C, rows, OC, self.micro > 0)
+    def norm_backward(self, dx, dweight, dbias, dout, inp, weight, mean, rstd):
+        """Add the gradient of a norm's input to dx. With norm = (inp - mean) * rstd and
+        dnorm = dout * weight, for each row:
 
-    def bias_backward(self, dbias, dout):
-        """Begin dbias (OC), the sum over rows of dout (N,OC): sum shares of the rows. Returns
-        (dbias, shares, OC), from which norm_backward finishes it."""
-        N, OC = dout.shape
-        shares = max(1, min(64, N // 256))
-        self.device.launch("matmul_backward_bias", (OC, shares), self.back.sums, dout, N, OC)
-        return dbias, shares, OC
+            dx += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
+            dweight = the sum over rows of dout * norm
+            dbias = the sum over rows of dout
+        """
+        N, C = inp.shape
+        partials = self.back.partials
+        blocks, threads, shared = layernorm_backward_launch(self.device, N)
+        self.device.launch("layernorm_backward", blocks, dx, partials, dout, inp, weight, mean,
+                           rstd, N, threads=threads, shared=shared)
+        self.device.launch("add_partials", (C, 2), dweight, dbias, partials, blocks, C,
+                           self.micro > 0)
 
-    def attention_backward(self, qkv, lse, atty, dbias):
-        """dqkv = the gradient of qkv, given dinp, that of atty. Begins dbias, and returns
-        (dbias, blocks of rows, 3C), from which norm_backward finishes it."""
-        (B, T), d = self.BT, self.back
-        self.attention("attention_backward_q", d.dqkv, d.sums, d.delta, lse, atty, qkv, d.dinp)
-        self.attention("attention_backward_kv", d.dqkv, d.sums, d.delta, lse, qkv, d.dinp)
-        return dbias, B * -(-T // self.device.attention_sizes.rows), dbias.size
+    def attention_forward(self, out, lse, qkv):
+        """out (N,C) = softmax(q k' / sqrt(HS)) v for each head, where a token sees itself and those
+        before it. Attention is the only part of a layer that mixes tokens. It keeps lse (B*NH,T),
+        from which the backward pass recomputes the softmax."""
+        B, T = self.BT
+        NH = self.config.NH
+        sizes = self.device.attention_sizes  # a block has `rows` tokens of a head
+        blocks = B * NH * ceil_div(T, sizes.rows)
+        self.device.launch("attention_forward", blocks, out, lse, qkv, self.scale, T, NH,
+                           threads=sizes.threads, shared=sizes.shared_forward)
 
-    def attention(self, kernel, *arrays):
-        """Launch an attention kernel: a block takes some rows of one head."""
-        (B, T), c = self.BT, self.config
+    def attention_backward(self, dqkv, dout, out, lse, qkv):
+        """dqkv (N,3C), given dout (N,C). With P the softmax, dP = dout v', and D the sum over a
+        query's channels of out * dout (FlashAttention, Dao 2023, algorithm 2):
+
+            dS = P * (dP - D)      dq = dS k / sqrt(HS)      dk = dS' q / sqrt(HS)      dv = P' dout
+        """
+        B, T = self.BT
+        NH = self.config.NH
+        delta = self.back.delta  # D
         sizes = self.device.attention_sizes
-        heads = c.NKV if kernel == "attention_backward_kv" else c.NH
-        forward = kernel == "attention_forward"
-        shared = sizes.shared_forward if forward else sizes.shared_backward
-        self.device.launch(kernel, -(-T // sizes.rows) * B * heads, *arrays, self.scale, self.relu,
-                           T, c.NH, c.NKV, threads=sizes.threads, shared=shared)
+        block = dict(threads=sizes.threads, shared=sizes.shared_backward)
+        blocks = B * NH * ceil_div(T, sizes.rows)
+        self.device.launch("attention_backward_q", blocks, dqkv, delta, lse, out, qkv, dout,
+                           self.scale, T, NH, **block)  # dq, and D, which the next one reads
+        self.device.launch("attention_backward_kv", blocks, dqkv, delta, lse, qkv, dout,
+                           self.scale, T, NH, **block)  # dk and dv
 
     # ---- Before the first layer, after the last
 
     def embedding_forward(self):
         """The stream begins: x = wte[token] + wpe[position]."""
-        p, x, T = self.params, self.acts.residual, self.BT[1]
-        self.device.launch("encoder_forward", x.size, x, self.batch.tokens, p.wte, p.wpe, len(x), T,
-                           x.shape[1])
+        p = self.params
+        x = self.acts.residual
+        N, C = x.shape
+        self.device.launch("encoder_forward", N * C, x, self.batch.tokens, p.wte, p.wpe, N,
+                           self.BT[1], C)
 
     def embedding_backward(self):
-        """Add to the gradient of wte, which the head has set, and make that of wpe."""
-        (B, T), C = self.BT, self.config.C
-        launch, b = self.device.launch, self.batch
-        dx, g = self.back.dresidual, self.grads
-        launch("encoder_backward_wte", (B * T, C), g.wte, dx, b.tokens, b.order, b.runs, B * T, C)
-        launch("encoder_backward_wpe", g.wpe.size, g.wpe, dx, B, T, len(g.wpe), C, self.micro > 0)
+        """The gradient of x goes to the rows of wte and wpe that it was made of. dwte is added to,
+        since the head has set it."""
+        B, T = self.BT
+        C = self.config.C
+        dwte, dwpe = self.grads.wte, self.grads.wpe
+        dx = self.back.dresidual
+        batch = self.batch
+        self.device.launch("encoder_backward_wte", (B * T, C), dwte, dx, batch.tokens, batch.order,
+                           batch.runs, B * T, C)
+        self.device.launch("encoder_backward_wpe", dwpe.size, dwpe, dx, B, T, len(dwpe), C,
+                           self.micro > 0)
 
     def last_norm_forward(self):
         """The stream ends in lnf (N,C), which the head turns into logits."""
-        p, a = self.params, self.acts
+        p = self.params
+        a = self.acts
         self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)
 
     def last_norm_backward(self):
-        """The stream's gradient dx begins."""
-        p, g, a = self.params, self.grads, self.acts
-        self.device.zero(self.back.dresidual)
-        self.norm_backward(g.lnfw, g.lnfb, g.fcprojb[-1], a.lnf_inp, p.lnfw, a.lnf_mean, a.lnf_rstd)
+        """Start the stream's gradient: zero dx, then go back through lnf."""
+        g = self.grads
+        a = self.acts
+        dx = self.back.dresidual
+        dlnf = self.back.dinp
+        self.device.zero(dx)
+        self.norm_backward(dx, g.lnfw, g.lnfb, dlnf, a.lnf_inp, self.params.lnfw, a.lnf_mean,
+                           a.lnf_rstd)
 
     def head_forward(self, rows):
-        """The logits (rows,Vp) of some of the N tokens, a slice."""
+        """The logits (rows,Vp) of some of the N tokens, a slice. Their weight is wte again."""
         logits = self.acts.logits[: rows.stop - rows.start]
-        self.device.matmul(logits, self.acts.lnf[rows], self.head.T)  # (rows,C) @ (C,Vp)
+        self.device.matmul(logits, self.acts.lnf[rows], self.params.wte.T)  # (rows,C) @ (C,Vp)
         return logits
 
     def head_backward(self, rows, dlogits):
-        """dinp[rows] = the gradient of lnf[rows]. The first part sets dhead, others add."""
-        matmul, adds = self.device.matmul, self.micro > 0 or rows.start > 0
-        matmul(self.back.dinp[rows], dlogits, self.head)  # (rows,Vp) @ (Vp,C) -> (rows,C)
-        matmul(self.dhead, dlogits.T, self.acts.lnf[rows], accumulate=adds)  # (Vp,rows) @ (rows,C)
+        """The gradients of lnf[rows] and of wte. The first part sets dwte, the others add."""
+        matmul = self.device.matmul
+        adds = self.micro > 0 or rows.start > 0
+        dlnf = self.back.dinp[rows]
+        matmul(dlnf, dlogits, self.params.wte)  # (rows,Vp) @ (Vp,C) -> (rows,C)
+        matmul(self.grads.wte, dlogits.T, self.acts.lnf[rows], accumulate=adds)  # -> (Vp,C)
 
     def loss_forward(self, rows, logits, with_gradient=False):
-        """losses[rows] = -log softmax(logits)[target]; with_gradient, the logits then become the
-        gradient of the step's mean loss."""
-        c, a = self.config, self.acts
+        """losses[rows] = -log(softmax(logits)[target]). with_gradient, the logits then become the
+        gradient of the step's mean loss: (softmax(logits) - onehot(target)) / tokens."""
+        c = self.config
+        losses = self.acts.losses
+        targets = self.batch.targets.reshape(-1)[rows]
+        dloss = 1 / (len(losses) * self.micros)
         blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
-        targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
-        self.device.launch("fused_classifier", blocks, logits, a.losses[rows], targets, dloss,
+        self.device.launch("fused_classifier", blocks, logits, losses[rows], targets, dloss,
                            len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
 
     def mean_loss(self):
         """verdict.loss = the step's mean loss; each micro-batch adds its part."""
-        N = len(self.acts.losses)
-        self.device.launch("add_loss", 1, self.adam.verdict, self.acts.losses,
-                           1 / (N * self.micros), N, self.micro > 0)
+        losses = self.acts.losses
+        share = 1 / (len(losses) * self.micros)
+        self.device.launch("add_loss", 1, self.adam.verdict, losses, share, len(losses),
+                           self.micro > 0)
 
     # ---- Passes over all layers
 
     def forward_pass(self):
-        """From a batch to lnf (N,C). The loss is taken in the backward pass, part by part: the
-        logits of all tokens would be the largest tensor by far."""
+        """From a batch to lnf (N,C). The backward pass takes the loss, part by part."""
         self.embedding_forward()
         for l in range(self.config.L):
             self.layer_forward(l)
         self.last_norm_forward()
 
     def backward_pass(self):
-        """From lnf through the loss to the gradients of all parameters. A step's first micro-batch
-        sets them, the others add."""
+        """From lnf through the loss to the gradients of all parameters."""
         for rows in self.parts:
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)
@@ -493,34 +514,40 @@ class GPT2:
             self.layer_backward(l)
         self.embedding_backward()
 
-    def forward(self, tokens, targets=0):
-        """The mean loss, in nats, of tokens and targets (B,T). acts.logits keeps the last part."""
-        self.set_batch(pack_batch(tokens, targets))
-        self.forward_pass()
-        for rows in self.parts:
-            self.loss_forward(rows, self.head_forward(rows))
-        self.mean_loss()
-        return self.report().loss
+    def update_pass(self):
+        """AdamW on whole arenas, which hold all tensors one after another. With running means m of
+        g and v of g*g, both corrected for their start at 0:
 
-    def next_logits(self, tokens):
-        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
-        padded = np.zeros((1, min(self.T, -(-len(tokens) // 64) * 64)), np.int32)
-        padded[0, : len(tokens)] = tokens  # causal: padding at the end is never seen
-        self.set_batch(pack_batch(padded))
-        self.forward_pass()
-        logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
-        return to_float(self.device.get(logits))[0, : self.config.V]
+            p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)
+
+        The kernels decide whether to update: the loss and the gradient's norm have to be finite."""
+        launch = self.device.launch
+        adam = self.adam
+        arenas = self.arenas
+        gradients = arenas["gradients"]
+        n = gradients.nbytes // 4
+        blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
+        launch("global_norm", blocks, adam.norm, gradients, n)
+        launch("judge", 1, adam.verdict, adam.norm)
+        launch("adamw", n, arenas["parameters"], arenas.get("low bits"), gradients,
+               arenas["adam m"], arenas["adam v"], adam.starts, adam.decayed, adam.decayed.size, n,
+               adam.settings, adam.verdict)
+
+    # ---- A step, a validation, a sample
 
     def train_step(self, *batches, **adamw):
         """Queue a step: the mean gradient of these packed micro-batches, then AdamW."""
         self.set_adamw(**adamw)
         self.micros = len(batches) * self.count
         for i, batch in enumerate(batches):
-            self.micro, self.last_micro = i, i == len(batches) - 1
+            self.micro = i
+            self.last_micro = i == len(batches) - 1
             self.set_batch(batch)
             key = self.BT, self.micros, self.micro > 0, self.last_micro
             self.device.repeat(self.graphs, key, self.micro_step)
-        self.micro, self.micros, self.last_micro = 0, 1, True
+        self.micro = 0
+        self.micros = 1
+        self.last_micro = True
 
     def micro_step(self):
         """A micro-batch; after the last, the update."""
@@ -529,101 +556,65 @@ class GPT2:
         if self.last_micro:
             self.update_pass()
 
-    def report(self):
-        """Wait for the last step, and return its Verdict."""
-        return Verdict(*self.device.get(self.adam.verdict).tolist())
-
-    # ---- The update
-
     def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0,
                   clip=0):
-        """Begin a step. Settings go to device memory: a graph records arguments. The corrections
-        undo the moments' start at 0."""
+        """Begin a step. Settings go to device memory, since a graph records arguments. The
+        corrections undo the moments' start at 0."""
         self.step += 1
         self.device.put(self.adam.settings, [
             learning_rate, 1 - beta1, 1 - beta2, 1 / (1 - beta1**self.step),
             1 / (1 - beta2**self.step), eps, weight_decay, clip])
 
-    def update_pass(self):
-        arenas = self.arenas
-        self.adamw(arenas["parameters"], arenas.get("low bits"), arenas["gradients"],
-                   arenas["adam m"], arenas["adam v"])
+    def verdict(self):
+        """Wait for the last step, and return its Verdict."""
+        return Verdict(*self.device.get(self.adam.verdict).tolist())
 
-    def adamw(self, parameters, low, gradients, m, v):
-        """AdamW on arenas, which hold all tensors one after another. With running means m of g and
-        v of g*g, both corrected: p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)."""
-        n = gradients.nbytes // 4
-        self.norm_of(gradients, n)
-        self.judge()
-        a = self.adam
-        self.device.launch("adamw", n, parameters, low, gradients, m, v, a.starts, a.decayed,
-                           a.decayed.size, n, a.settings, a.verdict)
+    def forward(self, tokens, targets):
+        """The mean loss, in nats, of tokens and targets (B,T). acts.logits keeps the last part."""
+        self.set_batch(pack_batch(tokens, targets))
+        self.forward_pass()
+        for rows in self.parts:
+            self.loss_forward(rows, self.head_forward(rows))
+        self.mean_loss()
+        return self.verdict().loss
 
-    def norm_of(self, gradients, n):
-        """adam.norm[0] = the norm of n gradients."""
-        blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
-        self.device.launch("global_norm", blocks, self.adam.norm, gradients, n)
-
-    def judge(self):
-        """Decide whether this step updates the parameters: its loss and norm have to be finite."""
-        self.device.launch("judge", 1, self.adam.verdict, self.adam.norm)
+    def next_logits(self, tokens):
+        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
+        padded = np.zeros((1, min(self.T, ceil_div(len(tokens), 64) * 64)), np.int32)
+        padded[0, : len(tokens)] = tokens  # causal: padding at the end is never seen
+        self.set_batch(pack_batch(padded, np.zeros_like(padded)))  # nobody reads the targets
+        self.forward_pass()
+        logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
+        return to_float(self.device.get(logits))[0, : self.config.V]
 
     # ---- Its memory
 
     @classmethod
     def tables(cls, c, device, B, T):
         """All that a run allocates, {arena: table}; an arena is one allocation."""
-        parameters, low = c.parameter_table(), c.parameter_table(LOW)
+        parameters = c.parameter_table()
+        low = c.parameter_table(LOW)
         halves = {"low bits": low} if device.real == BF16 else {}
         return {"parameters": c.parameter_table(device.real), **halves, "gradients": parameters,
                 "adam m": parameters, "adam v": parameters, "update": update_table(parameters),
                 "batch": batch_table(B, T), "activations": c.activation_table(B, T, device.real),
                 "backward": c.backward_table(B, T, device.real)}
 
-    def __init__(self, config, device, B, T):
-        self.check(config, device, B, T)
-        self.config, self.device = config, device
-        self.B, self.T = B, T
-        self.scale = (config.C // config.NH) ** -0.5
-        tables = self.tables(config, device, B, T)
-        self.arenas = {name: device.empty(layout(table)[-1]) for name, table in tables.items()}
-        for name in tables.keys() - {"activations", "backward"}:
-            device.zero(self.arenas[name])
-        self.params, self.grads = self.whole_views("parameters"), self.whole_views("gradients")
-        self.adam = carve(self.arenas["update"], tables["update"])
-        self.master = [self.params]  # views that hold fp32 parameters: in bf16, two halves
-        if "low bits" in tables:
-            self.master.append(self.whole_views("low bits"))
-        self.head, self.dhead = self.params.wte, self.grads.wte  # wte makes the logits, too
-        updated = tables["adam m"]
-        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in updated)]))
-        device.put(self.adam.decayed, [row.decay for row in updated])
-        self.BT = None  # (B,T) that the activations are laid out for
-        self.graphs = {}  # what the device has recorded of train_step
-        self.step = 0  # steps done
-        self.micro, self.last_micro = 0, True  # index of the micro-batch; is it the last?
-        self.micros = 1  # micro-batches of a step, over all ranks
-
-    def check(self, config, device, B, T):
-        """Raise UserError unless the model can have such batches on this device."""
-        if T > config.maxT:
-            raise UserError(f"-t {T}: expected at most maxT = {config.maxT}: wpe has no more "
-                            "positions")
-
     def whole_views(self, arena):
         """Views of an arena that has a tensor for each parameter."""
         dtype = {"parameters": self.device.real, "low bits": LOW}.get(arena, np.float32)
         return carve(self.arenas[arena], self.config.parameter_table(dtype))
 
-    def set_parameters(self, tensors):
-        """Set parameters from (name, values), fp32 or bf16."""
-        self.set_tensors(tensors, self.master)
+    def layer_views(self, views, table, l):
+        """Those of some views that belong to layer l."""
+        return SimpleNamespace(**{row.name: getattr(views, row.name)[l] for row in table
+                                  if row.layers})
 
-    def set_tensors(self, tensors, kept):
-        """Set tensors from (name, values) pairs. kept: views of fp32, or two views of its halves.
-        Rows beyond a shorter vocabulary keep their values."""
+    def set_parameters(self, tensors):
+        """Set parameters from (name, values) pairs, fp32 or bf16. Rows beyond a shorter vocabulary
+        keep their values."""
         for name, values in tensors:
-            for views in kept:
+            for views in self.master:
                 for to, part in zip(matrices(getattr(views, name)), matrices(values)):
                     part = to_float(part)
                     self.device.put(to.reshape(-1)[: part.size], kept_as(part, to.dtype))
@@ -634,15 +625,17 @@ class GPT2:
         self.device.put(self.arenas["batch"][: data.nbytes], data)
         if (B, T) == self.BT:
             return
-        tables = self.tables(self.config, self.device, B, T)
-        self.batch, self.acts, self.back = (carve(self.arenas[name], tables[name])
-                                            for name in ("batch", "activations", "backward"))
-        views = ((self.params, "parameters"), (self.grads, "gradients"), (self.acts, "activations"))
-        self.layers = [[of_layer(whole, tables[name], l) for whole, name in views]
-                       for l in range(self.config.L)]
-        size = len(self.acts.logits)  # tokens whose logits are computed together
-        self.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
         self.BT = B, T
+        tables = self.tables(self.config, self.device, B, T)
+        self.batch = carve(self.arenas["batch"], tables["batch"])
+        self.acts = carve(self.arenas["activations"], tables["activations"])
+        self.back = carve(self.arenas["backward"], tables["backward"])
+        self.layers = [(self.layer_views(self.params, tables["parameters"], l),
+                        self.layer_views(self.grads, tables["gradients"], l),
+                        self.layer_views(self.acts, tables["activations"], l))
+                       for l in range(self.config.L)]
+        size = len(self.acts.logits)
+        self.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
 
 
 # ---- The loop
@@ -650,29 +643,53 @@ class GPT2:
 
 class Training:
     """A training run."""
-    rank, count = 0, 1  # as GPT2's
-    longest = 1024  # T without -t, at most
 
-    def __init__(self, flags, Model):
-        self.flags, self.Model = flags, Model
+    def __init__(self, flags):
+        self.flags = flags
+        self.name = None  # of the checkpoint that training starts from, or a descriptor
+        self.from_file = False  # whether that is a checkpoint
+        self.config = None
+        self.device = None
+        self.model = None
+        self.train_data = None  # a DataLoader
+        self.val_data = None
+        self.micros = 1  # micro-batches of a step
+        self.epoch = 1  # steps in which all of train_data is read once
 
     def train(self):
-        """Train from the model's step on until all steps are done."""
-        flags, steps = self.flags, self.flags.steps
+        """Run the remaining steps. After the last step the loop comes round once more, to validate,
+        sample and save."""
+        flags = self.flags
         adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
         batches = self.next_batches()
-        for done in range(self.model.step, steps):
-            self.pause(done, batches)
-            rate, begun = self.learning_rate(done), time.perf_counter()
-            self.model.train_step(*batches.packed, learning_rate=rate, **adamw)
-            queued = SimpleNamespace(number=done + 1, rate=rate, begun=begun, batches=batches)
-            batches = self.next_batches()  # while the GPU works
-            self.finish(queued)
-        self.pause(steps, batches)
+        for step in range(self.model.step, flags.steps + 1):
+            last = step == flags.steps
+
+            # Once in a while: does it predict text that it is not trained on?
+            if flags.val_every and (step % flags.val_every == 0 or last):
+                self.validate()
+
+            # Once in a while: let it write.
+            if flags.sample_every and step > 0 and (step % flags.sample_every == 0 or last):
+                self.sample()
+
+            if last:
+                self.save(step)
+                break
+
+            # A step: forward, backward, update.
+            begun = time.perf_counter()
+            rate = self.learning_rate(step)
+            self.model.train_step(*batches, learning_rate=rate, **adamw)
+            batches = self.next_batches()  # while the device works
+            verdict = self.model.verdict()
+            self.report(step + 1, rate, verdict, time.perf_counter() - begun)
 
     def learning_rate(self, step):
         """The learning rate of a step, counted from 0, in fp32 as in llm.c."""
-        f, flags, warmup = np.float32, self.flags, self.flags.warmup
+        f = np.float32
+        flags = self.flags
+        warmup = flags.warmup
         rate = f(flags.learning_rate)
         least = rate * f(flags.final_fraction)
         if step < warmup:  # 1. it rises
@@ -680,87 +697,44 @@ class Training:
         share = f(step - warmup) / f(flags.steps - warmup)  # 2. it falls along half a cosine
         return least + f(0.5) * (f(1) + np.cos(f(math.pi * float(share)))) * (rate - least)
 
-    def pause(self, done, batches):
-        """Once in a while: validate, sample, save."""
-        if self.validates(done):
-            self.validate(done)
-        if self.samples(done):
-            self.sample()
-        if self.saves(done):
-            self.save(done, batches)
-
-    def validates(self, done):
-        return self.flags.val_batches != 0 and self.due(done, self.flags.val_every)
-
-    def samples(self, done):
-        flags = self.flags
-        return done > 0 and flags.sample_tokens > 0 and self.due(done, flags.sample_every)
-
-    def saves(self, done):
-        return done == self.flags.steps
-
-    def due(self, done, every):
-        return every > 0 and (done % every == 0 or done == self.flags.steps)
-
     def next_batches(self):
-        """The micro-batches of a step, packed, and where in the data each is."""
-        batches = SimpleNamespace(packed=[], places=[])
-        for _ in range(self.micros):
-            batches.packed.append(pack_batch(*self.train_data.next_batch()))
-            batches.places.append(self.train_data.where)
-        return batches
+        """The micro-batches of a step, packed."""
+        return [pack_batch(*self.train_data.next_batch()) for _ in range(self.micros)]
 
-    def finish(self, queued):
-        """Wait for a step that was queued, and report it."""
-        self.report(queued, self.model.report())
-
-    def report(self, queued, verdict):
+    def report(self, step, rate, verdict, seconds):
+        """Print a step's line. Stop if its loss or its gradient was not finite."""
+        total = self.flags.total_batch
         if verdict.stopped:
-            self.give_up(queued, verdict)
-        step, seconds = queued.number, time.perf_counter() - queued.begun
-        self.say(f"step {step:4d}/{self.flags.steps} | loss {verdict.loss:.6f} | "
-                 f"norm {verdict.norm:7.4f} | lr {queued.rate:.2e} | {self.speed(seconds)} | "
-                 f"{step * self.flags.total_batch:,} tokens")
+            raise UserError(f"the loss of step {step} is {verdict.loss} and the norm of its "
+                            f"gradient {verdict.norm}: try a smaller -l, or look at the data")
+        print(f"step {step:4d}/{self.flags.steps} | loss {verdict.loss:.6f} | "
+              f"norm {verdict.norm:7.4f} | lr {rate:.2e} | {1e3 * seconds:8.2f} ms | "
+              f"{total / seconds:9,.0f} tok/s | {step * total:,} tokens", flush=True)
 
-    def speed(self, seconds):
-        return f"{1e3 * seconds:8.2f} ms | {self.flags.total_batch / seconds:9,.0f} tok/s"
-
-    def give_up(self, queued, verdict):
-        raise UserError(f"the loss of step {queued.number} is {verdict.loss} and the norm of its "
-                        f"gradient {verdict.norm}: try a smaller -l, or look at the data: "
-                        f"{'; '.join(queued.batches.places)}")
-
-    def validate(self, done):
-        """Print the mean loss of -m batches of -j, and return it."""
-        data, most = self.val_data, self.flags.val_batches
+    def validate(self):
+        """Print the mean loss over -m validation batches, always the same ones."""
+        data = self.val_data
+        most = self.flags.val_batches
         data.restart()
         count = data.batches if most < 0 else min(most, data.batches)
-        loss = self.total_loss(data.next_batch() for _ in range(count)) / count
-        self.say(f"val loss {loss:.6f}")
-        return loss
-
-    def total_loss(self, batches):
-        return sum(self.model.forward(*batch) for batch in batches)
+        if count:
+            losses = [self.model.forward(*data.next_batch()) for _ in range(count)]
+            print(f"val loss {sum(losses) / count:.6f}", flush=True)
 
     def sample(self):
-        text = self.decode(sample(self.model, self.flags.sample_tokens))
-        self.say(f"generating:\n---\n{text}\n---")
+        """Print what the model writes."""
+        tokens = generate(self.model, self.flags.sample_tokens)
+        has_gpt2s_words = self.config.V == Config.V
+        text = gpt2_encoding().decode(tokens) if has_gpt2s_words else tokens
+        print(f"generating:\n---\n{text}\n---", flush=True)
 
-    def decode(self, tokens):
-        if self.config.V != Config.V:
-            return str(tokens)  # not of GPT-2's vocabulary
-        return self.config.encoding().decode(tokens)
-
-    def save(self, done, batches):
+    def save(self, step):
         """With -o: write the weights, in llm.c's format."""
         if self.flags.output:
-            path = Path(self.flags.output) / f"model_{done:08d}.bin"
+            path = Path(self.flags.output) / f"model_{step:08d}.bin"
             parts = checkpoint_parts(self.config, self.model.params, self.device.real)
             replace_file(path, map(self.device.get, parts))
-            self.say(f"wrote {path}")
-
-    def say(self, line):
-        print(line, flush=True)
+            print(f"wrote {path}")
 
     # ---- Before the first step
 
@@ -776,72 +750,60 @@ class Training:
         return 0
 
     def prepare(self):
+        """All that can fail for a reason in the flags, before memory is allocated."""
         self.choose_model()
-        self.device = self.make_device()
-        self.flags.dtype = self.device.dtype
+        device = Cuda if self.flags.plain else FastCuda
+        self.device = device(self.flags.dtype, self.config)
         self.open_data()
         self.announce()
 
     def choose_model(self):
-        """Find the model's config, in a file or by descriptor."""
-        flags, kind = self.flags, self.Model.Config
-        file, descriptor = kind.MODELS
-        self.name = flags.model or (file if os.path.isfile(file) else descriptor)
+        """Find the model's config, in a checkpoint or by descriptor."""
+        flags = self.flags
+        self.name = flags.model or ("gpt2_124M.bin" if os.path.isfile("gpt2_124M.bin") else "d12")
         self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
-        make = kind.from_file if self.from_file else kind.from_descriptor
-        self.config = make(self.name)
-        flags.seq_len = flags.seq_len or min(self.config.maxT, self.longest)
-
-    def make_device(self, *beside):
-        """The device; beside: more CUDA files to compile."""
-        kind = self.device_class()
-        return kind(self.flags.dtype, self.config, beside)
-
-    def device_class(self):
-        return Cuda if self.flags.plain else FastCuda
+        find = read_config if self.from_file else Config.from_descriptor
+        self.config = find(self.name)
+        flags.seq_len = flags.seq_len or min(self.config.maxT, 1024)
+        if flags.seq_len > self.config.maxT:
+            raise UserError(f"-t {flags.seq_len}: expected at most maxT = {self.config.maxT}: wpe "
+                            "has no more positions")
 
     def open_data(self):
+        """Open the token files, and count steps and micro-batches."""
         flags = self.flags
         B, T = flags.batch_size, flags.seq_len
-        self.train_path, self.val_path = self.data_paths()
-        self.train_data = self.loader(self.train_path, B, T, self.rank, self.count)
-        if flags.val_every:
-            self.val_data = self.loader(self.val_path, B, T)
-        size = self.train_data.size
-        flags.total_batch = flags.total_batch or size
-        if flags.total_batch % size:
-            raise UserError(f"-d {flags.total_batch}: expected a multiple of ranks*B*T = {size}")
-        self.micros = flags.total_batch // size  # of each rank
+        train_path, val_path = data_paths(flags.train_data, flags.val_data)
+        self.train_data = DataLoader(train_path, B, T, self.config.V)
+        self.val_data = DataLoader(val_path, B, T, self.config.V)
+        flags.total_batch = flags.total_batch or B * T
+        if flags.total_batch % (B * T):
+            raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}")
+        self.micros = flags.total_batch // (B * T)
         self.epoch = max(1, self.train_data.total // flags.total_batch)
         if flags.steps == -1:
             flags.steps = self.epoch
 
-    def loader(self, path, B, T, *ranks):
-        """Batches of a token file. ranks: rank and count, in training."""
-        return DataLoader(path, B, T, self.config, *ranks)
-
-    def data_paths(self):
-        return self.config.data_paths(self.flags.train_data, self.flags.val_data)
-
     def announce(self):
-        """Print the sizes, and the tables of memory."""
-        flags, c = self.flags, self.config
+        """Print the sizes, and how large the arenas are."""
+        flags = self.flags
+        c = self.config
         B, T = flags.batch_size, flags.seq_len
         numbers = sum(row.size for row in c.parameter_table())
         print(f"device       | {self.device} (--dtype)")
         print(f"model        | {self.name} (-e): {numbers:,} parameters, {c}")
-        print(f"data         | {self.train_data} (-i), {self.val_path} (-j)")
+        print(f"data         | {self.train_data} (-i), {self.val_data.path} (-j)")
         print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), "
               f"{flags.steps} steps (-x), an epoch has {self.epoch}")
-        for arena, table in self.Model.tables(c, self.device, B, T).items():
-            print(f"{arena:12} | {layout(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors")
+        for arena, table in GPT2.tables(c, self.device, B, T).items():
+            print(f"{arena:12} | {offsets(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors")
 
     def make_model(self):
         """The model, with the parameters that it starts from."""
-        c, flags = self.config, self.flags
-        model = self.Model(c, self.device, flags.batch_size, flags.seq_len)
-        model.set_parameters(read_parameters(self.name, c) if self.from_file
-                             else draw_parameters(c, flags.seed))
+        flags = self.flags
+        model = GPT2(self.config, self.device, flags.batch_size, flags.seq_len)
+        model.set_parameters(read_parameters(self.name, self.config) if self.from_file
+                             else draw_parameters(self.config, flags.seed))
         return model
 
 
@@ -869,7 +831,7 @@ class Kernel(NamedTuple):
         # int(), as C's / of ints gives an int; 1 along y if BLOCK has no third argument
         sizes = [*(int(covers(threads, W)) for covers in self.covers), 1]
         counts = items if isinstance(items, tuple) else (items,)
-        grid = tuple(-(-count // size) for count, size in zip(counts, sizes))  # rounded up
+        grid = tuple(ceil_div(count, size) for count, size in zip(counts, sizes))
         types = (SCALARS.get(text.split()[0]) for text in self.parameters)  # None: an array
         return grid, (threads,), tuple(to(arg) if to else arg for to, arg in zip(types, args))
 
@@ -894,10 +856,11 @@ def read_kernels(sources):
 
 
 def layernorm_backward_launch(device, N):
-    """(blocks, threads, bytes of shared memory): a block a multiprocessor, as many rows as fit."""
+    """(blocks, threads, bytes of shared memory): one block per multiprocessor, with as many rows as
+    fit."""
     sizes = device.layernorm_sizes
     rows = min(sizes.threads // sizes.row_threads, device.max_shared // sizes.shared_of_row)
-    blocks = min(device.multiprocessors, -(-N // rows), PARTIAL_ROWS)
+    blocks = min(device.multiprocessors, ceil_div(N, rows), PARTIAL_ROWS)
     return blocks, rows * sizes.row_threads, rows * sizes.shared_of_row
 
 
@@ -921,40 +884,45 @@ def stride_of(x):
 class Cuda:
     """An NVIDIA GPU through CuPy. Work is queued on a stream and done in order; get waits for it.
     dtype: "bf16", "fp32", or "tf32": fp32 whose products round their inputs to TF32; c: the Config
-    that kernels are compiled for; beside: CUDA files to compile behind kernels.cu."""
-    name, last_kernel = "cuda", "the start"
+    that kernels are compiled for."""
+    name = "cuda"
     OPTIONS = ("-std=c++17",)
-    TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
-    ONE, NOUGHT = np.ones(1, np.float32), np.zeros(1, np.float32)
-    NEEDS = 80, "--dtype fp32"  # least compute capability, or else
+    CUDA_TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
+    ONE = np.ones(1, np.float32)  # factors of a product, in the host's memory
+    ZERO = np.zeros(1, np.float32)
+    # The minimum compute capability of each dtype, and what to suggest below it
+    MINIMUM = {"fp32": (75, "a newer GPU"), "tf32": (80, "--dtype fp32"),
+               "bf16": (80, "--dtype fp32")}
 
-    def __init__(self, dtype, c, beside=()):
+    def __init__(self, dtype, c):
         try:
             import cupy
             from cupy_backends.cuda.libs import cublas
             cupy.cuda.runtime.getDeviceCount()
         except Exception as e:  # CuPy or a GPU is missing
-            raise UserError(f"--device cuda: {e}: run python -m dev.tools.doctor, or train with "
-                            "--device cpu") from None
-        self.cupy, self.cublas, self.gpu = cupy, cublas, cupy.cuda.Device()
+            raise UserError(f"no GPU can be used: {e}: run python -m dev.tools.doctor") from None
+        self.cupy = cupy
+        self.cublas = cublas
+        self.gpu = cupy.cuda.Device()
         self.Fault = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError,
-                      cublas.CUBLASError)
-        self.capability = int(self.gpu.compute_capability)
-        self.dtype = dtype or "bf16"
-        least, remedy = (75, "--device cpu") if self.dtype == "fp32" else self.NEEDS
-        if self.capability < least:
-            raise UserError(f"{self.dtype} needs compute capability {least / 10}, and this GPU has "
-                            f"{self.capability / 10}: train with {remedy}")
-        self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
-        self.compute = cublas.CUBLAS_COMPUTE_32F
-        if self.dtype == "tf32":
-            self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
+                      cublas.CUBLASError)  # what CuPy raises after a kernel went wrong
+        self.last_kernel = "the start"
+        self.dtype = dtype
+        self.real = np.float32 if dtype in ("fp32", "tf32") else BF16
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
-        # 1 KiB is left for arrays that kernels declare
-        self.max_shared = self.gpu.attributes["MaxSharedMemoryPerBlockOptin"] - 1024
-        self.multiprocessors = self.gpu.attributes["MultiProcessorCount"]
+        self.compute = cublas.CUBLAS_COMPUTE_32F  # accumulate in fp32
+        if dtype == "tf32":
+            self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
         self.compiled_for = c.switches()
-        self.compile([*c.SOURCES, *beside])
+        self.capability = int(self.gpu.compute_capability)  # 90 for Hopper's 9.0
+        self.multiprocessors = self.gpu.attributes["MultiProcessorCount"]
+        # bytes for a block; 1 KiB is left for arrays that kernels declare
+        self.max_shared = self.gpu.attributes["MaxSharedMemoryPerBlockOptin"] - 1024
+        minimum, suggestion = self.MINIMUM[dtype]
+        if self.capability < minimum:
+            raise UserError(f"{dtype} needs compute capability {minimum / 10}, and this GPU has "
+                            f"{self.capability / 10}: train with {suggestion}")
+        self.compile([KERNELS])
 
     def compile(self, sources):
         """Compile CUDA files as one."""
@@ -967,12 +935,11 @@ class Cuda:
                 at = module.get_global(name)
                 values = self.cupy.ndarray(len(fields), np.int32, at).get().tolist()
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
-            self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # sums are of fp32
+            self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # accumulate in fp32
         except self.cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
         except self.Fault as e:
-            raise UserError(f"the GPU cannot be used ({e}): check nvidia-smi, or train with "
-                            "--device cpu") from None
+            raise UserError(f"the GPU cannot be used ({e}): check nvidia-smi") from None
 
     def switches(self):
         return [f"-D{self.dtype.upper()}", *self.compiled_for]
@@ -1002,9 +969,11 @@ class Cuda:
         """Run a kernel over so many items; shared: each block's bytes of dynamic shared memory."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
-        function, self.last_kernel = self.functions[name], name
-        if shared > 2**15 and shared > function.max_dynamic_shared_size_bytes:
-            function.max_dynamic_shared_size_bytes = shared  # static + dynamic > 48 KiB: opt in
+        function = self.functions[name]
+        self.last_kernel = name
+        # A block has 48 KiB, with the arrays that the kernel declares; more must be asked for.
+        if shared > 32 * 1024 and shared > function.max_dynamic_shared_size_bytes:
+            function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
@@ -1020,17 +989,17 @@ class Cuda:
 
         It is asked for out.T = b.T @ a.T, and what it writes is our out.
         """
-        lib, one = self.cublas, self.ONE  # out = one a @ b + beta out
         if bias is not None:
             out[...] = bias
-        beta = one if accumulate or bias is not None else self.NOUGHT
+        beta = self.ONE if accumulate or bias is not None else self.ZERO  # out = a @ b + beta out
         transpose_a, stride_a = stride_of(a)
         transpose_b, stride_b = stride_of(b)
-        type_a, type_b, type_out = (self.TYPES[x.dtype.str[1:]] for x in (a, b, out))
-        lib.gemmEx(self.gpu.cublas_handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1],
-                   one.ctypes.data, b.data.ptr, type_b, stride_b, a.data.ptr, type_a, stride_a,
-                   beta.ctypes.data, out.data.ptr, type_out, out.shape[1], self.compute,
-                   lib.CUBLAS_GEMM_DEFAULT)
+        type_a, type_b, type_out = (self.CUDA_TYPES[x.dtype.str[1:]] for x in (a, b, out))
+        self.cublas.gemmEx(
+            self.gpu.cublas_handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1],
+            self.ONE.ctypes.data, b.data.ptr, type_b, stride_b, a.data.ptr, type_a, stride_a,
+            beta.ctypes.data, out.data.ptr, type_out, out.shape[1], self.compute,
+            self.cublas.CUBLAS_GEMM_DEFAULT)
         self.gelu_of_product(out, gelu, dgelu_at)
 
     def gelu_of_product(self, out, gelu, dgelu_at):
@@ -1045,6 +1014,22 @@ class Cuda:
 
 
 # ---- Files and batches, in llm.c's format: 256 int32 of header, then numbers
+
+
+class FileKind(NamedTuple):
+    """A kind of file: its name, how it begins, and what to tell the user if it is bad."""
+    name: str
+    magic: int
+    versions: tuple
+    remedy: str
+
+
+HEADER_BYTES = 1024
+CHECKPOINT = FileKind("GPT-2 checkpoint", 20240326, (3, 5), "a run with -o writes one, or "
+                      "dev/tools/convert.py")
+TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py writes one; --input "
+                  "takes your own text")
+STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
 
 
 def read_header(path, *kinds):
@@ -1071,20 +1056,41 @@ def check_size(path, kind, expected):
                         f"{kind.name}: {kind.remedy}")
 
 
+def check_config(c, path):
+    """Raise UserError unless the sizes make a model."""
+    sizes = dataclasses.astuple(c)[:6]
+    for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
+                     (c.NH and c.C % c.NH == 0, "C to be divisible by NH"),
+                     (c.C % 32 == 0, "C to be a multiple of 32"),
+                     (c.V <= c.Vp, "V not to exceed Vp")):
+        if not ok:
+            raise UserError(f"{path}: {c}; expected {wish}")
+
+
+def read_config(path):
+    """The config of a checkpoint; checks its header and size."""
+    header = read_header(path, CHECKPOINT)
+    c = Config(*header[2:8])
+    check_config(c, path)
+    table = c.parameter_table(STORED[header[1]])
+    check_size(path, CHECKPOINT, HEADER_BYTES + sum(row.nbytes for row in table))
+    return c
+
+
 def read_parameters(path, c):
     """(name, values) of a checkpoint's tensors, mapped into memory as stored."""
-    header = read_header(path, c.FILE)
-    table = c.file_table(c.STORED[header[1]], header)
-    start = os.path.getsize(path) - sum(row.nbytes for row in table)
-    for row in table:
+    start = HEADER_BYTES
+    for row in c.parameter_table(STORED[read_header(path, CHECKPOINT)[1]]):
         yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
         start += row.nbytes
 
 
 def checkpoint_parts(c, params, real):
-    """A checkpoint: its headers, then the tensors."""
-    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
-    yield from c.file_parts(params, real)
+    """A checkpoint: its header, then the tensors, matrix by matrix."""
+    version = 5 if real == BF16 else 3
+    yield make_header(CHECKPOINT.magic, version, *dataclasses.astuple(c))
+    for row in c.parameter_table():
+        yield from matrices(getattr(params, row.name))
 
 
 def draw_parameters(c, seed):
@@ -1093,8 +1099,8 @@ def draw_parameters(c, seed):
         values = np.random.default_rng([seed, i]).standard_normal(row.whole_shape, np.float32)
         values *= row.std
         values += row.mean
-        if row.name in c.PADDED:
-            values[c.V :] = 0
+        if row.name == "wte":
+            values[c.V :] = 0  # no word
         return row.name, values
 
     with ThreadPoolExecutor() as pool:
@@ -1115,46 +1121,35 @@ def to_float(x):
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
 
 
-def count_tokens(path, c=Config):
-    """(number of tokens, their NumPy type) of a token file."""
-    header = read_header(path, *c.TOKEN_FILES)
-    kind = next(kind for kind in c.TOKEN_FILES if kind.magic == header[0])
-    dtype = c.TOKEN_FILES[kind]
-    check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
-    return header[2], dtype
-
-
-def read_tokens(path, c):
-    """The tokens of a token file, mapped into memory."""
-    count, dtype = count_tokens(path, c)
-    tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if count else np.zeros(0, dtype)
-    check_tokens(path, tokens, c.V)
+def read_tokens(path, V):
+    """The tokens of a token file, mapped into memory. Raises UserError unless all are below V."""
+    count = read_header(path, TOKENS)[2]
+    check_size(path, TOKENS, HEADER_BYTES + 2 * count)
+    tokens = np.memmap(path, "<u2", "r", offset=HEADER_BYTES) if count else np.zeros(0, "<u2")
+    if count and tokens.max() >= V:
+        bad = int(np.argmax(tokens >= V))
+        raise UserError(f"{path}: token {bad} is {tokens[bad]}; expected ids below V = {V}, the "
+                        "model's vocabulary")
     return tokens
 
 
-def check_tokens(path, tokens, V):
-    """Raise UserError unless all ids are below V."""
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
-        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
-        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}; expected ids below V = {V}, "
-                        "the model's vocabulary")
-
-
 class DataLoader:
-    """Batches of a token file, one after another, epoch after epoch. Each rank takes its own B*T
-    tokens of every batch; the last, partial batch is skipped."""
+    """Batches of a token file, one after another, epoch after epoch. Of several processes, each
+    takes its own B*T tokens of every batch. The last, partial batch is skipped."""
 
-    def __init__(self, path, B, T, c, rank=0, count=1):
-        self.path, self.rank = path, rank
-        self.B, self.T = B, T
-        self.size = count * B * T  # of a batch
-        self.tokens = read_tokens(path, c)
+    def __init__(self, path, B, T, V, rank=0, count=1):
+        self.path = path
+        self.rank = rank  # this process, and below how many tokens a batch of all has
+        self.B = B
+        self.T = T
+        self.size = count * B * T
+        self.tokens = read_tokens(path, V)
         self.total = len(self.tokens)
-        self.batches = (self.total - 1) // self.size  # of an epoch
+        self.batches = (self.total - 1) // self.size  # in an epoch
+        self.next = 0  # the index of the next batch
         if self.batches < 1:
             raise UserError(f"{path}: {self.total:,} tokens; expected {self.size + 1:,} or more; "
                             "use a longer file, or a smaller -b or -t")
-        self.restart()
 
     def __str__(self):
         return f"{self.path}: {self.total:,} tokens"
@@ -1166,24 +1161,19 @@ class DataLoader:
         """Tokens and their targets, both (B,T) int32."""
         if self.next == self.batches:
             self.restart()
+        start = self.next * self.size + self.rank * self.B * self.T
         self.next += 1
-        return self.batch(self.next - 1)
-
-    def batch(self, i):
-        """This rank's part of batch i."""
-        slot = self.B * self.T
-        start = i * self.size + self.rank * slot
-        self.where = f"{self.path}, tokens {start} to {start + slot}"  # for reports of errors
-        window = self.tokens[start : start + slot + 1].astype(np.int32)
+        window = self.tokens[start : start + self.B * self.T + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
-def pack_batch(tokens, targets=0):
+def pack_batch(tokens, targets):
     """(the bytes of a batch's arena, (B,T)), from tokens and targets (B,T)."""
     table = batch_table(*tokens.shape)
-    data = np.zeros(layout(table)[-1], np.uint8)
+    data = np.zeros(offsets(table)[-1], np.uint8)
     batch = carve(data, table)
-    batch.tokens[...], batch.targets[...] = tokens, targets
+    batch.tokens[...] = tokens
+    batch.targets[...] = targets
     flat = tokens.reshape(-1)
     narrow = flat.astype(np.min_scalar_type(flat.max()))  # NumPy radix-sorts 16 bits
     batch.order[...] = np.argsort(narrow, kind="stable")
@@ -1199,7 +1189,8 @@ def pack_batch(tokens, targets=0):
 
 def coins():
     """llm.c's random numbers in [0, 1): xorshift64* (Vigna 2014)."""
-    state, bits = 1337, 2**64 - 1
+    bits = 2**64 - 1
+    state = 1337
     while True:
         state ^= state >> 12
         state ^= state << 25 & bits
@@ -1217,9 +1208,9 @@ def draw_token(logits, coin):
     return min(int(drawn), len(logits) - 1)
 
 
-def sample(model, count):
+def generate(model, count):
     """Token ids, each drawn by a forward pass over those before it."""
-    tokens = [min(model.config.EOT, model.config.V - 1)]
+    tokens = [min(EOT, model.config.V - 1)]
     for _, coin in zip(range(count), coins()):
         tokens.append(draw_token(model.next_logits(tokens[-model.T :]), coin))
     return tokens[1:]
@@ -1239,17 +1230,17 @@ def number(kind, least, below=math.inf):
     return convert
 
 
-TYPES = {  # of flags, by name
+FLAG_TYPES = {
     "name": str, "count": number(int, 1), "count or 0": number(int, 0), "rate": number(float, 0),
-    "count or -1": number(int, -1), "switch": number(int, 0, 2), "level": number(int, 0, 3),
-    "share": number(float, 0, 1),
+    "count or -1": number(int, -1), "switch": number(int, 0, 2), "share": number(float, 0, 1),
     "eps": number(float, 1e-37)}  # the smallest numbers of fp32 would be 0 on a GPU
-ADAMW_FLAGS = "beta1", "beta2", "eps", "weight_decay", "clip"
+ADAMW_FLAGS = ("beta1", "beta2", "eps", "weight_decay", "clip")
 
 # A flag's letter, long name, type or choices, default, and what it is.
 FLAGS = [
     ("-i", "--train-data", "name", None, "token file to train on (default: tinyshakespeare)"),
-    ("-j", "--val-data", "name", None, "token file to validate on (default: -i's other one)"),
+    ("-j", "--val-data", "name", None, "token file to validate on (default: the val file next to "
+     "-i)"),
     ("-e", "--model", "name", None, "checkpoint, or d12, d24 ... (default: gpt2_124M.bin or d12)"),
     ("-o", "--output", "name", None, "folder for the weights (default: none)"),
     ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
@@ -1279,39 +1270,29 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; --help lists the flags")
 
 
-def parse_flags(description, table, arguments=None, defaults=True, groups=()):
-    """The flags of a command line; without defaults, None if not given. groups:
-    {first flag: headline}, for --help."""
-    parser = group = Parser(description=description, allow_abbrev=False,
-                            formatter_class=argparse.RawDescriptionHelpFormatter)
-    for letter, name, *more in table:
-        kind, default, text = more
-        group = parser.add_argument_group(groups[name]) if name in groups else group
-        if isinstance(kind, tuple):
-            form = dict(choices=kind)
-        else:
-            convert = TYPES.get(kind, kind)
-            form = dict(type=convert, metavar=convert.__name__.upper())
-        if kind in ("switch", "level"):
+def parse_flags(arguments=None):
+    """The flags of a command line."""
+    parser = Parser(description="Train GPT-2 from raw kernels.", allow_abbrev=False)
+    for letter, name, kind, default, text in FLAGS:
+        form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=FLAG_TYPES[kind])
+        if kind == "switch":
             form |= dict(nargs="?", const=1)  # the flag by itself
         shown = "" if default is None else f" (default: {default})"
-        group.add_argument(*filter(None, (letter, name)), help=text + shown,
-                           default=default if defaults else None, **form)
+        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown,
+                            **form)
     return parser.parse_args(arguments)
 
 
-def main(arguments=None, Model=GPT2):
-    """Train as the arguments say, with dev/'s features if they are there, such as a CPU."""
+def main(arguments=None):
+    """Train as the arguments say; with the features of dev/ (a CPU device, for example) if it is
+    there."""
     try:
         from dev import features
     except ModuleNotFoundError as e:
         if e.name != "dev":
             raise
-        flags = parse_flags("Train from raw kernels.", FLAGS, arguments)
-        return (Training if flags.plain else FastTraining)(flags, Model).run()
-    table, groups = features.table_of_flags(FLAGS, Model.Config)
-    flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
-    return features.run_with(flags, table, Model, Training, FastTraining)
+        return Training(parse_flags(arguments)).run()
+    return features.main(arguments)
 
 
 # ---- Faster. A step of the 124M model in bf16 on an H200, with one thing more on each line:
@@ -1319,45 +1300,19 @@ def main(arguments=None, Model=GPT2):
 #                                                              B=4          B=32
 #     the plain device                                        10.70 ms     69.32 ms
 #     cuBLASLt, with the bias; Hopper's own attention          8.48        54.04
-#     algorithms of products chosen by timing them             8.39        53.80
 #     GELU in the product too                                  8.43        51.86
 #     a step as one graph                                      8.11        51.60
-#     a step queued before the last one is reported            8.01        51.67
-#
-# dev/gpu/products.py chooses the algorithms; without it, the first offered is taken.
+#     and the chapters of dev/, which a run with dev/ attaches
 
 
-class FastTraining(Training):
-    """Queues each step before reporting the last, so that the GPU need not wait for the host."""
-    late = None  # (the step to report, a wait() for its verdict)
-    reported = 0.0  # when the last report was
-
-    def finish(self, queued):
-        wait = self.device.fetch(self.model.adam.verdict)  # before a report uses the device
-        self.report_late()
-        self.late = queued, wait
-
-    def report_late(self):
-        if self.late:
-            (queued, wait), self.late = self.late, None
-            verdict = Verdict(*wait().tolist())
-            queued.begun = max(queued.begun, self.reported)  # it waited its turn
-            self.reported = time.perf_counter()
-            self.report(queued, verdict)
-
-    def pause(self, done, batches):
-        if self.pauses(done):
-            self.report_late()
-        super().pause(done, batches)
-
-    def pauses(self, done):
-        """Whether anything but a step comes next."""
-        return self.validates(done) or self.samples(done) or self.saves(done)
+# cublasLt.h's numbers: what happens to a product on its way to memory
+EPILOGUES = {"DEFAULT": 1, "BIAS": 4, "GELU_AUX_BIAS": 164, "DGELU": 192}
+REDUCE_IN_COMPUTE_TYPE = 2  # sums of several parts of a product are added up in fp32
 
 
-def address(array):
-    """A CuPy array's address for ctypes; of None, a null pointer."""
-    return ctypes.c_void_p(None if array is None else array.data.ptr)
+def pointer(array):
+    """A CuPy array's address; 0, a null pointer, for None."""
+    return 0 if array is None else array.data.ptr
 
 
 def aligned_bytes(size):
@@ -1368,32 +1323,40 @@ def aligned_bytes(size):
 
 
 class FastCuda(Cuda):
-    """Cuda with cuBLASLt. Graphs can capture its products, and an epilogue applies bias or GELU
-    to out in registers. CuPy loads the library without wrapping it, so ctypes calls it. Bare
-    numbers are cublasLt.h's."""
+    """Cuda with cuBLASLt, in place of cuBLAS. Graphs can capture its products, and an epilogue
+    applies bias or GELU to out in registers. CuPy loads the library without wrapping it, so ctypes
+    calls it."""
+    # Attributes of a product, and of a search for algorithms: cublasLt.h's numbers, and their types
+    PRODUCT = {"TRANSA": (3, ctypes.c_int), "TRANSB": (4, ctypes.c_int),
+               "EPILOGUE": (7, ctypes.c_int), "BIAS_POINTER": (8, ctypes.c_void_p),
+               "EPILOGUE_AUX_POINTER": (11, ctypes.c_void_p),
+               "EPILOGUE_AUX_LD": (12, ctypes.c_int64)}
+    SEARCH = {"MAX_WORKSPACE_BYTES": (1, ctypes.c_size_t),
+              "REDUCTION_SCHEME_MASK": (3, ctypes.c_uint32),
+              **{f"MIN_ALIGNMENT_{x}_BYTES": (n, ctypes.c_uint32) for n, x in enumerate("ABCD", 5)}}
     WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
-    NO_EPILOGUE, ADD_BIAS = 1, 4
-    GELU_AND_BIAS, TIMES_DGELU = 164, 192
     AVOID = "--plain 1 does without it"
-    hopper = False  # whether kernels are compiled with -DHOPPER
-    graph = True
 
-    def __init__(self, dtype, c, beside=()):
+    def __init__(self, dtype, c):
         self.HS = c.C // c.NH
-        super().__init__(dtype, c, beside)
-        self.fused_gelu = self.dtype == "bf16"
-        self.maps, self.plans = {}, {}  # {array: its tensor map}, {product: how to do it}
+        self.hopper = False  # whether kernels are compiled with -DHOPPER
+        super().__init__(dtype, c)
+        self.fused_gelu = dtype == "bf16"  # whether GELU is part of its product
+        self.graph = True  # whether repeat records graphs
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # the default one cannot capture
+        self.maps = {}  # {array: its tensor map}
+        self.plans = {}  # {product: how to do it}
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
             raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt; "
                             f"{self.AVOID}")
         self.library = ctypes.CDLL(loaded[0])
-        self.handle, self.workspace = self.create(""), self.empty(self.WORKSPACE)
-        self.preference = self.create("MatmulPreference", attributes=(
-            (1, ctypes.c_size_t(self.WORKSPACE)),
-            (3, ctypes.c_uint32(2)),  # a sum in several parts is added up in fp32
-            *((operand, ctypes.c_uint32(ALIGN)) for operand in (5, 6, 7, 8))))
+        self.handle = self.create("")
+        self.workspace = self.empty(self.WORKSPACE)
+        alignments = {f"MIN_ALIGNMENT_{operand}_BYTES": ALIGN for operand in "ABCD"}
+        self.search = self.create("MatmulPreference", table=self.SEARCH, attributes=dict(
+            MAX_WORKSPACE_BYTES=self.WORKSPACE, REDUCTION_SCHEME_MASK=REDUCE_IN_COMPUTE_TYPE,
+            **alignments))
 
     def switches(self):
         """On Hopper, bf16 attention has its own instructions, for heads of 64, 72 .. 128."""
@@ -1402,6 +1365,110 @@ class FastCuda(Cuda):
         self.hopper = self.real == BF16 and self.HS in range(64, 129, 8)
         # wgmma needs the target sm_90a; sm_90 is not enough
         return [*super().switches(), "-arch=sm_90a", *(["-DHOPPER"] if self.hopper else [])]
+
+    # ---- A product: matmul says what happens to it, product does it. Its plan is made once.
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """As Cuda.matmul."""
+        forward = self.fused_gelu and gelu is not None
+        backward = self.fused_gelu and dgelu_at is not None
+        if forward:  # GELU(x) goes to gelu, and x to the auxiliary array, out
+            epilogue = dict(EPILOGUE=EPILOGUES["GELU_AUX_BIAS"], BIAS_POINTER=pointer(bias),
+                            EPILOGUE_AUX_POINTER=pointer(out), EPILOGUE_AUX_LD=out.shape[1])
+        elif backward:
+            epilogue = dict(EPILOGUE=EPILOGUES["DGELU"], EPILOGUE_AUX_POINTER=pointer(dgelu_at),
+                            EPILOGUE_AUX_LD=out.shape[1])
+        elif bias is not None:
+            epilogue = dict(EPILOGUE=EPILOGUES["BIAS"], BIAS_POINTER=pointer(bias))
+        else:
+            epilogue = dict(EPILOGUE=EPILOGUES["DEFAULT"])
+        self.product(gelu if forward else out, a, b, accumulate, epilogue)
+        if not (forward or backward):
+            self.gelu_of_product(out, gelu, dgelu_at)
+
+    def product(self, out, a, b, accumulate, epilogue):
+        """Queue out = a @ b, or out += a @ b, with an epilogue: attributes of PRODUCT."""
+        key = (out.shape, a.shape, a.strides, b.strides, out.itemsize, a.dtype, accumulate,
+               *epilogue.items())
+        if key not in self.plans:
+            plan = self.describe(out, a, b, epilogue)
+            self.plans[key] = plan, self.algorithms(plan, 1)[0]
+        self.multiply(*self.plans[key], out, a, b, accumulate)
+
+    def describe(self, out, a, b, epilogue):
+        """A product as cuBLASLt wants it, of out.T = b.T @ a.T: (description, matrices b, a and
+        out)."""
+        transposed = dict(TRANSA=stride_of(b)[0], TRANSB=stride_of(a)[0])
+        description = self.create("MatmulDesc", self.compute, self.CUDA_TYPES["f4"],
+                                  table=self.PRODUCT, attributes=transposed | epilogue)
+        return description, *(self.describe_matrix(x) for x in (b, a, out))
+
+    def describe_matrix(self, x):
+        """A matrix as cuBLASLt wants it: by columns."""
+        transposed, stride = stride_of(x)
+        rows, columns = x.shape if transposed else x.shape[::-1]
+        return self.create("MatrixLayout", self.CUDA_TYPES[x.dtype.str[1:]], ctypes.c_uint64(rows),
+                           ctypes.c_uint64(columns), ctypes.c_int64(stride))
+
+    def algorithms(self, plan, most):
+        """What cuBLASLt offers for a product, likely the fastest first: rows of 12 numbers."""
+        found = np.zeros((most, 12), np.uint64)
+        count = ctypes.c_int()
+        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], self.search, most,
+                  ctypes.c_void_p(found.ctypes.data), ctypes.byref(count))
+        if not count.value:
+            raise UserError(f"cuBLASLt has no algorithm for a product; {self.AVOID}")
+        return found[: count.value]
+
+    def multiply(self, plan, algorithm, out, a, b, accumulate):
+        """Queue a described product."""
+        description, of_b, of_a, of_out = plan
+        one = ctypes.c_float(1)
+        beta = ctypes.c_float(accumulate)
+        a, b, out, workspace = (ctypes.c_void_p(x.data.ptr) for x in (a, b, out, self.workspace))
+        self.call("Matmul", self.handle, description, ctypes.byref(one), b, of_b, a, of_a,
+                  ctypes.byref(beta), out, of_out, out, of_out,  # read times beta, and written
+                  ctypes.c_void_p(algorithm.ctypes.data), workspace,
+                  ctypes.c_size_t(self.WORKSPACE),
+                  ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr))
+
+    def create(self, kind, *args, table=None, attributes=()):
+        """An object of cuBLASLt with these attributes, whose numbers and types are in a table."""
+        made = ctypes.c_void_p()
+        self.call(f"{kind}Create", ctypes.byref(made), *args)
+        for name in attributes:
+            attribute, kind_of_value = table[name]
+            value = kind_of_value(attributes[name])
+            self.call(f"{kind}SetAttribute", made, attribute, ctypes.byref(value),
+                      ctypes.c_size_t(ctypes.sizeof(value)))
+        return made
+
+    def call(self, name, *args):
+        """Call a function of cuBLASLt."""
+        status = getattr(self.library, f"cublasLt{name}")(*args)
+        if status:
+            self.cupy.cuda.runtime.deviceSynchronize()  # raises the error of an earlier kernel
+            raise UserError(f"cublasLt{name} failed with status {status}; {self.AVOID}")
+
+    # ---- A step as one graph
+
+    def repeat(self, graphs, key, work):
+        """Do work(): first plainly, which makes the plans of products, then to record a graph. From
+        then on one launch does it all, without gaps between kernels."""
+        if not self.graph or key not in graphs:
+            work()
+            graphs[key] = None
+            return
+        if graphs[key] is None:
+            with self.capturing:
+                self.capturing.begin_capture()
+                try:
+                    work()
+                finally:
+                    graphs[key] = self.capturing.end_capture()
+        graphs[key].launch()
+
+    # ---- Hopper's copy engine, which brings attention its tiles
 
     def launch(self, name, items, *args, **sizes):
         """As Cuda.launch."""
@@ -1422,135 +1489,24 @@ class FastCuda(Cuda):
         key = T, HS, array.data.ptr, array.shape
         if key not in self.maps:
             N, width = array.shape
-            self.maps[key] = made = aligned_bytes(128)
+            made = aligned_bytes(128)
 
             def numbers(kind, *values):
                 return (kind * len(values))(*values)
 
-            driver = ctypes.CDLL("libcuda.so.1")
-            status = driver.cuTensorMapEncodeTiled(
-                ctypes.c_void_p(made.ctypes.data), 9, 4, address(array),  # bf16, four dimensions
-                numbers(ctypes.c_uint64, HS, width // HS, T, N // T),
-                numbers(ctypes.c_uint64, 2 * HS, 2 * width, 2 * width * T),
-                numbers(ctypes.c_uint32, 64, 1, 64, 1), numbers(ctypes.c_uint32, 1, 1, 1, 1),
+            sizes = numbers(ctypes.c_uint64, HS, width // HS, T, N // T)
+            strides = numbers(ctypes.c_uint64, 2 * HS, 2 * width, 2 * width * T)  # bytes
+            box = numbers(ctypes.c_uint32, 64, 1, 64, 1)
+            steps = numbers(ctypes.c_uint32, 1, 1, 1, 1)
+            status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+                ctypes.c_void_p(made.ctypes.data), 9, 4,  # bf16, four dimensions
+                ctypes.c_void_p(array.data.ptr), sizes, strides, box, steps,
                 0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time, zeros beyond
             if status:
                 raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {T=}, "
                                 f"{array.shape}; {self.AVOID}")
+            self.maps[key] = made
         return self.maps[key].view("V128")  # for CuPy one number, passed by value
-
-    def call(self, name, *args):
-        """Call a function of cuBLASLt."""
-        function = getattr(self.library, f"cublasLt{name}")
-        status = function(*args)
-        if status:
-            self.cupy.cuda.runtime.deviceSynchronize()  # raises the error of an earlier kernel
-            raise UserError(f"cublasLt{name} failed with status {status}; {self.AVOID}")
-
-    def create(self, kind, *args, attributes=()):
-        """An object of cuBLASLt, with these (attribute, value) set."""
-        made = ctypes.c_void_p()
-        self.call(f"{kind}Create", ctypes.byref(made), *args)
-        for attribute, value in attributes:
-            size = ctypes.c_size_t(ctypes.sizeof(value))
-            self.call(f"{kind}SetAttribute", made, attribute, ctypes.byref(value), size)
-        return made
-
-    def attributes(self, transpose_a, transpose_b, epilogue, out, bias, aux):
-        """(attribute, value) of a product. 3, 4: are b and a transposed? 7: the
-        epilogue. 8: bias. 11, 12: GELU's input, and its rows' stride."""
-        return [(3, ctypes.c_int(transpose_b)), (4, ctypes.c_int(transpose_a)),
-                (7, ctypes.c_int(epilogue)), (8, address(bias)), (11, address(aux)),
-                (12, ctypes.c_int64(out.shape[1]))]
-
-    def describe(self, epilogue, out, a, b, *more):
-        """A product as cuBLASLt wants it: (description, layout of b, of a, of out)."""
-        attributes = self.attributes(stride_of(a)[0], stride_of(b)[0], epilogue, out, *more)
-        description = self.create("MatmulDesc", self.compute, self.TYPES["f4"],
-                                  attributes=attributes)
-        layouts = []
-        for x in (b, a, out):
-            transposed, stride = stride_of(x)
-            m, n = x.shape if transposed else x.shape[::-1]
-            sizes = ctypes.c_uint64(m), ctypes.c_uint64(n), ctypes.c_int64(stride)
-            layouts.append(self.create("MatrixLayout", self.TYPES[x.dtype.str[1:]], *sizes))
-        return description, *layouts
-
-    def multiply(self, plan, algorithm, accumulate, out, a, b):
-        """Queue a described product."""
-        description, *layouts = plan
-        one, beta = ctypes.c_float(1), ctypes.c_float(accumulate)
-        stream = ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr)
-        to = address(out), layouts[2]  # read times beta, and written
-        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), layouts[0],
-                  address(a), layouts[1], ctypes.byref(beta), *to, *to,
-                  ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
-                  ctypes.c_size_t(self.WORKSPACE), stream)
-
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """As Cuda.matmul."""
-        epilogue = self.NO_EPILOGUE if bias is None else self.ADD_BIAS
-        result, aux = out, None
-        if self.fused_gelu and gelu is not None:
-            epilogue, result, aux = self.GELU_AND_BIAS, gelu, out
-        elif self.fused_gelu and dgelu_at is not None:
-            epilogue, aux = self.TIMES_DGELU, dgelu_at
-        self.product(epilogue, result, a, b, bias, aux, accumulate)
-        if aux is None:
-            self.gelu_of_product(out, gelu, dgelu_at)
-
-    def product(self, epilogue, out, a, b, bias, aux, accumulate, *more):
-        """Queue a product. Its plan holds the addresses of bias, aux and more."""
-        name = out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue
-        name = *name, *(a.dtype.str for _ in more)
-        arrays = (x if x is None else x.data.ptr for x in (bias, aux, *more))
-        key = name, accumulate, *arrays
-        if key not in self.plans:
-            plan = self.describe(epilogue, out, a, b, bias, aux, *more)
-            self.plans[key] = plan, self.choose(name, plan, accumulate, out, a, b)
-        self.multiply(*self.plans[key], accumulate, out, a, b)
-
-    def choose(self, name, plan, accumulate, out, a, b):
-        """The algorithm for a product."""
-        return self.algorithms(name, plan, 1)[0]
-
-    def algorithms(self, name, plan, most):
-        """What cuBLASLt offers for a product, likely the fastest first: rows of 12 numbers."""
-        found, count = np.zeros((most, 12), np.uint64), ctypes.c_int()
-        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], self.preference, most,
-                  ctypes.c_void_p(found.ctypes.data), ctypes.byref(count))
-        if not count.value:
-            raise UserError(f"cuBLASLt has no algorithm for a product {name}; {self.AVOID}")
-        return found[: count.value]
-
-    def repeat(self, graphs, key, work):
-        """Do work(): first plainly, which chooses algorithms, then to record a graph. From then on
-        one launch does it all, without gaps between kernels."""
-        if not self.graph or key not in graphs:
-            work()
-            graphs[key] = None
-            return
-        if graphs[key] is None:
-            with self.capturing:
-                self.capturing.begin_capture()
-                try:
-                    work()
-                finally:
-                    graphs[key] = self.capturing.end_capture()
-        graphs[key].launch()
-
-    def fetch(self, array):
-        """Queue a copy to the host, and return a function that waits for it and returns it."""
-        import cupyx
-        stream, host = self.cupy.cuda.get_current_stream(), cupyx.empty_like_pinned(array)
-        array.get(stream=stream, out=host, blocking=False)
-        copied = stream.record()
-
-        def wait():
-            copied.synchronize()
-            return host
-
-        return wait
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ which features. Their classes are stacked in the table's order, the first outerm
 plain program's, and make a class for this run only. If two features have to know each other, PAIRS
 has a small class that goes in front of both.
 
-train_gpt2.main asks for the table of flags, and calls run_with. Without this file it still trains
-on a GPU.
+train_gpt2.main calls main here. Without this file it still trains on a GPU.
 """
 import contextlib
 import ctypes
@@ -16,6 +15,9 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
+import train_gpt2
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
 from dev.ranks.environment import launched
 from prepro_tinyshakespeare import UserError
 
@@ -123,10 +125,15 @@ class Feature(NamedTuple):
     asked: Callable  # (flags, ranks) -> whether to use it; ranks is None for one process
     model: str = ""  # the subclass, as module:class
     training: str = ""
+    only: str = ""  # the one architecture that it is for
 
 
 def trains(flags):
     return flags.sample is None and not flags.dry_run
+
+
+def is_fast(flags):
+    return flags.device == "cuda" and not flags.plain
 
 
 # What wraps stands above what it wraps: make_model of the first row ends last.
@@ -168,7 +175,8 @@ FEATURES = [
     Feature("recompute 1", lambda flags, ranks: flags.recompute == 1,
             "dev.memory.recompute:RecomputeInside"),
     Feature("recompute 2", lambda flags, ranks: flags.recompute == 2,
-            "dev.memory.recompute:RecomputeLayers"),
+            "dev.memory.recompute:RecomputeLayers",
+            "dev.memory.recompute:RecomputeLayersTraining"),
     Feature("label smoothing", lambda flags, ranks: flags.label_smoothing,
             "dev.variants.label_smoothing:Smoothed",
             "dev.variants.label_smoothing:SmoothedTraining"),
@@ -179,17 +187,19 @@ FEATURES = [
     Feature("fp8 all", lambda flags, ranks: flags.dtype == "fp8" and flags.fp8 == "all",
             "dev.precision.fp8_all:Fp8All"),
     Feature("relu", lambda flags, ranks: flags.attention == "relu",
-            "dev.variants.relu_attention:Relu"),
+            training="dev.variants.relu_attention:Relu"),
     Feature("schedule", lambda flags, ranks: flags.schedule != "cosine",
             training="dev.variants.schedule:Scheduled"),
     Feature("loader", lambda flags, ranks: True, training="dev.data.shuffled_loader:Shuffled"),
-    Feature("five products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
+    Feature("fused biases", lambda flags, ranks: is_fast(flags) or flags.dtype == "fp8",
+            "dev.gpu.fused_biases:FusedBiases", "dev.gpu.fused_biases:FusedBiasesTraining", "GPT2"),
+    Feature("late reports", lambda flags, ranks: is_fast(flags),
+            training="dev.gpu.late_reports:LateReports"),
+    Feature("five products", lambda flags, ranks: is_fast(flags),
             "dev.gpu.attention_five:FiveProducts", "dev.gpu.attention_five:FiveProductsTraining"),
-    Feature("gelu products", lambda flags, ranks: flags.device == "cuda" and not flags.plain
-            and flags.dtype == "bf16", "dev.gpu.gelu_products:SummedProducts",
-            "dev.gpu.gelu_products:GeluProducts"),
-    Feature("products", lambda flags, ranks: flags.device == "cuda" and not flags.plain,
-            training="dev.gpu.products:Timed"),
+    Feature("gelu products", lambda flags, ranks: is_fast(flags) and flags.dtype == "bf16",
+            "dev.gpu.gelu_products:SummedProducts", "dev.gpu.gelu_products:GeluProducts"),
+    Feature("products", lambda flags, ranks: is_fast(flags), training="dev.gpu.products:Timed"),
     Feature("no graph", lambda flags, ranks: not flags.graph,
             training="dev.common.devices:OneByOne"),
     Feature("cpu", lambda flags, ranks: flags.device == "cpu", training="dev.common.devices:OnCpu"),
@@ -197,7 +207,8 @@ FEATURES = [
 # {names of features: (the model's subclass, the training's)}; the model's class counts as a feature
 PAIRS = {
     ("recompute 1", "Llama3"): ("dev.memory.recompute:LlamaInside", ""),
-    ("recompute 2", "Llama3"): ("dev.memory.recompute:LlamaLayers", ""),
+    ("recompute 2", "Llama3"): ("dev.memory.recompute:LlamaLayers",
+                                "dev.memory.recompute:LlamaLayersTraining"),
     ("fp8", "Llama3"): ("dev.precision.fp8:Fp8Llama", ""),
     ("fp8", "ranks"): ("dev.precision.fp8:Fp8Ranked", ""),
     ("fp8", "zero"): ("dev.precision.fp8:Fp8Sharded", ""),
@@ -298,7 +309,8 @@ def attach(flags, Training, Model, ranks=None, folder=None):
     in_turn = ("all", "head", "layers") if flags.dtype == "fp8" and not flags.fp8 else (flags.fp8,)
     for level in in_turn:  # until one goes with the other flags
         flags.fp8 = level
-        asked = {feature.name: feature for feature in FEATURES if feature.asked(flags, ranks)}
+        asked = {feature.name: feature for feature in FEATURES
+                 if feature.asked(flags, ranks) and feature.only in ("", Model.__name__)}
         names = asked.keys() | {kind.__name__ for kind in Model.__mro__}
         why = next((why for pair, why in EXCLUDES.items() if names >= {*pair}), None)
         if not why:
@@ -330,8 +342,10 @@ def check_needs(flags):
                         "another -v")
 
 
-def run_with(flags, table, Model, Training, FastTraining):
-    """Do what the flags of train_gpt2.main say. Returns the exit status."""
+def main(arguments=None, Model=GPT2):
+    """Train an architecture as the arguments say. Returns the exit status."""
+    table, groups = table_of_flags(train_gpt2.FLAGS, Model.Config)
+    flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
     check_needs(flags)
     if trains(flags) and not flags.replay:
         load("dev.runs.output:go_on_without_output")()
@@ -351,8 +365,7 @@ def run_with(flags, table, Model, Training, FastTraining):
         set_defaults(flags, table, Model.Config)
         if flags.fp8 not in (None, "layers") and flags.dtype != "fp8":
             raise UserError(f"--fp8 {flags.fp8} --dtype {flags.dtype}: expected --dtype fp8")
-        fast = flags.device == "cuda" and not flags.plain
-        return attach(flags, FastTraining if fast else Training, Model, *more)
+        return attach(flags, Training, Model, *more)
 
     if flags.replay:
         return load("dev.runs.replay:replay")(flags, classes)

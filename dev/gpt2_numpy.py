@@ -113,7 +113,8 @@ def mean_loss(targets, logits):
 def main():
     from dev.runs.tokenizer import decode, encoding_of_model, words_of
     from prepro_tinyshakespeare import UserError
-    from train_gpt2 import Config, Parser, read_parameters, to_float
+    from dev.common.config import Config, read_parameters
+    from train_gpt2 import Parser, to_float
     parser = Parser(description="The loss of a text, and what likely follows.")
     parser.add_argument("checkpoint", nargs="?", default="gpt2_124M.bin")
     parser.add_argument("text")

@@ -6,9 +6,9 @@ import shlex
 
 from dev.checkpoints.run_json import read_notes
 from dev.checkpoints.state_file import Damage, finite, finite_sets, read_states
+from dev.common.config import read_parameters
 from dev.common.file_kinds import check_kind
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import read_parameters
 
 # In the order in which they are written
 FILES = {"model": "model_{:08d}.bin", "state": "state_{:08d}_{:05d}.bin", "run": "run_{:08d}.json",

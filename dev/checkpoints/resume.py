@@ -8,11 +8,11 @@ import os
 
 from dev.checkpoints.run_json import MUST_AGREE, PATHS, read_notes
 from dev.checkpoints.state_file import STATE, Damage, finite_sets, moments_of, read_states
+from dev.common.config import count_tokens
 from dev.common.file_kinds import read_header
 from dev.data.shuffled_loader import paths_of
 from dev.runs.terminal import say
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import count_tokens
 
 # Flags that a resumed run may change without a warning. MUST_AGREE has those that it cannot change.
 MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept",

@@ -31,10 +31,11 @@ from dev.checkpoints.main_log import MainLog
 from dev.checkpoints.resume import choose_checkpoint, resume
 from dev.checkpoints.run_json import notes_of
 from dev.checkpoints.state_file import state_parts, state_table
+from dev.common.config import Config, checkpoint_parts
 from dev.ranks.ranks import partial_hash
 from dev.runs.terminal import say
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import FLAGS, Config, checkpoint_parts
+from train_gpt2 import FLAGS
 
 
 

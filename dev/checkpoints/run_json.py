@@ -7,9 +7,9 @@ import os
 
 import numpy as np
 
+from dev.common.flags import TYPES
 from dev.variants.outliers import WINDOW
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import TYPES
 
 # Flags that must be the same when a run resumes, and flags whose value is a path
 MUST_AGREE = {"model": "-e", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",

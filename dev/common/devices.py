@@ -1,6 +1,32 @@
-"""Devices by name, for tools and tests; and --device cpu and --graph 0, since train_gpt2.py only
-knows GPUs and graphs."""
+"""Devices by name, for features, tools and tests: the trainer's GPU with more CUDA files than
+kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
+import train_gpt2
 from dev.cpu.device import Cpu
+from prepro_tinyshakespeare import UserError
+
+
+class Beside:
+    """A mixin in front of the trainer's devices. beside: CUDA files to compile behind those of the
+    config."""
+
+    def __init__(self, dtype, c, beside=()):
+        self.sources = [*c.SOURCES, *beside]
+        try:
+            super().__init__(dtype or "bf16", c)
+        except UserError as e:
+            raise UserError(f"{e}; --device cpu needs no GPU") from None
+
+    def compile(self, sources):
+        _, *more = sources  # kernels.cu is in self.sources
+        super().compile([*self.sources, *more])
+
+
+class Cuda(Beside, train_gpt2.Cuda):
+    """train_gpt2.Cuda with more files."""
+
+
+class FastCuda(Beside, train_gpt2.FastCuda):
+    """train_gpt2.FastCuda with more files."""
 
 
 def device_class(name, plain=False):
@@ -8,7 +34,6 @@ def device_class(name, plain=False):
     if name == "cpu":
         return Cpu
     from dev.gpu.products import with_timed_products
-    from train_gpt2 import Cuda, FastCuda
     return Cuda if plain else with_timed_products(FastCuda)
 
 

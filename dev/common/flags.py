@@ -1,4 +1,30 @@
-"""Arguments of dev/'s programs that are no flags, beside the trainer's table of flags."""
+"""Flags of dev/'s programs: tables of rows as in the trainer, and arguments that are no flags."""
+import argparse
+
+from train_gpt2 import FLAG_TYPES, Parser, number
+
+TYPES = FLAG_TYPES | {"level": number(int, 0, 3)}
+
+
+def parse_flags(description, table, arguments=None, defaults=True, groups=()):
+    """The flags of a command line, by a table of rows as train_gpt2.FLAGS; without defaults, None
+    if not given. groups: {first flag: headline}, for --help."""
+    parser = group = Parser(description=description, allow_abbrev=False,
+                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    for letter, name, *more in table:
+        kind, default, text = more
+        group = parser.add_argument_group(groups[name]) if name in groups else group
+        if isinstance(kind, tuple):
+            form = dict(choices=kind)
+        else:
+            convert = TYPES.get(kind, kind)
+            form = dict(type=convert, metavar=convert.__name__.upper())
+        if kind in ("switch", "level"):
+            form |= dict(nargs="?", const=1)  # the flag by itself
+        shown = "" if default is None else f" (default: {default})"
+        group.add_argument(*filter(None, (letter, name)), help=text + shown,
+                           default=default if defaults else None, **form)
+    return parser.parse_args(arguments)
 
 
 def argument(name):

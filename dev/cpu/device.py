@@ -15,8 +15,8 @@ from prepro_tinyshakespeare import UserError
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
 from dev.common.bf16 import to_bf16
-from dev.common.cuda_source import read_kernels
 from dev.common.cache import cache_folder
+from dev.common.cuda_source import read_kernels
 from dev.common.student_text import for_cpu
 from dev.cpu import races
 from dev.cpu.places import with_calls

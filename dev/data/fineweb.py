@@ -37,11 +37,13 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
+from dev.common.config import count_tokens
+from dev.common.flags import parse_flags
 from dev.data.hub import download, library, list_files
+from dev.data.parquet_jsonl import read_rows, table_files
 from prepro_tinyshakespeare import (EOT, UserError, call_tiktoken, gpt2_encoding, make_header,
                                     replace_file, run)
-from dev.data.parquet_jsonl import read_rows, table_files
-from train_gpt2 import TOKENS, count_tokens, number, parse_flags
+from train_gpt2 import TOKENS, number
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 

@@ -11,12 +11,12 @@ import functools
 from pathlib import Path
 
 from dev.common.file_kinds import read_header
+from dev.common.flags import parse_flags
 from dev.data.hub import download, list_files
-from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,
-                                    replace_file, run)
 from dev.data.parquet_jsonl import read_rows, table_files
 from dev.runs.hellaswag_score import COMPLETIONS, EVAL_FILE, START
-from train_gpt2 import parse_flags
+from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,
+                                    replace_file, run)
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 

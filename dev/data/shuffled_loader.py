@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.common.config import count_tokens, read_tokens
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import DataLoader, count_tokens, read_tokens
+from train_gpt2 import DataLoader
 
 
 def paths_of(pattern):
@@ -93,6 +94,14 @@ class FilesLoader(DataLoader):
             self.next_file()
         self.next += 1
         return self.batch(self.order[self.next - 1])
+
+    def batch(self, i):
+        """This rank's part of a file's batch i."""
+        slot = self.B * self.T
+        start = i * self.size + self.rank * slot
+        self.where = f"{self.path}, tokens {start} to {start + slot}"  # for reports of errors
+        window = self.tokens[start : start + slot + 1].astype(np.int32)
+        return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
 class Shuffled:

@@ -115,20 +115,20 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward_five_delta(
 }
 
 // What this block owns, as own_rows<true>, with fewer heads at a time: dq needs room in L2, too.
-__device__ Own own_keys(int number, int T, int NH, int NKV) {
+__device__ Own own_keys(int number, int T, int NH) {
     int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
     int section = number / (AT_ONCE * blocks) * AT_ONCE, i = number - section * blocks;
     int heads_here = min(AT_ONCE, heads - section);
     int head = section + i % heads_here, first = i / heads_here * ROWS;
     int warp = threadIdx.x / 32 * 16, slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
-    int b = head / NKV, kv = head % NKV, all = NH + 2 * NKV;
+    int NKV = NH / GROUP, b = head / NKV, kv = head % NKV, all = NH + 2 * NKV;
     return {first, first + slab, first + warp,
-            {b, kv * NH / NKV, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T},
-            {b, kv * NH / NKV, NH, T}};
+            {b, kv * GROUP, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T},
+            {b, kv * GROUP, NH, T}};
 }
 
 // Walks over the tiles of queries that see a block's keys: heads in order, of each the last first.
-struct Walk {
+struct WalkBack {
     int head, query, first, last, left;
     __device__ bool next() {
         query -= TILE;
@@ -178,8 +178,9 @@ __device__ void multiply_dq(Result<TILE>& part, const real* dscores, const real*
     wgmma_commit();
 }
 
-// store_rows and store_column_sums without __syncthreads, in which the third warpgroup has no part.
-__device__ ColumnSums store_own_rows(
+// store_rows without __syncthreads, in which the third warpgroup has no part. Returns the sums of
+// what this lane stored.
+__device__ Pack<HEAD_PACK> store_own_rows(
     Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
     int in_block = own.warp - own.first, lane = threadIdx.x % 32;
 #pragma unroll
@@ -189,7 +190,7 @@ __device__ ColumnSums store_own_rows(
             store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
         });
     __syncwarp();
-    ColumnSums sums = {};
+    Pack<HEAD_PACK> sums = {};
     int c = lane % HEAD_LANES * HEAD_PACK;
 #pragma unroll
     for (int r = 0; r < 16; r += 32 / HEAD_LANES) {
@@ -197,14 +198,14 @@ __device__ ColumnSums store_own_rows(
         Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
         if (t >= head.T) continue;
         array.store(head.at(t) + c, pack);
-        sums.x[0] = sums.x[0] + pack;
+        sums = sums + pack;
     }
     return sums;
 }
+// As store_column_sums, in two parts: between them the block waits.
 constexpr int SHARES = WORKERS / HEAD_LANES;  // of a column's sum
-__device__ void share_column_sums(float* of_share, ColumnSums& of_lane) {
-    store(of_share + threadIdx.x / HEAD_LANES * HP + threadIdx.x % HEAD_LANES * HEAD_PACK,
-          of_lane.x[0]);
+__device__ void share_column_sums(float* of_share, Pack<HEAD_PACK>& of_lane) {
+    store(of_share + threadIdx.x / HEAD_LANES * HP + threadIdx.x % HEAD_LANES * HEAD_PACK, of_lane);
 }
 __device__ void store_shared_sums(float* sums, Head head, int block, const float* of_share) {
     int blocks = (head.T + ROWS - 1) / ROWS, c = threadIdx.x % HP;
@@ -218,9 +219,9 @@ __device__ void store_shared_sums(float* sums, Head head, int block, const float
 // Items: blocks of ROWS keys.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward_five(
-    Output dqkv, float* sums, float* dq, int* turns, const FiveStage* __restrict__ stats,
-    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int relu,
-    int T, int NH, int NKV) {
+    Output dqkv, float* dq, int* turns, const FiveStage* __restrict__ stats,
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int T,
+    int NH) {
     DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
     real* values = keys + ROWS * LD;
     Stages<TILE> stages = {values + ROWS * LD};    // of queries and dout
@@ -239,11 +240,11 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         number = atomicAdd(turns, 1);
     }
     __syncthreads();
-    Own own = own_keys(number, T, NH, NKV);
+    Own own = own_keys(number, T, NH);
     int tiles = (T + TILE - 1) / TILE, of_head = tiles - own.first / TILE;
-    Walk walk = {own.queries.h, (tiles - 1) * TILE, own.first, (tiles - 1) * TILE,
-                 of_head * (NH / NKV)};
-    auto tile_of = [&](const Walk& w) {
+    WalkBack walk = {own.queries.h, (tiles - 1) * TILE, own.first, (tiles - 1) * TILE,
+                     of_head * GROUP};
+    auto tile_of = [&](const WalkBack& w) {
         return ((size_t)own.queries.b * NH + w.head) * tiles + w.query / TILE;
     };
 
@@ -316,13 +317,13 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         multiply_transposed(dweights, own, forget(values), douts); // dP' = V dO'
         PerColumn of_query = of_columns(stats_of[stage].lse);
         products_arrive<1>(scores);
-        weights_from_scores(scores, relu, scale,                   // P' = e^(S' - L)
+        weights_from_scores(scores, scale,                         // P' = e^(S' - L)
                             [&](Element e) { return of_query[e]; });
         hide_later_keys(weights, own, query);
         multiply(dv, weights, douts);                              // dV = dV + P' dO
         of_query = of_columns(stats_of[stage].delta);
         products_arrive<1>(dweights);
-        dscores_from_dweights(dweights, weights, relu,             // dS' = P' o (dP' - D)
+        dscores_from_dweights(dweights, weights,                   // dS' = P' o (dP' - D)
                               [&](Element e) { return of_query[e]; });
         if (n > 0) tile_done(n - 1);
         store_dscores(all_dscores + n % 2 * DSCORES, own, dscores);
@@ -352,27 +353,28 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
 
     each(dk, [&](Element e) { dk[e] *= scale; });
     dqkv.begin();
-    ColumnSums dk_sums = store_own_rows(dqkv, own.keys, own, keys, dk);
-    ColumnSums dv_sums = store_own_rows(dqkv, own.values, own, values, dv);
+    [[maybe_unused]] auto dk_sums = store_own_rows(dqkv, own.keys, own, keys, dk);
+    [[maybe_unused]] auto dv_sums = store_own_rows(dqkv, own.values, own, values, dv);
+#ifdef BIAS_SUMS
     float* of_share = reinterpret_cast<float*>(stages.left(0));  // (2, SHARES, HP)
-    if (sums) {
+    if (dqkv.sums) {
         share_column_sums(of_share, dk_sums);
         share_column_sums(of_share + SHARES * HP, dv_sums);
         warp_arrives(done[(n + 1) % FIVE_STAGES]);
         tile_done(n + 1);
-        store_shared_sums(sums, threadIdx.x < HP ? own.keys : own.values, own.first / ROWS,
+        store_shared_sums(dqkv.sums, threadIdx.x < HP ? own.keys : own.values, own.first / ROWS,
                           of_share + threadIdx.x / HP * SHARES * HP);
     }
+#endif
     dqkv.end();
 }
 
-// dq, scaled and rounded, from the sums of all parts, and the sums of its columns. Items: blocks of
-// ROWS queries.
+// dq, scaled and rounded, from the sums of all parts. Items: blocks of ROWS queries.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq(
-    Output dqkv, float* sums, const float* __restrict__ dq, float scale, int T, int NH, int NKV) {
-    DYNAMIC_SHARED(real, rows);  // (ROWS, LD), and (TILE, LD) for the sums
-    Own own = own_rows<false>(T, NH, NKV);
+    Output dqkv, const float* __restrict__ dq, float scale, int T, int NH) {
+    DYNAMIC_SHARED(real, rows);  // (ROWS, LD)
+    Own own = own_rows<false>(T, NH);
     int tiles = (T + TILE - 1) / TILE, tile = own.slab / TILE;
     Result<HP> x = {};
     if (tile < tiles) {
@@ -386,8 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq
         }
     }
     dqkv.begin();
-    ColumnSums dq_sums = store_rows(dqkv, own.queries, own, rows, x);
-    if (sums) store_column_sums(sums, own.queries, own, dq_sums, rows + ROWS * LD);
+    store_rows(dqkv, own.queries, own, rows, x);
     dqkv.end();
 }
 #endif

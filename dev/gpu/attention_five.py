@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dev.features import capability
-from train_gpt2 import Row, carve
+from train_gpt2 import Row, carve, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE)
@@ -34,17 +34,17 @@ def launch_delta(device, views, lse, out, dout, B, T, NH):
                   views.turns, lse, out, dout, T, NH)
 
 
-def launch_five(device, views, dqkv, sums, qkv, dout, scale, relu, B, T, NH, NKV):
+def launch_five(device, views, dqkv, qkv, dout, scale, B, T, NH, NKV):
     """dk and dv, and dq before it is scaled."""
-    device.launch("attention_backward_five", -(-T // ROWS) * B * NKV, dqkv, sums, views.dq,
-                  views.turns, views.stats, qkv, dout, scale, relu, T, NH, NKV, threads=THREADS,
+    device.launch("attention_backward_five", ceil_div(T, ROWS) * B * NKV, dqkv, views.dq,
+                  views.turns, views.stats, qkv, dout, scale, T, NH, threads=THREADS,
                   shared=SHARED)
 
 
-def launch_dq(device, views, dqkv, sums, scale, B, T, NH, NKV):
+def launch_dq(device, views, dqkv, scale, B, T, NH):
     """dq scaled, rounded and stored in dqkv."""
-    device.launch("attention_backward_five_dq", -(-T // ROWS) * B * NH, dqkv, sums, views.dq, scale,
-                  T, NH, NKV, threads=256, shared=2 * (ROWS + TILE) * HS)
+    device.launch("attention_backward_five_dq", ceil_div(T, ROWS) * B * NH, dqkv, views.dq, scale,
+                  T, NH, threads=256, shared=2 * (ROWS + TILE) * HS)
 
 
 class FiveProducts:
@@ -57,21 +57,16 @@ class FiveProducts:
             return tables
         return tables | {"five": five_table(B, T, c.NH)}
 
-    def attention(self, kernel, *arrays):
-        """As GPT2.attention."""
-        if kernel == "attention_forward" or "five" not in self.arenas:
-            super().attention(kernel, *arrays)
+    def attention_backward(self, dqkv, dout, out, lse, qkv):
+        """As GPT2.attention_backward."""
+        if "five" not in self.arenas:
+            super().attention_backward(dqkv, dout, out, lse, qkv)
             return
         (B, T), c = self.BT, self.config
         views = carve(self.arenas["five"], five_table(B, T, c.NH))
-        dqkv, sums, _, lse, *others = arrays
-        if kernel == "attention_backward_q":
-            atty, _, dout = others
-            launch_delta(self.device, views, lse, atty, dout, B, T, c.NH)
-        else:
-            launch_five(self.device, views, dqkv, sums, *others, self.scale, self.relu, B, T, c.NH,
-                        c.NKV)
-            launch_dq(self.device, views, dqkv, sums, self.scale, B, T, c.NH, c.NKV)
+        launch_delta(self.device, views, lse, out, dout, B, T, c.NH)
+        launch_five(self.device, views, dqkv, qkv, dout, self.scale, B, T, c.NH, c.NKV)
+        launch_dq(self.device, views, dqkv, self.scale, B, T, c.NH)
 
 
 class FiveProductsTraining:

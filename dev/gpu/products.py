@@ -25,9 +25,23 @@ class TimedProducts:
         self.cache = re.sub(r"\W+", "_", f"matmul {name} {versions}")
         self.choices = read_cache(self.cache)  # {product: algorithm}, of earlier runs too
 
+    def product(self, out, a, b, accumulate, epilogue):
+        """As FastCuda.product, with the chosen algorithm."""
+        key = (out.shape, a.shape, a.strides, b.strides, out.itemsize, a.dtype, accumulate,
+               *epilogue.items())
+        if key not in self.plans:
+            plan = self.describe(out, a, b, epilogue)
+            name = self.name_of(out, a, b, epilogue)
+            self.plans[key] = plan, self.choose(name, plan, accumulate, out, a, b)
+        self.multiply(*self.plans[key], out, a, b, accumulate)
+
+    def name_of(self, out, a, b, epilogue):
+        """What is known of a product, but for addresses: its name in the cache."""
+        return out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue["EPILOGUE"]
+
     def choose(self, name, plan, accumulate, out, a, b):
-        """As FastCuda.choose. An accumulating product cannot be timed, since repeating it changes
-        out. It reuses the plain product's choice, or takes the first algorithm offered."""
+        """The fastest algorithm. An accumulating product cannot be timed, since repeating it
+        changes out. It reuses the plain product's choice, or takes the first algorithm offered."""
         own = str((*name, accumulate))
         known = self.choices.get(own) or self.choices.get(str((*name, False)))
         if known:
@@ -36,9 +50,9 @@ class TimedProducts:
 
         def thrice(algorithm):
             for _ in range(3):
-                self.multiply(plan, algorithm, False, out, a, b)
+                self.multiply(plan, algorithm, out, a, b, False)
 
-        algorithms = self.algorithms(name, plan, self.CANDIDATES)
+        algorithms = self.algorithms(plan, self.CANDIDATES)
         times = [benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
                  for algorithm in algorithms if not accumulate]
         best = algorithms[int(np.argmin(times or [0]))]

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from dev.common.config import Config
 from dev.common.devices import device_class
 from dev.common.nvrtc import include_flags
 from dev.common.student_text import for_gpu
@@ -24,7 +25,6 @@ from dev.lab.ladder import LAB, model_of, parse_sizes
 from dev.lab.submission import read_submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
 
 
 class Times(NamedTuple):

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.common.seams import GPT2
 from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
 from dev.lab.inputs import f32, in_parts
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import GPT2
 
 # Sizes for every version: a single token, tiles that are not full, and tiles of several kinds.
 HEADS = ("B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64")

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, which says how its threads wait
 
 from dev.common.cache import read_cache, write_cache
-from dev.cpu import device as cpu_device
-from dev.cpu import traffic
+from dev.common.config import Config
+from dev.cpu import device as cpu_device, traffic
 from dev.cpu.races import finds_races
 from dev.lab import draw_traffic
 from dev.lab.bench import Bench
@@ -27,7 +27,7 @@ from dev.lab.ladder import LAB, asked_sizes, find_ladder, kernel_names, launched
 from dev.lab.submission import exercise_of, read_submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import Config, read_kernels
+from train_gpt2 import read_kernels
 
 # Sizes with many rows of several hundred numbers, and several blocks. Kernels of two or more rows of numbers at a time,
 # such as products, get shorter rows, since the CPU takes 100 ns for each access.

@@ -11,12 +11,13 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from dev.common.config import Config
 from dev.common.devices import make_device
 from dev.lab import results, timing  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab.bench import Bench, noting
 from dev.lab.ladder import KERNELS, LAB, MODELS, describe_choice, find_ladder, launched_by, model_of, parse_sizes
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config, read_kernels
+from train_gpt2 import read_kernels
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in ("llama3/llama3", "precision/moments", "variants/outliers")]
 

@@ -39,14 +39,14 @@ __device__ __forceinline__ float sum_over_row(float x, int turn) {
 }
 
 // Adds what attention or the MLP computed to the residual stream, and computes the next norm:
-//   residual (N,C) = before (N,C), which may be residual itself, + branch (N,C); if branch is null, residual stays
-//   out (N,C) = residual * rstd * weight, with rstd (N) = 1/sqrt(average of the row's squares + eps)
-//   copy (N,C) = residual, as a real, for the backward pass
+//   x (N,C) += branch (N,C), unless branch is null
+//   out (N,C) = x * rstd * weight, with rstd (N) = 1/sqrt(average of the row's squares + eps)
+//   copy (N,C) = x, as a real, for the backward pass
 // Bound by memory: a row is read once and stays in registers while its sum is computed. A block has 8 rows for any C,
 // and works on as many at once as its warps hold. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
-    Output out, float* __restrict__ rstd, real* __restrict__ copy, float* residual, const float* before,
+    Output out, float* __restrict__ rstd, real* __restrict__ copy, float* __restrict__ x,
     const real* __restrict__ branch, const real* __restrict__ weight, float eps, int N) {
     constexpr int C = CHANNELS;
     out.begin();
@@ -54,25 +54,25 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
     for (int turn = 0; turn < ROW_WARPS; turn++) {
         int row = (blockIdx.x * ROW_WARPS + turn) * ROWS_AT_ONCE + threadIdx.x / ROW_LANES;
         size_t start = (size_t)row * C;
-        Pack<4> x[row_packs<4>];
+        Pack<4> v[row_packs<4>];
         float sum = 0.0f;
         if (row < N) {
-            EACH_ROW_PACK(4) x[k] = load<4>((branch ? before : residual) + start + c);
+            EACH_ROW_PACK(4) v[k] = load<4>(x + start + c);
             if (branch) {
-                EACH_ROW_PACK(4) x[k] = x[k] + load<4>(branch + start + c);
-                EACH_ROW_PACK(4) store(residual + start + c, x[k]);
+                EACH_ROW_PACK(4) v[k] = v[k] + load<4>(branch + start + c);
+                EACH_ROW_PACK(4) store(x + start + c, v[k]);
             }
             EACH_ROW_PACK(4) {
-                store(copy + start + c, x[k]);
-                for (int i = 0; i < 4; i++) sum += x[k][i] * x[k][i];
+                store(copy + start + c, v[k]);
+                for (int i = 0; i < 4; i++) sum += v[k][i] * v[k][i];
             }
         }
         float s = 1.0f / sqrtf(sum_over_row(sum, turn) / C + eps);
         if (row >= N) continue;  // not earlier: all threads need the barrier
         EACH_ROW_PACK(4) {
             Pack<4> w = load<4>(weight + c);
-            for (int i = 0; i < 4; i++) x[k][i] *= s * w[i];
-            out.store(start + c, x[k]);
+            for (int i = 0; i < 4; i++) v[k][i] *= s * w[i];
+            out.store(start + c, v[k]);
         }
         if (threadIdx.x % ROW_LANES == 0) rstd[row] = s;
     }

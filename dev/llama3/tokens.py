@@ -15,10 +15,11 @@ import json
 import os
 from pathlib import Path
 
+from dev.common.flags import parse_flags
 from dev.runs.tokenizer import words_of
 from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError, call_tiktoken,
                                     gpt2_encoding, prepare, read_text, run)
-from train_gpt2 import FileKind, parse_flags
+from train_gpt2 import FileKind
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
 # Separates texts, as GPT-2's end-of-text does. By its id the trainer tells models with Llama 3's vocabulary of 128,256

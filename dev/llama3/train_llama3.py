@@ -26,7 +26,6 @@ More letters: NKV, heads of keys and values; QKV, the channels of a token's quer
 values; H, hidden channels of the MLP.
 """
 import dataclasses
-import functools
 import math
 import re
 from pathlib import Path
@@ -35,12 +34,14 @@ from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
+from dev.common.config import Config, read_parameters
 from dev.common.file_kinds import read_header
+from dev.common.seams import GPT2
 from dev.data.shuffled_loader import paths_of
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, tokenizer_here, vocabulary
 from dev.runs.tokenizer import encoding_of_model, words_of_model
-from train_gpt2 import (GPT2, HEADER_BYTES, PARTIAL_ROWS, Config, FileKind, Row, check_size,
-                        logit_rows, main, matrices, read_parameters, to_float)
+from train_gpt2 import (HEADER_BYTES, PARTIAL_ROWS, FileKind, Row, ceil_div, check_size,
+                        logit_rows, matrices, to_float)
 
 HERE = Path(__file__).resolve().parent
 
@@ -212,6 +213,10 @@ class Config3(Config):
         return [make_header(self.FILE.magic, version, self.maxT, self.V, self.L, self.NH, self.NKV,
                             self.C, self.multiple_of, self.scaled, 3, self.minor), floats]
 
+    def switches(self):
+        """As Config.switches; GROUP query heads share a head of keys and values."""
+        return [*super().switches(), f"-DGROUP={self.NH // self.NKV}"]
+
     def file_table(self, real=np.float32, header=None):
         """The tensors of a checkpoint, named as in memory. llm.c's branch has GPT-2's biases, which
         are zeros, and up and gate in one tensor; its master has no biases, and two tensors. The
@@ -333,7 +338,7 @@ class Llama3(GPT2):
         self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, added, p.ln1w)  # (N,C)
         matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
         self.rope("rope_forward", a.qkv)  # queries and keys get their positions
-        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C)
+        self.attention_forward(a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C)
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w)  # (N,C)
@@ -350,45 +355,52 @@ class Llama3(GPT2):
         """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
         p, g, a = self.layers[l]
         d, matmul, adds = self.back, self.device.matmul, self.micro > 0
-        dx, dinp, (N, H) = d.dresidual, d.dinp, a.fch_swiglu.shape
+        N, H = a.fch_swiglu.shape
+        dx = d.dresidual
+        dln2 = datty = dln1 = d.dinp  # one buffer in turn
         matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=adds)  # (C,N) @ (N,H) -> (C,H)
         dswiglu = a.fch_swiglu  # whose memory is free now
         matmul(dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
         dfch = a.fch  # becomes its own gradient: (N,H) -> (N,2H)
         self.device.launch("swiglu_backward", N * H, dfch, dswiglu, a.fch, N, H)
         matmul(g.fcw, dfch.T, a.ln2, accumulate=adds)  # (2H,N) @ (N,C) -> (2H,C)
-        matmul(dinp, dfch, p.fcw)  # dln2: (N,2H) @ (2H,C) -> (N,C)
-        self.norm_backward(g.ln2w, a.ln2_inp, p.ln2w, a.ln2_rstd)
+        matmul(dln2, dfch, p.fcw)  # (N,2H) @ (2H,C) -> (N,C)
+        self.norm_backward(dx, g.ln2w, dln2, a.ln2_inp, p.ln2w, a.ln2_rstd)
 
         matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
-        matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        self.attention_backward(a.qkv, a.lse, a.atty)  # (N,C) -> dqkv (N,QKV)
+        matmul(datty, dx, p.attprojw)  # (N,C) @ (C,C) -> (N,C)
+        self.attention_backward(d.dqkv, datty, a.atty, a.lse, a.qkv)  # (N,C) -> (N,QKV)
         self.rope("rope_backward", d.dqkv)  # of queries and keys, in place
         matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (QKV,N) @ (N,C) -> (QKV,C)
-        matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,QKV) @ (QKV,C) -> (N,C)
-        self.norm_backward(g.ln1w, a.ln1_inp, p.ln1w, a.ln1_rstd)
+        matmul(dln1, d.dqkv, p.qkvw)  # (N,QKV) @ (QKV,C) -> (N,C)
+        self.norm_backward(dx, g.ln1w, dln1, a.ln1_inp, p.ln1w, a.ln1_rstd)
 
     def norm_forward(self, out, rstd, copy, branch, weight):
         """x += branch, unless that is None. Then copy = x and out = rmsnorm(x)."""
         x = self.acts.residual
-        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, x, branch,
-                           weight, self.config.eps, len(out))
+        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, branch, weight,
+                           self.config.eps, len(out))
 
-    def norm_backward(self, dweight, inp, weight, rstd):
-        """dx += the gradient of the norm's input, given back.dinp, that of its output. Makes
+    def norm_backward(self, dx, dweight, dout, inp, weight, rstd):
+        """Add the gradient of the norm's input to dx, given dout, that of its output. Makes
         dweight."""
-        C, N, device, d = self.config.C, len(inp), self.device, self.back
-        blocks, shared = rmsnorm_backward_launch(device, N)
-        device.launch("rmsnorm_backward", blocks, d.dresidual, d.partials, d.dinp, inp, weight,
-                      rstd, N, shared=shared)
-        device.launch("add_partials", (C, 1), dweight, None, None, None, d.partials, None, blocks,
-                      C, 0, 0, self.micro > 0)
+        C, N, partials = self.config.C, len(inp), self.back.partials
+        blocks, shared = rmsnorm_backward_launch(self.device, N)
+        self.device.launch("rmsnorm_backward", blocks, dx, partials, dout, inp, weight, rstd, N,
+                           shared=shared)
+        self.device.launch("add_partials", (C, 1), dweight, None, partials, blocks, C,
+                           self.micro > 0)
 
-    def attention_backward(self, qkv, lse, atty):
-        """back.dqkv = the gradient of qkv, given back.dinp, that of atty."""
-        d = self.back
-        self.attention("attention_backward_q", d.dqkv, None, d.delta, lse, atty, qkv, d.dinp)
-        self.attention("attention_backward_kv", d.dqkv, None, d.delta, lse, qkv, d.dinp)
+    def attention_backward(self, dqkv, dout, out, lse, qkv):
+        """As GPT2.attention_backward, with fewer heads of keys and values."""
+        (B, T), c, delta = self.BT, self.config, self.back.delta
+        sizes = self.device.attention_sizes
+        block = dict(threads=sizes.threads, shared=sizes.shared_backward)
+        rows = B * ceil_div(T, sizes.rows)
+        self.device.launch("attention_backward_q", rows * c.NH, dqkv, delta, lse, out, qkv, dout,
+                           self.scale, T, c.NH, **block)
+        self.device.launch("attention_backward_kv", rows * c.NKV, dqkv, delta, lse, qkv, dout,
+                           self.scale, T, c.NH, **block)
 
     def rope(self, kernel, qkv):
         """Rotate the queries and keys of qkv (N,QKV), or rotate their gradients back. The two
@@ -422,8 +434,15 @@ class Llama3(GPT2):
     def last_norm_backward(self):
         a = self.acts
         self.device.zero(self.back.dresidual)
-        self.norm_backward(self.grads.lnfw, a.lnf_inp, self.params.lnfw, a.lnf_rstd)
+        self.norm_backward(self.back.dresidual, self.grads.lnfw, self.back.dinp, a.lnf_inp,
+                           self.params.lnfw, a.lnf_rstd)
+
+
+def main(arguments=None):
+    """Train as the arguments say."""
+    from dev import features
+    return features.main(arguments, Llama3)
 
 
 if __name__ == "__main__":
-    run(functools.partial(main, Model=Llama3))
+    run(main)

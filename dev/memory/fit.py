@@ -5,7 +5,7 @@ import bisect
 
 from dev.cpu.device import available_memory
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, layout
+from train_gpt2 import BF16, offsets
 
 SPARE = 2**28  # bytes that CuPy, cuBLAS and the driver take in the first step
 
@@ -24,7 +24,7 @@ class Fitting:
     def memory(cls, c, device, B, T):
         """(bytes of the tables, free bytes, the largest B that fits)."""
         def bytes_of(B):
-            return sum(layout(table)[-1] for table in cls.tables(c, device, B, T).values())
+            return sum(offsets(table)[-1] for table in cls.tables(c, device, B, T).values())
 
         free = free_bytes(device)
         return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)

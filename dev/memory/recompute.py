@@ -16,6 +16,10 @@ Llama 3 has other norms and another MLP, so each level has a small class for it,
 dev/features.py puts in front.
 """
 import contextlib
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().with_suffix(".cu")
+LLAMA_SOURCE = SOURCE.with_name("recompute_llama.cu")
 
 
 class Shared:
@@ -91,7 +95,7 @@ class RecomputeLayers(Shared):
     def layer_forward(self, l):
         p, _, a = self.layers[l]
         self.before_attention(p, a, self.acts.branch if l else None)
-        self.attention("attention_forward", a.atty, a.lse, a.qkv)
+        self.attention_forward(a.atty, a.lse, a.qkv)
         self.after_attention(p, a)
         self.end_of_mlp(p, a)
 
@@ -121,8 +125,15 @@ class RecomputeLayers(Shared):
 
     def norm_into(self, x, before, branch, weight, bias, out, mean, rstd, copy):
         """x = before + branch; with branch None, x stays. Then copy = x and out = layernorm(x)."""
-        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, before,
+        self.device.launch("residual_layernorm_into", len(out), out, mean, rstd, copy, x, before,
                            branch, weight, bias, len(out))
+
+
+class RecomputeLayersTraining:
+    """A run of such a model; its device has recompute.cu too."""
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, SOURCE)
 
 
 class LlamaLayers:
@@ -145,8 +156,15 @@ class LlamaLayers:
         self.device.matmul(self.acts.branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
 
     def norm_into(self, x, before, branch, weight, out, rstd, copy):
-        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, before, branch,
+        self.device.launch("residual_rmsnorm_into", len(out), out, rstd, copy, x, before, branch,
                            weight, self.config.eps, len(out))
+
+
+class LlamaLayersTraining:
+    """A run of such a model; its device has recompute_llama.cu too."""
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, LLAMA_SOURCE)
 
 
 class RecomputeHint:

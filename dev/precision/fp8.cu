@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_to_fp8(
 }
 
 // The same of the gradient of inp, given dout (R,C), that of the GELU. sums (gridDim.y,C) = the sums of its columns
-// over the block's rows; from these add_partials makes the gradient of the bias. Items as above.
+// over the block's rows; from these add_all_partials makes the gradient of the bias. Items as above.
 BLOCK(256, 128, 128)
 extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
     unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, float* __restrict__ sums,

@@ -33,19 +33,19 @@ The model says which product reads what a kernel writes (READERS), and when a st
 The device's methods do the rest: launch has the kernel store the twin, and matmul multiplies twins.
 """
 import ctypes
-import re
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from dev.common.devices import address_of, device_class
-from dev.common.cuda_source import without_comments
+from dev.common.devices import Cuda, FastCuda, address_of, device_class
+from dev.gpu import fused_biases
+from dev.gpu.fused_biases import kernels_with_output, output_switches
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Cuda, Row, address, carve, stride_of
+from train_gpt2 import EPILOGUES, Row, carve, pointer, stride_of
 
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
+SUMS = fused_biases.SOURCE
 OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
 WHOLE = 16  # cuBLASLt needs rows and columns in multiples of this; other weights stay in bf16
 INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order of their scales
@@ -97,8 +97,9 @@ def transposed(device, memory, twin):
 
 class Fp8:
     """A mixin in front of a device class. It serves one model, the last one made."""
-    TYPES = Cuda.TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
-    NEEDS = 89, "--dtype bf16"
+    CUDA_TYPES = Cuda.CUDA_TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
+    MINIMUM = Cuda.MINIMUM | {"fp8": (89, "--dtype bf16")}
+    column_sums = None  # where the next kernels leave sums of columns: see fused_biases.py
     promote = False  # whether the sums of this product are promoted to fp32 on their way
 
     def __init__(self, dtype, c, beside=()):
@@ -108,13 +109,10 @@ class Fp8:
         self.ready = None  # (address, tensor) whose twin is in the buffer
         self.calibrated = False  # whether each tensor has a scale
         super().__init__(dtype, c, beside)
-        text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *beside))
-        self.outputs = {*re.findall(r"(\w+)\(\s*Output\b", without_comments(text))}  # kernels
+        self.outputs = kernels_with_output([*c.SOURCES, *beside])
 
     def switches(self):
-        # Compilers' caches know flags, but not included files: so the file's checksum is a flag.
-        return [*super().switches(), "-DBF16", f"-I{OUTPUT.parent}", f"-DOUTPUT=<{OUTPUT.name}>",
-                f"-DOUTPUT_VERSION={zlib.crc32(OUTPUT.read_bytes())}"]
+        return [*super().switches(), "-DBF16", *output_switches(OUTPUT)]
 
     def adopt(self, model):
         """Find a model's weights, and carve its arena "fp8"."""
@@ -222,14 +220,16 @@ class Fp8:
         super().launch(name, items, *args, **more)
 
     def with_twin(self, out, tensor):
-        """The struct Output of an array, 40 bytes by value: three pointers, and the kernel's
+        """The struct Output of an array, 48 bytes by value: four pointers, and the kernel's
         notes."""
-        struct = np.zeros(5, np.uint64)
+        struct = np.zeros(6, np.uint64)
         if not (tensor and self.calibrated and address_of(out) in self.twins_only):
             struct[0] = address_of(out)
         if tensor:
             struct[1:3] = address_of(self.twin), address_of(self.scale(*tensor))
-        return struct.view("V40")
+        if self.column_sums is not None:
+            struct[3] = address_of(self.column_sums)
+        return struct.view("V48")
 
     def launch_both(self, name, out, tensor, across, args):
         """Launch a kernel that makes the twin of out (N,C), plain and transposed, and not out."""
@@ -278,25 +278,25 @@ class Fp8:
 
 class Fp8OnGpu(Fp8):
     """FP8 on a GPU, with cuBLASLt: in front of FastCuda."""
+    PRODUCT = FastCuda.PRODUCT | {
+        "FAST_ACCUM": (25, ctypes.c_int8),  # sums may have fewer bits
+        "A_SCALE_POINTER": (17, ctypes.c_void_p), "B_SCALE_POINTER": (18, ctypes.c_void_p)}
 
     def multiply_twins(self, out, a, b, scales, bias, accumulate=False):
         """out (I,J) = a (I,K) @ b (K,J) + bias (J), of twins times the inverses of their scales; or
         out += that."""
-        epilogue = self.NO_EPILOGUE if bias is None else self.ADD_BIAS
-        self.product(epilogue, out, a, b, bias, None, accumulate, *scales)
+        of_a, of_b = scales
+        epilogue = dict(EPILOGUE=EPILOGUES["DEFAULT" if bias is None else "BIAS"],
+                        BIAS_POINTER=pointer(bias), FAST_ACCUM=not self.promote,
+                        A_SCALE_POINTER=pointer(of_b), B_SCALE_POINTER=pointer(of_a))
+        self.product(out, a, b, accumulate, epilogue)
 
-    def attributes(self, transpose_a, transpose_b, epilogue, out, bias, aux, *scales):
-        """17, 18: scales of b and a. 25: sums may have fewer bits."""
-        made = super().attributes(transpose_a, transpose_b, epilogue, out, bias, aux)
-        if scales:
-            of_a, of_b = scales
-            made += [(25, ctypes.c_int8(not self.promote)), (17, address(of_b)),
-                     (18, address(of_a))]
-        return made
-
-    def choose(self, name, *more):
-        """As FastCuda.choose. What is fastest depends on how sums are made."""
-        return super().choose((*name, "promoted") if self.promote else name, *more)
+    def name_of(self, out, a, b, epilogue):
+        """As TimedProducts.name_of. What is fastest depends on how sums are made."""
+        name = super().name_of(out, a, b, epilogue)
+        if "FAST_ACCUM" in epilogue:
+            name = *name, a.dtype.str, a.dtype.str, *["promoted"] * self.promote
+        return name
 
 
 class Fp8OnCpu(Fp8):
@@ -317,7 +317,7 @@ def with_fp8(device):
 def fp8_device(name, c, plain=False, graph=True, beside=()):
     """As devices.make_device, for FP8."""
     check_plain(plain)
-    device = with_fp8(device_class(name))("fp8", c, (*beside, SOURCE))
+    device = with_fp8(device_class(name))("fp8", c, (*beside, SUMS, SOURCE))
     device.graph = graph
     return device
 
@@ -381,7 +381,7 @@ class Fp8Model:
         self.layer = self.config.L
         super().last_norm_backward()
 
-    def norm_backward(self, dweight, *more):
+    def norm_backward(self, dx, dweight, *more):
         """The stream's gradient dx goes on to the product whose output the norm has added to x."""
         l, reader = self.layer, None
         if l < self.config.L and dweight is self.layers[l][1].ln2w:
@@ -389,8 +389,8 @@ class Fp8Model:
         elif l > 0:
             reader = self.layers[l - 1][0].fcprojw
         tensor = None if reader is None else self.device.tensor(GRADIENT, reader)
-        self.device.read_by(self.back.dresidual, True, tensor)
-        super().norm_backward(dweight, *more)
+        self.device.read_by(dx, True, tensor)
+        super().norm_backward(dx, dweight, *more)
 
     def train_step(self, *batches, **adamw):
         self.begin_step(batches)
@@ -438,7 +438,7 @@ class Fp8Training:
         return with_fp8(super().device_class())
 
     def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+        return super().make_device(*beside, SUMS, SOURCE)
 
 
 class Fp8Ranked:

@@ -34,7 +34,8 @@ TILE = 128  # rows of a block of gelu_backward_to_fp8
 
 
 class Fp8All:
-    """GPT-2 with such layers. It stands behind Fp8Model, which has begun the layer."""
+    """GPT-2 with such layers. It stands behind Fp8Model, which has begun the layer, and in front
+    of FusedBiases."""
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -68,7 +69,7 @@ class Fp8All:
         added = branch if l else None
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added, p.ln1w, p.ln1b)  # (N,C)
         self.linear(a.qkv, a.ln1, p.qkvw, p.qkvb, kept.ln1)  # (N,C) @ (C,3C) -> (N,3C)
-        self.attention("attention_forward", a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
+        self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
         self.linear(branch, a.atty, p.attprojw, p.attprojb, kept.atty)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
@@ -95,19 +96,18 @@ class Fp8All:
         fcb = g.fcb, -(-len(dfch) // TILE), g.fcb.size  # the blocks' sums, in d.sums
         self.weight_gradient(g.fcw, p.fcw, kept.ln2)  # (4C,N) @ (N,C) -> (4C,C)
         matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(g.ln2w, g.ln2b, g.attprojb, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd,
-                           fcb)
+        self.norm_backward(dx, g.ln2w, g.ln2b, dinp, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd,
+                           g.attprojb, fcb)
 
         self.transpose_gradient(dx, p.attprojw)
         self.weight_gradient(g.attprojw, p.attprojw, kept.atty)  # (C,N) @ (N,C) -> (C,C)
         matmul(dinp, dx, p.attprojw)  # datty: (N,C) @ (C,C) -> (N,C)
-        qkvb = self.attention_backward(a.qkv, a.lse, a.atty, g.qkvb)  # (N,C) -> (N,3C), (3C)
+        qkvb = self.attention_backward_summed(g.qkvb, dinp, a.atty, a.lse, a.qkv)  # -> (N,3C)
         self.transpose_gradient(d.dqkv, p.qkvw)
         self.weight_gradient(g.qkvw, p.qkvw, kept.ln1)  # (3C,N) @ (N,C) -> (3C,C)
         matmul(dinp, d.dqkv, p.qkvw)  # dln1: (N,3C) @ (3C,C) -> (N,C)
-        bias_before = self.layers[l - 1][1].fcprojb if l else None
-        self.norm_backward(g.ln1w, g.ln1b, bias_before, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd,
-                           qkvb)
+        self.norm_backward(dx, g.ln1w, g.ln1b, dinp, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd,
+                           self.bias_before(l), qkvb)
 
     def kept_of(self, l):
         """The transposed twins of layer l."""

@@ -23,7 +23,7 @@ dev/RESULTS.md). So they are promoted to fp32 on their way.
 """
 from dev.common.devices import address_of
 from dev.precision.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE, padded, transposed
-from train_gpt2 import Row, classifier_launch, carve, logit_rows
+from train_gpt2 import Row, carve, classifier_launch, logit_rows
 
 import numpy as np
 

@@ -16,10 +16,17 @@ __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
 }
 #endif
 
+// Besides, what dev/gpu/fused_biases.cuh's Output has: sums of gradients' rows.
+#define BIAS_SUMS
+struct Head;
+struct Own;
+__device__ void store_column_sums(float* sums, Head head, const Own& own, const real* tile);
+
 struct Output {
     real* numbers;        // null if only FP8 products read them
     unsigned char* twin;  // null if no FP8 product reads the numbers
     Scale* scale;
+    float* sums;    // see dev/gpu/fused_biases.cu; null if nobody needs them
     float factor;   // the twin's scale
     float before;   // the tensor's largest magnitude when this thread began
     float largest;  // the largest that this thread has stored

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dev.ranks.ranks import cut
-from train_gpt2 import BF16, Row, layout
+from train_gpt2 import BF16, Row, offsets
 
 SOURCE = Path(__file__).resolve().with_name("moments.cu")
 
@@ -40,7 +40,7 @@ class Bf16Moments:
         """(3, tensors), see in_bf16. A whole tensor is one piece."""
         table = self.config.parameter_table()
         sizes = [row.size for row in table]
-        return [[start // 4 for start in layout(table)[:-1]], sizes, sizes]
+        return [[start // 4 for start in offsets(table)[:-1]], sizes, sizes]
 
     def set_adamw(self, seed=None, **settings):
         super().set_adamw(**settings)
@@ -72,7 +72,7 @@ class ShardedMoments:
 
     def places(self):
         table, found = self.config.parameter_table(), []
-        for row, start in zip(table, layout(table)):
+        for row, start in zip(table, offsets(table)):
             layers, piece, tail = cut(row, self.count)
             size, first = row.size // layers, start // 4
             if piece:

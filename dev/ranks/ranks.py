@@ -147,7 +147,7 @@ class Ranked:
         self.forward(tokens, tokens)
         if backward:
             self.backward_pass()
-            self.report()
+            self.verdict()
 
 
 # ---- A run

@@ -17,10 +17,11 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import read_parameters
 from dev.common.cuda_source import parameters_of
 from dev.common.devices import address_of
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import batch_table, carve, pack_batch, read_parameters, to_float
+from train_gpt2 import batch_table, carve, pack_batch, to_float
 
 # Methods of the model that a report names
 PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward",

@@ -15,12 +15,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
+from dev.common.seams import GPT2
 from dev.lab.ladder import find_ladder
 from dev.tests import checks, models, trainings
 from dev.tests.checks import TOP, check
 from dev.tests.run import all_programs, counts_in
 from dev.tests.trainings import bytes_of, call, command, same, token_files
-from train_gpt2 import GPT2
 
 MODEL = "fp32", 64, 2  # all that --fast compiles kernels for: dtype, C and NH of dev/fixtures/gpt2_tiny.bin
 DEVICE = "the CPU, compiled for MODEL"  # as an argument, it stands for that device

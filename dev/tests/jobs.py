@@ -106,7 +106,7 @@ def train(device_name, count, folder, output, *flags, status=0, **keywords):
     return end(begin(device_name, count, folder, output, *flags, **keywords), status, output)
 
 
-def wrapped(folder, early="", late="", top=TOP, Model="train_gpt2.GPT2"):
+def wrapped(folder, early="", late="", top=TOP, Model="dev.common.seams.GPT2"):
     """The path of a program that trains as the trainer of this model does, after these lines: some
     before its import, others after it. They know their `rank`."""
     path = folder / f"wrapper_{secrets.token_hex(4)}.py"
@@ -116,9 +116,9 @@ top = {str(top)!r}
 {early}
 sys.path.insert(0, top)
 sys.argv[0] = top + "/train_gpt2.py"
-import train_gpt2, dev.ranks.launch, {Model.rpartition(".")[0]}
+import train_gpt2, dev.features, dev.ranks.launch, {Model.rpartition(".")[0]}
 {late}
-train_gpt2.run(lambda: train_gpt2.main(Model={Model}))
+train_gpt2.run(lambda: dev.features.main(Model={Model}))
 """)
     return path
 

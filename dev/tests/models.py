@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.common.config import check_tokens, checkpoint_parts, read_parameters
 from dev.common.devices import make_device
 from dev.common.file_kinds import read_header
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
 from dev.cpu.device import Cpu
-from dev.features import FLAGS as FEATURE_FLAGS
-from dev.features import attach, capability, has_gpu
+from dev.features import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import describe_choice, find_ladder, launched_by, model_of, parse_sizes
@@ -26,8 +28,8 @@ from dev.precision.fp8 import fp8_device
 from dev.precision.moments import SOURCE as MOMENTS
 from dev.tests.checks import check, run
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import (GPT2, HEADER_BYTES, HERE, FileKind, Row, Training, carve, check_size, check_tokens,
-                        checkpoint_parts, layout, pack_batch, parse_flags, read_kernels, read_parameters, to_float)
+from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
+                        pack_batch, read_kernels, to_float)
 
 # Limits for a whole model. How large the errors of bf16 are depends on the model: with parameters of deviation 0.08,
 # PyTorch's own autocast is off by 2.0e-2, and this program by 2.4e-2. It rounds more than autocast does: embeddings,
@@ -149,7 +151,7 @@ def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", fp
                         moments, "--attention", kind, "--fp8", fp8)
     model = Model(c, device, B, T)
     poison(model, "activations", "backward", "gradients")
-    values = np.random.default_rng(1).normal(0, 0.2, layout(c.parameter_table())[-1] // 4).astype(np.float32)
+    values = np.random.default_rng(1).normal(0, 0.2, offsets(c.parameter_table())[-1] // 4).astype(np.float32)
     model.set_parameters(vars(carve(values.view(np.uint8), c.parameter_table())).items())
     return model
 
@@ -236,7 +238,7 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
             yield f"d{name}", found[name][: len(gradient)], gradient, limit_of(name, more)
     for step, wish in enumerate(losses):
         model.train_step(pack_batch(truth.x, truth.y), **hyperparameters)
-        yield f"loss {step}", model.report().loss - wish, 0, bound
+        yield f"loss {step}", model.verdict().loss - wish, 0, bound
 
 
 def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):

@@ -5,13 +5,15 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import joined, master_numbers
+from dev.common.config import draw_parameters
+from dev.common.seams import GPT2
 from dev.lab.bench import KERNEL_LIMIT
 from dev.lab.heads import launch_trainers
 from dev.lab.inputs import stored
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, check, run, words
 from dev.tests.models import ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, fits, gradients, poison, poisoned_model
-from train_gpt2 import ADAMW, BF16, GPT2, LOW, Verdict, draw_parameters, kept_as, pack_batch, to_float
+from train_gpt2 import ADAMW, BF16, LOW, Verdict, kept_as, pack_batch, to_float
 
 
 def micro_batches(device):
@@ -33,11 +35,11 @@ def accumulated_steps(device):
     batches, parameters = words(257, 3, 2, 2, 20), master_numbers(model)
     for batch in batches:
         alone.append(np.concatenate([array.ravel() for array in gradients(model, batch).values()], dtype=np.float64))
-        losses.append(model.report().loss)
+        losses.append(model.verdict().loss)
     for count in (3, 3, 3, 2, 1):
         packed = [pack_batch(*batch) for batch in batches[:count]]
         model.train_step(*packed, learning_rate=0.0, beta1=0, clip=0)
-        norm, loss, *_ = model.report()
+        norm, loss, *_ = model.verdict()
         mean = sum(alone[:count]) / count
         yield f"loss of {count}", loss, np.mean(losses[:count]), KERNEL_LIMIT
         limit = KERNEL_LIMIT if device.dtype == "fp32" else LIMITS[device.dtype]  # a third is rounded again
@@ -62,11 +64,11 @@ def repeated_steps(device):
                 gradients(model, (x, y))
                 model.set_adamw(**settings)
                 model.update_pass()
-                reports.append(model.report())
+                reports.append(model.verdict())
             else:
                 model.train_step(pack_batch(x, y), **settings)
                 late = hasattr(device, "fetch")
-                reports.append(device.fetch(model.adam.verdict) if late else model.report())
+                reports.append(device.fetch(model.adam.verdict) if late else model.verdict())
             if device.name == "cuda":
                 memory.append((device.gpu.mem_info[0], device.cupy.get_default_memory_pool().total_bytes()))
         reports = [Verdict(*report().tolist()) if callable(report) else report for report in reports]
@@ -86,7 +88,7 @@ def clipped_gradients(device):
         norm = np.linalg.norm(np.float64(gradient))
         model.set_adamw(clip=clip * norm, beta1=0)
         model.update_pass()
-        yield f"norm, clip {clip}", model.report().norm, norm
+        yield f"norm, clip {clip}", model.verdict().norm, norm
         yield f"m, clip {clip}", device.get(model.arenas["adam m"].view(np.float32)), left * gradient
         yield f"gradient, clip {clip}", device.get(model.arenas["gradients"].view(np.float32)), gradient, EXACT
 
@@ -97,7 +99,7 @@ def other_ways(device):
     for recompute, rows in ((0, 42), (1, 42), (0, 7)):
         with mock.patch("train_gpt2.LOGIT_ROWS", rows):
             model = poisoned_model(device, 2, 21, recompute=recompute)
-            found.append(gradients(model, *batches) | {"loss": model.report().loss})
+            found.append(gradients(model, *batches) | {"loss": model.verdict().loss})
             memory.append(model.arenas["activations"].nbytes)
     for i, way in ((1, "recomputed"), (2, "in parts")):
         check(f"{device.dtype} other ways: less memory {way}", memory[i] < memory[0], f"{memory[i]} < {memory[0]}")
@@ -113,7 +115,7 @@ def computed_again(device):
         found, memory = [], []
         for recompute in (0, 2):
             model = poisoned_model(device, 2, 21, kind, recompute)
-            found.append(gradients(model, *batches) | {"loss": np.float32(model.report().loss)})
+            found.append(gradients(model, *batches) | {"loss": np.float32(model.verdict().loss)})
             for _ in range(3):  # on a fast GPU: run, recorded, replayed
                 model.train_step(*[pack_batch(*batch) for batch in batches[:2]], learning_rate=1e-2)
             found[-1] |= {f"master, {kind}": master_numbers(model), "verdict": device.get(model.adam.verdict)}
@@ -131,7 +133,7 @@ def moments_in_bf16(device):
         model, losses = poisoned_model(device, 2, 20, moments="bf16" if moment == BF16 else "fp32"), []
         for _ in range(12):
             model.train_step(batch, learning_rate=5e-3, **dict(seed=seed) if moment == BF16 else {})
-            losses.append(model.report().loss)
+            losses.append(model.verdict().loss)
         runs[moment, seed, again] = np.array(losses), device.get(model.arenas["parameters"])
         size, wish = model.arenas["adam v"].nbytes, model.arenas["gradients"].nbytes // 4 * np.dtype(moment).itemsize
         yield "bytes of a moment", size, wish, EXACT
@@ -197,7 +199,7 @@ def smaller_batches(device):
     model = poisoned_model(device, 2, T)
     model.set_parameters(draw_parameters(model.config, 42))
     x, y = words(257, 2, 2, T)
-    model.forward(x)
+    model.forward(x, x)
     logits = to_float(device.get(model.acts.logits)).reshape(2, T, -1)
     for t in (1, 50, T):
         model.forward(x[:1, :t])

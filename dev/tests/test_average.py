@@ -10,16 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.bf16 import master_numbers
+from dev.common.config import Config, draw_parameters
 from dev.common.devices import make_device
-from dev.features import FLAGS as FEATURE_FLAGS
-from dev.features import attach
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
+from dev.features import FLAGS as FEATURE_FLAGS, attach
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
 from dev.tests.trainings import call
 from dev.variants.ema import SOURCE
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError, write_tokens
-from train_gpt2 import GPT2, Config, Training, draw_parameters, pack_batch, parse_flags
+from train_gpt2 import pack_batch
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
@@ -61,12 +63,12 @@ def recurrence(dtype, decay):
     model.device.put(model.adam.windows, np.full((2, 128), 0.5) + 0.01 * (np.arange(128) % 2))
     model.device.put(model.adam.seen, [128])
     model.train_step(batch, learning_rate=1e-2)
-    check("a step is skipped", not model.report().update and not model.report().stopped)
+    check("a step is skipped", not model.verdict().update and not model.verdict().stopped)
     yield "skipped: parameters", master_numbers(model), parameters, EXACT
     yield "skipped: average", average_of(model), average, EXACT
     model.params.lnfb[...] = 0xFF80 if dtype == "bf16" else -np.inf
     model.train_step(batch, learning_rate=1e-2)
-    check("a step is not finite", model.report().stopped)
+    check("a step is not finite", model.verdict().stopped)
     yield "not finite: average", average_of(model), average, EXACT
 
 

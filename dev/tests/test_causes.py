@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.cpu.device import Cpu
 from dev.lab.bench import Bench, Comparison
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
@@ -19,7 +20,7 @@ from dev.lab.mistakes import MISTAKES
 from dev.lab.submission import code_of, exercise_of, read_submission
 from dev.tests.checks import check, run_program
 from dev.tests.student import said, solution
-from train_gpt2 import BF16, Config
+from train_gpt2 import BF16
 
 
 def told(bench, version, choice, code):

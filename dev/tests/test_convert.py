@@ -13,13 +13,15 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.config import Config, read_parameters
+from dev.common.seams import GPT2
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import TINY, check, check_refusal, header_refusal, run_program
 from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve
 from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
 from dev.tools import convert, hf_config
-from train_gpt2 import BF16, GPT2, Config, read_parameters, to_float
+from train_gpt2 import BF16, to_float
 
 C, V, L, NH, maxT = 128, 131, 3, 2, 9
 CONFIG = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": V, "n_positions": maxT, "n_ctx": 5,
@@ -79,7 +81,7 @@ def fixture(folder):
     c, truth = Config.from_file(path), np.load(LOGITS)
     model = GPT2(c, device_of("cpu", "fp32", c.C, c.NH), *truth["tokens"].shape)
     model.set_parameters(read_parameters(path, c))
-    model.forward(truth["tokens"])
+    model.forward(truth["tokens"], truth["tokens"])
     found = model.device.get(model.acts.logits)[:, : c.V].reshape(truth["logits"].shape)
     yield "the fixture's logits", found, truth["logits"], LIMITS["fp32"]
     _, said = quietly(convert.checkpoint_to_folder, path, target)

@@ -10,12 +10,13 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.config import Config
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES
 from dev.tools import convert, hf_config
-from train_gpt2 import BF16, HEADER_BYTES, Config, to_float
+from train_gpt2 import BF16, HEADER_BYTES, to_float
 
 C, H, V, L, NH, NKV, HS = 96, 112, 37, 2, 6, 2, 16
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": C, "intermediate_size": H,

@@ -10,15 +10,14 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.common.cuda_source import read_kernels
 from dev.common.devices import make_device
-from dev.lab.bench import Bench, noting
-from dev.lab.bench import orders as thread_orders
+from dev.lab.bench import Bench, noting, orders as thread_orders
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)

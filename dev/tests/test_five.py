@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.seams import GPT2
 from dev.features import FEATURES, capability
 from dev.gpu import attention_five
 from dev.gpu.attention_five import FiveProducts
@@ -27,7 +28,7 @@ from dev.tests import checks
 from dev.tests.checks import EXACT, check
 from dev.tests.models import SMALL_MODEL, poisoned_model
 from dev.tools import time_five
-from train_gpt2 import GPT2, pack_batch, to_float
+from train_gpt2 import pack_batch, to_float
 
 SECONDS = 150  # time limit for the checks with one fault: some hang
 NOTICED = 3  # exit status
@@ -131,7 +132,7 @@ def in_fp8(device_name):
         with noted(device, launched):
             for _ in range(3):
                 model.train_step(batch, learning_rate=1e-3)
-                losses.append(model.report().loss)
+                losses.append(model.verdict().loss)
         casts = sum(name == "to_fp8" for name in launched)
         found.append(SimpleNamespace(losses=np.array(losses), casts=casts, dqkvw=device.get(model.grads.qkvw),
                                      by_five="attention_backward_five" in launched))

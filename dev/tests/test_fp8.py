@@ -14,15 +14,17 @@ import ml_dtypes
 import numpy as np
 
 from dev.common.bf16 import master_numbers, to_bf16
+from dev.common.config import Config, read_parameters
 from dev.common.devices import make_device
+from dev.common.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
-from dev.tools import roundings
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import (FIXTURES, SMALL_MODEL, device_of, gradients, in_each_order, model_class, on_device,
                               poisoned_model, read_debug_state)
-from train_gpt2 import BF16, GPT2, Config, pack_batch, read_parameters, to_float
+from dev.tools import roundings
+from train_gpt2 import BF16, pack_batch, to_float
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
 
@@ -338,7 +340,7 @@ def levels(device_name):
         batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 70), dtype=np.int32))
         model.train_step(batch, batch, learning_rate=0)
         model.train_step(batch, batch, learning_rate=0)
-        found.append([model.report().loss, *(place.get(getattr(model.grads, name)) for name in names)])
+        found.append([model.verdict().loss, *(place.get(getattr(model.grads, name)) for name in names)])
     check("loss", abs(found[1][0] / found[0][0] - 1) < 0.01, f"{found[1][0]} {found[0][0]}")
     for name, one, other in zip(names, *(values[1:] for values in found)):
         yield name, other, one, 0.1
@@ -351,7 +353,7 @@ def steps_of(model, count, micros=1):
     for _ in range(count):
         batches = [rng.integers(model.config.V, size=(2, model.B, model.T), dtype=np.int32) for _ in range(micros)]
         model.train_step(*(pack_batch(*batch) for batch in batches), learning_rate=1e-3)
-        losses.append(model.report().loss)
+        losses.append(model.verdict().loss)
     return losses
 
 
@@ -463,7 +465,7 @@ def fixture(device_name):
         if dtype == "fp8":
             model.begin_step([pack_batch(truth.x, truth.y)])
         found = gradients(model, (truth.x, truth.y))
-        loss = model.report().loss
+        loss = model.verdict().loss
         check(f"{dtype} {level}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
         errors[dtype, level] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
                          for name, wish in truth.gradients.items()}

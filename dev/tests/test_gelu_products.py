@@ -11,8 +11,11 @@ from unittest import mock
 import numpy as np
 
 from dev import features
+from dev.common.config import Config, draw_parameters
+from dev.common.flags import parse_flags
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import has_nvrtc
+from dev.common.seams import GPT2, Training
 from dev.cpu import races
 from dev.cpu.device import Cpu
 from dev.gpu import attention_five, gelu_products
@@ -24,8 +27,7 @@ from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tools import time_gelu
 from dev.tools.step_by_kernel import work_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import (
-    BF16, GPT2, Config, Training, draw_parameters, parse_flags, to_float)
+from train_gpt2 import BF16, to_float
 
 
 FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the first wrong result

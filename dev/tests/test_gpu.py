@@ -15,16 +15,21 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
+from dev import features
+from dev.common import devices
 from dev.common.bf16 import master_numbers
+from dev.common.config import Config
 from dev.common.cuda_source import read_kernels
+from dev.common.seams import GPT2, Training
 from dev.gpu import attention_five
+from dev.gpu.late_reports import LateReports
 from dev.gpu.nvtx import DEVICE, MODEL, Annotated, with_ranges
 from dev.llama3.train_llama3 import Llama3
 from dev.memory import fit
 from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
 from dev.tests.models import device_of, model_class, poisoned_model
 from dev.tests.trainings import two_token_files
-from train_gpt2 import BF16, GPT2, Config, pack_batch
+from train_gpt2 import BF16, pack_batch
 
 SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 
@@ -49,7 +54,7 @@ def late_reports(device_name, folder):
     """A step is reported after the next one has been queued, whose verdict is fetched first: a report may use the
     device."""
     done, flags = [], SimpleNamespace(steps=9, val_every=0, val_batches=0, sample_tokens=0, sample_every=0)
-    training = train_gpt2.FastTraining(flags, None)
+    training = type("Late", (LateReports, Training), {})(flags)
     training.model = SimpleNamespace(adam=SimpleNamespace(verdict="verdict"))
 
     def fetch(what):
@@ -101,8 +106,10 @@ def profiler_ranges(device_name, folder):
     for l in (0, 1):
         own = [path[3] for path in step if path[1:3] == ("backward_pass", f"layer_backward {l}") and len(path) == 4]
         kernels = [name for name in own if not name.startswith("matmul ")]
-        wish = [*["residual_layernorm_forward"] * 2, "matmul_backward_bias", "layernorm_backward", "add_partials",
-                "attention_backward_q", "attention_backward_kv", "layernorm_backward", "add_partials"]
+        linear = ["matmul_backward_bias", "add_partials"]
+        norm = ["layernorm_backward", "add_partials"]
+        wish = [*["residual_layernorm_into"] * 2, *linear, "gelu_backward", *linear, *norm, *linear,
+                "attention_backward_q", "attention_backward_kv", *linear, *norm]
         check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
         products = [name for name in own if name.startswith("matmul ")]
         wish = ["40 x 192 x 64", "40 x 64 x 64", "40 x 256 x 64",  # the forward pass, recomputed
@@ -176,17 +183,17 @@ def tensor_maps_of_a_gpu(device_name, folder):
     array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, heads * HS))
     device = mock.Mock(maps={}, hopper=False, HS=HS, kernels=read_kernels(Config.SOURCES), AVOID="")
     device.tensor_map = functools.partial(train_gpt2.FastCuda.tensor_map, device)
-    arguments = "atty", "lse", array, 0.1, 0, T, 3, 3  # for attention_forward
+    arguments = "atty", "lse", array, 0.1, T, 3  # for attention_forward
     given = train_gpt2.FastCuda.with_tensor_maps(device, "attention_forward", arguments)
     check("without a use, the array itself", given is arguments and not asked)
     device.hopper = True
     with mock.patch("ctypes.CDLL", return_value=Driver()):
         made, others = [], []
         for _ in range(2):
-            *before, one, scale, relu, same_T, NH, NKV = train_gpt2.FastCuda.with_tensor_maps(
+            *before, one, scale, same_T, NH = train_gpt2.FastCuda.with_tensor_maps(
                 device, "attention_forward", arguments)
             made.append(one)
-            others.append((*before, array, scale, relu, same_T, NH, NKV))
+            others.append((*before, array, scale, same_T, NH))
     check("other arguments stay", others == [arguments] * 2)
     yield "one number", [made[0].size, made[0].nbytes, made[0].ctypes.data % 64], [1, 128, 0], EXACT
     yield "the same again", made[1].ctypes.data, made[0].ctypes.data, EXACT
@@ -209,6 +216,7 @@ def files_of_a_run(device_name, folder):
     preprocessor, on whatever GPU, with whatever heads."""
     def begin(self, dtype, c, beside=()):
         self.capability, self.dtype, self.compiled_for = gpu, dtype or "bf16", c.switches()
+        self.HS, self.hopper = c.C // c.NH, False
         self.real = np.float32 if dtype in ("fp32", "tf32") else BF16
         self.compile([*c.SOURCES, *beside])
 
@@ -220,11 +228,11 @@ def files_of_a_run(device_name, folder):
             for more in ([], ["--moments", "bf16", "--ema", "0.9", "-sl", "5"], ["--label-smoothing", "0.1"])]
     files = set()
     for Model, model, gpu, dtype, more in runs:
-        with mock.patch.multiple(train_gpt2.Cuda, __init__=begin, compile=compile), \
+        with mock.patch.multiple(devices.Beside, __init__=begin, compile=compile), \
                 mock.patch.object(attention_five, "capability", return_value=gpu):
             try:
-                train_gpt2.main(["--device", "cuda", "-e", model, "--dtype", dtype, *more,
-                                 *["-o", f"{folder}/run"] * ("--ema" in more)], Model)
+                features.main(["--device", "cuda", "-e", model, "--dtype", dtype, *more,
+                               *["-o", f"{folder}/run"] * ("--ema" in more)], Model)
             except Compiled as e:
                 sources, flags = e.args
         code = "".join(path.read_text("utf-8") for path in sources)
@@ -236,7 +244,7 @@ def files_of_a_run(device_name, folder):
         check(f"each kernel is compiled: {model} {gpu} {dtype} {' '.join(more)}", found and not missing, missing)
         files |= {path.name for path in sources}
     wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu", "gelu_products.cu", "fp8.cu", "moments.cu",
-            "ema.cu", "outliers.cu", "label_smoothing.cu"}
+            "ema.cu", "outliers.cu", "label_smoothing.cu", "fused_biases.cu"}
     check("all files were there", files == wish, files ^ wish)
 
 
@@ -256,7 +264,7 @@ def faults_of_a_gpu(device_name, folder):
 
     arguments = ["--device", device_name, "-e", TINY, "-b", "2", "-t", "8", "-x", "3", "-v", "0", "-s", "0",
                  "-i", folder / "tokens.bin", "-j", folder / "tokens.bin", "-o", folder / "fault"]
-    with (contextlib.redirect_stdout(None), mock.patch.object(train_gpt2.Training, "make_device", return_value=device),
+    with (contextlib.redirect_stdout(None), mock.patch.object(Training, "make_device", return_value=device),
           mock.patch.multiple(device, create=True, launch=launch, last_kernel=None, Fault=Broken)):
         check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or before",
                       train_gpt2.main, [str(argument) for argument in arguments])

@@ -14,14 +14,16 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import read_parameters
 from dev.common.devices import make_device
+from dev.common.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
 from dev.runs.hellaswag_score import EVAL_FILE, Example, count_right, mean_losses, read_examples
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
 from dev.tests.trainings import LENGTHS, call, file_of, random_examples
 from dev.tools.score import progress_line  # before NumPy: it sets how NumPy's threads wait
-from train_gpt2 import GPT2, FileKind, read_parameters, to_float
+from train_gpt2 import FileKind, to_float
 
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
 DEBUG_STATE[Llama3.Config] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/tools/torch_reference.py writes one")

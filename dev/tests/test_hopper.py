@@ -6,13 +6,13 @@ import functools
 import os
 from unittest import mock
 
+from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import check, refusal, run_program
 from dev.tests.models import ATTENTION
-from train_gpt2 import Config
 
 KERNELS = "attention_forward", "attention_backward", "attention_backward_bias"
 ONLY_CHANNELS = "if (c >= HS) break;"  # of store_rows: zeros behind a head's channels stay in the tile

@@ -20,9 +20,10 @@ from unittest import mock
 import train_gpt2
 from dev.checkpoints import background_writer
 from dev.checkpoints.main_log import MainLog
+from dev.common.seams import GPT2, Training
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.trainings import bytes_of, call, command, same, token_files, train, whole_ones, without
-from train_gpt2 import GPT2, FastTraining, Training
+from train_gpt2 import FastTraining
 
 
 def start(*args, **more):

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.config import Config, draw_parameters
 from dev.common.devices import make_device
+from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
 from dev.lab.formulas import cross_entropy
 from dev.lab.inputs import f32
@@ -18,7 +20,7 @@ from dev.tests.checks import TINY, check, finite_difference, normal, run_program
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import call, token_files
 from dev.variants.label_smoothing import SOURCE
-from train_gpt2 import GPT2, Config, draw_parameters, to_float
+from train_gpt2 import to_float
 
 TOP = Path(__file__).resolve().parents[2]
 SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
@@ -94,20 +96,20 @@ def model(device_name):
         each.set_parameters(draw_parameters(c, 1))
     wish = 0
     for tokens, targets in batches:
-        usual = plain.forward(tokens)
+        usual = plain.forward(tokens, np.zeros_like(tokens))
         logits = to_float(device.get(plain.acts.logits))[:, : c.V].astype(np.float64)
         wish += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
         usual = plain.forward(tokens, targets)
         check("forward() has the usual loss", smooth.forward(tokens, targets) == usual, usual)
     smooth.micros = 2
     found = gradients(smooth, *batches)
-    yield "the mean loss", np.float32(smooth.report().loss), wish, 1e-6
+    yield "the mean loss", np.float32(smooth.verdict().loss), wish, 1e-6
 
     def loss_at(sign, step):
         smooth.set_parameters((name, f32(value + sign * step[name])) for name, value in draw_parameters(c, 1))
         total = 0
         for tokens, targets in batches:
-            smooth.forward(tokens)
+            smooth.forward(tokens, np.zeros_like(tokens))
             logits = to_float(device.get(smooth.acts.logits))[:, : c.V].astype(np.float64)
             total += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
         return total

@@ -21,11 +21,12 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.common.devices import make_device
 from dev.features import has_gpu
 from dev.lab.heads import trainers_backward, trainers_forward
 from dev.tests.checks import TOP, check, run_program, summary
-from train_gpt2 import (ADAMW, BF16, LOW, PARTIAL_ROWS, Config, batch_table, carve, classifier_launch,
+from train_gpt2 import (ADAMW, BF16, LOW, PARTIAL_ROWS, batch_table, carve, classifier_launch,
                         layernorm_backward_launch, pack_batch, to_float)
 
 C, NH, T = 768, 12, 1024

@@ -8,15 +8,16 @@ from types import SimpleNamespace
 from unittest import mock
 
 import train_gpt2
+from dev.common.config import Config
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, Used, compile_cuda, has_nvrtc
+from dev.common.seams import GPT2
 from dev.llama3.train_llama3 import META, Config3, Llama3
 from dev.ranks.zero import share_of
 from dev.tests import capped
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tools import launches
 from dev.tools.launches import Launch, faults_of_launches, launches_of, most_tensors
-from train_gpt2 import GPT2, Config
 
 # As kernels.cu has them for heads of 64 channels in bf16
 ARRAYS = {"attention_sizes": [128, 128, 49152, 49152], "layernorm_sizes": [384, 32, 9216]}

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
+from dev.common.config import Config, draw_parameters, read_parameters
 from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
 from dev.lab.inputs import stored
 from dev.llama3.train_llama3 import Config3, Llama3
@@ -29,7 +30,7 @@ from dev.tests.models import (DEBUG_STATE, FIXTURES, SMALL_MODEL, check_dump, ch
 from dev.tests.steps import check_steps
 from dev.tests.trainings import LLAMA, call, two_token_files
 from prepro_tinyshakespeare import UserError, write_tokens
-from train_gpt2 import BF16, Config, FileKind, draw_parameters, read_parameters, to_float
+from train_gpt2 import BF16, FileKind, to_float
 
 # ---- Gradients and kernels
 

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.common.devices import make_device
+from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
 from dev.tests.trainings import call
 from dev.variants.outliers import SOURCE, WINDOW
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import GPT2, Config, Verdict
+from train_gpt2 import Verdict
 
 TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
@@ -43,7 +45,7 @@ def z_scores(device_name):
             model.set_adamw()
             model.judge()
             found.append(model.z_scores(model.step))
-            updates.append(bool(model.report().update))
+            updates.append(bool(model.verdict().update))
         z, others = np.array(found).T[:: 1 if loss_first else -1]
         name = limits[0]
         yield f"{name}: none", np.isnan(z[:128]), np.full(128, True), EXACT

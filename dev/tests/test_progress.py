@@ -10,6 +10,7 @@ import stat
 import sys
 from unittest import mock
 
+from dev.common.config import Config
 from dev.cpu.device import Cpu
 from dev.lab import card, goals, grade, leaderboard, progress, solution
 from dev.lab.bench import Bench
@@ -20,7 +21,6 @@ from dev.lab.template import template
 from dev.tests.checks import check, check_refusal, run_program
 from dev.tests.student import said
 from dev.tests.trainings import call
-from train_gpt2 import Config
 
 NAMES = exercise_names()
 RIGHT = grade.Judgement([], {grade.BOUNDS: True, grade.RACES: True, grade.GPU: True}, ["fp32", "bf16"], [])

@@ -16,15 +16,15 @@ import time
 
 import numpy as np
 
+from dev.checkpoints.resume import load_state
+from dev.common.config import read_parameters
 from dev.data.shuffled_loader import FilesLoader
 from dev.llama3.train_llama3 import Llama3
-from dev.checkpoints.resume import load_state
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check, run_program
 from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files, done_steps, end,
                             same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA
-from train_gpt2 import read_parameters
 
 TIED = FIXTURES / "llama_tied.bin"
 

@@ -21,21 +21,24 @@ import time
 import numpy as np
 
 from dev import features
+from dev.checkpoints.resume import load_state
+from dev.checkpoints.state_file import state_parts
 from dev.common.bf16 import master_numbers, to_bf16
+from dev.common.config import Config, read_parameters
 from dev.common.devices import make_device
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
 from dev.cpu.device import Cpu
 from dev.data.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.ranks.ranks import Ranks
 from dev.ranks.sums import SOURCE as SUMS
-from dev.checkpoints.resume import load_state
-from dev.checkpoints.state_file import state_parts
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, run_program
 from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close, counts_of, curve, data_files,
                             done_steps, end, one_speaks, ranks_of, same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA, TRAINER, file_of, parse_state, random_examples, without
-from train_gpt2 import BF16, GPT2, Config, Training, parse_flags, read_parameters, to_float
+from train_gpt2 import BF16, to_float
 
 CASTS = "gradient_to_wire", "gradient_from_wire"
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks

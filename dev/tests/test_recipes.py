@@ -11,11 +11,12 @@ import subprocess
 from pathlib import Path
 
 import train_gpt2
+from dev.common.config import Config
+from dev.common.flags import parse_flags
 from dev.features import table_of_flags
 from dev.gpu.peak import flops_per_token
 from dev.ranks.environment import launched
 from dev.tests.checks import EXACT, check, run_program
-from train_gpt2 import Config, parse_flags
 
 TOP = Path(__file__).resolve().parents[2]
 FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # of the trainer and its features

@@ -17,9 +17,9 @@ from unittest import mock
 
 import train_gpt2
 from dev.checkpoints.state_file import STATE, State
+from dev.common.config import Config
 from dev.tests.checks import TINY, check, header_refusal, run_program
 from dev.tests.trainings import NUMBERS, call, token_files
-from train_gpt2 import Config
 
 
 def train(output, *flags):

@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
+from dev.common.config import Config, draw_parameters
 from dev.llama3.tokens import no_words
 from dev.llama3.train_llama3 import Config3
 from dev.runs.sample import choose, coins_of, generate, stream, texts
@@ -20,7 +21,7 @@ from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import device_of, poisoned_model
 from dev.tests.trainings import call
 from prepro_tinyshakespeare import byte_encoding, make_header, replace_file, write_tokens
-from train_gpt2 import Config, coins, draw_parameters, sample
+from train_gpt2 import coins, generate as trainers_sample
 
 
 def first_coins(count):
@@ -85,17 +86,17 @@ def as_the_trainer():
     tokens are those with the largest logits in a forward pass."""
     model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
     tokens = list(generate(model, [256], 40, 1.0, 0, coins()))
-    yield "the trainer's tokens", np.array(tokens), np.array(sample(model, 40)), EXACT
+    yield "the trainer's tokens", np.array(tokens), np.array(trainers_sample(model, 40)), EXACT
     found, pieces = list(generate(model, [256], 40, 0, 0, coins())), []
     prompt, wish = [256], []
     for _ in range(40):  # a forward pass over the last T tokens, without padding
         window = np.int32([(prompt + wish)[-20:]])
-        model.forward(window)
+        model.forward(window, window)
         wish.append(int(np.argmax(model.device.get(model.acts.logits)[window.size - 1, :257])))
     yield "greedy tokens", np.array(found), np.array(wish), EXACT
     words = {i: b"%d " % i for i in range(257)}
     stream(model, [], words, "", 40, coins(), write=pieces.append)
-    check("the trainer's text", "".join(pieces) == decode(sample(model, 40), words), "".join(pieces)[:40])
+    check("the trainer's text", "".join(pieces) == decode(trainers_sample(model, 40), words), "".join(pieces)[:40])
 
 
 def windows():
@@ -227,7 +228,7 @@ def prompts(folder):
     def stream(model, tokens, words, text, *more):
         asked.append((tokens, text))
 
-    def sample(name, text, program="train_gpt2"):
+    def generate(name, text, program="train_gpt2"):
         asked.clear()
         with mock.patch("dev.runs.sample.stream", stream):
             return call("--device", "cpu", "-e", f"{name}.bin", "--sample", text, "-g", 2, program=program)
@@ -242,14 +243,14 @@ def prompts(folder):
             for text, wish in (("", []), ("AB", [32, 33]), ("<|endoftext|>AB", [50256, 32, 33]),
                                ("A<|endoftext|>", [32, 50256]), ("<|endoftext|", [ord(x) - 33 for x in "<|endoftext|"]),
                                ("<|endoftext|><|endoftext|>", [50256, 50256])):
-                _, _, error = sample(name, text, program)
+                _, _, error = generate(name, text, program)
                 check(f"{name}: {text!r}", asked == [(wish, text)], asked or error)
         for name, wish in (("gpt2_331", "V = 331 words, and GPT-2 50,257: .*; expected an empty text"),
                            ("llama_128256", "V = 128,256 words of Llama 3: expected its tokenizer.json")):
             program = "dev.llama3.train_llama3" if "llama" in name else "train_gpt2"
-            status, _, error = sample(name, "A", program)
+            status, _, error = generate(name, "A", program)
             check(f"{name}: a text is refused", status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error), error)
-            status, _, error = sample(name, "", program)
+            status, _, error = generate(name, "", program)
             check(f"{name}: an empty text is none", status == 0 and asked == [([], "")], error)
 
 

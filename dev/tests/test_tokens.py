@@ -13,14 +13,15 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import Config, read_tokens as read_tokens_of
+from dev.data.shuffled_loader import FilesLoader
 from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3
 from dev.runs.tokenizer import decode, words_of
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.folders import BYTES, letters
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens
-from train_gpt2 import TOKENS, Config, DataLoader
-from train_gpt2 import read_tokens as read_tokens_of
+from train_gpt2 import TOKENS
 
 WORDS = [*BYTES, b"th", b"he", b" t", b" th", b" the", b"ab", b"abc", b"12", b"123", b"45", "é".encode(), b"  "]
 TEXTS = [  # a text, and its tokens as Llama 3 splits and joins it
@@ -142,7 +143,7 @@ def files(folder):
         write_tokens(folder / "small.bin", ids // 3000)
         write_tokens(folder / "small_llama.bin", ids // 3000, **llama)
     yield "ids above 65,535", read_tokens(folder / "large.bin", 128256), ids.astype("<u4"), EXACT
-    x, y = DataLoader(folder / "large.bin", 2, 8, Config3(V=128256)).next_batch()
+    x, y = FilesLoader(folder / "large.bin", 2, 8, Config3(V=128256)).next_batch()
     yield "targets above 65,535", y, np.int32(ids[1:17]).reshape(2, 8), EXACT
     yield "GPT-2's file", read_tokens(folder / "small.bin", 40), (ids // 3000).astype("<u2"), EXACT
     yield "GPT-2's ids in Llama's file", read_tokens(folder / "small_llama.bin", 40), (ids // 3000).astype("<u4"), EXACT

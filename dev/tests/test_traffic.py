@@ -13,12 +13,12 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.cpu import traffic as counted
 from dev.lab import counters, draw_traffic, traffic
 from dev.lab.ladder import find_ladder
 from dev.tests.checks import check, check_refusal, run_program
 from dev.tests.student import filled
-from train_gpt2 import Config
 
 HEAD = """#define BLOCK(threads, ...)
 extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }

@@ -16,12 +16,14 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
+from dev.common.config import Config
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2, Training
 from dev.features import attach, set_defaults, table_of_flags
 from dev.gpu.peak import flops_per_token, peak_flops
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tools import plot, turns
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import Config, parse_flags
 
 TOP = Path(__file__).resolve().parents[2]
 TINY = TOP / "dev/fixtures/gpt2_tiny.bin"
@@ -110,7 +112,7 @@ class Ranks:
         return work()
 
 
-class OneToken(train_gpt2.GPT2):
+class OneToken(GPT2):
     """A model whose loss on a batch is the mean of its tokens. seen: the first tokens of all sequences it was given."""
     step, seen = 0, []
     memory = classmethod(lambda cls, *sizes: (0, 0, 0))
@@ -143,8 +145,8 @@ def validations(folder):
                 ranks = Ranks(rank, count, given, barrier) if count > 1 else None
                 flags = parse_flags("", FLAGS, arguments, defaults=False)
                 set_defaults(flags, FLAGS, Config)
-                Training, _ = attach(flags, train_gpt2.Training, OneToken, ranks)
-                Training(flags, OneToken).run()
+                Run, _ = attach(flags, Training, OneToken, ranks)
+                Run(flags, OneToken).run()
 
             jobs = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
             with (mock.patch("dev.runs.signals.stop_signals", lambda: contextlib.nullcontext([])),

@@ -14,13 +14,13 @@ from unittest import mock
 import numpy as np
 
 from dev import features
-from dev.common.devices import make_device
+from dev.common.config import Config
+from dev.common.devices import Cuda, make_device
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu.device import Cpu
 from dev.tests import checks
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.small_kernels import launch
-from train_gpt2 import Config, Cuda
 
 PRODUCTS = """
 // left and right (16,8) += a (16,16) times the left and the right half of b (16,16), by one warp.

@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
 from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
@@ -17,7 +18,6 @@ from dev.tests.checks import check, refusal, run_program
 from dev.tests.small_kernels import HEAD, built, kernel, launch
 from dev.tests.student import said
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
 
 STUCK = (  # what the kernel does, what is said; {n} is the number of the line that ends in //!
     (

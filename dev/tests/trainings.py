@@ -1,6 +1,5 @@
 """Small training runs and their files, for several tests."""
 import contextlib
-import functools
 import importlib
 import io
 import json
@@ -11,12 +10,10 @@ import sys
 
 import numpy as np
 
-import train_gpt2
-from dev.llama3.train_llama3 import Llama3
+from dev.common.config import Config
 from dev.runs.hellaswag_score import Example
 from dev.tests.checks import TINY, check, words
 from prepro_tinyshakespeare import UserError, write_tokens
-from train_gpt2 import Config
 
 TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
 NUMBERS = sum(row.size for row in Config.from_file(TINY).parameter_table())  # in the fixture's parameters
@@ -49,8 +46,6 @@ def call(*arguments, program=TRAINER):
     """Call a program's main in this process, which saves the second that a new one takes to start. Returns its exit
     status, its output, and what went to stderr, including the line of an error."""
     main = importlib.import_module(program).main
-    if program == LLAMA:
-        main = functools.partial(train_gpt2.main, Model=Llama3)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -32,19 +32,24 @@ from typing import NamedTuple
 import numpy as np
 
 import train_gpt2
+from dev import features
+from dev.common import seams
 from dev.common.bf16 import to_bf16
-from dev.common.devices import make_device
+from dev.common.config import Config
+from dev.common.devices import FastCuda, make_device
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2
+from dev.data.shuffled_loader import FilesLoader
 from dev.features import has_gpu
-from dev.gpu import products
 from dev.gpu.peak import flops_per_token
 from dev.llama3.tokens import LLAMA_TOKENS
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.precision.fp8 import fp8_device
 from dev.tools import peers
-from dev.tools.benchmark_tables import FASTER, report
+from dev.tools.benchmark_tables import CHAPTERS, FASTER, TWO_FILES, report
 from dev.tools.step_by_kernel import Recorder, by_label, check_tables, recorded_steps, timed_step, work_of_step
 from prepro_tinyshakespeare import UserError, replace_file, run, write_tokens
-from train_gpt2 import GPT2, Config, DataLoader, FastCuda, parse_flags
+
 
 STEPS = 30  # of ours; the median is over all of them, the first two included
 PROFILED = 8  # steps whose launches are timed one by one; the first two warm up
@@ -134,22 +139,40 @@ def tokens_of(row, folder):
 
 def run_trainer(row, steps, folder, device, *flags):
     """Train with this device class in place of FastCuda, and return what the trainer prints."""
-    train_gpt2.FastCuda, output, tokens = device, io.StringIO(), tokens_of(row, folder)
+    seams.FastCuda = device
+    output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        train_gpt2.main(["-e", row.model, "--dtype", row.dtype, "-b", str(row.B), "-t", str(row.T),
-                         "-x", str(steps), "-v", "0", "-s", "0", "-i", tokens, "-j", tokens,
-                         "--device", "cuda", *row.flags, *flags],
-                        Llama3 if type(row.config) is Config3 else GPT2)
+        features.main([*flags_of(row, steps, folder), "--device", "cuda", *row.flags, *flags],
+                      Llama3 if type(row.config) is Config3 else GPT2)
+    return output.getvalue()
+
+
+def flags_of(row, steps, folder):
+    """The flags of a run that only trains."""
+    tokens = tokens_of(row, folder)
+    return ["-e", row.model, "--dtype", row.dtype, "-b", str(row.B), "-t", str(row.T),
+            "-x", str(steps), "-v", "0", "-s", "0", "-i", tokens, "-j", tokens]
+
+
+def run_two_files(row, steps, folder, device, plain):
+    """Train with the two files alone, without dev/. Returns what they print."""
+    train_gpt2.FastCuda = device
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        flags = train_gpt2.parse_flags([*flags_of(row, steps, folder), "--plain", str(plain)])
+        train_gpt2.Training(flags).run()
     return output.getvalue()
 
 
 def median_of(output):
-    return float(re.search(r"median ([\d.]+) ms", output)[1])
+    """The median of the steps' times, without the first, in which algorithms are chosen and a graph
+    is recorded."""
+    return float(np.median([float(ms) for ms in re.findall(r"\| +([\d.]+) ms \|", output)][4:]))
 
 
 def words_of(row, folder):
     """The mean number of distinct tokens in a batch."""
-    data = DataLoader(tokens_of(row, folder), row.B, row.T, row.config)
+    data = FilesLoader(tokens_of(row, folder), row.B, row.T, row.config)
     return round(np.mean([np.unique(data.next_batch()[0]).size for _ in range(data.batches)]))
 
 
@@ -166,21 +189,19 @@ def time_ours(row, folder):
 
 
 def time_faster(row, folder, count):
-    """The ms of a step with the first `count` of FASTER added to the plain device."""
-    class Some(FastCuda):
+    """The ms of a step with the first `count` of FASTER added to the plain device: the parts of the
+    section Faster, then the chapters of dev/."""
+    class Some(train_gpt2.FastCuda):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.fused_gelu = count > 2 and self.fused_gelu
+            self.fused_gelu = count > 1 and self.fused_gelu
+            self.graph = count > 2
 
-    if count < 2:
-        products.TimedProducts.CANDIDATES = 1  # the first one offered
-    if count < 5:  # wait for each step
-        train_gpt2.FastTraining = train_gpt2.Training
-    # Two caches: below 2, algorithms must not have been chosen by timing; from 2 up, all use those
-    # that 2 has chosen.
-    os.environ["XDG_CACHE_HOME"] = f"{folder}/{min(count, 2)}"
-    flags = "--plain", str(int(count == 0)), "--graph", str(int(count > 3))
-    return dict(ms=median_of(run_trainer(row, STEPS, folder, Some, *flags)))
+    if count < TWO_FILES + 1:
+        return dict(ms=median_of(run_two_files(row, STEPS, folder, Some, int(count == 0))))
+    left_out = CHAPTERS[count - TWO_FILES :]
+    features.FEATURES = [feature for feature in features.FEATURES if feature.name not in left_out]
+    return dict(ms=median_of(run_trainer(row, STEPS, folder, FastCuda)))
 
 
 def time_kernels(row, folder):

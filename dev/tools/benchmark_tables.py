@@ -3,15 +3,19 @@ that says why there is none."""
 import textwrap
 
 GIB = 2**30
-# What the section Faster of train_gpt2.py and dev/gpu/products.py add to the plain device.
+# What the section Faster of train_gpt2.py adds to the plain device, and then the chapters of dev/.
 FASTER = [
     "the plain device",
     "cuBLASLt, which adds the bias; Hopper's own attention",
-    "algorithms chosen by timing them",
     "GELU in the product",
-    "a step as one graph",
-    "a step queued before the last one is reported",
+    "a step as one graph: the two files alone",
+    "dev/: algorithms of products chosen by timing them",
+    "dev/: products with GELU by kernels of our own",
+    "dev/: biases summed by the kernels that write their gradients",
+    "dev/: a step reported when the next is queued: the default run",
 ]
+TWO_FILES = 3  # the index of the last line without dev/
+CHAPTERS = ["products", "gelu products", "fused biases", "late reports"]  # features of the others
 STEPS_TEXT = """Whole training steps, median ms, measured one after another in one call. A step
 includes the copy of its batch to the GPU and the read of the loss. The tokens are random,
 distributed like words. GiB is the most that a program's allocator took; for llm.c, all that was in
@@ -21,8 +25,8 @@ fastest when several were tried: {modes}. llm.c is f1e2ace with cuDNN's attentio
 roofline is the time of the FLOPs that a step needs at the rate of a large product ({rates}
 TFLOP/s), plus that of the bytes of all kernels but products and attention at the rate of a copy
 ({copy:.2f} TB/s). FLOPs are 6 for each weight and token, plus attention's, half of it masked."""
-FASTER_TEXT = """Each line adds one thing; the last is the trainer as it is. The algorithms that the
-third line chooses are used from there on."""
+FASTER_TEXT = """Each line adds one thing. The first four are the two files alone, the last is the
+default run."""
 KERNELS_TEXT = """Kernels launched one by one between two events, right after {before} whole steps,
 so that the clock is that of a step; median of {steps} steps.{whole} A kernel's bytes are those of
 its arrays, each once; what is still in L2 comes faster than the copy. Products (M x N x K) and
@@ -125,7 +129,8 @@ def report(title, rows, ours, torch, llmc, faster, profiled, kernels, ceilings, 
     faster = {row: results for row, results in faster.items()
               if any(isinstance(result, dict) for result in results)}
     if faster:
-        parts += ["### What the section Faster adds", paragraph(FASTER_TEXT), faster_table(faster)]
+        parts += ["### What the section Faster and the chapters of dev/ add", paragraph(FASTER_TEXT),
+                  faster_table(faster)]
     parts.append(f"### {profiled}, kernel by kernel")
     if isinstance(kernels, str):
         parts.append(kernels)

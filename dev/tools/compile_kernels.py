@@ -24,16 +24,18 @@ from pathlib import Path
 import cupy  # noqa: F401  (finds and loads NVRTC)
 from cupy_backends.cuda.libs import nvrtc
 
-from dev.common.flags import split_names
+from dev.common.config import Config
+from dev.common.devices import Cuda
+from dev.common.flags import parse_flags, split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
-from dev.gpu.attention_five import SOURCES as FIVE
-from dev.gpu.attention_five import FiveProducts
+from dev.common.seams import GPT2
+from dev.gpu.attention_five import FiveProducts, SOURCES as FIVE
 from dev.gpu.gelu_products import SOURCES as GELU
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tools.launches import faults_of_launches, launches_of
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import GPT2, Config, Cuda, parse_flags, read_kernels
+from train_gpt2 import read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
 SPILLED = 68  # bytes that a kernel may spill when it has used all its registers

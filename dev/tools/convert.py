@@ -35,14 +35,15 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
 from dev.common.bf16 import to_bf16
+from dev.common.config import Config
 from dev.common.file_kinds import ON_HUB, OPENAI, read_header
-from dev.common.flags import argument
+from dev.common.flags import argument, parse_flags
 from dev.data.hub import ask
 from dev.llama3.train_llama3 import Config3
 from dev.tools.hf_config import ARCHITECTURES, HEAD, padded, read_config, read_json, write_objects
 from dev.tools.hf_tokenizer import write_tokenizer
 from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run
-from train_gpt2 import BF16, Config, parse_flags, to_float
+from train_gpt2 import BF16, to_float
 
 DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
 SHARD_BYTES = 5 * 10**9  # the largest file of a folder, unless a single tensor is larger

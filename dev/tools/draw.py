@@ -14,10 +14,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.common.config import Config
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2
 from dev.tools.plot import read_run, smoothed
 from dev.tools.step_by_kernel import PRODUCTS, read_table
 from prepro_tinyshakespeare import UserError, replace_file, run
-from train_gpt2 import BF16, GPT2, HERE, Config, parse_flags
+from train_gpt2 import BF16, HERE
 
 FLAGS = [
     (None, "picture", ("memory", "step", "loss"), None, "which one to draw"),

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
+from dev.common.config import Config
 from dev.llama3.train_llama3 import Config3
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import Config
 
 HEAD = "lm_head.weight"
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0,  # RoPE's

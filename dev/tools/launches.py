@@ -10,8 +10,11 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import Config
+from dev.common.devices import Cuda
 from dev.common.gpus import GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block
-from train_gpt2 import GPT2, SIZES, Config, Cuda, pack_batch, read_kernels
+from dev.common.seams import GPT2
+from train_gpt2 import SIZES, pack_batch, read_kernels
 
 
 class Launch(NamedTuple):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.data.shuffled_loader import FilesLoader
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import DataLoader
 
 WARM_UP, STEPS = 5, 20  # of PyTorch
 MATRICES = "qkv", "attproj", "fc", "fcproj"  # of a layer of GPT-2
@@ -122,7 +122,7 @@ def torch_step(row, c, tokens, device="cuda", steps=STEPS, recipe=None):
         raise UserError(f"{e}: pip install -r dev/requirements.txt, or give --no-torch") from None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
     compiled = torch.compile(model, mode=mode, dynamic=False)
-    data = DataLoader(tokens, row.B, row.T, c)
+    data = FilesLoader(tokens, row.B, row.T, c)
     x, y = (torch.empty(row.B, row.T, dtype=torch.int64, device=device) for _ in range(2))
     times, batch = [], data.next_batch()
     for _ in range(WARM_UP + steps):

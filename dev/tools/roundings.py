@@ -17,10 +17,9 @@ import shlex
 import statistics
 import sys
 
-from dev.common.flags import split_names
+from dev.common.flags import parse_flags, split_names
 from dev.tools.turns import TOP, steps_of
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import parse_flags
 
 FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
          (None, "--last", "count", 50, "steps whose mean loss counts")]

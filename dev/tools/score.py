@@ -4,14 +4,16 @@
 """
 import sys
 
+from dev.common.config import read_parameters
 from dev.common.devices import make_device
 from dev.common.file_kinds import read_header
+from dev.common.flags import parse_flags
+from dev.common.seams import GPT2
 from dev.features import default_dtype, has_gpu
 from dev.llama3.train_llama3 import Llama3
 from dev.memory.fit import Fitting
 from dev.runs.hellaswag_score import PADDING, count_right, read_examples
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import GPT2, parse_flags, read_parameters
 
 FLAGS = [
     ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of GPT-2, or of a Llama 3 with GPT-2's "

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
+from dev.common.devices import FastCuda
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import HERE, Config, FastCuda, read_kernels
+from train_gpt2 import HERE, read_kernels
 
 SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu",
            HERE / "dev/llama3/llama3.cu", HERE / "dev/gpu/hopper.cuh",

@@ -15,6 +15,7 @@ import os
 
 import numpy as np
 
+from dev.common.config import Config
 from dev.common.devices import make_device
 from dev.cpu.device import Cpu
 from dev.features import capability
@@ -25,7 +26,7 @@ from dev.lab.bench import Bench
 from dev.lab.inputs import ANY
 from dev.lab.ladder import Ladder, Version, parse_sizes
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import Config, read_kernels, to_float
+from train_gpt2 import read_kernels, to_float
 
 CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
           "B=2,T=300,NH=3,NKV=3", "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1",

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.config import Config
+from dev.common.devices import FastCuda
 from dev.cpu.device import Cpu
 from dev.gpu.gelu_products import (
     HEIGHT, SOURCES, OwnGelu, multiply_dgelu, multiply_gelu, with_own_gelu)
@@ -22,7 +24,7 @@ from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
 from dev.tools.time_five import check_hopper
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import BF16, Config, FastCuda, to_float
+from train_gpt2 import BF16, to_float
 
 KERNELS = {"matmul_gelu", "matmul_dgelu"}
 SHAPE = "M=65536,C=768"

@@ -35,11 +35,10 @@ import os
 import numpy as np
 import torch
 
-from dev.common.flags import argument
+from dev.common.flags import argument, parse_flags
 from dev.tools import torch_gpt2, torch_llama
 from dev.tools.torch_gpt2 import check, header, write_folder
 from prepro_tinyshakespeare import replace_file, run
-from train_gpt2 import parse_flags
 
 STEPS = 10
 MODEL_FLAGS = [

@@ -28,12 +28,15 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
 from dev.common.devices import OnCpu
+from dev.common.flags import parse_flags
+from dev.common.seams import Training
 from dev.data.shuffled_loader import FilesLoader, check_pair, paths_of
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import FLAGS, Config, Training, count_tokens, draw_parameters, parse_flags, read_parameters, to_float
+from train_gpt2 import FLAGS, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
 FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len", "learning_rate",

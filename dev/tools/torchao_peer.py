@@ -22,9 +22,9 @@ import importlib.util
 import tempfile
 import time
 
+from dev.common.flags import parse_flags
 from dev.tools.benchmark import FIRST, check_gpu, chosen, run_job, tokens_of
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import parse_flags
 
 ROWS = [row for row in FIRST if row[:3] in (("d12", "bf16", 32), ("d48", "bf16", 8))]
 RECIPES = "rowwise", "tensorwise"

@@ -22,10 +22,9 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from dev.common.flags import split_names
+from dev.common.flags import parse_flags, split_names
 from dev.tools.benchmark import write_words
 from prepro_tinyshakespeare import UserError, run
-from train_gpt2 import parse_flags
 
 TOP = Path(__file__).resolve().parents[2]
 FLAGS = [(None, "--rounds", "count", 3, "runs of each version")]

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from dev.checkpoints.state_file import finite
+from dev.common.config import read_parameters
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import read_parameters
 
 SOURCE = Path(__file__).resolve().with_name("ema.cu")
 FILE = "ema_{:08d}.bin"

@@ -1,7 +1,21 @@
 """--attention relu: attention weights are max(0, q.k / sqrt(HS)) instead of a softmax (Wortsman et
-al. 2023)."""
+al. 2023). kernels.cu has both; a switch says which it is compiled for."""
+
+
+class ReluAttention:
+    """A mixin in front of a device."""
+
+    def switches(self):
+        return [*super().switches(), "-DRELU=1"]
+
+
+def with_relu(device):
+    """A subclass of a device whose kernels have ReLU attention."""
+    return type(device.__name__, (ReluAttention, device), {})
 
 
 class Relu:
-    """A model with ReLU attention."""
-    relu = 1
+    """Training on such a device."""
+
+    def device_class(self):
+        return with_relu(super().device_class())

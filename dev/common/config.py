@@ -1,0 +1,100 @@
+"""What features and tools ask of any architecture: the trainer's Config and its files behind names
+that dev/llama3 has, too."""
+import dataclasses
+import os
+
+import numpy as np
+
+import train_gpt2
+from prepro_tinyshakespeare import EOT, UserError, data_paths, gpt2_encoding, make_header
+from train_gpt2 import (CHECKPOINT, HEADER_BYTES, KERNELS, STORED, TOKENS, check_config, check_size,
+                        matrices, read_config, read_header)
+
+
+class Config(train_gpt2.Config):
+    """GPT-2's sizes and tables, with its files."""
+    FILE = CHECKPOINT
+    STORED = STORED
+    TOKEN_FILES = {TOKENS: np.dtype("<u2")}  # the numbers of a token file, by its kind
+    PADDED = ("wte",)  # parameters whose rows are words; those beyond V are zeros
+    SOURCES = (KERNELS,)
+    MODELS = ("gpt2_124M.bin", "d12")  # without -e: the file if it is here, else d12
+    EOT = EOT
+    encoding = staticmethod(gpt2_encoding)
+    data_paths = staticmethod(data_paths)
+
+    @property
+    def NKV(self):
+        """Heads of keys and values: each query head has its own."""
+        return self.NH
+
+    @classmethod
+    def from_file(cls, path):
+        """The config of a checkpoint. Raises UserError."""
+        return cls(*dataclasses.astuple(read_config(path)))
+
+    def check(self, path):
+        """Raise UserError unless the sizes make a model."""
+        check_config(self, path)
+
+    def file_table(self, real=np.float32, header=None):
+        """The tensors of a checkpoint with this header."""
+        return self.parameter_table(real)
+
+    def file_parts(self, views, real=np.float32):
+        """A checkpoint's arrays, matrix by matrix, from views of parameters."""
+        for row in self.file_table(real):
+            yield from matrices(getattr(views, row.name))
+
+    def headers(self, version):
+        """A checkpoint's headers."""
+        return [make_header(self.FILE.magic, version, *dataclasses.astuple(self))]
+
+
+def read_parameters(path, c):
+    """(name, values) of a checkpoint's tensors, mapped into memory as stored."""
+    header = read_header(path, c.FILE)
+    table = c.file_table(c.STORED[header[1]], header)
+    start = os.path.getsize(path) - sum(row.nbytes for row in table)
+    for row in table:
+        yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
+        start += row.nbytes
+
+
+def checkpoint_parts(c, params, real):
+    """A checkpoint: its headers, then the tensors."""
+    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
+    yield from c.file_parts(params, real)
+
+
+def draw_parameters(c, seed):
+    """As train_gpt2.draw_parameters, with zeros for all rows that are no words."""
+    for name, values in train_gpt2.draw_parameters(c, seed):
+        if name in c.PADDED:
+            values[c.V :] = 0
+        yield name, values
+
+
+def count_tokens(path, c=Config):
+    """(number of tokens, their NumPy type) of a token file."""
+    header = read_header(path, *c.TOKEN_FILES)
+    kind = next(kind for kind in c.TOKEN_FILES if kind.magic == header[0])
+    dtype = c.TOKEN_FILES[kind]
+    check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])
+    return header[2], dtype
+
+
+def read_tokens(path, c):
+    """The tokens of a token file, mapped into memory. Raises UserError."""
+    count, dtype = count_tokens(path, c)
+    tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if count else np.zeros(0, dtype)
+    check_tokens(path, tokens, c.V)
+    return tokens
+
+
+def check_tokens(path, tokens, V):
+    """Raise UserError unless all ids are below V."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
+        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
+        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}; expected ids below V = {V}, "
+                        "the model's vocabulary")

@@ -1,0 +1,84 @@
+// Sums of rows, for the gradients of biases, by kernels that have the rows at hand anyway: attention's
+// gradient and layernorm_backward leave sums, and one launch for each norm adds them up. Compiled
+// after kernels.cu, with fused_biases.cuh's Output.
+
+static_assert(ROWS >= 64, "fused_biases.py has room for the sums of blocks of at least 64 rows");
+
+// store_rows has stored a tile. This adds up its columns into the block's row of sums (B, blocks of
+// rows, heads, HS), unless sums is null. Each lane adds up what it has stored. A warp leaves these
+// sums where its rows were in the tile.
+__device__ void store_column_sums(float* sums, Head head, const Own& own, const real* tile) {
+    constexpr int per_warp = 32 / HEAD_LANES;  // lanes that share a column
+    constexpr int rows_of_warp = 16 * M * LD * sizeof(real) / sizeof(float);  // in floats
+    static_assert(per_warp * HP <= rows_of_warp);
+    if (!sums) return;
+    float* of_lanes = reinterpret_cast<float*>(const_cast<real*>(tile));
+    int in_block = own.warp - own.first, lane = threadIdx.x % 32, r0 = lane / HEAD_LANES;
+    int warp = threadIdx.x / 32;
+    constexpr int packs = (HS + HEAD_LANES * HEAD_PACK - 1) / (HEAD_LANES * HEAD_PACK);
+    Pack<HEAD_PACK> sum[packs] = {};
+#pragma unroll
+    for (int k = 0; k < packs; k++) {
+        int c = (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK;
+        if (c >= HS) break;
+#pragma unroll
+        for (int r = r0; r < 16 * M; r += per_warp)
+            if (own.warp + r < head.T)
+                sum[k] = sum[k] + load<HEAD_PACK>(tile + in_tile(in_block + r, c));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < packs; k++) {
+        int c = (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK;
+        if (c < HS) store(of_lanes + warp * rows_of_warp + r0 * HP + c, sum[k]);
+    }
+    __syncthreads();
+    int blocks = (head.T + ROWS - 1) / ROWS;
+    size_t row = ((size_t)head.b * blocks + own.first / ROWS) * head.heads + head.h;
+    for (int c = threadIdx.x; c < HS; c += THREADS) {
+        float total = 0.0f;
+        for (int i = 0; i < WARPS * per_warp; i++)
+            total += of_lanes[i / per_warp * rows_of_warp + i % per_warp * HP + c];
+        sums[row * HS + c] = total;
+    }
+}
+
+// sums (gridDim.y, OC)[share] = the sum of each column of dout (N,OC) over every gridDim.y-th band of 32
+// rows, from band `share` on. From these add_all_partials makes the gradient of a bias. A block has 32
+// octets of lanes; each reads 128 neighbouring bytes of one row of a band. Items: OC columns along x,
+// shares along y.
+BLOCK(256, 8 * W)
+extern "C" __global__ void __launch_bounds__(256, 4) sum_rows(
+    float* __restrict__ sums, const real* __restrict__ dout, int N, int OC) {
+    constexpr int columns = 8 * W;
+    __shared__ float of_octet[32][columns];
+    int octet = threadIdx.x / 8, o = columns * blockIdx.x + threadIdx.x % 8 * W;
+    int first = 32 * blockIdx.y + octet, step = 32 * gridDim.y;
+    Pack<W> sum = {};
+    int count = first < N && o < OC ? (N - first + step - 1) / step : 0;
+#pragma unroll 8  // of a loop whose length is known, so that all of these loads are on their way
+    for (int i = 0; i < count; i++)
+        sum = sum + load<W>(dout + (size_t)(first + i * step) * OC + o);
+    for (int i = 0; i < W; i++) of_octet[octet][threadIdx.x % 8 * W + i] = sum[i];
+    __syncthreads();
+    int column = columns * blockIdx.x + threadIdx.x;
+    if (threadIdx.x >= columns || column >= OC) return;
+    float total = 0.0f;
+    for (int i = 0; i < 32; i++) total += of_octet[i][threadIdx.x];
+    sums[(size_t)blockIdx.y * OC + column] = total;
+}
+
+// Finishes the gradients of a norm and of one linear layer's bias, in one launch:
+//   out1, out2, out3 (C) = the sums over the blocks of partials (3,blocks,C)
+//   dbias (OC) = the sum of the rows of sums (rows,OC)
+// or += with adds. Null outputs are skipped. Items: max(C, OC) columns along x, outputs along y.
+BLOCK(256, 32)
+extern "C" __global__ void add_all_partials(
+    float* out1, float* out2, float* out3, float* dbias, const float* __restrict__ partials,
+    const float* __restrict__ sums, int blocks, int C, int rows, int OC, int adds) {
+    int y = blockIdx.y;
+    float* out = y == 0 ? out1 : y == 1 ? out2 : y == 2 ? out3 : dbias;
+    if (!out) return;
+    if (y < 3) add_columns<8>(out, partials + (size_t)y * blocks * C, blocks, C, adds);
+    else add_columns<8>(out, sums, rows, OC, adds);
+}

@@ -1,0 +1,53 @@
+"""Queue each step before the last one is reported, so that the GPU need not wait for the host."""
+import time
+
+from train_gpt2 import Verdict
+
+
+class Fetching:
+    """A mixin in front of FastCuda."""
+
+    def fetch(self, array):
+        """Queue a copy to the host, and return a function that waits for it and returns it."""
+        import cupyx
+        stream, host = self.cupy.cuda.get_current_stream(), cupyx.empty_like_pinned(array)
+        array.get(stream=stream, out=host, blocking=False)
+        copied = stream.record()
+
+        def wait():
+            copied.synchronize()
+            return host
+
+        return wait
+
+
+class LateReports:
+    """Training that reports a step when the next one is queued."""
+    late = None  # (the step to report, a wait() for its verdict)
+    reported = 0.0  # when the last report was
+
+    def device_class(self):
+        base = super().device_class()
+        return type(base.__name__, (Fetching, base), {})
+
+    def finish(self, queued):
+        wait = self.device.fetch(self.model.adam.verdict)  # before a report uses the device
+        self.report_late()
+        self.late = queued, wait
+
+    def report_late(self):
+        if self.late:
+            (queued, wait), self.late = self.late, None
+            verdict = Verdict(*wait().tolist())
+            queued.begun = max(queued.begun, self.reported)  # it waited its turn
+            self.reported = time.perf_counter()
+            self.report(queued, verdict)
+
+    def pause(self, done, batches):
+        if self.pauses(done):
+            self.report_late()
+        super().pause(done, batches)
+
+    def pauses(self, done):
+        """Whether we validate, sample or save next."""
+        return self.validates(done) or self.samples(done) or self.saves(done)

@@ -1,0 +1,41 @@
+// For --recompute 2: kernels.cu's residual_layernorm_forward with another place for the sum.
+
+// As residual_layernorm_forward, but x (N,C) = before (N,C) + branch (N,C), and before stays. If
+// branch is null, x is there already. x and before may not overlap, unless they are the same. Items:
+// N rows.
+BLOCK(256, threads / 32)
+extern "C" __global__ void residual_layernorm_into(
+    Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy, float* x,
+    const float* before, const real* __restrict__ branch, const real* __restrict__ weight,
+    const real* __restrict__ bias, int N) {
+    constexpr int C = CHANNELS;
+    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= N) return;
+    size_t start = (size_t)row * C;
+    out.begin();
+    Pack<4> v[packs_of<4, 32>];
+    EACH_PACK(4, 32) v[k] = load<4>((branch ? before : x) + start + c);
+    if (branch) {
+        EACH_PACK(4, 32) v[k] = v[k] + load<4>(branch + start + c);
+        EACH_PACK(4, 32) store(x + start + c, v[k]);
+    }
+    float sum = 0.0f;
+    EACH_PACK(4, 32) {
+        store(copy + start + c, v[k]);
+        for (int i = 0; i < 4; i++) sum += v[k][i];
+    }
+    float m = warp_sum(sum) / C;
+    sum = 0.0f;
+    EACH_PACK(4, 32) for (int i = 0; i < 4; i++) sum += (v[k][i] - m) * (v[k][i] - m);
+    float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
+    EACH_PACK(4, 32) {
+        Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
+        for (int i = 0; i < 4; i++) v[k][i] = (v[k][i] - m) * s * w[i] + b[i];
+        out.store(start + c, v[k]);
+    }
+    out.end();
+    if (threadIdx.x % 32 == 0) {
+        mean[row] = m;
+        rstd[row] = s;
+    }
+}
