@@ -48,14 +48,6 @@ def round_to_tf32(x):
     return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
 
 
-def available_memory():
-    """How many bytes of the host's memory can be allocated."""
-    try:
-        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
-    except (OSError, TypeError):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def checksum(library, warnings):
     """Of a compiled library (bytes) and the compiler's warnings. The system maps a library that was cut off, and the
     process dies when it reads beyond the end."""

@@ -3,18 +3,17 @@ error names the largest batch that fits.
 """
 import bisect
 
-from dev.cpu.device import available_memory
+from dev.common.host_memory import available_memory
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, layout
 
-SPARE = 2**28  # bytes that CuPy, cuBLAS and the driver take in the first step
+SPARE = 2**28  # bytes that the first step takes besides: CuPy, cuBLAS and the driver; on the CPU NumPy and threads
 
 
 def free_bytes(device):
     """The memory that a device has for a model's tables."""
-    if device.name == "cpu":
-        return available_memory()
-    return max(0, device.gpu.mem_info[0] - SPARE)
+    free = available_memory() if device.name == "cpu" else device.gpu.mem_info[0]
+    return max(0, free - SPARE)
 
 
 class Fitting:
