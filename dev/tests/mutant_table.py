@@ -275,7 +275,7 @@ TABLE = [
         ("missing term", "store_both", "out.end();", ""),
         ("bound", "store_both", "r + i >= R || c >= C", "c >= C"),
         ("missing term", "gelu_backward_to_fp8", "sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);", ""),
-        ("index", "gelu_backward_to_fp8", "blockIdx.y * C + column", "blockIdx.y * 128 + column"),
+        ("index", "gelu_backward_to_fp8", "tile_of_rows(C) * C + column", "tile_of_rows(C) * 128 + column"),
         dtype="fp8", file=FP8),
     *of("classifier",
         ("mask", "classify_to_fp8", "if (v + i >= V) l[i] = LOWEST;", ""),

@@ -83,7 +83,7 @@ def weights(device_name):
             for array in (out, across):
                 device.zero(array)
             device.put(scales, fresh)
-            device.launch("weights_to_fp8", (C, len(w) * -(-R // 128)), across, out if plain else None, w, scales, R, C)
+            device.launch("weights_to_fp8", len(w) * fp8.tiles(R, C), across, out if plain else None, w, scales, R, C)
             return device.get(out), device.get(across), device.get(scales)[:, 2]
 
         wish = cut_off(scale[:, None, None] * to_float(w))
@@ -121,7 +121,7 @@ def transposed(device_name):
         found = on_device(device, np.full((C + 1, stride), 77, np.uint8))
 
         def work(across, twin, R, C, stride):
-            device.launch("transpose_fp8", (C, stride), across, twin, R, C, stride)
+            device.launch("transpose_fp8", fp8.tiles(C, stride), across, twin, R, C, stride)
             return device.get(across)
 
         wish = np.full((C + 1, stride), 77)
@@ -149,7 +149,7 @@ def both_twins(device_name):
             device.put(twin, np.full(twin.shape, 77))
             device.put(across, np.full(across.shape, 77))
             device.put(scale8, [1 / 23, 23, 0, 0])
-            device.launch(name, (twin.shape[1], across.shape[1]), twin, across, scale8, *args)
+            device.launch(name, fp8.tiles(*across.shape), twin, across, scale8, *args)
             return [device.get(array) for array in (twin, across, scale8, args[0])]
 
         for name, wish, some in (("gelu_to_fp8", gelu, (*arrays[:3], arrays[5])),
