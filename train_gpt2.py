@@ -605,10 +605,12 @@ class GPT2:
         self.micros = 1  # micro-batches of a step, over all ranks
 
     def check(self, config, device, B, T):
-        """Raise UserError unless the model can have such batches on this device."""
+        """Raise UserError unless the device can train such batches."""
         if T > config.maxT:
-            raise UserError(f"-t {T}: expected at most maxT = {config.maxT}: wpe has no more "
-                            "positions")
+            raise UserError(f"-t {T}: expected at most maxT = {config.maxT}")
+        shared = max(device.attention_sizes.shared_backward, device.layernorm_sizes.shared_of_row)
+        if shared > device.max_shared:
+            raise UserError(f"{config}: {device} has too little shared memory")
 
     def whole_views(self, arena):
         """Views of an arena that has a tensor for each parameter."""
@@ -983,8 +985,7 @@ class Cuda:
         try:
             return self.cupy.empty(nbytes, np.uint8)
         except MemoryError:
-            raise UserError(f"no memory for {nbytes / 2**30:.2f} GiB more; choose a smaller -b, -t "
-                            "or -e") from None
+            raise UserError(f"no memory for {nbytes / 2**30:.2f} GiB; lower -b or -t") from None
 
     def put(self, array, values):
         values = np.ascontiguousarray(values, array.dtype).reshape(array.shape)
