@@ -111,7 +111,9 @@ __device__ __forceinline__ void store_both(
     for (int i = 0; i < 4; i++) {
         if (r + i >= R || c >= C) continue;
         Pack<16> x = numbers_at((size_t)(r + i) * C + c);
-        for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j])), x[j] *= out.factor;
+        for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j]));
+        show_infinities(x, out.largest);
+        for (int j = 0; j < 16; j++) x[j] *= out.factor;
         for (int j = 0; j < 4; j++)
             rows[i].x[j] = two_fp8(x[4 * j], x[4 * j + 1]) | (unsigned)two_fp8(x[4 * j + 2], x[4 * j + 3]) << 16;
         if (twin) *reinterpret_cast<Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c) = rows[i];
