@@ -595,7 +595,7 @@ constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup'
 constexpr bool WIDE = TURING || HP * sizeof(real) > 256;  // small tiles: most GPUs have 99 KB
 constexpr int KEYS = WIDE ? 32 : 64;               // rows of a tile in the forward pass
 constexpr int TILE = HOPPER ? 64 : WIDE ? 16 : 32;  // rows of a tile in the backward pass
-constexpr bool SWIZZLED = HOPPER || HP == 128 || (HP == 64 && sizeof(real) == 2);
+constexpr bool SWIZZLED = HOPPER || HP % 128 == 0 || (HP == 64 && sizeof(real) == 2);
 constexpr int LD = SWIZZLED ? HP : HP + 8;  // reals stored per row of a tile
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once

@@ -754,6 +754,11 @@ class Training:
         self.choose_model()
         device = Cuda if self.flags.plain else FastCuda
         self.device = device(self.flags.dtype, self.config)
+        needed = max(self.device.attention_sizes.shared_backward,
+                     self.device.layernorm_sizes.shared_of_row)
+        if needed > self.device.max_shared:
+            raise UserError(f"{self.config}: a block needs {needed:,} bytes of shared memory, and "
+                            f"{self.device} has {self.device.max_shared:,}: choose another -e")
         self.open_data()
         self.announce()
 

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from dev.cpu.device import available_memory
+from dev.common.host_memory import available_memory
 from prepro_tinyshakespeare import replace_file
 
 CHUNK = 2**26  # bytes that are copied to the host, and written, at a time

@@ -105,6 +105,7 @@ struct Block {
     jmp_buf abandon;
     std::string error;      // why the block cannot go on
     size_t shared_bytes;    // of dynamic shared memory
+    size_t declared = 0;    // bytes of the __shared__ variables that threads have come by
     unsigned rounds;        // how many __syncthreads are complete,
     int votes[2];           // and by turns what __syncthreads_count has counted
 
@@ -152,6 +153,7 @@ struct Block {
     bool run_all() {
         next = 0;
         rounds = votes[0] = votes[1] = 0;
+        declared = 0;
         number++;
         if (copied) for (Copies& c : copies) c.begun.clear();
         copied = false;
@@ -334,11 +336,23 @@ static PER_OS_THREAD Block* block;
 static PER_OS_THREAD void* dynamic_shared;
 static PER_OS_THREAD bool waited;  // some thread has, since the running fiber last looked
 
+constexpr size_t most_static = 48 << 10, most_shared = 227 << 10;  // bytes of a block: declared, and all, on any GPU
+
+// Counts a __shared__ variable of so many bytes.
+QUIET __attribute__((noinline)) void declare(size_t bytes, int line) {
+    const size_t all = block->declared += bytes;
+    if (all <= most_static && all + block->shared_bytes <= most_shared) return;
+    std::string said = "its __shared__ variables have " + std::to_string(all) + " bytes, and a block may declare ";
+    said += std::to_string(min(most_static, most_shared - block->shared_bytes));
+    block->leave(said.c_str(), line);
+}
+
 // Poisons a __shared__ variable if no thread of this block has come by its declaration yet. `poisoned` belongs to the
 // variable, and says for which block that was done.
-template <class T> QUIET inline void poison(const char* name, T& variable, size_t& poisoned) {
+template <class T> QUIET inline void poison(const char* name, T& variable, size_t& poisoned, int line) {
     if (poisoned == block->number) return;
     poisoned = block->number;
+    declare(sizeof variable, line);
     memset(const_cast<void*>(static_cast<const volatile void*>(&variable)), 0xff, sizeof variable);
     races::shared_variable(name, variable);
 }
@@ -391,7 +405,7 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
     std::string& error = message;  // this OS thread's, whoever sets it
     const size_t blocks = size_t(grid[0]) * grid[1] * grid[2];
     const size_t count = size_t(threads[0]) * threads[1] * threads[2];
-    if (blocks == 0 || count == 0 || count > 1024 || shared_bytes > 227 << 10) {
+    if (blocks == 0 || count == 0 || count > 1024 || shared_bytes > most_shared) {
         error = std::string(name) + ": no GPU runs " + std::to_string(blocks) + " blocks of " + std::to_string(count) +
                 " threads with " + std::to_string(shared_bytes) + " bytes of shared memory each";
         return error.c_str();
@@ -461,8 +475,8 @@ extern "C" __attribute__((visibility("default"))) void set_order(int order) { cu
 
 // device.py puts this behind the declaration of each __shared__ variable. Such a variable outlives a block, so without
 // it the next block, or the next launch, could read what it has not written.
-#define POISON(variable)                                   \
-    {                                                      \
-        __shared__ size_t poisoned;                        \
-        cuda_on_cpu::poison(#variable, variable, poisoned); \
+#define POISON(variable)                                             \
+    {                                                                \
+        __shared__ size_t poisoned;                                  \
+        cuda_on_cpu::poison(#variable, variable, poisoned, __LINE__); \
     }

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import UserError, replace_file
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
@@ -48,12 +48,10 @@ def round_to_tf32(x):
     return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
 
 
-def available_memory():
-    """How many bytes of the host's memory can be allocated."""
-    try:
-        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
-    except (OSError, TypeError):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def checksum(library, warnings):
+    """Of a compiled library (bytes) and the compiler's warnings. The system maps a library that was cut off, and the
+    process dies when it reads beyond the end."""
+    return hashlib.sha256(library + warnings.encode()).hexdigest()
 
 
 @functools.cache
@@ -98,8 +96,11 @@ class Cpu:
         self.path = self.build(sources)
         try:
             self.library = ctypes.CDLL(str(self.path))
-        except OSError as e:  # a function without a body
-            raise UserError(f"{compiler_of()} could not compile kernels.cu:\n{e}") from None
+        except OSError as e:
+            if re.search("map segment|not permitted|denied", str(e)):
+                raise UserError(f"{e}: the disk may be mounted with noexec; set XDG_CACHE_HOME to a folder from which "
+                                "libraries can be loaded") from None
+            raise UserError(f"{compiler_of()} could not compile kernels.cu:\n{e}") from None  # a function has no body
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
@@ -155,10 +156,13 @@ class Cpu:
         key = hashlib.sha256(b"\0".join([named.encode(), *(path.read_bytes() for path in HEADERS), target]))
         cache = cache_folder()
         library = cache / f"kernels_{key.hexdigest()[:16]}.so"
-        warnings = library.with_suffix(".txt")
-        if library.exists():
-            self.warnings = warnings.read_text(encoding="utf-8") if self.students and warnings.exists() else ""
-            return library
+        seal = library.with_suffix(".txt")  # written last
+        try:
+            sealed, self.warnings = seal.read_text(encoding="utf-8").split("\n", 1)
+            if sealed == checksum(library.read_bytes(), self.warnings):
+                return library
+        except (OSError, ValueError):  # not there yet, or damaged
+            pass
         print(f"compiling kernels.cu with {compiler}, once", flush=True)
         temporary = cache / f"{library.name}.{os.getpid()}"
         try:
@@ -168,10 +172,10 @@ class Cpu:
                     done = subprocess.run([compiler, *flags, "-x", "c++", "-", *libraries, "-o", temporary],
                                           input=source, text=True, capture_output=True)
                     if done.returncode == 0:
-                        if self.students:
-                            self.warnings = done.stderr
-                            warnings.write_text(done.stderr, encoding="utf-8")
-                        os.replace(temporary, library)
+                        compiled, self.warnings = temporary.read_bytes(), done.stderr if self.students else ""
+                        replace_file(library, [compiled])
+                        text = f"{checksum(compiled, self.warnings)}\n{self.warnings}"
+                        replace_file(seal, [text.encode()])
                         return library
                     if "recursive inlining" in done.stderr and "-DWITH_RECURSION" not in flags:
                         flags.append("-DWITH_RECURSION")
@@ -185,6 +189,8 @@ class Cpu:
         except OSError as e:
             raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
                             "set XDG_CACHE_HOME to a folder that can be written") from None
+        except UserError as e:
+            raise UserError(f"{e}; set XDG_CACHE_HOME to a folder on another disk") from None
         raise UserError(f"{compiler} could not compile kernels.cu:\n{done.stderr.strip()}")
 
     def set_order(self, order, name="order"):

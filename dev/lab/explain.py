@@ -4,6 +4,7 @@ import re
 import signal
 from pathlib import Path
 
+from dev.common.gpus import STATIC
 from dev.lab.bench import GUARD
 from dev.lab.cuda_words import nearest, not_here
 from dev.lab.exercises import EXERCISES, version_of
@@ -198,8 +199,17 @@ def sanitizer_lines(path, begun, text):
     return [beyond(verb, name, number, shape), line_of(path, text)]
 
 
+def shared_lines(path, shared, most=STATIC):
+    """The lines on more static shared memory than a block may have."""
+    code = code_of(path).splitlines()
+    return [f"no GPU can launch it: its __shared__ arrays have {shared:,} bytes, and a block may "
+            f"declare {most:,}", *(quoted(path, i) for i, line in enumerate(code, 1) if "__shared__" in line)]
+
+
 def stuck_lines(path, text):
-    """The lines on a block that is stuck, from the message of blocks.h."""
+    """The lines on a block that cannot go on, from the message of blocks.h."""
+    if declares := re.search(r"its __shared__ variables have (\d+) bytes, and a block may declare (\d+)", text):
+        return shared_lines(path, *map(int, declares.groups()))
     waits = re.findall(r"threads ([-\d, .]+) wait in (.+?) at line (\d+)( of [^,;]+)?((?:, called at line \d+)*)", text)
     if not waits:
         return [text.removeprefix("kernels.cu: ")]

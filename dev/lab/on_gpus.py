@@ -6,7 +6,7 @@ from dev.common.devices import Cuda
 from dev.common.gpus import REGISTERS, STATIC, GPUS as ALL_GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, compile_cuda, include_flags
 from dev.common.student_text import for_gpu
-from dev.lab.explain import quoted
+from dev.lab.explain import quoted, shared_lines
 from dev.lab.ladder import LAB, parse_sizes
 from dev.lab.submission import MODEL, code_of, exercise_of, read_submission
 from train_gpt2 import read_kernels
@@ -63,13 +63,6 @@ def judge(path, dtypes):
             found.append(dict(gpu=gpu, dtype=dtype, threads=threads, dynamic=dynamic, **used[run]._asdict(),
                               blocks=blocks_that_fit(GPUS[gpu], used[run], threads, dynamic)))
     return [], found
-
-
-def shared_lines(path, shared):
-    """The lines on more static shared memory than a block may have."""
-    code = code_of(path).splitlines()
-    return [f"no GPU can launch it: its __shared__ arrays have {shared:,} bytes, and a block may "
-            f"declare {STATIC:,}", *(quoted(path, i) for i, line in enumerate(code, 1) if "__shared__" in line)]
 
 
 def error_lines(path, log, dtype):

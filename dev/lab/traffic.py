@@ -67,9 +67,9 @@ def together(ladder, version, dtype, known):
 
 
 @functools.cache
-def device_of(dtype, C, NH, sources, only):
+def device_of(dtype, C, NH, sources, only, students=()):
     with contextlib.redirect_stdout(None):
-        return traffic.CountingCpu(dtype, Config(C=C, NH=NH), sources, only=set(only))
+        return traffic.CountingCpu(dtype, Config(C=C, NH=NH), sources, only=set(only), students=students)
 
 
 def traffic_of(what, sizes=None, dtype="fp32"):
@@ -80,14 +80,15 @@ def traffic_of(what, sizes=None, dtype="fp32"):
         raise UserError("traffic is counted with g++ 11 or later, and there is none")
     if isinstance(what, Path):
         ladder, version = read_submission(what)
-        sources, only = (LAB / "tiles.cu", what.resolve()), (exercise_of(what)[1],)
+        sources, only, students = (LAB / "tiles.cu", what.resolve()), (exercise_of(what)[1],), (what.resolve(),)
         C, NH = 768, 12  # as exercises are compiled
     else:
         ladder = find_ladder(what[0])
         version, sources = ladder.versions[what[1] - 1], tuple(sources_of([what[0]]))
         only = together(ladder, version, dtype, launched_by([what[0]], read_kernels([*Config.SOURCES, *sources])))
         C, NH = model_of(ladder, sizes or sizes_of(ladder))
-    device = device_of(dtype, C, NH, sources, only)
+        students = ()
+    device = device_of(dtype, C, NH, sources, only, students)
     bench = Bench(ladder._replace(compiled_for=""), device, sizes or sizes_of(ladder))
     if not bench.fits(version):
         raise UserError(f"{ladder.name}: this version does not do {text_of(sizes or sizes_of(ladder))} in {dtype}")

@@ -3,18 +3,25 @@ error names the largest batch that fits.
 """
 import bisect
 
-from dev.cpu.device import available_memory
+from dev.common.host_memory import available_memory
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, offsets
 
-SPARE = 2**28  # bytes that CuPy, cuBLAS and the driver take in the first step
+SPARE = 2**28  # bytes that the first step takes besides: CuPy, cuBLAS and the driver; on the CPU NumPy and threads
 
 
 def free_bytes(device):
     """The memory that a device has for a model's tables."""
-    if device.name == "cpu":
-        return available_memory()
-    return max(0, device.gpu.mem_info[0] - SPARE)
+    free = available_memory() if device.name == "cpu" else device.gpu.mem_info[0]
+    return max(0, free - SPARE)
+
+
+def shared_bytes(c, device):
+    """The shared memory of a block of attention, and of one that goes back through a layernorm."""
+    attention = device.attention_sizes
+    of_heads = max(attention.shared_forward, attention.shared_backward)
+    has_layernorms = any(row.name == "ln1b" for row in c.parameter_table())  # Llama's norms take less
+    return of_heads, device.layernorm_sizes.shared_of_row if has_layernorms else 0
 
 
 class Fitting:
@@ -30,19 +37,21 @@ class Fitting:
         return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
     def check(self, config, device, B, T):
-        super().check(config, device, B, T)
         if device.compiled_for != config.switches():
             raise UserError("the device's kernels are compiled for "
                             f"{' '.join(device.compiled_for)}: expected a device for "
                             f"{' '.join(config.switches())}")
-        attention = device.attention_sizes
-        shared = max(attention.shared_forward, attention.shared_backward,
-                     device.layernorm_sizes.shared_of_row)
-        if shared > device.max_shared:
-            has_bf16 = device.real != BF16 and getattr(device, "capability", 80) >= 80
-            raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {shared:,} bytes of "
-                            f"shared memory, and this device has {device.max_shared:,}: choose "
-                            "smaller heads, a smaller C" + (", or bf16" if has_bf16 else ""))
+        of_heads, of_rows = shared_bytes(config, device)
+        if max(of_heads, of_rows) > device.max_shared:
+            remedies = ["smaller heads"] * (of_heads > device.max_shared)
+            remedies += ["a smaller C"] * (of_rows > device.max_shared)
+            larger = max(of_heads, of_rows)
+            remedies += ["bf16"] * (device.real != BF16 and getattr(device, "capability", 80) >= 80
+                                    and larger // 2 <= device.max_shared)
+            raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {larger:,} bytes of "
+                            f"shared memory, and this device ({device}) has {device.max_shared:,}: choose "
+                            f"{' or '.join(remedies)}")
+        super().check(config, device, B, T)
         asked, free, fits = self.memory(config, device, B, T)
         if asked > free:
             memory = "memory" if device.name == "cpu" else "device memory"

@@ -43,7 +43,14 @@ __device__ __forceinline__ void turn(unsigned (&w)[4]) {
     w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// A tile of 128 rows and 128 columns on its way through shared memory: words[column][g] has rows 4 g .. 4 g + 3 of a
+// These kernels have a block for each tile of 128 rows and 128 columns, along x alone: along y a grid has at most 65,535
+// blocks, too few for the rows of a large vocabulary. Of C columns, those of this block's tile begin here:
+__device__ __forceinline__ int first_column(int C) { return blockIdx.x % ((C + 127) / 128) * 128; }
+
+// Its number among the tiles of these columns: its rows begin at 128 times that.
+__device__ __forceinline__ int tile_of_rows(int C) { return blockIdx.x / ((C + 127) / 128); }
+
+// A tile on its way through shared memory: words[column][g] has rows 4 g .. 4 g + 3 of a
 // column. Group g is stored at g ^ column / 16 * 4, so that a warp's words are in different banks.
 struct Turned { unsigned words[128][32]; };
 
@@ -72,13 +79,12 @@ __device__ __forceinline__ void store_turned(
 }
 
 // across (C,stride) = the transposed twin (R,C), with zeros in columns R to stride, a multiple of 16, which cuBLASLt
-// needs. C is one too. Bound by memory: each byte is read and written once, 128 neighbours at a time. Items: C columns
-// along x, stride rows along y.
-BLOCK(256, 128, 128)
+// needs. C is one too. Bound by memory: each byte is read and written once, 128 neighbours at a time. Items: tiles.
+BLOCK(256, 1)
 extern "C" __global__ void transpose_fp8(unsigned char* __restrict__ across, const unsigned char* __restrict__ twin,
                                          int R, int C, int stride) {
     __shared__ __align__(16) Turned tile;
-    int column = 128 * blockIdx.x, first = 128 * blockIdx.y;
+    int column = first_column(C), first = 128 * tile_of_rows(C);
     int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
     Stored<4, unsigned> rows[4] = {};
 #pragma unroll
@@ -96,7 +102,7 @@ __device__ __forceinline__ void store_both(
     unsigned char* twin, unsigned char* across, Scale* scale8, int first, int R, int C, int stride,
     NumbersAt numbers_at) {
     __shared__ __align__(16) Turned tile;
-    int column = 128 * blockIdx.x;
+    int column = first_column(C);
     int c = column + threadIdx.x % 8 * 16, r = first + threadIdx.x / 8 * 4;
     Output out = {nullptr, across, scale8};
     out.begin();
@@ -105,7 +111,9 @@ __device__ __forceinline__ void store_both(
     for (int i = 0; i < 4; i++) {
         if (r + i >= R || c >= C) continue;
         Pack<16> x = numbers_at((size_t)(r + i) * C + c);
-        for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j])), x[j] *= out.factor;
+        for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j]));
+        show_infinities(x, out.largest);
+        for (int j = 0; j < 16; j++) x[j] *= out.factor;
         for (int j = 0; j < 4; j++)
             rows[i].x[j] = two_fp8(x[4 * j], x[4 * j + 1]) | (unsigned)two_fp8(x[4 * j + 2], x[4 * j + 3]) << 16;
         if (twin) *reinterpret_cast<Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c) = rows[i];
@@ -126,15 +134,14 @@ __device__ __forceinline__ Pack<16> load16(const real* p) {
 
 // Makes the twins of a tensor of weights (layers,R,C), with one Scale per layer: across (layers,C,R), transposed, for
 // the backward pass, and out8 (layers,R,C) for the forward pass, null if that is in bf16. FP8 products need the summed
-// index to be the fastest in both factors. R and C are multiples of 16. Items: C columns along x, layers * ceil(R/128)
-// tiles of rows along y.
-BLOCK(256, 128, 1)
+// index to be the fastest in both factors. R and C are multiples of 16. Items: tiles of all layers.
+BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 3) weights_to_fp8(
     unsigned char* __restrict__ across, unsigned char* __restrict__ out8, const real* __restrict__ weights,
     Scale* scale8, int R, int C) {
-    int tiles = (R + 127) / 128, layer = blockIdx.y / tiles;
+    int tiles = (R + 127) / 128, layer = tile_of_rows(C) / tiles;
     size_t start = (size_t)layer * R * C;
-    store_both(out8 ? out8 + start : nullptr, across + start, scale8 + layer, blockIdx.y % tiles * 128, R, C, R,
+    store_both(out8 ? out8 + start : nullptr, across + start, scale8 + layer, tile_of_rows(C) % tiles * 128, R, C, R,
                [&](size_t i) { return load16(weights + start + i); });
 }
 
@@ -148,28 +155,27 @@ __device__ __forceinline__ float gelu_share(float x) {
 }
 
 // twin (R,C) and across (C,stride) = the twin of gelu(inp (R,C)), plain and transposed. stride is R rounded up to a
-// multiple of 16, and C is one. Bound by memory: it reads two bytes a number and writes two. Items: C columns along x,
-// stride rows along y.
-BLOCK(256, 128, 128)
+// multiple of 16, and C is one. Bound by memory: it reads two bytes a number and writes two. Items: tiles.
+BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 3) gelu_to_fp8(
     unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, const real* __restrict__ inp,
     int R, int C, int stride) {
-    store_both(twin, across, scale8, 128 * blockIdx.y, R, C, stride, [&](size_t i) {
+    store_both(twin, across, scale8, 128 * tile_of_rows(C), R, C, stride, [&](size_t i) {
         Pack<16> x = load16(inp + i);
         for (int j = 0; j < 16; j++) x[j] *= gelu_share(x[j]);
         return x;
     });
 }
 
-// The same of the gradient of inp, given dout (R,C), that of the GELU. sums (gridDim.y,C) = the sums of its columns
-// over the block's rows; from these add_all_partials makes the gradient of the bias. Items as above.
-BLOCK(256, 128, 128)
+// The same of the gradient of inp, given dout (R,C), that of the GELU. sums (ceil(R/128),C) = the sums of its columns
+// over a tile's rows; from these add_all_partials makes the gradient of the bias. Items: tiles.
+BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
     unsigned char* __restrict__ twin, unsigned char* __restrict__ across, Scale* scale8, float* __restrict__ sums,
     const real* __restrict__ dout, const real* __restrict__ inp, int R, int C, int stride) {
     __shared__ float of_warp[8][128];
     Pack<16> sum = {};
-    store_both(twin, across, scale8, 128 * blockIdx.y, R, C, stride, [&](size_t i) {
+    store_both(twin, across, scale8, 128 * tile_of_rows(C), R, C, stride, [&](size_t i) {
         Pack<16> d = load16(dout + i), x = load16(inp + i);
         for (int j = 0; j < 16; j++) {
             float share = gelu_share(x[j]), slope = SQRT_8_OVER_PI * (1.0f + 3 * 0.044715f * (x[j] * x[j]));
@@ -186,11 +192,11 @@ extern "C" __global__ void __launch_bounds__(256, 3) gelu_backward_to_fp8(
     if (threadIdx.x % 32 < 8)
         for (int j = 0; j < 16; j++) of_warp[threadIdx.x / 32][8 * j + threadIdx.x % 8] = sum[j];
     __syncthreads();
-    int column = 128 * blockIdx.x + threadIdx.x % 8 * 16 + threadIdx.x / 8;
+    int column = first_column(C) + threadIdx.x % 8 * 16 + threadIdx.x / 8;
     if (threadIdx.x >= 128 || column >= C) return;
     float total = 0.0f;
     for (int w = 0; w < 8; w++) total += of_warp[w][threadIdx.x];
-    sums[(size_t)blockIdx.y * C + column] = total;
+    sums[(size_t)tile_of_rows(C) * C + column] = total;
 }
 
 // ---- the head ----

@@ -47,6 +47,7 @@ from train_gpt2 import EPILOGUES, Row, carve, pointer, stride_of
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
 SUMS = fused_biases.SOURCE
 OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
+TILE = 128  # rows, and columns, that a block transposes
 WHOLE = 16  # cuBLASLt needs rows and columns in multiples of this; other weights stay in bf16
 INPUT, GRADIENT, WEIGHT = range(3)  # kinds of tensors, in the order of their scales
 
@@ -84,11 +85,16 @@ def padded(rows):
     return -(-rows // WHOLE) * WHOLE
 
 
+def tiles(rows, columns):
+    """The blocks that take TILE rows and TILE columns each."""
+    return -(-rows // TILE) * -(-columns // TILE)
+
+
 def transposed(device, memory, twin):
     """The transposed twin (R,C) in some memory: (C,R), with zeros up to a multiple of WHOLE."""
     R, C = twin.shape
     across = memory.reshape(-1)[: C * padded(R)].reshape(C, padded(R))
-    device.launch("transpose_fp8", across.shape, across, twin, R, C, padded(R))
+    device.launch("transpose_fp8", tiles(*across.shape), across, twin, R, C, padded(R))
     return across
 
 
@@ -183,8 +189,7 @@ class Fp8:
         """Make the twins of a weight's layers. n: the number of the first."""
         layers, R, C = whole.shape
         scales = self.all_scales[WEIGHT * self.count + n :]
-        self.launch("weights_to_fp8", (C, layers * -(-R // 128)), transposed, twin, whole, scales,
-                    R, C)
+        self.launch("weights_to_fp8", layers * tiles(R, C), transposed, twin, whole, scales, R, C)
 
     def begin_step(self):
         """Forget what validations have left behind."""
@@ -234,7 +239,7 @@ class Fp8:
     def launch_both(self, name, out, tensor, across, args):
         """Launch a kernel that makes the twin of out (N,C), plain and transposed, and not out."""
         (N, C), stride = out.shape, across.shape[1]
-        self.launch(name, (C, stride), self.twin, across, self.scale(*tensor), *args, N, C, stride)
+        self.launch(name, tiles(stride, C), self.twin, across, self.scale(*tensor), *args, N, C, stride)
         self.ready = address_of(out), tensor
 
     def zero(self, array):

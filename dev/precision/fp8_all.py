@@ -25,12 +25,11 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.devices import address_of
-from dev.precision.fp8 import GRADIENT, INPUT, padded, transposed
+from dev.precision.fp8 import GRADIENT, INPUT, TILE, padded, transposed
 from train_gpt2 import Row, carve
 
 SHARED = "ln1", "ln2", "fch_gelu"  # bf16 arrays for a run's first step; fch_gelu has dgelu, too
 LONG_SUM = 16384  # sums over this many tokens or more are promoted
-TILE = 128  # rows of a block of gelu_backward_to_fp8
 
 
 class Fp8All:

@@ -7,14 +7,23 @@ twin, the same number times a scale in 8 bits. Tensor cores multiply twins twice
 struct alignas(16) Scale { float inverse, scale, largest; };
 
 #ifdef __CUDACC__
-// Two fp32 as two e4m3, rounded to nearest with ties to even. Numbers that are too large, and infinity, become 448, the
-// largest; NaN stays. `low` becomes the lower half.
+// Two fp32 as two e4m3, rounded to nearest with ties to even. Numbers that are too large become 448, the largest; NaN
+// stays. `low` becomes the lower half.
 __device__ __forceinline__ unsigned short two_fp8(float low, float high) {
     unsigned short bits;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
     return bits;
 }
 #endif
+
+// The instruction turns infinity into 448, too, which would hide it: many twins are all that is kept of a tensor. So an
+// infinity becomes NaN, and a product with it, and the loss or the gradient's norm. `largest`: no |x| is larger.
+template <int n>
+__device__ __forceinline__ void show_infinities(Pack<n>& x, float largest) {
+    if (largest <= -LOWEST) return;
+    for (int j = 0; j < n; j++)
+        if (fabsf(x[j]) > -LOWEST) x[j] -= x[j];
+}
 
 // Besides, what dev/gpu/fused_biases.cuh's Output has: sums of gradients' rows.
 #define BIAS_SUMS
@@ -51,6 +60,7 @@ struct Output {
             x[j] = to_float(rounded);
             largest = fmaxf(largest, fabsf(x[j]));
         }
+        show_infinities(x, largest);
         for (int j = 0; j < n; j += 2) {
             unsigned short two = two_fp8(factor * x[j], j + 1 < n ? factor * x[j + 1] : 0.0f);
             twins.x[j] = two;

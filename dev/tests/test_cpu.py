@@ -3,19 +3,24 @@
     python -m dev.tests.test_cpu
 """
 import contextlib
+import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
+from dev.common.cache import cache_folder, read_cache, write_cache
 from dev.common.config import Config
 from dev.common.cuda_source import read_kernels
 from dev.common.devices import make_device
 from dev.lab.bench import Bench, noting, orders as thread_orders
 from dev.lab.ladder import find_ladder, parse_sizes
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, refusal, run_program
 from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError
 
@@ -61,6 +66,81 @@ def kernel_files(device_name, folder):
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
         path.write_text(KERNEL_FILE.replace("BLOCK(32, threads)", f"BLOCK(32, {block})"))
         check_refusal("kernel", "BLOCK over .*: .*: expected arithmetic in threads and W", read_kernels, [path])
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+import numpy as np
+from dev.common.config import Config
+from dev.common.devices import make_device
+from prepro_tinyshakespeare import run
+
+def main():
+    device = make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(Path(sys.argv[1]),)))())
+    out = np.zeros(40, np.float32)
+    device.launch("fill", 40, out, 3, 40)
+    print("sum", int(out.sum()))
+
+run(main)
+"""
+
+
+def cached_libraries(device_name, folder):
+    """A library in the cache that is damaged is compiled again, and not loaded: the system would kill the process. A
+    cache that cannot be used is one line that names XDG_CACHE_HOME."""
+    path = folder / "kernels.cu"
+    path.write_text(KERNEL_FILE)
+
+    def launched(cache=folder, **variables):
+        variables = os.environ | {"CXXFLAGS": "-O1", "XDG_CACHE_HOME": str(cache)} | variables
+        done = subprocess.run([sys.executable, "-c", LAUNCH, path], env=variables, capture_output=True, text=True)
+        return done.returncode, "compiling" in done.stdout, (done.stdout + done.stderr).splitlines()[-1:]
+
+    check("compiled once", launched() == (0, True, ["sum 120"]))
+    check("then loaded", launched() == (0, False, ["sum 120"]))
+    [library], [seal] = (list(folder.glob(f"train_gpt2/kernels_*{end}")) for end in (".so", ".txt"))
+    data, notes = library.read_bytes(), seal.read_bytes()
+    check("no other file stays", len([*library.parent.iterdir()]) == 2, [*library.parent.iterdir()])
+    flipped = bytearray(data)
+    flipped[len(data) // 3] ^= 1
+    for what, file, content in (
+            ("half of it", library, data[: len(data) // 2]), ("its first page", library, data[:4096]),
+            ("nothing", library, b""), ("zeros", library, bytes(len(data))), ("a flipped bit", library, flipped),
+            ("no library", library, None), ("no checksum", seal, None), ("an empty checksum", seal, b""),
+            ("half a checksum", seal, notes[:32]), ("a checksum of zeros", seal, bytes(len(notes)))):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        found = launched()
+        check(f"compiled again: {what}", found == (0, True, ["sum 120"]), found)
+        check(f"and then loaded: {what}", launched() == (0, False, ["sum 120"]))
+
+    shared = "/dev/shm"  # which containers mount with noexec
+    if os.access(shared, os.W_OK) and os.statvfs(shared).f_flag & getattr(os, "ST_NOEXEC", 0):
+        with tempfile.TemporaryDirectory(dir=shared) as cache:
+            found = launched(cache)
+        check(f"{shared}, with noexec", found[0] == 1 and "XDG_CACHE_HOME" in found[2][0], found)
+    with mock.patch("ctypes.CDLL", side_effect=OSError("x.so: failed to map segment from shared object")):
+        check_refusal("a disk with noexec", "x.so: failed to map.*noexec; set XDG_CACHE_HOME", cpu_of, folder,
+                      KERNEL_FILE)
+    with mock.patch("ctypes.CDLL", side_effect=OSError("x.so: undefined symbol: f")):
+        check("a function without a body", "could not compile" in refusal(cpu_of, folder, KERNEL_FILE))
+    found = launched(path)  # a file, not a folder
+    check("a cache that is a file", found[0] == 1 and "XDG_CACHE_HOME" in found[2][0], found)
+    with mock.patch.dict("os.environ"), mock.patch("pwd.getpwuid", side_effect=KeyError):
+        for name in ("HOME", "XDG_CACHE_HOME"):
+            os.environ.pop(name, None)
+        check_refusal("no home", "HOME is not set, .* set XDG_CACHE_HOME", cache_folder)
+        write_cache("x", {"a": 1})
+        check("no home: nothing is cached", read_cache("x") == {})
+    with mock.patch.dict("os.environ", XDG_CACHE_HOME=str(folder)):
+        for text in ("[1]", "null", '{"a": ', "\0\0", ""):
+            (folder / "train_gpt2/x.json").write_text(text)
+            check(f"a damaged cache of numbers: {text!r}", read_cache("x") == {})
+        write_cache("x", {"a": 1})
+        check("is replaced", read_cache("x") == {"a": 1})
 
 
 ORDER_FILE = """
@@ -229,7 +309,7 @@ RACES = (  # kernel of the lab, sizes, a choice, the text in kernels.cu before t
     ("outliers", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();", r"has a race: z_scores\[.*\]"))
 
 
-TESTS = (kernel_files, orders, races)
+TESTS = (kernel_files, cached_libraries, orders, races)
 
 if __name__ == "__main__":
     run_program(TESTS)

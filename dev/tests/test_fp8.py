@@ -29,15 +29,16 @@ from train_gpt2 import BF16, pack_batch, to_float
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
 
 
-def cut_off(x):
-    """fp32 x rounded to 8 bits: to the nearest number, at most the largest. NaN is always the byte 0x7f."""
-    bytes_ = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return np.where(np.isnan(x), 0x7F, bytes_).astype(np.uint8)
+def cut_off(x, scale=1):
+    """fp32 x times the scale, rounded to 8 bits: to the nearest number, at most the largest. NaN and infinity are the
+    byte 0x7f, NaN."""
+    bytes_ = np.clip(scale * x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return np.where(np.isfinite(x), bytes_, 0x7F).astype(np.uint8)
 
 
 def in_8_bits(values, scale):
     """The numbers that a twin (an 8-bit copy) of these values holds, in float64."""
-    return cut_off(np.float32(scale) * values).view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale)
+    return cut_off(values, np.float32(scale)).view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale)
 
 
 def numbers(device_name):
@@ -59,7 +60,7 @@ def numbers(device_name):
             return device.get(args[2]), device.get(args[-1])[2:3]
 
         x = to_float(some.view(BF16))
-        wish = np.r_[cut_off(np.float32(scale) * x), np.zeros(64, np.uint8)]
+        wish = np.r_[cut_off(x, np.float32(scale)), np.zeros(64, np.uint8)]
         for order, (found, largest) in in_each_order(device, work, inp, count, out8, scale8):
             differ = np.flatnonzero(found != wish)
             check(f"to_fp8 {scale} {count} {order}", not differ.size,
@@ -76,7 +77,9 @@ def weights(device_name):
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 128, 64), (2, 272, 144)):
         rng = np.random.default_rng(R)
-        w = to_bf16(np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None]))
+        w = np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None])
+        w[-1, R // 2, C // 2 : C // 2 + 3] = np.inf, -np.inf, 3e38  # the last of these is only large
+        w = to_bf16(w)
         scale, nothing = np.float32(rng.uniform(1, 50, L)), np.zeros(w.size, np.uint8)
         scales = np.stack([1 / scale, scale, 0 * scale, 0 * scale], axis=1)
         arrays = [on_device(device, x) for x in (nothing.reshape(L, C, R), nothing.reshape(L, R, C), w, scales)]
@@ -85,10 +88,10 @@ def weights(device_name):
             for array in (out, across):
                 device.zero(array)
             device.put(scales, fresh)
-            device.launch("weights_to_fp8", (C, len(w) * -(-R // 128)), across, out if plain else None, w, scales, R, C)
+            device.launch("weights_to_fp8", len(w) * fp8.tiles(R, C), across, out if plain else None, w, scales, R, C)
             return device.get(out), device.get(across), device.get(scales)[:, 2]
 
-        wish = cut_off(scale[:, None, None] * to_float(w))
+        wish = cut_off(to_float(w), scale[:, None, None])
         for plain in (True, False):
             for order, found in in_each_order(device, work, *arrays, R, C, scales, plain):
                 case = f"{L, R, C} {order} {plain=}"
@@ -123,7 +126,7 @@ def transposed(device_name):
         found = on_device(device, np.full((C + 1, stride), 77, np.uint8))
 
         def work(across, twin, R, C, stride):
-            device.launch("transpose_fp8", (C, stride), across, twin, R, C, stride)
+            device.launch("transpose_fp8", fp8.tiles(C, stride), across, twin, R, C, stride)
             return device.get(across)
 
         wish = np.full((C + 1, stride), 77)
@@ -151,7 +154,7 @@ def both_twins(device_name):
             device.put(twin, np.full(twin.shape, 77))
             device.put(across, np.full(across.shape, 77))
             device.put(scale8, [1 / 23, 23, 0, 0])
-            device.launch(name, (twin.shape[1], across.shape[1]), twin, across, scale8, *args)
+            device.launch(name, fp8.tiles(*across.shape), twin, across, scale8, *args)
             return [device.get(array) for array in (twin, across, scale8, args[0])]
 
         for name, wish, some in (("gelu_to_fp8", gelu, (*arrays[:3], arrays[5])),
@@ -166,6 +169,26 @@ def both_twins(device_name):
                 if name == "gelu_backward_to_fp8":
                     each = [wish[i : i + 128].sum(0) for i in range(0, R, 128)]
                     yield f"{case} sums", sums, np.array(each), 1e-5
+
+
+def infinities(device_name):
+    """An infinity that only a twin carries stops the step: in what a norm or GELU writes, and in a weight."""
+    place = fp8_device(device_name, Config(C=64, NH=2))
+    place.architecture = GPT2
+    for level, name, value in (("all", None, 0), ("all", "ln1b", np.inf), ("all", "ln2b", -np.inf),
+                               ("all", "qkvw", np.inf), ("all", "fcprojw", -np.inf), ("layers", "fcw", np.inf)):
+        model = poisoned_model(place, 2, 23, fp8=level, C=64, NH=2)
+        steps_of(model, 1)
+        if name:
+            array = getattr(model.params, name)
+            values = to_float(place.get(array))
+            values.reshape(-1)[-1] = value
+            place.put(array, to_bf16(values))
+            place.cast_weights()
+        steps_of(model, 1)
+        verdict = model.verdict()
+        finite = bool(np.isfinite([verdict.loss, verdict.norm]).all())
+        check(f"--fp8 {level}: {value} in {name}", (finite, verdict.stopped) == (not name, bool(name)), verdict)
 
 
 def classifier(device_name):
@@ -508,5 +531,5 @@ def refusals(device_name):
 
 
 if __name__ == "__main__":
-    run_program((numbers, weights, transposed, both_twins, classifier, rare_words, formats, next_scales, head, layers,
-                 levels, twins, products, scales_alone, fixture, learned, defaults, refusals))
+    run_program((numbers, weights, transposed, both_twins, infinities, classifier, rare_words, formats, next_scales,
+                 head, layers, levels, twins, products, scales_alone, fixture, learned, defaults, refusals))

@@ -7,8 +7,11 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import os
 import re
+import shlex
 import subprocess
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,6 +23,7 @@ from dev.common import devices
 from dev.common.bf16 import master_numbers
 from dev.common.config import Config
 from dev.common.cuda_source import read_kernels
+from dev.common.host_memory import available_memory
 from dev.common.seams import GPT2, Training
 from dev.gpu import attention_five
 from dev.gpu.late_reports import LateReports
@@ -166,6 +170,63 @@ def models_too_large(device_name, folder):
         check(f"124M, B=32, --recompute {recompute}", found <= wish * 2**30, f"{found / 2**30:.2f} <= {wish} GiB")
 
 
+# What Linux says in a container with a limit of 3,000 MB, of which 1,000 are used, 400 of these by files that it can
+# drop: with cgroup v2, then v1. {path: text}
+MACHINE = {"proc/meminfo": "MemTotal: 64000000 kB\nMemAvailable: 48828125 kB\n"}  # 50,000 MB
+STAT = "anon 600000000\ninactive_file 300000000\nactive_file 100000000\ntotal_inactive_file 300000000\n" \
+    "total_active_file 100000000\nfile 900000000\n"
+UNLIMITED = f"{2**63 - 4096}\n"
+
+
+def group(version, folder, limit, used, stat=STAT):
+    """The files of a control group."""
+    top, names = {2: ("sys/fs/cgroup", ("memory.max", "memory.current")),
+                  1: ("sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"))}[version]
+    values = zip((*names, "memory.stat"), (limit, used, stat))
+    return {f"{top}{folder}/{name}": f"{value}\n" for name, value in values}
+
+
+def memory_of_a_container(device_name, folder):
+    """The limit of a container, of a job within a group, and of `ulimit -v` count as the machine's memory does."""
+    here_2, here_1 = {"proc/self/cgroup": "0::/\n"}, {"proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/docker/ab:c\n"}
+    inner = {"proc/self/cgroup": "1:name=systemd:/job\n0::/job/step\n"}
+    MB = 10**6
+    for i, (what, files, wish) in enumerate((
+            ("no control groups", {}, 50000),
+            ("v2", here_2 | group(2, "", 3000 * MB, 1000 * MB), 2400),
+            ("v2, no limit", here_2 | group(2, "", "max", 1000 * MB), 50000),
+            ("v2, the machine has less", here_2 | group(2, "", 90000 * MB, 1000 * MB), 50000),
+            ("v2, all of it used", here_2 | group(2, "", 3000 * MB, 3500 * MB), 0),
+            ("v2, nothing to drop", here_2 | group(2, "", 3000 * MB, 1000 * MB, "anon 1"), 2000),
+            ("v2, a job's step", inner | group(2, "/job", 3000 * MB, 1000 * MB)
+             | group(2, "/job/step", 2000 * MB, 800 * MB), 1600),
+            ("v2, the step has no limit", inner | group(2, "/job", 3000 * MB, 1000 * MB)
+             | group(2, "/job/step", "max", 800 * MB), 2400),
+            ("v1", here_1 | group(1, "/docker/ab:c", 3000 * MB, 1000 * MB) | group(1, "", UNLIMITED, 9000 * MB), 2400),
+            ("v1, the host's names", here_1 | group(1, "", 3000 * MB, 1000 * MB), 2400),
+            ("v1, no limit", here_1 | group(1, "", UNLIMITED, 1000 * MB), 50000),
+            ("v1 and v2", {"proc/self/cgroup": "4:memory:/a\n0::/b\n"} | group(1, "/a", 3000 * MB, 1000 * MB), 2400))):
+        root = folder / f"{i}"
+        for path, text in (MACHINE | files).items():
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).write_text(text)
+        yield what, available_memory(root), wish * MB, EXACT
+    (root / "proc/self/statm").write_text("1000 5 5 5 0 5 0\n")
+    page = os.sysconf("SC_PAGE_SIZE")
+    with mock.patch("resource.getrlimit", return_value=(2**29 + 2000 * page, 2**30)), \
+            mock.patch("os.cpu_count", return_value=2):
+        yield "ulimit -v", available_memory(root), 1000 * page, EXACT
+
+    cpu = SimpleNamespace(name="cpu")
+    with mock.patch.object(fit, "available_memory", lambda: available_memory(folder / "1")):
+        yield "what a model's tables may have", fit.free_bytes(cpu), 2400 * MB - 2**28, EXACT
+    script = "from dev.common.host_memory import available_memory; print(available_memory())"
+    limit = 2**20 + os.cpu_count() * 2**18  # in KiB
+    done = subprocess.run(["sh", "-c", f"ulimit -v {limit}; {shlex.quote(sys.executable)} -c '{script}'"],
+                          capture_output=True, text=True)
+    check(f"a process with ulimit -v {limit}", 2**29 < int(done.stdout or 0) < 2**30, done.stdout + done.stderr)
+
+
 def tensor_maps_of_a_gpu(device_name, folder):
     """cuTensorMapEncodeTiled gets the arguments that its documentation asks for, and its result goes to a kernel by
     value, which in CuPy is an array of one number. It is made once, and only where kernels.cu uses it."""
@@ -270,8 +331,8 @@ def faults_of_a_gpu(device_name, folder):
                       train_gpt2.main, [str(argument) for argument in arguments])
 
 
-TESTS = (steps_of_a_graph, late_reports, profiler_ranges, models_too_large, tensor_maps_of_a_gpu, files_of_a_run,
-         faults_of_a_gpu)
+TESTS = (steps_of_a_graph, late_reports, profiler_ranges, models_too_large, memory_of_a_container,
+         tensor_maps_of_a_gpu, files_of_a_run, faults_of_a_gpu)
 
 if __name__ == "__main__":
     run_program(TESTS)

@@ -50,12 +50,21 @@ EVERYTHING = NUMBER + """
 """
 WHOLE_ROW = BLOCK_A_ROW.replace("v = threadIdx.x; v < V; v += blockDim.x", "v = 0; v < V; v++")
 ADD = "from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));"
+# __shared__ arrays of these sizes, in front of a sum
+SHARED = [RESIDUAL.replace(ADD, f"""{" ".join(f"__shared__ float e{n}[{size}];" for n, size in enumerate(sizes))}
+    e0[threadIdx.x] = to_float(inp1[i]);
+    from_float(out[i], e0[threadIdx.x] + to_float(inp2[i]));
+""") for sizes in ((50304,), (8192, 4097), (8192, 4096))]
 B32, B16, R32, R16 = ((look_for, dtype) for look_for in (grade.BOUNDS, grade.RACES)
                       for dtype in ("fp32", "bf16"))
 ALL = B32, B16, R32, R16
+TOO_MUCH = r"its __shared__ arrays have {} bytes, and a block may declare 49,152 line \d+: __shared__ .* in {}"
 CASES = (  # exercise, BLOCK, body, and what is said, or None, by the processes that can say it
     (ALL, "right", "residual_forward", "", RESIDUAL, None),
     (ALL, "a block a row", "softmax_forward", "BLOCK(256, 1)", BLOCK_A_ROW, None),
+    ((B32, R32), "200 KB", "residual_forward", "", SHARED[0], TOO_MUCH.format("201,216", "fp32")),
+    ((B16, R32), "two arrays, 4 bytes too large", "residual_forward", "", SHARED[1], TOO_MUCH.format("49,156", "")),
+    ((B32, R16), "two arrays of 48 KB", "residual_forward", "", SHARED[2], None),
     ((R32,), "a block a row of 1,024 threads", "softmax_forward", "BLOCK(1024, 1)", BLOCK_A_ROW, None),
     ((B16,), "a read too far in bf16", "residual_forward", "", RESIDUAL.replace(
         ADD, "float more = sizeof(real) == 2 ? to_float(inp1[i + 1]) : 0.0f; "

@@ -4,18 +4,26 @@
 """
 import contextlib
 import dataclasses
+import re
 from types import SimpleNamespace
 from unittest import mock
+
+import numpy as np
 
 import train_gpt2
 from dev.common.config import Config
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, Used, compile_cuda, has_nvrtc
 from dev.common.seams import GPT2
+from dev.cpu.device import Cpu
+from dev.lab.bench import Bench
+from dev.lab.ladder import find_ladder, parse_sizes
 from dev.llama3.train_llama3 import META, Config3, Llama3
+from dev.precision.fp8 import SOURCE as FP8
 from dev.ranks.zero import share_of
 from dev.tests import capped
 from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.models import device_of
 from dev.tools import launches
 from dev.tools.launches import Launch, faults_of_launches, launches_of, most_tensors
 
@@ -93,6 +101,62 @@ def tiles_of_32_rows(device_name):
     check("sizes for the host", (arrays, [*used]) == ({"sizes": [7, 100352, -1, 0]}, ["f"]), arrays)
 
 
+# {(dtype, C, NH): the GPUs whose blocks have too little shared memory}. Of a layernorm's rows a block holds 6 C
+# numbers; of wide heads, 192 rows of HS or HS + 8 numbers. A T4 has 63 KB for that, the others 98, 162 or 226 KB.
+SMALL = {"8.6", "8.9", "12.0"}
+REFUSED = {("fp32", 4160, 65): {"7.5"}, ("fp32", 5120, 40): {"7.5", *SMALL}, ("fp32", 6944, 217): {"8.0", *SMALL},
+           ("fp32", 1280, 8): SMALL, ("fp32", 2048, 8): {"8.0", *SMALL},
+           ("bf16", 2048, 8): set(), ("bf16", 2560, 8): SMALL, ("bf16", 19328, 302): {*GPUS} - {"7.5"}}
+
+
+def wide_models(device_name):
+    """A model with long rows or wide heads runs on a GPU, or is refused before anything is allocated, in a line that
+    says which size and which GPU."""
+    if not has_nvrtc():
+        return print("skipped: wide models need NVRTC, which is not installed")
+    for (dtype, C, NH), gpus in REFUSED.items():
+        c, known = Config(L=1, C=C, NH=NH), {}
+        for capability in [*GPUS] if "7.5" in gpus else [*GPUS][1:]:
+            turing = capability == "7.5"  # whose kernels have other sizes
+            if turing not in known:
+                known[turing] = launches.compiled("7.5" if turing else "8.6", dtype, c)
+            with mock.patch.object(launches.Noting, "empty", side_effect=lambda n: np.empty(n, np.uint8)) as allocated:
+                refusal, faults = launches.verdict(capability, dtype, c, *known[turing])
+            gpu = GPUS[capability].name
+            name = f"{dtype} C={C} NH={NH} on the {gpu}"
+            if capability in gpus:
+                check(name, re.search(rf"C = {C}, NH = {NH}: .*{gpu}", refusal) and not allocated.called, refusal)
+            else:
+                check(name, not refusal and not faults and allocated.called, refusal or faults)
+    arrays = ARRAYS | {"layernorm_sizes": [512, 128, 122880]}
+    c = Config(L=1, C=5120, NH=40)
+    device = type("Device", (launches.Noting,), dict(place="8.6", arrays=arrays))("fp32", c)
+    check_refusal("without dev/", "C=5120.*RTX 3060.* too little shared memory", GPT2, c, device, 1, 1)
+
+
+def wide_heads(device_name):
+    """Attention with heads of 256 channels, whose tiles fill a block's shared memory on an RTX 3060, is right."""
+    only = {"attention_forward", "attention_backward_q", "attention_backward_kv", "add_partials"}
+    device = Cpu("bf16", Config(C=512, NH=2), only=only) if device_name == "cpu" else device_of("cuda", "bf16", 512, 2)
+    for name in ("attention_forward", "attention_backward"):
+        ladder = find_ladder(name)
+        [version] = (version for version in ladder.versions if version.trainer)
+        found = Bench(ladder, device, parse_sizes("B=2,T=130,NH=2,HS=256")).check(version, version.choices(device)[0])
+        check(f"{name}, heads of 256 channels", found.place is None, found)
+
+
+def many_words(device_name):
+    """In FP8 a vocabulary of nine million words fits the grids."""
+    for c in (Config(L=1, NH=1, C=64, V=9_000_000, Vp=9_000_064), Config(L=1, NH=1, C=64)):
+        sizes = dict(B=1, T=64, beside=[FP8])
+        made, faults = launches_of("9.0", "fp8", c, ARRAYS, hopper=True, **sizes)
+        names = {launch.kernel for launch in made}
+        wish = {"weights_to_fp8", "transpose_fp8", "gelu_to_fp8", "gelu_backward_to_fp8", "classifier_to_fp8"}
+        check(f"V={c.V}: FP8's kernels", names >= wish, names)
+        faults += faults_of_launches("9.0", made, dict.fromkeys(names, Used(32, 0, 1024)))
+        check(f"V={c.V}: grids", not faults, faults)
+
+
 def launches_that_fail(device_name):
     """A launch is refused for its shared memory, registers, threads or grid, and passes just below."""
     fits, limit = Launch("f", (1,), 1024, 98 * 1024), GPUS["8.6"].of_block
@@ -155,7 +219,8 @@ def as_on_another_gpu(device_name):
     check_refusal("unknown", "5.0: expected a compute capability: 7.5 .T4., 8.0", capped.capped, "5.0")
 
 
-TESTS = (arrays_suffice, arrays_too_small, tiles_of_32_rows, launches_that_fail, as_on_another_gpu)
+TESTS = (arrays_suffice, arrays_too_small, tiles_of_32_rows, wide_models, wide_heads, many_words,
+         launches_that_fail, as_on_another_gpu)
 
 if __name__ == "__main__":
     run_program(TESTS)

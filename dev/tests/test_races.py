@@ -506,9 +506,9 @@ def barriers_of_others(folder):
     sums = np.zeros((1, 64), np.float32)
     for device, barrier, name, *arguments in (
             (twice, ("block_reduce", 2), "twice", 64, *numbers),
-            (in_fp8, ("gelu_backward_to_fp8", 1), "gelu_backward_to_fp8", (64, 64), *twins, scales, sums,
+            (in_fp8, ("gelu_backward_to_fp8", 1), "gelu_backward_to_fp8", 1, *twins, scales, sums,
              weights, weights, 64, 64, 64),
-            (in_fp8, ("store_turned", 1), "transpose_fp8", (64, 64), *twins, 64, 64, 64)):
+            (in_fp8, ("store_turned", 1), "transpose_fp8", 1, *twins, 64, 64, 64)):
         [mutant] = (m for m in mutants.barriers(every=True) if (m.where, int(m.kind.split()[1])) == barrier)
         device.launch(name, *arguments)
         device.library.races_ignore(mutant.file.encode(), mutants.line_of(mutant))

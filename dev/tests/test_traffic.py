@@ -251,6 +251,13 @@ def an_exercise(folder):
     count = next(c for c in found.counts if c.line == at)
     check("a thread a row", (count.requests, count.each, count.kind) == (257, 27, "load"), count)
     check("the fewest sectors", (found.read, found.written) == (27 * (-(-257 // 8)), 27 * 384 // 8), found[1:])
+    for head in ("#include <cuda_runtime.h>\n#include <assert.h>\n", "#include <cfloat>\n#include <cuda_bf16.h>\n",
+                 "#include <math.h>\n"):
+        other = folder / "my_softmax_forward_as_for_nvcc.cu"
+        row = ROW.replace("LOWEST", "-FLT_MAX" if "float" in head else "-INFINITY")
+        other.write_text(filled("softmax_forward", row, "_as_for_nvcc", head))
+        again = traffic.traffic_of(other, sizes).total("load")
+        check(f"as for nvcc: {head.splitlines()}", again[4:] == found.total("load")[4:], again)
     with mock.patch.object(traffic, "figures_of_version", lambda name, number, *_: {
             **traffic.figures_of(found), "sectors a load": float(number)}):
         said = traffic.report(path, sizes)

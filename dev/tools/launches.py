@@ -1,9 +1,14 @@
 """What the host launches in a training step on a GPU that is not here, and whether that GPU can run it.
 
-The trainer's own device gets a GPU's figures, from dev/common/gpus.py, and notes launches instead of running them.
+    python -m dev.tools.launches            # models with long rows or wide heads, on all GPUs of dev/common/gpus.py
+    python -m dev.tools.launches 8.6 9.0    # on these
+
+The trainer's own device gets a GPU's figures, and notes launches instead of running them. A model either runs, or is
+refused in one line before anything is allocated. The exit status is 1 if a GPU would refuse a launch.
 """
 import re
 import sys
+from concurrent.futures import ProcessPoolExecutor  # in threads NVRTC compiles one program at a time
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -13,7 +18,14 @@ import numpy as np
 from dev.common.config import Config
 from dev.common.devices import Cuda
 from dev.common.gpus import GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block
+from dev.common.nvrtc import compile_cuda
 from dev.common.seams import GPT2
+from dev.llama3.train_llama3 import Llama3
+from dev.memory.fit import Fitting
+from dev.precision.fp8 import Fp8, Fp8Llama, Fp8Model
+from dev.precision.fp8_all import Fp8All
+from dev.precision.fp8_head import Fp8Head
+from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import SIZES, pack_batch, read_kernels
 
 
@@ -50,20 +62,24 @@ NEEDS = {
 
 
 class Noting(Cuda):
-    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. arrays: the values of the
-    arrays that launches read (see SIZES)."""
+    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. place: its compute
+    capability; arrays: the values of the arrays that launches read (see SIZES)."""
+    place = arrays = None
 
-    def __init__(self, capability, arrays, *args):
-        self.arrays, self.launched, self.faults = arrays, [], []
+    def __init__(self, *args):
+        self.launched, self.faults = [], []
         cuda = mock.MagicMock()
         for name in ("CUDARuntimeError", "CUDADriverError", "CompileException"):
             for place in (cuda.runtime, cuda.driver, cuda.compiler):
                 setattr(place, name, type(name, (Exception,), {}))
-        cuda.Device = lambda: SimpleNamespace(compute_capability=digits(capability),
-                                              attributes=attributes_of(GPUS[capability]))
+        cuda.Device = lambda: SimpleNamespace(compute_capability=digits(self.place),
+                                              attributes=attributes_of(GPUS[self.place]))
         fake = SimpleNamespace(cuda=cuda)
         with mock.patch.dict(sys.modules, {"cupy": fake}):
             super().__init__(*args)
+
+    def __str__(self):
+        return f"{GPUS[self.place].name}, {self.dtype}"
 
     def compile(self, sources):
         self.kernels = read_kernels(sources)
@@ -82,6 +98,9 @@ class Noting(Cuda):
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         self.gelu_of_product(out, gelu, dgelu_at)
 
+    def multiply_twins(self, *args):
+        pass
+
     def launch(self, name, items, *args, threads=None, shared=0):
         grid, (threads,), _ = self.kernels[name].plan(items, args, self.W, threads)
         self.launched.append(Launch(name, grid, threads, shared))
@@ -92,12 +111,25 @@ class Noting(Cuda):
             self.faults.append(f"{name} needs {needed:,} {what}, and there are {there:,}")
 
 
+class Roomy(Fitting):
+    """A model on a GPU with any amount of memory."""
+
+    @classmethod
+    def memory(cls, c, device, B, T):
+        return 0, 0, B
+
+
 def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024, beside=(), hopper=False):
     """(the set of the launches of a training step and of a forward pass, what their kernels do not get). hopper:
-    whether kernels are compiled with -DHOPPER."""
-    device = Noting(capability, arrays, dtype.replace("fp8", "bf16"), c, beside)
+    whether kernels are compiled with -DHOPPER. Raises UserError if the model is refused."""
+    layers, kinds = [Roomy], [Noting]
+    if dtype == "fp8":
+        layers = [*[Fp8Llama] * issubclass(Model, Llama3), Fp8Head, Fp8Model, Roomy,
+                  *[Fp8All] * (not issubclass(Model, Llama3))]
+        kinds = [Fp8, Noting]
+    device = type("Device", (*kinds,), dict(place=capability, arrays=arrays))(dtype, c, beside)
     device.hopper = hopper
-    model = Model(c, device, B, T)
+    model = type("Model", (*layers, Model), {})(c, device, B, T)
     tokens = np.zeros((B, T), np.int32)
     with mock.patch.object(model, "report", lambda: SimpleNamespace(loss=0)):
         model.train_step(pack_batch(tokens, tokens))
@@ -118,3 +150,51 @@ def faults_of_launches(capability, launches, used):
         if max(launch.grid[1:], default=1) > 65535 or launch.grid[0] >= 2**31:
             faults.append(f"{launch.kernel}: no GPU has a grid of {launch.grid} blocks")
     return faults
+
+
+# Models with long rows or wide heads: {dtype: [(C, NH)]}. Some GPUs' shared memory is too small for them.
+WIDE = {"fp32": [(4160, 65), (5120, 40), (6944, 217), (1152, 8), (1280, 8), (2048, 8)],
+        "tf32": [(5120, 40), (1280, 8)],
+        "bf16": [(12288, 96), (19328, 302), (2048, 8), (2560, 8)]}
+
+
+def compiled(capability, dtype, c):
+    """(registers and shared memory of each kernel, arrays for the host, with -DHOPPER?) as FastCuda compiles them."""
+    hopper = (capability, dtype) == ("9.0", "bf16") and c.C // c.NH in range(64, 129, 8)
+    text = "".join(path.read_text("utf-8") for path in c.SOURCES)
+    flags = [*Cuda.OPTIONS, f"-D{dtype.upper()}", *["-DHOPPER"] * hopper, *c.switches()]
+    _, used, arrays = compile_cuda(text, f"sm_{digits(capability)}{'a' if capability == '9.0' else ''}", flags)
+    return used, arrays, hopper
+
+
+def verdict(capability, dtype, c, used, arrays, hopper=False):
+    """(why this model is refused on a GPU, or ""; faults: what the GPU would refuse in a step)."""
+    try:
+        launches, missing = launches_of(capability, dtype, c, arrays, B=2, T=64, hopper=hopper)
+    except UserError as e:
+        return str(e), []
+    return "", [*missing, *faults_of_launches(capability, launches, used)]
+
+
+def verdict_of(capability, dtype, c):
+    return verdict(capability, dtype, c, *compiled(capability, dtype, c))
+
+
+def main():
+    wanted = sys.argv[1:] or [*GPUS]
+    if wrong := [name for name in wanted if name not in GPUS]:
+        raise UserError(f"{wrong[0]}: expected compute capabilities, of {', '.join(GPUS)}")
+    failed = False
+    with ProcessPoolExecutor() as pool:
+        jobs = [(capability, dtype, c, pool.submit(verdict_of, capability, dtype, c))
+                for capability in wanted for dtype, shapes in WIDE.items() if dtype == "fp32" or capability != "7.5"
+                for c in (Config(L=1, C=C, NH=NH) for C, NH in shapes)]
+        for capability, dtype, c, job in jobs:
+            refusal, faults = job.result()
+            failed = failed or bool(faults)
+            print(f"{GPUS[capability].name:9} {dtype} C={c.C} NH={c.NH}: {refusal or '; '.join(faults) or 'runs'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,69 @@
+"""How much of the host's memory a process can have. A container has less than its machine: Linux kills a process at the
+limit of its control group."""
+import os
+import re
+import resource
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+
+class Controller(NamedTuple):
+    """Where a version of Linux's control groups keeps what: the file of the limit, the file of the usage, and the
+    numbers in memory.stat of what it gives back when memory gets short."""
+    folder: str
+    limit: str
+    usage: str
+    given_back: tuple
+
+
+VERSION_1 = Controller("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+                       ("total_inactive_file", "total_active_file"))
+VERSION_2 = Controller("sys/fs/cgroup", "memory.max", "memory.current",
+                       ("inactive_file", "active_file", "slab_reclaimable"))
+OF_THREADS = 2**28  # bytes of addresses for each core: the stacks of its threads, and malloc's arenas
+
+
+def free_in_groups(root):
+    """The bytes that are free in each of this process's control groups that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind = VERSION_1 if controllers else VERSION_2
+        # A group that contains this one has a limit, too. In a container the name may be the host's: then only the last
+        # folder is there, and it is the container's group.
+        for group in (PurePosixPath(name), *PurePosixPath(name).parents):
+            folder = root / kind.folder / str(group).lstrip("/")
+            try:
+                limit, usage = (int((folder / name).read_text()) for name in (kind.limit, kind.usage))
+                stat = dict(re.findall(r"(\w+) (\d+)", (folder / "memory.stat").read_text()))
+                yield limit - usage + sum(int(stat.get(name, 0)) for name in kind.given_back)
+            except (OSError, ValueError):  # the folder is not there, or the limit is "max"
+                continue
+
+
+def free_of_machine(root):
+    try:
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())[1])
+    except (OSError, TypeError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_addresses(root):
+    """The bytes below `ulimit -v`, without what threads will reserve; none if there is no such limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        limit -= OF_THREADS * os.cpu_count()
+        try:
+            yield limit - os.sysconf("SC_PAGE_SIZE") * int((root / "proc/self/statm").read_text().split()[0])
+        except OSError:  # not Linux
+            yield limit
+
+
+def available_memory(root=Path("/")):
+    """How many bytes of the host's memory can be allocated."""
+    return max(0, min([free_of_machine(root), *free_in_groups(root), *free_addresses(root)]))
