@@ -68,7 +68,7 @@ class Named:
         try:
             super().choose_model()
         except UserError as e:
-            found = hasattr(self, "config")  # and something else is wrong
+            found = self.config is not None  # and something else is wrong
             raise UserError(str(e) if found or not name else f"{e}{remedy(name)}") from None
 
     def data_paths(self):

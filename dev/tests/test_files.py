@@ -320,7 +320,7 @@ def token_order(device_name, folder):
     in_order = [0 + 16 * i for i in range(12)] + [1000 + 16 * i for i in range(5)] + [2000]
     one, several = str(folder / "part_0.bin"), str(folder / "part_*.bin")
     for Loader in (DataLoader, FilesLoader):
-        found = starts(Loader(one, 2, 8, WORDS), 13)
+        found = starts(Loader(one, 2, 8, WORDS if Loader is FilesLoader else WORDS.V), 13)
         yield f"one file, in order, {Loader.__name__}", np.array(found), np.array([*in_order[:12], 0]), EXACT
     shuffled = [16 * i for i in (1, 0, 9, 10, 5, 8, 3, 2, 4, 11, 7, 6)]
     yield "one file, shuffled", np.array(starts(FilesLoader(one, 2, 8, WORDS, True), 12)), np.array(shuffled), EXACT

@@ -1,0 +1,127 @@
+"""The lines that features repeat are still the trainer's.
+
+    python -m dev.tests.test_seams
+
+dev/common/seams.py cuts the trainer's longer methods into parts, dev/gpu/fused_biases.py has its own
+layer_backward, dev/memory/recompute.cu repeats a kernel. If a line changes in the trainer, it has to
+change there too.
+"""
+import ast
+import contextlib
+import dataclasses
+import functools
+import io
+import re
+from pathlib import Path
+from unittest import mock
+
+import train_gpt2
+from dev import features
+from dev.common.config import Config
+from dev.cpu.device import Cpu
+from dev.tests.checks import TINY, check, run_program
+from dev.tests.trainings import two_token_files
+
+TOP = Path(__file__).resolve().parents[2]
+SEAMS, TRAINER = "dev/common/seams.py", "train_gpt2.py"
+# (the trainer's class and method; where its lines stand again; its lines that stand there in other words)
+REPEATED = [
+    ("GPT2.set_parameters", SEAMS, ["for views in self.master:"]),
+    ("GPT2.layer_views", SEAMS, ["return SimpleNamespace(**{row.name: getattr(views, row.name)[l] for row in table "
+                                 "if row.layers})"]),
+    ("GPT2.head_forward", SEAMS, ["self.device.matmul(logits, self.acts.lnf[rows], self.params.wte.T)"]),
+    ("GPT2.head_backward", SEAMS, ["matmul(dlnf, dlogits, self.params.wte)",
+                                   "matmul(self.grads.wte, dlogits.T, self.acts.lnf[rows], accumulate=adds)"]),
+    ("GPT2.update_pass", SEAMS, [
+        "launch = self.device.launch", "gradients = arenas['gradients']",
+        "launch('global_norm', blocks, adam.norm, gradients, n)", "launch('judge', 1, adam.verdict, adam.norm)",
+        "launch('adamw', n, arenas['parameters'], arenas.get('low bits'), gradients, arenas['adam m'], "
+        "arenas['adam v'], adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)"]),
+    ("Training.train", SEAMS, [
+        "for step in range(self.model.step, flags.steps + 1):", "last = step == flags.steps",
+        "if flags.val_every and (step % flags.val_every == 0 or last):", "self.validate()",
+        "if flags.sample_every and step > 0 and (step % flags.sample_every == 0 or last):", "if last:",
+        "self.save(step)", "break", "begun = time.perf_counter()", "rate = self.learning_rate(step)",
+        "self.model.train_step(*batches, learning_rate=rate, **adamw)", "verdict = self.model.verdict()",
+        "self.report(step + 1, rate, verdict, time.perf_counter() - begun)"]),
+    ("Training.announce", SEAMS, [
+        "flags = self.flags", "c = self.config",
+        "print(f'data         | {self.train_data} (-i), {self.val_data.path} (-j)')",
+        "for arena, table in GPT2.tables(c, self.device, B, T).items():"]),
+    ("GPT2.norm_backward", "dev/gpu/fused_biases.py", [
+        "N, C = inp.shape", "partials = self.back.partials",
+        "self.device.launch('layernorm_backward', blocks, dx, partials, dout, inp, weight, mean, rstd, N, "
+        "threads=threads, shared=shared)", "blocks, threads, shared = layernorm_backward_launch(self.device, N)",
+        "self.device.launch('add_partials', (C, 2), dweight, dbias, partials, blocks, C, self.micro > 0)"]),
+]
+
+
+@functools.cache
+def statements(path, *names):
+    """The statements of a file, of a class, or of a method, as ast writes them, each on its own: of an `if` or a loop
+    the first line."""
+    tree = ast.parse((TOP / path).read_text(encoding="utf-8"))
+    for name in names:
+        tree = next(node for node in tree.body if getattr(node, "name", None) == name)
+    found = []
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.stmt) and node is not tree and not is_text:
+            found.append(ast.unparse(node).split("\n")[0])
+    return found
+
+
+def repeated_lines():
+    """Each of a method's lines stands in the file that repeats it, but for those that the table lists."""
+    for method, path, others in REPEATED:
+        own, there = statements(TRAINER, *method.split(".")), statements(path)
+        missing = [line for line in own if line not in there and line not in others]
+        check(f"{method} in {path}", not missing, missing)
+        stale = [line for line in others if line not in own]
+        check(f"{method}: the lines that differ are the trainer's", not stale, stale)
+
+
+def body_of(path, kernel):
+    """The lines of a kernel between its braces, without white space, and with v for x: the stream is x there."""
+    text = (TOP / path).read_text(encoding="utf-8")
+    start = text.index("{\n", text.index(f" {kernel}("))
+    body = text[start : text.index("\n}", start)]
+    return [re.sub(r"\s", "", line) for line in body.splitlines() if line.strip()]
+
+
+def repeated_kernels():
+    """dev/memory's kernel differs from the trainer's in what it reads and where it writes the sum, and no more."""
+    own, there = (body_of(*where) for where in (("kernels.cu", "residual_layernorm_forward"),
+                                                ("dev/memory/recompute.cu", "residual_layernorm_into")))
+    check("residual_layernorm_into has as many lines", len(own) == len(there), f"{len(own)} {len(there)}")
+    differ = [(a, b) for a, b in zip(own, there) if a != b]
+    check("residual_layernorm_into differs in few lines", len(differ) <= 4, differ)
+
+
+def plain_program(folder):
+    """The trainer's own classes, which features replace, train as a run with dev/ does: the same lines and bits."""
+    two_token_files(folder)
+    flags = ["-e", str(TINY), "-b", "2", "-t", "8", "-d", "32", "-x", "3", "-v", "2", "-m", "1", "-s", "2", "-g", "3",
+             "-u", "2", "-q", "0.1", "--dtype", "fp32", "-i", str(folder / "tokens.bin"),
+             "-j", str(folder / "tokens.bin"), "-o"]
+    alone, featured = io.StringIO(), io.StringIO()
+    device = mock.patch.object(train_gpt2, "FastCuda", lambda dtype, c: Cpu(dtype, Config(*dataclasses.astuple(c))))
+    with device, contextlib.redirect_stdout(alone):
+        train_gpt2.Training(train_gpt2.parse_flags([*flags, str(folder / "alone")])).run()
+    with contextlib.redirect_stdout(featured):
+        features.main(["--device", "cpu", *flags, str(folder / "featured")])
+
+    def lines(printed):
+        text = re.sub(r" \| lr.*", "", printed.getvalue())
+        return re.findall(r"(?m)^(?:step|val loss|generating:|\[).*$", text.replace("<", "["))
+
+    own, theirs = lines(alone), lines(featured)
+    check("as many lines, and three steps", len(own) == len(theirs) and sum("step" in line for line in own) == 3, own)
+    check("the same losses", [line for line in own if "loss" in line] == [line for line in theirs if "loss" in line],
+          (own, theirs))
+    weights = [(folder / name / "model_00000003.bin").read_bytes() for name in ("alone", "featured")]
+    check("the same weights", weights[0] == weights[1] != Path(TINY).read_bytes())
+
+
+if __name__ == "__main__":
+    run_program((repeated_lines, repeated_kernels, plain_program))
