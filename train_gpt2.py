@@ -397,7 +397,7 @@ class GPT2:
     def attention_forward(self, out, lse, qkv):
         """out (N,C) = softmax(q k' / sqrt(HS)) v for each head, where a token sees itself and those
         before it. Attention is the only part of a layer that mixes tokens. It keeps lse (B*NH,T),
-        from which the backward pass recomputes the softmax."""
+        from which the backward pass computes the softmax again."""
         B, T = self.BT
         NH = self.config.NH
         sizes = self.device.attention_sizes  # a block has `rows` tokens of a head
@@ -1278,7 +1278,8 @@ class Parser(argparse.ArgumentParser):
 def parse_flags(arguments=None):
     """The flags of a command line."""
     parser = Parser(description="Train GPT-2 from raw kernels.", allow_abbrev=False)
-    for letter, name, kind, default, text in FLAGS:
+    for letter, name, *more in FLAGS:
+        kind, default, text = more
         form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=FLAG_TYPES[kind])
         if kind == "switch":
             form |= dict(nargs="?", const=1)  # the flag by itself
@@ -1316,8 +1317,13 @@ REDUCE_IN_COMPUTE_TYPE = 2  # sums of several parts of a product are added up in
 
 
 def pointer(array):
-    """A CuPy array's address; 0, a null pointer, for None."""
+    """A CuPy array's address, a number; 0 for None."""
     return 0 if array is None else array.data.ptr
+
+
+def address(array):
+    """The same for ctypes."""
+    return ctypes.c_void_p(pointer(array))
 
 
 def aligned_bytes(size):
@@ -1427,15 +1433,15 @@ class FastCuda(Cuda):
 
     def multiply(self, plan, algorithm, out, a, b, accumulate):
         """Queue a described product."""
-        description, of_b, of_a, of_out = plan
+        description, *matrices = plan  # b, a and out
         one = ctypes.c_float(1)
         beta = ctypes.c_float(accumulate)
-        a, b, out, workspace = (ctypes.c_void_p(x.data.ptr) for x in (a, b, out, self.workspace))
-        self.call("Matmul", self.handle, description, ctypes.byref(one), b, of_b, a, of_a,
-                  ctypes.byref(beta), out, of_out, out, of_out,  # read times beta, and written
-                  ctypes.c_void_p(algorithm.ctypes.data), workspace,
-                  ctypes.c_size_t(self.WORKSPACE),
-                  ctypes.c_void_p(self.cupy.cuda.get_current_stream().ptr))
+        stream = self.cupy.cuda.get_current_stream()
+        to = address(out), matrices[2]  # out is read times beta, and written
+        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), matrices[0],
+                  address(a), matrices[1], ctypes.byref(beta), *to, *to,
+                  ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
+                  ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream.ptr))
 
     def create(self, kind, *args, table=None, attributes=()):
         """An object of cuBLASLt with these attributes, whose numbers and types are in a table."""
@@ -1450,7 +1456,8 @@ class FastCuda(Cuda):
 
     def call(self, name, *args):
         """Call a function of cuBLASLt."""
-        status = getattr(self.library, f"cublasLt{name}")(*args)
+        function = getattr(self.library, f"cublasLt{name}")
+        status = function(*args)
         if status:
             self.cupy.cuda.runtime.deviceSynchronize()  # raises the error of an earlier kernel
             raise UserError(f"cublasLt{name} failed with status {status}; {self.AVOID}")
@@ -1505,7 +1512,7 @@ class FastCuda(Cuda):
             steps = numbers(ctypes.c_uint32, 1, 1, 1, 1)
             status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
                 ctypes.c_void_p(made.ctypes.data), 9, 4,  # bf16, four dimensions
-                ctypes.c_void_p(array.data.ptr), sizes, strides, box, steps,
+                address(array), sizes, strides, box, steps,
                 0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time, zeros beyond
             if status:
                 raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {T=}, "

@@ -198,7 +198,7 @@ FEATURES = [
     Feature("five products", lambda flags, ranks: is_fast(flags),
             "dev.gpu.attention_five:FiveProducts", "dev.gpu.attention_five:FiveProductsTraining"),
     Feature("gelu products", lambda flags, ranks: is_fast(flags) and flags.dtype == "bf16",
-            "dev.gpu.gelu_products:SummedProducts", "dev.gpu.gelu_products:GeluProducts"),
+            "dev.gpu.gelu_products:SummedProducts", "dev.gpu.gelu_products:GeluProducts", "GPT2"),
     Feature("products", lambda flags, ranks: is_fast(flags), training="dev.gpu.products:Timed"),
     Feature("no graph", lambda flags, ranks: not flags.graph,
             training="dev.common.devices:OneByOne"),

@@ -260,8 +260,14 @@ class Training(train_gpt2.Training):
         print(f"data         | {self.train_data} (-i), {self.val_path} (-j)")
         print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), "
               f"{flags.steps} steps (-x), an epoch has {self.epoch}")
+        if self.chapters():
+            print(f"chapters     | {', '.join(self.chapters())} (dev/gpu; --plain 1: without)")
         for arena, table in self.Model.tables(c, self.device, B, T).items():
             print(f"{arena:12} | {offsets(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors")
+
+    def chapters(self):
+        """What this run has for speed alone beyond the two files."""
+        return []
 
     def make_model(self):
         """The model, with the parameters that it starts from."""

@@ -72,6 +72,11 @@ class FiveProducts:
 class FiveProductsTraining:
     """A run of such a model; its device has attention_five.cu, too, which is for Hopper alone."""
 
+    def chapters(self):
+        c = self.config
+        found = self.device.hopper and c.C // c.NH == HS
+        return [*super().chapters(), *["attention in five products"] * found]
+
     def make_device(self, *beside):
         c = self.config
         fits = (capability() == HOPPER and self.flags.dtype in ("bf16", "fp8")

@@ -144,6 +144,9 @@ class FusedBiasesTraining:
         kind = super().device_class()
         return kind if self.flags.dtype == "fp8" else with_summed_outputs(kind)
 
+    def chapters(self):
+        return [*super().chapters(), "fused biases"]
+
     def make_device(self, *beside):
         own = () if self.flags.dtype == "fp8" else (SOURCE,)
         return super().make_device(*beside, *own)

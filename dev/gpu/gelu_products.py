@@ -10,7 +10,7 @@ dev/tools/time_gelu.py checks the kernels and times them beside cuBLASLt.
 """
 from pathlib import Path
 
-from train_gpt2 import BF16
+from train_gpt2 import BF16, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE)
@@ -87,16 +87,19 @@ class GeluProducts:
     def device_class(self):
         return with_own_gelu(super().device_class())
 
+    def chapters(self):
+        return [*super().chapters(), *["GELU products"] * self.device.hopper]
+
 
 class SummedProducts:
     """A model on such a device: the product that computed dfch has summed it for its bias."""
 
     def layer_backward(self, l):
-        self.device.sums = getattr(self.back, "sums", None)  # Llama 3 has neither biases nor GELU
+        self.device.sums = self.back.sums
         super().layer_backward(l)
 
     def bias_backward(self, dbias, dout):
         """As GPT2.bias_backward."""
         if self.device.summed is not dout:
             return super().bias_backward(dbias, dout)
-        return dbias, -(-len(dout) // HEIGHT), dout.shape[1]
+        return dbias, ceil_div(len(dout), HEIGHT), dout.shape[1]

@@ -30,6 +30,9 @@ class LateReports:
         base = super().device_class()
         return type(base.__name__, (Fetching, base), {})
 
+    def chapters(self):
+        return [*super().chapters(), "late reports"]
+
     def finish(self, queued):
         wait = self.device.fetch(self.model.adam.verdict)  # before a report uses the device
         self.report_late()

@@ -72,3 +72,6 @@ class Timed:
 
     def device_class(self):
         return with_timed_products(super().device_class())
+
+    def chapters(self):
+        return [*super().chapters(), "timed products"]
