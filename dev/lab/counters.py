@@ -15,13 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dev.common.config import Config
 from dev.common.devices import make_device
 from dev.lab import traffic  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
 
 KERNELS = (("residual_forward", 3), ("permute", 1), ("unpermute", 2), ("softmax_forward", 1), ("softmax_forward", 3),
            ("layernorm_forward", 4), ("layernorm_backward", 2), ("encoder_backward", 1), ("matmul_backward_bias", 2),

@@ -2,14 +2,14 @@
 memory, and how many of its blocks fit on a multiprocessor."""
 import re
 
-from dev.common.gpus import GPUS as ALL_GPUS
-from dev.common.gpus import REGISTERS, STATIC, blocks_that_fit
+from dev.common.devices import Cuda
+from dev.common.gpus import REGISTERS, STATIC, GPUS as ALL_GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, compile_cuda, include_flags
 from dev.common.student_text import for_gpu
 from dev.lab.explain import quoted
 from dev.lab.ladder import LAB, parse_sizes
 from dev.lab.submission import MODEL, code_of, exercise_of, read_submission
-from train_gpt2 import Cuda, read_kernels
+from train_gpt2 import read_kernels
 
 WARPS = 64  # of a multiprocessor, on both GPUs
 GPUS = {"sm_80": ALL_GPUS["8.0"], "sm_90a": ALL_GPUS["9.0"]}

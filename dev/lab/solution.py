@@ -3,13 +3,13 @@ import difflib
 import re
 from pathlib import Path
 
+from dev.common.config import Config
 from dev.common.cuda_source import without_comments
 from dev.lab.exercises import EXERCISES, PREFIX, command
 from dev.lab.ladder import find_ladder
 from dev.lab.submission import DECLARATION, exercise_of, signature
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
 
 
 def lines_of_kernel(text, run):

@@ -4,11 +4,11 @@ import re
 
 from dev.common.cuda_source import parameters_of, read_kernels
 
+from dev.common.config import Config
 from dev.common.cuda_source import without_comments
 from dev.lab.exercises import EXERCISES, PREFIX, command, exercise_names, version_of
 from dev.lab.ladder import KERNELS, find_ladder
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config
 
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it, in front of a student's file: HS is 64
 DECLARATION = r'(BLOCK\([^;{}]*?\))\s*extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?%s\(([^)]*)\)'

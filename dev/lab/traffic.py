@@ -18,16 +18,17 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, which says how its threads wait
 
 from dev.common.cache import read_cache, write_cache
-from dev.cpu import device as cpu_device
-from dev.cpu import traffic
+from dev.common.config import Config
+from dev.cpu import device as cpu_device, traffic
 from dev.cpu.races import finds_races
 from dev.lab import draw_traffic
 from dev.lab.bench import Bench
-from dev.lab.ladder import LAB, asked_sizes, find_ladder, kernel_names, launched_by, model_of, parse_sizes
+from dev.lab.ladder import (LAB, MODELS, asked_sizes, config_of, find_ladder, kernel_names, launched_by, model_of,
+                            parse_sizes)
 from dev.lab.submission import exercise_of, read_submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import Config, read_kernels
+from train_gpt2 import read_kernels
 
 # Sizes with many rows of several hundred numbers, and several blocks. Kernels of two or more rows of numbers at a time,
 # such as products, get shorter rows, since the CPU takes 100 ns for each access.
@@ -67,9 +68,9 @@ def together(ladder, version, dtype, known):
 
 
 @functools.cache
-def device_of(dtype, C, NH, sources, only):
+def device_of(dtype, model, sources, only):
     with contextlib.redirect_stdout(None):
-        return traffic.CountingCpu(dtype, Config(C=C, NH=NH), sources, only=set(only))
+        return traffic.CountingCpu(dtype, config_of(*model), sources, only=set(only))
 
 
 def traffic_of(what, sizes=None, dtype="fp32"):
@@ -81,13 +82,13 @@ def traffic_of(what, sizes=None, dtype="fp32"):
     if isinstance(what, Path):
         ladder, version = read_submission(what)
         sources, only = (LAB / "tiles.cu", what.resolve()), (exercise_of(what)[1],)
-        C, NH = 768, 12  # as exercises are compiled
+        model = MODELS[0]  # as exercises are compiled
     else:
         ladder = find_ladder(what[0])
         version, sources = ladder.versions[what[1] - 1], tuple(sources_of([what[0]]))
         only = together(ladder, version, dtype, launched_by([what[0]], read_kernels([*Config.SOURCES, *sources])))
-        C, NH = model_of(ladder, sizes or sizes_of(ladder))
-    device = device_of(dtype, C, NH, sources, only)
+        model = model_of(ladder, sizes or sizes_of(ladder))
+    device = device_of(dtype, model, sources, only)
     bench = Bench(ladder._replace(compiled_for=""), device, sizes or sizes_of(ladder))
     if not bench.fits(version):
         raise UserError(f"{ladder.name}: this version does not do {text_of(sizes or sizes_of(ladder))} in {dtype}")

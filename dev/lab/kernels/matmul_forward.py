@@ -1,6 +1,6 @@
 """out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC)"""
+from dev.common.devices import Cuda
 from dev.lab.ladder import DTYPES, Ladder, Version
-from train_gpt2 import Cuda
 
 # For sums of some thousand products. Tensor cores truncate their sums.
 MATMUL_LIMITS = dict(fp32=2e-5, tf32=1e-3, bf16=1e-4)
