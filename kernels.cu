@@ -967,7 +967,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         hide_future<true>(dscores, 0.0f, own, walk.row);
         if (!OVERLAP) multiply(dv, weights, douts);         // (or here)
         multiply(dk, dscores, queries);                     // dK = dK + dS' Q
-        if (!OVERLAP) {
+        // Also before the next head: a slab may skip its first tile, and with it the wait there.
+        if (!OVERLAP || (GROUP > 1 && walk.row + TILE >= T)) {
             products_arrive<0>(dv);
             products_arrive<0>(dk);
         }

@@ -5,40 +5,38 @@
 static_assert(ROWS >= 64, "fused_biases.py has room for the sums of blocks of at least 64 rows");
 
 // store_rows has stored a tile. This adds up its columns into the block's row of sums (B, blocks of
-// rows, heads, HS), unless sums is null. Each lane adds up what it has stored. A warp leaves these
-// sums where its rows were in the tile.
+// rows, heads, HS), unless sums is null. Lanes that have the same columns of a warp's rows add up what
+// they have stored. They leave these sums where the warp's rows begin in the tile.
 __device__ void store_column_sums(float* sums, Head head, const Own& own, const real* tile) {
-    constexpr int per_warp = 32 / HEAD_LANES;  // lanes that share a column
-    constexpr int rows_of_warp = 16 * M * LD * sizeof(real) / sizeof(float);  // in floats
-    static_assert(per_warp * HP <= rows_of_warp);
-    if (!sums) return;
-    float* of_lanes = reinterpret_cast<float*>(const_cast<real*>(tile));
-    int in_block = own.warp - own.first, lane = threadIdx.x % 32, r0 = lane / HEAD_LANES;
-    int warp = threadIdx.x / 32;
+    constexpr int shares = 32 / HEAD_LANES;  // of a column's sum in a warp
     constexpr int packs = (HS + HEAD_LANES * HEAD_PACK - 1) / (HEAD_LANES * HEAD_PACK);
+    static_assert(shares * HP * sizeof(float) <= 16 * M * 64 * sizeof(real) || LD < 64);
+    static_assert(shares * HP * sizeof(float) <= 16 * M * LD * sizeof(real));
+    if (!sums) return;
+    auto sums_of_warp = [&](int warp) {
+        return reinterpret_cast<float*>(const_cast<real*>(tile) + in_tile(16 * M * warp, 0));
+    };
+    int in_block = own.warp - own.first, lane = threadIdx.x % 32, share = lane / HEAD_LANES;
     Pack<HEAD_PACK> sum[packs] = {};
+    auto column = [&](int k) { return (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK; };
 #pragma unroll
-    for (int k = 0; k < packs; k++) {
-        int c = (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK;
-        if (c >= HS) break;
+    for (int k = 0; k < packs; k++)
+        if (column(k) < HS)
 #pragma unroll
-        for (int r = r0; r < 16 * M; r += per_warp)
-            if (own.warp + r < head.T)
-                sum[k] = sum[k] + load<HEAD_PACK>(tile + in_tile(in_block + r, c));
-    }
+            for (int r = 0; r < 16 * M; r += shares)
+                if (own.warp + r + share < head.T)
+                    sum[k] = sum[k] + load<HEAD_PACK>(tile + in_tile(in_block + r + share, column(k)));
     __syncwarp();
 #pragma unroll
-    for (int k = 0; k < packs; k++) {
-        int c = (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK;
-        if (c < HS) store(of_lanes + warp * rows_of_warp + r0 * HP + c, sum[k]);
-    }
+    for (int k = 0; k < packs; k++)
+        if (column(k) < HS) store(sums_of_warp(threadIdx.x / 32) + share * HP + column(k), sum[k]);
     __syncthreads();
     int blocks = (head.T + ROWS - 1) / ROWS;
     size_t row = ((size_t)head.b * blocks + own.first / ROWS) * head.heads + head.h;
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         float total = 0.0f;
-        for (int i = 0; i < WARPS * per_warp; i++)
-            total += of_lanes[i / per_warp * rows_of_warp + i % per_warp * HP + c];
+        for (int i = 0; i < WARPS * shares; i++)
+            total += sums_of_warp(i / shares)[i % shares * HP + c];
         sums[row * HS + c] = total;
     }
 }

@@ -21,7 +21,7 @@ from dev.lab.bench import Bench
 from dev.lab.causes import wrong_number
 from dev.lab.exercises import EXERCISES, checks_of
 from dev.lab.explain import quoted
-from dev.lab.ladder import LAB, model_of, parse_sizes
+from dev.lab.ladder import LAB, config_of, model_of, parse_sizes
 from dev.lab.submission import read_submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
@@ -68,8 +68,8 @@ def time_file(path):
     Times. Raises UserError."""
     ladder, mine = read_submission(path)
     sizes = parse_sizes(ladder.shape)
-    C, NH = model_of(ladder, sizes)
-    device = compiled(device_class("cuda"), Config(C=C, NH=NH), sources_of([ladder.name]), path)
+    c = config_of(*model_of(ladder, sizes))
+    device = compiled(device_class("cuda"), c, sources_of([ladder.name]), path)
     with device.cupy.cuda.Stream(non_blocking=True):
         bench = Bench(ladder, device, sizes, timing.cold(device))
 

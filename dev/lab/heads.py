@@ -1,6 +1,4 @@
 """Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
-from types import SimpleNamespace
-
 import numpy as np
 
 from dev.common.seams import GPT2
@@ -17,9 +15,12 @@ LONG_GROUPS = (*GROUPS, "B=1,T=150,NH=4,NKV=2,HS=128")
 # For the trainer's version only: heads of odd sizes, and more of them than SECTION in kernels.cu.
 ODD_HEADS = ("B=1,T=40,NH=2,HS=32", "B=1,T=64,NH=3,HS=32", "B=2,T=70,NH=33,HS=32", "B=1,T=300,NH=2,HS=64",
              "B=1,T=150,NH=5,HS=72", "B=1,T=130,NH=4,HS=100")
+SOME_HEADS = (*LONG_HEADS, "B=2,T=70,NH=33,HS=32", "B=1,T=150,NH=5,HS=72")  # of ReLU, which is compiled for each
 ODD_GROUPS = ("B=3,T=5,NH=44,NKV=22,HS=3", "B=2,T=27,NH=8,NKV=1,HS=6", "B=1,T=40,NH=2,NKV=1,HS=32",
               "B=1,T=260,NH=2,NKV=1,HS=128")
 
+
+SOME_GROUPS = (GROUPS[1], LONG_GROUPS[-1], ODD_GROUPS[1])
 
 # Attention in fp32 on a GPU is sums that tensor cores truncate: 1e-5 for a head of 128 channels. In tf32 and bf16
 # weights are rounded on the way.
@@ -143,19 +144,32 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
     return inputs, dict(dqkv=join(dq, dk, dv)), dict(dqkv=join(*terms))
 
 
-def launch_trainers(device, a, kernel, *arrays, tiled):
-    """Launch a kernel of kernels.cu as the trainer does. tiled: the arrays that it reads in tiles."""
-    model = SimpleNamespace(device=device, config=a, BT=(a.B, a.T), scale=a.scale, relu=a.relu)
-    GPT2.attention(model, kernel, *arrays, *(x.reshape(a.B * a.T, -1) for x in tiled))
+def launch_trainers(device, a, kernel, heads, shared, *arrays, tiled):
+    """Launch an attention kernel of kernels.cu as the trainer does. tiled: the arrays that it reads in tiles."""
+    blocks = a.B * heads * -(-a.T // device.attention_sizes.rows)
+    device.launch(kernel, blocks, *arrays, *(x.reshape(a.B * a.T, -1) for x in tiled), a.scale, a.T, a.NH,
+                  threads=device.attention_sizes.threads, shared=shared)
 
 
 def trainers_forward(device, a):
-    launch_trainers(device, a, "attention_forward", a.out, a.lse, tiled=(a.qkv,))
+    shared = device.attention_sizes.shared_forward
+    launch_trainers(device, a, "attention_forward", a.NH, shared, a.out, a.lse, tiled=(a.qkv,))
 
 
-def trainers_backward(device, a, sums=None):
-    launch_trainers(device, a, "attention_backward_q", a.dqkv, sums, a.delta, a.lse, a.out, tiled=(a.qkv, a.dout))
-    launch_trainers(device, a, "attention_backward_kv", a.dqkv, sums, a.delta, a.lse, tiled=(a.qkv, a.dout))
+def trainers_backward_q(device, a):
+    shared = device.attention_sizes.shared_backward
+    launch_trainers(device, a, "attention_backward_q", a.NH, shared, a.dqkv, a.delta, a.lse, a.out,
+                    tiled=(a.qkv, a.dout))
+
+
+def trainers_backward_kv(device, a):
+    shared = device.attention_sizes.shared_backward
+    launch_trainers(device, a, "attention_backward_kv", a.NKV, shared, a.dqkv, a.delta, a.lse, tiled=(a.qkv, a.dout))
+
+
+def trainers_backward(device, a):
+    trainers_backward_q(device, a)
+    trainers_backward_kv(device, a)
 
 
 def lse_scratch(a):

@@ -2,6 +2,7 @@
 
 kernels/gelu_forward.py, and so on, stands beside gelu_forward.cu and holds LADDER, a Ladder.
 """
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from dev.common.config import Config
 from prepro_tinyshakespeare import UserError
 
 LAB = Path(__file__).resolve().parent
@@ -92,7 +94,7 @@ class Ladder(NamedTuple):
     sums: str = ""  # the outputs that are sums whose terms may cancel: see compare_output
     made_of: dict = {}  # {output: a function of a}, for an output that no kernel writes
     trainer_checks: tuple = ()  # more sizes, for the trainer's version only
-    compiled_for: str = ""  # "C" or "HS", if kernels.cu must be compiled for that size
+    compiled_for: str = ""  # "C" or "HS", if kernels.cu must be compiled for that size; "HS, GROUP, RELU": see Compiled
     beside: tuple = ()  # other kernels of the lab whose .cu must be compiled too
     limits: dict = {}  # {dtype: limit of the relative error}, if not KERNEL_LIMIT
     limits_of: dict = {}  # {output: such limits}, if one has its own
@@ -154,16 +156,47 @@ def asked_sizes(text, ladder):
     return sizes
 
 
-MODELS = ((768, 12), (96, 3), (1600, 20), (4096, 32))  # (C, NH) that kernels are compiled for, with HS = C / NH
+class Compiled(NamedTuple):
+    """What kernels.cu is compiled for: rows of C numbers, heads of C / NH, attention with `group` query heads to each
+    head of keys and values, and with ReLU in place of softmax."""
+    C: int
+    NH: int
+    group: int = 1
+    relu: int = 0
+
+
+MODELS = (Compiled(768, 12), Compiled(96, 3), Compiled(1600, 20), Compiled(4096, 32))
 
 
 def model_of(ladder, sizes, models=MODELS):
-    """The (C, NH) to compile kernels.cu for: the first of these models that fits the sizes, or else one made for them.
-    Few are better, since each compilation takes seconds."""
-    for C, NH in models:
-        if ladder.compiled_for in ("", "C" if sizes.get("C") == C else "HS" if sizes.get("HS") == C // NH else ""):
-            return C, NH
-    return (sizes["C"], sizes["C"] // 32) if ladder.compiled_for == "C" else (32 * sizes["HS"], 32)
+    """What to compile kernels.cu for: the first of these models, (C, NH), that fits the sizes, or else one made for
+    them, with the switches of the ladder. Few are better, since each compilation takes seconds."""
+    size, *switches = ladder.compiled_for.split(", ")
+    more = {}
+    if "GROUP" in switches and "NKV" in sizes:
+        more["group"] = sizes["NH"] // sizes["NKV"]
+    if "RELU" in switches:
+        more["relu"] = sizes.get("relu", inspect.signature(ladder.problem).parameters["relu"].default)
+    for C, NH, *_ in models:
+        if size in ("", "C" if sizes.get("C") == C else "HS" if sizes.get("HS") == C // NH else ""):
+            return Compiled(C, NH, **more)
+    return Compiled(*((sizes["C"], sizes["C"] // 32) if size == "C" else (32 * sizes["HS"], 32)), **more)
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchedConfig(Config):
+    """The Config of a Compiled: switches that have their default in kernels.cu are left out."""
+    group: int = 1
+    relu: int = 0
+
+    def switches(self):
+        more = {f"-DGROUP={self.group}": self.group > 1, "-DRELU=1": self.relu}
+        return [*super().switches(), *(switch for switch, there in more.items() if there)]
+
+
+def config_of(C, NH, group=1, relu=0):
+    """The Config to compile kernels.cu with."""
+    return SwitchedConfig(C=C, NH=NH, group=group, relu=relu)
 
 
 def describe_choice(choice):

@@ -23,7 +23,8 @@ from dev.cpu import device as cpu_device, traffic
 from dev.cpu.races import finds_races
 from dev.lab import draw_traffic
 from dev.lab.bench import Bench
-from dev.lab.ladder import LAB, asked_sizes, find_ladder, kernel_names, launched_by, model_of, parse_sizes
+from dev.lab.ladder import (LAB, MODELS, asked_sizes, config_of, find_ladder, kernel_names, launched_by, model_of,
+                            parse_sizes)
 from dev.lab.submission import exercise_of, read_submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError, run
@@ -67,9 +68,9 @@ def together(ladder, version, dtype, known):
 
 
 @functools.cache
-def device_of(dtype, C, NH, sources, only, students=()):
+def device_of(dtype, model, sources, only, students=()):
     with contextlib.redirect_stdout(None):
-        return traffic.CountingCpu(dtype, Config(C=C, NH=NH), sources, only=set(only), students=students)
+        return traffic.CountingCpu(dtype, config_of(*model), sources, only=set(only), students=students)
 
 
 def traffic_of(what, sizes=None, dtype="fp32"):
@@ -81,14 +82,14 @@ def traffic_of(what, sizes=None, dtype="fp32"):
     if isinstance(what, Path):
         ladder, version = read_submission(what)
         sources, only, students = (LAB / "tiles.cu", what.resolve()), (exercise_of(what)[1],), (what.resolve(),)
-        C, NH = 768, 12  # as exercises are compiled
+        model = MODELS[0]  # as exercises are compiled
     else:
         ladder = find_ladder(what[0])
         version, sources = ladder.versions[what[1] - 1], tuple(sources_of([what[0]]))
         only = together(ladder, version, dtype, launched_by([what[0]], read_kernels([*Config.SOURCES, *sources])))
-        C, NH = model_of(ladder, sizes or sizes_of(ladder))
+        model = model_of(ladder, sizes or sizes_of(ladder))
         students = ()
-    device = device_of(dtype, C, NH, sources, only, students)
+    device = device_of(dtype, model, sources, only, students)
     bench = Bench(ladder._replace(compiled_for=""), device, sizes or sizes_of(ladder))
     if not bench.fits(version):
         raise UserError(f"{ladder.name}: this version does not do {text_of(sizes or sizes_of(ladder))} in {dtype}")

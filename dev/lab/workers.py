@@ -15,17 +15,19 @@ from dev.common.config import Config
 from dev.common.devices import make_device
 from dev.lab import results, timing  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab.bench import Bench, noting
-from dev.lab.ladder import KERNELS, LAB, MODELS, describe_choice, find_ladder, launched_by, model_of, parse_sizes
+from dev.lab.ladder import (KERNELS, LAB, MODELS, config_of, describe_choice, find_ladder, launched_by, model_of,
+                            parse_sizes)
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import read_kernels
 
-BESIDE = [LAB.parent / f"{name}.cu" for name in ("llama3/llama3", "precision/moments", "variants/outliers")]
+BESIDE = [LAB.parent / f"{name}.cu" for name in (
+    "llama3/llama3", "precision/moments", "variants/outliers", "memory/recompute", "memory/recompute_llama")]
 
 
 class Task(NamedTuple):
     """What to do with a kernel."""
     device: str  # "cpu" or "cuda"
-    compiled: dict  # {(dtype, C, NH): the names of the kernels whose files are compiled together}
+    compiled: dict  # {(dtype, *Compiled): the names of the kernels whose files are compiled together}
     sizes: dict | None  # as asked for; None takes the kernel's own
     number: int | None  # of the version; None takes all
     dtypes: tuple
@@ -68,14 +70,14 @@ def sources_of(names):
 
 
 @functools.cache
-def device_of(name, dtype, C, NH, compiled):
+def device_of(name, dtype, C, NH, group, relu, compiled):
     """A device with kernels.cu, the features' files and the lab's files of some kernels. On a CPU only the kernels that
     they may launch are compiled, which halves the time."""
-    files, c = sources_of(compiled), Config(C=C, NH=NH)
+    files, c = sources_of(compiled), config_of(C, NH, group, relu)
     if name == "cuda":
         return make_device(name, dtype, c, beside=files)
     from dev.cpu.device import Cpu
-    return Cpu(dtype, c, files, only=launched_by(compiled, read_kernels([*Config.SOURCES, *files])))
+    return Cpu(dtype, c, files, only=launched_by(compiled, read_kernels([*c.SOURCES, *files])))
 
 
 def shapes_of(ladder, task):
@@ -292,7 +294,7 @@ def first_error(e):
 
 
 def keys_of(name, task):
-    """The keys that a task compiles a kernel for: {(dtype, C, NH): True}."""
+    """The keys that a task compiles a kernel for: {(dtype, *Compiled): True}."""
     ladder = find_ladder(name)
     return {(dtype, *model_of(ladder, sizes)): True for sizes in shapes_of(ladder, task) for dtype in task.dtypes
             if numbers_of(ladder, dtype, task.number)}

@@ -10,7 +10,7 @@ def problem(draw, B, T, C, V, share=10):
     """One word makes up `share` percent of the batch. Some words do not occur, and dwpe has rows beyond T."""
     N, often = B * T, draw.rng.random((B, T)) < share / 100
     tokens = np.where(often, V - 1, draw.words(V, B, T)).astype(np.int32)
-    batch, dout = carve(pack_batch(tokens)[0], batch_table(B, T)), draw(B, T, C)
+    batch, dout = carve(pack_batch(tokens, tokens)[0], batch_table(B, T)), draw(B, T, C)
     dwte, dwpe = draw.fp32(V, C), draw.fp32(T + 3, C)
     order = np.argsort(tokens.reshape(-1), kind="stable")
     words, starts = np.unique(tokens.reshape(-1)[order], return_index=True)

@@ -26,14 +26,17 @@ def in_place(a):
 
 def add_then_normalize(device, a):
     device.launch("fused_residual_forward1_add", a.N * a.C, a.residual, a.branch, a.N, a.C, threads=a.threads)
-    device.launch("residual_layernorm_forward", a.N, a.out, a.mean, a.rstd, a.copy, a.residual, None, None, a.weight,
-                  a.bias, a.N, threads=a.threads)
+    device.launch("residual_layernorm_forward", a.N, a.out, a.mean, a.rstd, a.copy, a.residual, None, a.weight, a.bias,
+                  a.N, threads=a.threads)
 
 
 def trainers(device, a):
-    before = a.residual if in_place(a) else a.before
-    device.launch("residual_layernorm_forward", a.N, a.out, a.mean, a.rstd, a.copy, a.residual, before, a.branch,
-                  a.weight, a.bias, a.N, threads=a.threads)
+    """The trainer's, or that of --recompute 2, in dev/memory/recompute.cu."""
+    kernel, given = "residual_layernorm_forward", (a.residual,)
+    if not in_place(a):
+        kernel, given = "residual_layernorm_into", (a.residual, a.before)
+    device.launch(kernel, a.N, a.out, a.mean, a.rstd, a.copy, *given, a.branch, a.weight, a.bias, a.N,
+                  threads=a.threads)
 
 
 LADDER = Ladder(

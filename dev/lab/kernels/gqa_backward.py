@@ -17,9 +17,10 @@ def by_rows(device, a):
 
 
 LADDER = Ladder(
-    backward_problem, "B=8,T=1024,NH=12,NKV=4,HS=64", heads.LONG_GROUPS, compiled_for="HS", fp32="lse delta",
+    backward_problem, "B=8,T=1024,NH=12,NKV=4,HS=64", heads.LONG_GROUPS, compiled_for="HS, GROUP, RELU",
+    fp32="lse delta",
     sums="dqkv",
-    trainer_checks=(*heads.ODD_GROUPS, *(f"{sizes},relu=1" for sizes in (*heads.LONG_GROUPS, *heads.ODD_GROUPS))),
+    trainer_checks=(*heads.ODD_GROUPS, *(f"{sizes},relu=1" for sizes in heads.SOME_GROUPS)),
     limits=ATTENTION_LIMITS | dict(tf32=1e-3),  # a product more than in the forward pass
     flops=lambda a: 10 * pairs_seen(a) * a.HS, versions=(
         Version("one thread per query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,

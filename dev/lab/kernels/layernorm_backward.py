@@ -3,6 +3,7 @@ import numpy as np
 
 from dev.lab.formulas import dlayernorm, moments
 from dev.lab.inputs import ODD_SHAPES
+from dev.lab.kernels.matmul_backward_bias import bias_shares
 from dev.lab.ladder import Ladder, Version
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
@@ -25,18 +26,19 @@ def problem(draw, B, T, C, linear=1):
 
 
 def add_partials(device, a, blocks):
-    device.launch("add_partials", (a.C, 3), a.dweight, a.dbias, a.before, None, a.partials, None, blocks, a.C, 0, 0,
-                  True)
+    device.launch("add_partials", (a.C, 2), a.dweight, a.dbias, a.partials, blocks, a.C, True)
 
 
 def blocks_and_partials(device, a):
     device.launch("layernorm_backward3", a.blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight,
                   a.mean, a.rstd, a.N)
     add_partials(device, a, a.blocks)
+    device.launch("add_partials", (a.C, 1), a.before, None, a.partials[2], a.blocks, a.C, True)
 
 
 def trainers(device, a):
-    """With the trainer's own grid, or with the blocks and rows that were chosen, if they fit."""
+    """With the trainer's own grid, or with the blocks and rows that were chosen, if they fit. As the trainer does, it
+    reads dresidual again for `before`."""
     blocks, threads, shared = layernorm_backward_launch(device, a.N)
     if a.grid:
         sizes = device.layernorm_sizes
@@ -45,6 +47,10 @@ def trainers(device, a):
     device.launch("layernorm_backward", blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
                   threads=threads, shared=shared)
     add_partials(device, a, blocks)
+    if a.before is not None:
+        shares = bias_shares(a.N)
+        device.launch("matmul_backward_bias", (a.C, shares), a.partials, a.dresidual, a.N, a.C)
+        device.launch("add_partials", (a.C, 1), a.before, None, a.partials, shares, a.C, True)
 
 
 # A mean of 50 deviations leaves (inp - mean) * rstd with an error of some 1e-6.
@@ -66,6 +72,7 @@ LADDER = Ladder(
                 scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
         Version("sums in registers, rows by asynchronous copies: the trainer's", trainers, threads=(),
                 more=dict(grid=(None, (1, 12), (2, 4), (5, 3), (9, 1))), trainer=True,
+                limits=dict(bf16=5e-3),  # `before` sums what was stored, rounded
                 scratch=lambda a: dict(partials=(3, PARTIAL_ROWS, a.C)), held_back={
                     "fp32": "the wait for the first row, the sums over the warps and the second launch take the other "
                             "nine",

@@ -3,14 +3,14 @@ from dev.lab.formulas import layernorm, moments
 from dev.lab.inputs import ODD_SHAPES
 from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
-TRAINERS_ARGS = "out mean rstd copy residual before branch weight bias N"
+TRAINERS_ARGS = "out mean rstd copy residual branch weight bias N"
 
 
 def problem(draw, B, T, C):
     N = B * T
     residual, weight, bias = draw.rows(N, C), draw(C), draw(C)
     mean, rstd = moments(residual)
-    inputs = dict(N=N, residual=residual, before=None, branch=None, weight=weight, bias=bias)
+    inputs = dict(N=N, residual=residual, branch=None, weight=weight, bias=bias)
     truth = dict(out=layernorm(residual, weight, bias), mean=mean[:, 0], rstd=rstd[:, 0], copy=residual)
     return inputs, truth, dict(mean=abs(mean[:, 0]) + 1 / rstd[:, 0])
 

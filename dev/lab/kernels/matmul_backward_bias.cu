@@ -33,7 +33,8 @@ extern "C" __global__ void matmul_backward_bias2(float* dbias, const real* __res
 BLOCK(256, 8 * W)
 extern "C" __global__ void matmul_backward_bias3(float* dbias, float* partials, int* counters,
                                                  const real* __restrict__ dout, int N, int OC) {
-    add_columns(partials, dout, N, OC, blockIdx.y, gridDim.y, false);
+    int shares = gridDim.y, share = blockIdx.y, rows = (N + shares - 1) / shares, first = rows * share;
+    add_columns<8>(partials + (size_t)share * OC, dout + (size_t)first * OC, min(rows, N - first), OC, false);
     if (!lab::last_of(counters + blockIdx.x, gridDim.y)) return;
     int column = 8 * W * blockIdx.x + threadIdx.x;
     if (threadIdx.x >= 8 * W || column >= OC) return;
@@ -43,5 +44,5 @@ extern "C" __global__ void matmul_backward_bias3(float* dbias, float* partials, 
     dbias[column] += sum;
 }
 
-// matmul_backward_bias in kernels.cu: the same sums of shares, but add_partials adds them up, which layernorm_backward
-// needs too. So there is no counter, but a second launch.
+// matmul_backward_bias in kernels.cu: the same sums of shares, but a warp reads 512 bytes of one row, not 128 of four, and
+// add_partials adds them up, which layernorm_backward needs too. So there is no counter, but a second launch.

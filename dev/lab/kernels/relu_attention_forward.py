@@ -4,13 +4,14 @@ from dev.lab.heads import ATTENTION_LIMITS, pairs_seen
 from dev.lab.ladder import DTYPES, Ladder, Version
 
 
-def problem(draw, B, T, NH, HS):
-    return heads.forward_problem(draw, B, T, NH, NH, HS, relu=1)
+def problem(draw, B, T, NH, HS, relu=1):
+    return heads.forward_problem(draw, B, T, NH, NH, HS, relu)
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, trainer_checks=heads.ODD_HEADS, compiled_for="HS", fp32="lse",
-    sums="out", limits=ATTENTION_LIMITS, flops=lambda a: 4 * pairs_seen(a) * a.HS, versions=(
+    problem, "B=8,T=1024,NH=12,HS=64", heads.LONG_HEADS, trainer_checks=heads.ODD_HEADS,
+    compiled_for="HS, RELU", fp32="lse", sums="out", limits=ATTENTION_LIMITS,
+    flops=lambda a: 4 * pairs_seen(a) * a.HS, versions=(
         Version("one thread per query", "relu_attention_forward1", "B*NH*T", threads=(64, 256),
                 args="out qkv scale B T NH"),
         Version("tiles of keys in shared memory", "relu_attention_forward2", "T, B*NH", threads=(64, 128, 256),

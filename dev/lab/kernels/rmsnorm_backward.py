@@ -20,7 +20,7 @@ def problem(draw, B, T, C):
 
 
 def add_partials(device, a, blocks):
-    device.launch("add_partials", (a.C, 1), a.dweight, None, None, None, a.partials, None, blocks, a.C, 0, 0, True)
+    device.launch("add_partials", (a.C, 1), a.dweight, None, a.partials, blocks, a.C, True)
 
 
 def in_registers(device, a):

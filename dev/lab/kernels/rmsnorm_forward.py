@@ -26,9 +26,11 @@ def has_branch(a):
 
 
 def trainers(device, a):
-    before = a.residual if a.before is None else a.before
-    device.launch("residual_rmsnorm_forward", a.N, a.out, a.rstd, a.copy, a.residual, before, a.branch, a.weight, a.eps,
-                  a.N)
+    """The trainer's, or that of --recompute 2, in dev/memory/recompute_llama.cu."""
+    kernel, given = "residual_rmsnorm_forward", (a.residual,)
+    if a.before is not None:
+        kernel, given = "residual_rmsnorm_into", (a.residual, a.before)
+    device.launch(kernel, a.N, a.out, a.rstd, a.copy, *given, a.branch, a.weight, a.eps, a.N)
 
 
 LADDER = Ladder(
