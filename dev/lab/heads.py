@@ -1,7 +1,6 @@
 """Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
 import numpy as np
 
-from dev.common.seams import GPT2
 from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
 from dev.lab.inputs import f32, in_parts
 from prepro_tinyshakespeare import UserError

@@ -11,7 +11,6 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from dev.common.config import Config
 from dev.common.devices import make_device
 from dev.lab import results, timing  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab.bench import Bench, noting

@@ -15,18 +15,20 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.config import check_tokens, checkpoint_parts, read_parameters
-from dev.common.devices import make_device
+from dev.common.devices import device_class
 from dev.common.file_kinds import read_header
 from dev.common.flags import parse_flags
 from dev.common.seams import GPT2, Training
-from dev.cpu.device import Cpu
 from dev.features import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
-from dev.lab.ladder import describe_choice, find_ladder, launched_by, model_of, parse_sizes
+from dev.lab.ladder import config_of, describe_choice, find_ladder, launched_by, model_of, parse_sizes
+from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA
+from dev.memory.recompute import SOURCE as RECOMPUTE
 from dev.precision.fp8 import fp8_device
 from dev.precision.moments import SOURCE as MOMENTS
 from dev.tests.checks import check, run
+from dev.variants.relu_attention import with_relu
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
                         pack_batch, read_kernels, to_float)
@@ -41,24 +43,33 @@ AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
 made = {}  # {arguments of device_of: [(the device's kernels, or None for all, the device)]}
 
 
-def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
+def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, group=1, relu=0):
     """A device for an architecture, compiled once. plain makes no difference on a CPU. only: the kernels to compile
-    (default: all)."""
+    (default: all). group: query heads to a head of keys and values; relu: whether attention has ReLU."""
     only = set(only) if only and name == "cpu" else None
-    devices = made.setdefault((name, dtype, C, NH, plain or name == "cpu", architecture), [])
+    arguments = name, dtype, C, NH, plain or name == "cpu", architecture, None, group, relu
+    devices = made.setdefault(arguments, [])
     for kernels, device in devices:
         if kernels is None or only and only <= kernels:
             return device
-    c = architecture.Config(C=C, NH=NH)
-    if only:
-        device = Cpu(dtype, c, [MOMENTS], only)
-    elif dtype == "fp8":
-        device = fp8_device(name, c, plain, beside=[MOMENTS])
+    c = config_of(C, NH, group) if architecture is GPT2 else architecture.Config(C=C, NH=NH, NKV=NH // group)
+    beside = [MOMENTS, RECOMPUTE_LLAMA if "llama3.cu" in {path.name for path in c.SOURCES} else RECOMPUTE]
+    if dtype == "fp8":
+        device = fp8_device(name, c, plain, beside=beside)
     else:
-        device = make_device(name, dtype, c, plain, beside=[MOMENTS])
-    device.architecture = architecture
+        kind = device_class(name, plain)
+        kind = with_relu(kind) if relu else kind
+        device = kind(dtype, c, beside, only) if only else kind(dtype, c, beside)
+    device.architecture, device.arguments = architecture, arguments
     devices.append((only, device))
     return device
+
+
+def for_attention(device, kind):
+    """The device like this one that is compiled for softmax or for ReLU attention."""
+    *arguments, relu = device.arguments
+    wanted = int(kind == "relu")
+    return device if relu == wanted else device_of(*arguments, wanted)
 
 
 ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"  # of kernels.cu
@@ -87,13 +98,14 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
                            for sizes in (*kernel.checks, *kernel.trainer_checks)
                            if fits(device_name, **parse_sizes(sizes))]
-    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS])
+    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
 
     def device_for(model):  # the first model's device has all kernels, since other tests share it
         needed = None if model == models[0] and not only else launched_by(named[model], known)
-        return device_of(device_name, dtype, *model, architecture=architecture, only=needed)
+        return device_of(device_name, dtype, model.C, model.NH, architecture=architecture, only=needed,
+                         group=model.group, relu=model.relu)
 
     if device_name == "cpu":  # each compiler takes a core
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -145,10 +157,12 @@ def model_class(architecture, *given):
 
 
 def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", fp8="layers", **sizes):
-    """A model with parameters of deviation 0.2, whose activations and gradients are NaN until they are computed."""
+    """A model with parameters of deviation 0.2, whose activations and gradients are NaN until they are computed. kind:
+    of attention, which the device is compiled for."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
+    device = for_attention(device, kind) if kind == "relu" else device
     Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}", "--moments",
-                        moments, "--attention", kind, "--fp8", fp8)
+                        moments, "--fp8", fp8)
     model = Model(c, device, B, T)
     poison(model, "activations", "backward", "gradients")
     values = np.random.default_rng(1).normal(0, 0.2, offsets(c.parameter_table())[-1] // 4).astype(np.float32)
@@ -227,6 +241,7 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
     c, dtype = device.architecture.Config.from_file(checkpoint), device.dtype
     truth = read_debug_state(state, c)
     model = poisoned_model(device, *truth.x.shape, kind, **dataclasses.asdict(c))
+    device = model.device
     model.set_parameters(read_parameters(checkpoint, c))
     yield "loss", model.forward(truth.x, truth.y), truth.loss, limit_of("loss")
     logits = device.get(model.acts.logits)[:, : c.V].reshape(truth.logits.shape)
@@ -255,7 +270,7 @@ def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
     if kind == "softmax" and Path(prefix).name == "gpt2_124M":
         known += [(losses, 1e-2, dict(zip(HYPERPARAMETERS, values))) for values, losses in LLM_C_LOSSES]
     c = architecture.Config.from_file(checkpoint)
-    device = device_of(device_name, dtype, c.C, c.NH, plain, architecture)
+    device = device_of(device_name, dtype, c.C, c.NH, plain, architecture, group=c.NH // c.NKV)
     for ten in known or [()]:
         run(f"{dtype} {Path(prefix).name}", dump, device, checkpoint, state, kind, limit_of, *ten)
 

@@ -12,7 +12,8 @@ from dev.lab.heads import launch_trainers
 from dev.lab.inputs import stored
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, check, run, words
-from dev.tests.models import ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, fits, gradients, poison, poisoned_model
+from dev.tests.models import (ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, fits, for_attention, gradients, poison,
+                              poisoned_model)
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, kept_as, pack_batch, to_float
 
 
@@ -202,7 +203,7 @@ def smaller_batches(device):
     model.forward(x, x)
     logits = to_float(device.get(model.acts.logits)).reshape(2, T, -1)
     for t in (1, 50, T):
-        model.forward(x[:1, :t])
+        model.forward(x[:1, :t], x[:1, :t])
         yield f"logits of (1,{t})", device.get(model.acts.logits), logits[0, :t], limit
         rows = gradients(model, (x[:1, :t], y[:1, :t]), (x[1:, :t], y[1:, :t]))
         for name, gradient in gradients(model, (x[:, :t], y[:, :t])).items():
@@ -215,7 +216,7 @@ def next_logits(device):
     T = 100
     model, tokens = poisoned_model(device, 1, T), words(257, T)
     for n in (1, 63, 64, 65, T):
-        model.forward(tokens[None, :n])
+        model.forward(tokens[None, :n], tokens[None, :n])
         expected = to_float(device.get(model.acts.logits))[n - 1, :257]
         poison(model, "activations")
         yield f"after {n} tokens", model.next_logits(tokens[:n].tolist()), expected, LIMITS[device.dtype]
@@ -228,27 +229,31 @@ def attention_of_nan(device, T, HS):
     qkv, dout = (np.float32(np.random.default_rng(1).normal(size=(B, T, *of_token))) for of_token in (
         (3, NH, HS), (NH, HS)))
 
+    in_relu = for_attention(device, "relu")
+
     def array(values, dtype=real):
         on_device = device.empty(values.size * np.dtype(dtype).itemsize).view(dtype).reshape(values.shape)
         device.put(on_device, stored(values, dtype))
         return on_device
 
-    def launch(kernel, relu, *arrays, tiled):
-        a = SimpleNamespace(B=B, T=T, NH=NH, NKV=NH, scale=HS**-0.5, relu=relu)
-        launch_trainers(device, a, kernel, *arrays, tiled=tiled)
+    def launch(kernel, *arrays, tiled, on=device):
+        a = SimpleNamespace(B=B, T=T, NH=NH, scale=HS**-0.5)
+        sizes = on.attention_sizes
+        shared = sizes.shared_forward if kernel == "attention_forward" else sizes.shared_backward
+        launch_trainers(on, a, kernel, NH, shared, *arrays, tiled=tiled)
 
     def outputs(given):
         """out, dq, dk and dv (4,B,T,NH,HS), in fp32."""
         given, douts, out, dqkv = array(given), array(dout), array(np.nan * dout), array(np.nan * qkv)
         lse, delta = (array(np.full((B, NH, T), np.nan), np.float32) for _ in range(2))
-        launch("attention_forward", 0, out, lse, tiled=(given,))
-        launch("attention_backward_q", 0, dqkv, None, delta, lse, out, tiled=(given, douts))
-        launch("attention_backward_kv", 0, dqkv, None, delta, lse, tiled=(given, douts))
+        launch("attention_forward", out, lse, tiled=(given,))
+        launch("attention_backward_q", dqkv, delta, lse, out, tiled=(given, douts))
+        launch("attention_backward_kv", dqkv, delta, lse, tiled=(given, douts))
         return to_float(np.stack([device.get(out), *device.get(dqkv).transpose(2, 0, 1, 3, 4)]))
 
     def relu_output(given):
         given, out, lse = array(given), array(np.nan * dout), array(np.full((B, NH, T), np.nan), np.float32)
-        launch("attention_forward", 1, out, lse, tiled=(given,))
+        launch("attention_forward", out, lse, tiled=(given,), on=in_relu)
         return to_float(device.get(out))
 
     clean, itself, before, after, every = outputs(qkv), slice(p, p + 1), slice(p + 1), slice(p, T), slice(T)
@@ -270,7 +275,8 @@ def attention_of_nan(device, T, HS):
 def check_steps(device_name, dtype, plain, architecture=GPT2):
     """Run all of these on one device."""
     sizes = SMALL_MODEL[architecture]
-    device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture)
+    group = sizes["NH"] // sizes.get("NKV", sizes["NH"])
+    device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture, group=group)
     for name, test in (("micro-batches:", micro_batches), ("steps:", accumulated_steps), ("again:", repeated_steps),
                        ("clipped:", clipped_gradients), ("other ways:", other_ways),
                        ("computed again:", computed_again), ("moments:", moments_in_bf16),

@@ -144,8 +144,8 @@ SHORT = {
 
 
 def short_methods(text):
-    """The names of methods and functions of at most three statements' lines that are called at most once in the text, and
-    that are not in SHORT."""
+    """The names of methods and functions whose statements take at most three lines, that the text calls at most once,
+    and that are not in SHORT."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):

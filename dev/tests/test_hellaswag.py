@@ -116,7 +116,7 @@ def counted(model, examples):
     for example in examples:
         for completion in example.completions:
             row = np.concatenate([example.context, completion])
-            model.forward(row[None, :-1])
+            model.forward(row[None, :-1], row[None, 1:])
             logits = to_float(model.device.get(model.acts.logits)).astype(np.float64)[: len(row) - 1, : c.V]
             means.append(count_of_logits(logits, row, len(completion)))
     return np.reshape(means, (-1, 4))
@@ -144,7 +144,8 @@ def agrees(name, model, examples, truth):
 
 def small_models(architecture, dtype):
     """Batches of any size; rows in one batch or several; T a multiple of 128 or not."""
-    device = device_of("cpu", dtype, *DEVICE_SIZES[architecture], architecture=architecture)
+    device = device_of("cpu", dtype, *DEVICE_SIZES[architecture], architecture=architecture,
+                       group=2 if architecture is Llama3 else 1)
     long = [(100, (1, 27, 28, 60)), (3, (200, 2, 3, 4))]  # of 101 to 203 tokens
     for T, lengths, sizes in {
             (GPT2, "fp32"): [(40, LENGTHS, (1, 3, 4, 5, 8)), (204, long, (5,))],

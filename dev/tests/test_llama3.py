@@ -116,7 +116,7 @@ def files(device_name, folder):
         for dtype, version in (("fp32", 3), ("bf16", 5)):
             if dtype not in dtypes_of(device_name):
                 continue
-            device = device_of(device_name, dtype, 64, 2, True, Llama3)
+            device = device_of(device_name, dtype, 64, 2, True, Llama3, group=2)
             model, whole = Llama3(c, device, 1, 1), format_b(c, tensors, version)
             path.write_bytes(whole)
             found = Config3.from_file(path)
@@ -129,7 +129,7 @@ def files(device_name, folder):
                 yield f"{dtype} {tied=}: {name}", array[:257], to_float(stored(tensors[name], device.real)), EXACT
                 yield f"{dtype} {tied=}: padding of {name}", array[257:], np.zeros((127, 64), np.float32), EXACT
         path.write_bytes(format_a(c, tensors))
-        model = Llama3(c, device_of(device_name, "fp32", 64, 2, True, Llama3), 1, 1)
+        model = Llama3(c, device_of(device_name, "fp32", 64, 2, True, Llama3, group=2), 1, 1)
         check(f"{tied=}: the config of format A", Config3.from_file(path) == c)
         model.set_parameters(read_parameters(path, c))
         write_checkpoint(copy, model)

@@ -153,7 +153,7 @@ def signals(device_name, folder):
                  status=143)
     step = int(re.search("interrupted after (\\d+) of", text)[1])
     c = Llama3.Config.from_file(TIED)
-    place = device_of(device_name, "bf16", c.C, c.NH, architecture=Llama3)
+    place = device_of(device_name, "bf16", c.C, c.NH, architecture=Llama3, group=c.NH // c.NKV)
     model, data = Llama3(c, place, 1, 8), FilesLoader(folder / "part_train_*.bin", 1, 8, c, 1)
     with contextlib.redirect_stdout(None):
         load_state(lambda rank: output / f"state_{step:08d}_{rank:05d}.bin", model, data)
