@@ -6,7 +6,8 @@ dev/gpt2_numpy.py has the model in 40 lines of NumPy: begin there. Then read thi
 bottom, with kernels.cu beside it: tables of all tensors; the model, each layer's forward, then its
 backward; the update; the loop. You may stop there. The rest is what these use: the GPU, files and
 batches, a sample, the flags. The last section, "Faster", adds only speed: `--plain 1` leaves it
-out. dev/features.py lists what else the program can do.
+out. dev/lab/formulas.py has each gradient in NumPy, and dev/features.py lists what else the program
+can do; a run prints which chapters of dev/ it has attached.
 
 Sizes:
 
@@ -21,7 +22,7 @@ A kernel is a function in C++ that a GPU runs many times at once:
     thread         One run of the function. Its index tells it which part of the work to do.
     warp           32 threads, its lanes, which execute each instruction together.
     block          Up to 1,024 threads on one multiprocessor, which can wait for each other.
-    shared memory  Some 200 KB of fast memory on each multiprocessor, shared by a block's threads.
+    shared memory  100 to 200 KB of fast memory on each multiprocessor, shared by a block's threads.
     grid           All blocks of a launch. The 100 or so multiprocessors take them in any order.
 """
 import argparse
@@ -101,8 +102,9 @@ class Config:
     Vp: int = 50304
 
     def parameter_table(self, real=np.float32):
-        """The parameters, in a checkpoint's order. They start as in GPT-2 (Radford et al. 2019,
-        section 2.3): the 2L matrices that add to the residual stream are divided by sqrt(2L)."""
+        """The parameters, in a checkpoint's order. They start as in llm.c: normal numbers, and the
+        2L matrices that add to the residual stream are divided by sqrt(2L), so that the stream does
+        not grow with depth (Radford et al. 2019, section 2.3)."""
         C = self.C
         once = dict(dtype=real)
         each = dict(dtype=real, layers=self.L)
@@ -165,13 +167,13 @@ class Config:
             Row("dresidual", (N, C), real),  # of the stream, all the way down: 4096 x 768 = 3.1M
             Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty, ln1: 3.1M
             Row("dqkv", (N, 3 * C), real),  # 4096 x 2304 = 9.4M
-            Row("delta", (B * self.NH, T)),  # attention: sum of weight * dweight of a query: 49K
-            Row("partials", (2, PARTIAL_ROWS, C)),  # each block's sums of rows: 0.4M
+            Row("delta", (B * self.NH, T)),  # D of attention_backward, one for each query: 49K
+            Row("partials", (2, PARTIAL_ROWS, C)),  # sums of rows, not yet added up: 0.4M
         ]
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of depth N for "dN"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL."""
+        """The config of depth L for "dL"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL."""
         if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
             raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
                             "d999, such as d12")
@@ -196,8 +198,8 @@ def batch_table(B, T):
     return [
         Row("tokens", (B, T), np.int32),
         Row("targets", (B, T), np.int32),  # for each token the one that follows
-        Row("order", (B * T,), np.int32),  # positions sorted by token
-        Row("runs", (B * T, 2), np.int32),  # of equal tokens: see encoder_backward_wte
+        Row("order", (B * T,), np.int32),  # the N positions, sorted by token
+        Row("runs", (B * T, 2), np.int32),  # of equal tokens in it: where each begins, its length
     ]
 
 
@@ -222,6 +224,9 @@ def update_table(updated):
         Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, in numbers
         Row("decayed", (len(updated),), np.int32),  # 1 where weight decay applies, else 0
     ]
+
+
+# An arena is one allocation, which is cut into all tensors of a table.
 
 
 def offsets(table):
@@ -252,12 +257,12 @@ def matrices(values):
 #     put(array, values)            host to device
 #     get(array)                    device to host
 #     zero(array)                   all bits 0
-#     launch(kernel, items, *args)  run a kernel of kernels.cu, which says what items are
+#     launch(kernel, items, *args)  run a kernel of kernels.cu over so many numbers, rows or blocks
 #     matmul(out, a, b, ...)        out = a @ b, or out += a @ b, with a bias or a GELU if asked
-#     repeat(graphs, key, work)     do work(), or launch what graphs recorded of it
+#     repeat(graphs, key, work)     do work(); a fast device records its launches, and repeats them
 #
-# and reads: name, dtype, real, W, multiprocessors, max_shared, and what kernels.cu tells of its
-# blocks (attention_sizes, layernorm_sizes).
+# and reads its name, real (the type of stored numbers), multiprocessors, max_shared (bytes that a
+# block may have), W (how many reals are 16 bytes), attention_sizes and layernorm_sizes.
 
 
 class GPT2:
@@ -294,11 +299,11 @@ class GPT2:
         self.adam = carve(self.arenas["update"], tables["update"])
         self.batch = None  # tokens and targets
         self.acts = None  # activations, which the forward pass makes
-        self.back = None  # their gradients
+        self.back = None  # the gradients of activations
         self.layers = None  # for each layer its part of params, of grads and of acts
         self.parts = None  # slices of the N tokens whose logits are computed together
         self.BT = None  # (B,T) of the batch that these five are laid out for: see set_batch
-        self.master = [self.params]  # views that hold fp32 parameters; in bf16, two halves
+        self.master = [self.params]  # what holds all of a parameter: in bf16 also the low halves
         if "low bits" in tables:
             self.master.append(self.whole_views("low bits"))
 
@@ -306,7 +311,7 @@ class GPT2:
         self.micro = 0  # index of the micro-batch in the step
         self.micros = 1  # micro-batches of a step, of all processes
         self.last_micro = True  # is this the last of this process?
-        self.graphs = {}  # what the device has recorded of micro_step
+        self.graphs = {}  # the launches of micro_step that the device has recorded
         updated = tables["adam m"]
         device.put(self.adam.starts, np.cumsum([0, *(row.size for row in updated)]))
         device.put(self.adam.decayed, [row.decay for row in updated])
@@ -319,13 +324,13 @@ class GPT2:
         branch = self.acts.branch
         added = branch if l else None  # what the MLP of the layer before computed
         self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added, p.ln1w, p.ln1b)  # (N,C)
-        self.linear_forward(a.qkv, a.ln1, p.qkvw, p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
+        self.linear_forward(a.qkv, a.ln1, p.qkvw, p.qkvb)  # (N,C) -> (N,3C)
         self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
-        self.linear_forward(branch, a.atty, p.attprojw, p.attprojb)  # (N,C) @ (C,C) -> (N,C)
+        self.linear_forward(branch, a.atty, p.attprojw, p.attprojb)  # (N,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
-        self.linear_forward(a.fch, a.ln2, p.fcw, p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C)
-        self.linear_forward(branch, a.fch_gelu, p.fcprojw, p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
+        self.linear_forward(a.fch, a.ln2, p.fcw, p.fcb, gelu=a.fch_gelu)  # (N,C) -> (N,4C)
+        self.linear_forward(branch, a.fch_gelu, p.fcprojw, p.fcprojb)  # (N,4C) -> (N,C)
 
     def layer_backward(self, l):
         """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
@@ -335,7 +340,7 @@ class GPT2:
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
         dln2 = datty = dln1 = self.back.dinp  # (N,C), one buffer in turn
-        dfch = a.fch_gelu  # (N,4C): its memory is free once dfcprojw has been made from it
+        dfch = a.fch_gelu  # (N,4C), one buffer in turn: fch_gelu is read before dfch is written
         self.linear_backward(dfch, g.fcprojw, g.fcprojb, dx, a.fch_gelu, p.fcprojw, dgelu_at=a.fch)
         self.linear_backward(dln2, g.fcw, g.fcb, dfch, a.ln2, p.fcw)
         self.norm_backward(dx, g.ln2w, g.ln2b, dln2, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
@@ -349,7 +354,7 @@ class GPT2:
 
     def linear_forward(self, out, inp, weight, bias, gelu=None):
         """out (N,OC) = inp (N,C) @ weight.T (C,OC) + bias (OC). gelu (N,OC), if given, becomes
-        GELU(out): the product still has out in registers."""
+        GELU(out); a fast device applies it while out is in registers."""
         self.device.matmul(out, inp, weight.T, bias=bias, gelu=gelu)
 
     def linear_backward(self, dinp, dweight, dbias, dout, inp, weight, dgelu_at=None):
@@ -365,8 +370,8 @@ class GPT2:
         adds = self.micro > 0
         device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
         N, OC = dout.shape
-        shares = max(1, min(64, N // 256))  # of the rows, which are summed apart, then together
-        partials = self.back.partials
+        shares = max(1, min(64, N // 256))  # of the rows: blocks sum one each, to fill the GPU
+        partials = self.back.partials  # (shares,OC)
         device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
         device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
         device.matmul(dinp, dout, weight, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
@@ -385,9 +390,11 @@ class GPT2:
             dx += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
             dweight = the sum over rows of dout * norm
             dbias = the sum over rows of dout
-        """
+
+        Moving all of a row, or scaling it, does not change its norm: the averages take these two
+        directions out of dnorm."""
         N, C = inp.shape
-        partials = self.back.partials
+        partials = self.back.partials  # (2,blocks,C)
         blocks, threads, shared = layernorm_backward_launch(self.device, N)
         self.device.launch("layernorm_backward", blocks, dx, partials, dout, inp, weight, mean,
                            rstd, N, threads=threads, shared=shared)
@@ -395,9 +402,10 @@ class GPT2:
                            self.micro > 0)
 
     def attention_forward(self, out, lse, qkv):
-        """out (N,C) = softmax(q k' / sqrt(HS)) v for each head, where a token sees itself and those
-        before it. Attention is the only part of a layer that mixes tokens. It keeps lse (B*NH,T),
-        from which the backward pass computes the softmax again."""
+        """For each head, out (N,C) = P v with P = softmax(S) and S = q k' / sqrt(HS), where a token
+        sees itself and those before it. Attention is the only part of a layer that mixes tokens.
+        P (T,T) is never stored: lse (B*NH,T), the log of the softmax's denominators, is enough to
+        compute it again."""
         B, T = self.BT
         NH = self.config.NH
         sizes = self.device.attention_sizes  # a block has `rows` tokens of a head
@@ -406,11 +414,13 @@ class GPT2:
                            threads=sizes.threads, shared=sizes.shared_forward)
 
     def attention_backward(self, dqkv, dout, out, lse, qkv):
-        """dqkv (N,3C), given dout (N,C). With P the softmax, dP = dout v', and D the sum over a
-        query's channels of out * dout (FlashAttention, Dao 2023, algorithm 2):
+        """dqkv (N,3C), given dout (N,C) (FlashAttention-2, Dao 2023, algorithm 2):
 
-            dS = P * (dP - D)      dq = dS k / sqrt(HS)      dk = dS' q / sqrt(HS)      dv = P' dout
-        """
+            dv = P' dout      dP = dout v'      dS = P * (dP - D)
+            dq = dS k / sqrt(HS)                dk = dS' q / sqrt(HS)
+
+        dS is softmax's gradient, so D is the sum of P * dP over a query's keys. Since out = P v, it
+        equals the sum of out * dout over the query's channels, for which no P is needed."""
         B, T = self.BT
         NH = self.config.NH
         delta = self.back.delta  # D
@@ -433,8 +443,9 @@ class GPT2:
                            self.BT[1], C)
 
     def embedding_backward(self):
-        """The gradient of x goes to the rows of wte and wpe that it was made of. dwte is added to,
-        since the head has set it."""
+        """dx goes to the rows of wte and wpe that x was made of. Rows of dx with the same token are
+        summed, in the order that the host has sorted them into, so that no two threads add to one
+        row of dwte. It is added to, since the head has set it."""
         B, T = self.BT
         C = self.config.C
         dwte, dwpe = self.grads.wte, self.grads.wpe
@@ -503,7 +514,8 @@ class GPT2:
         self.last_norm_forward()
 
     def backward_pass(self):
-        """From lnf through the loss to the gradients of all parameters."""
+        """From lnf through the loss to the gradients of all parameters. The logits of some tokens
+        are made, turned into their gradients, and used, before those of the next."""
         for rows in self.parts:
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient=True)
@@ -515,12 +527,13 @@ class GPT2:
         self.embedding_backward()
 
     def update_pass(self):
-        """AdamW on whole arenas, which hold all tensors one after another. With running means m of
-        g and v of g*g, both corrected for their start at 0:
+        """AdamW on whole arenas, which hold all tensors one after another. The gradient g is scaled
+        down to the norm `clip`. With running means m of g and v of g*g, both corrected for their
+        start at 0:
 
             p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)
 
-        The kernels decide whether to update: the loss and the gradient's norm have to be finite."""
+        judge decides whether to update: the loss and the gradient's norm have to be finite."""
         launch = self.device.launch
         adam = self.adam
         arenas = self.arenas
@@ -543,7 +556,7 @@ class GPT2:
             self.micro = i
             self.last_micro = i == len(batches) - 1
             self.set_batch(batch)
-            key = self.BT, self.micros, self.micro > 0, self.last_micro
+            key = self.BT, self.micros, self.micro > 0, self.last_micro  # what launches depend on
             self.device.repeat(self.graphs, key, self.micro_step)
         self.micro = 0
         self.micros = 1
@@ -558,8 +571,8 @@ class GPT2:
 
     def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0,
                   clip=0):
-        """Begin a step. Settings go to device memory, since a graph records arguments. The
-        corrections undo the moments' start at 0."""
+        """Begin a step. Settings go to device memory, since recorded launches keep their arguments.
+        The corrections undo the moments' start at 0. clip=0: gradients are not scaled."""
         self.step += 1
         self.device.put(self.adam.settings, [
             learning_rate, 1 - beta1, 1 - beta2, 1 / (1 - beta1**self.step),
@@ -591,7 +604,7 @@ class GPT2:
 
     @classmethod
     def tables(cls, c, device, B, T):
-        """All that a run allocates, {arena: table}; an arena is one allocation."""
+        """All that a run allocates, {arena: table}."""
         parameters = c.parameter_table()
         low = c.parameter_table(LOW)
         halves = {"low bits": low} if device.real == BF16 else {}
@@ -646,14 +659,14 @@ class Training:
 
     def __init__(self, flags):
         self.flags = flags
-        self.name = None  # of the checkpoint that training starts from, or a descriptor
-        self.from_file = False  # whether that is a checkpoint
+        self.name = None  # a checkpoint to start from, or a descriptor
+        self.from_file = False  # which of the two
         self.config = None
         self.device = None
         self.model = None
         self.train_data = None  # a DataLoader
         self.val_data = None
-        self.micros = 1  # micro-batches of a step
+        self.micros = 1  # micro-batches of a step, here on one device
         self.epoch = 1  # steps in which all of train_data is read once
 
     def train(self):
@@ -702,7 +715,7 @@ class Training:
         return [pack_batch(*self.train_data.next_batch()) for _ in range(self.micros)]
 
     def report(self, step, rate, verdict, seconds):
-        """Print a step's line. Stop if its loss or its gradient was not finite."""
+        """Print a step's line, or stop if its loss or its gradient is not finite."""
         total = self.flags.total_batch
         if verdict.stopped:
             raise UserError(f"the loss of step {step} is {verdict.loss} and the norm of its "
@@ -750,15 +763,14 @@ class Training:
         return 0
 
     def prepare(self):
-        """All that can fail for a reason in the flags, before memory is allocated."""
+        """What the flags get wrong fails here, before memory is allocated."""
         self.choose_model()
-        device = Cuda if self.flags.plain else FastCuda
-        self.device = device(self.flags.dtype, self.config)
-        needed = max(self.device.attention_sizes.shared_backward,
-                     self.device.layernorm_sizes.shared_of_row)
-        if needed > self.device.max_shared:
+        kind = Cuda if self.flags.plain else FastCuda
+        self.device = device = kind(self.flags.dtype, self.config)
+        needed = max(device.attention_sizes.shared_backward, device.layernorm_sizes.shared_of_row)
+        if needed > device.max_shared:
             raise UserError(f"{self.config}: a block needs {needed:,} bytes of shared memory, and "
-                            f"{self.device} has {self.device.max_shared:,}: choose another -e")
+                            f"{device} has {device.max_shared:,}: choose another -e")
         self.open_data()
         self.announce()
 
@@ -833,7 +845,7 @@ class Kernel(NamedTuple):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and "
                             f"is launched with {len(args)} arguments")
         threads = threads or self.threads
-        # int(), as C's / of ints gives an int; 1 along y if BLOCK has no third argument
+        # int(), as in C; 1 along y if BLOCK has no third argument
         sizes = [*(int(covers(threads, W)) for covers in self.covers), 1]
         counts = items if isinstance(items, tuple) else (items,)
         grid = tuple(ceil_div(count, size) for count, size in zip(counts, sizes))
@@ -870,11 +882,13 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits that a block caches, bytes of shared memory). A block on each multiprocessor
-    caches up to two rows; without a cache, a block a row."""
+    """(blocks, logits that a block caches, bytes of shared memory). Each multiprocessor has one
+    block, which caches the row that it works on, and the next. The loss alone reads a row once: it
+    needs a cache only to load ahead."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
-    if device.name == "cpu" or not with_gradient and room < 2 * Vp:
-        return N, 0, 0
+    loads_ahead = room == 2 * Vp
+    if device.name == "cpu" or not (with_gradient or loads_ahead):
+        return N, 0, 0  # a block a row
     return min(N, device.multiprocessors), room, room // device.W * 16
 
 
@@ -888,16 +902,13 @@ def stride_of(x):
 
 class Cuda:
     """An NVIDIA GPU through CuPy. Work is queued on a stream and done in order; get waits for it.
-    dtype: "bf16", "fp32", or "tf32": fp32 whose products round their inputs to TF32; c: the Config
-    that kernels are compiled for."""
+    dtype: "bf16", "fp32", or "tf32", fp32 whose products round their inputs to TF32."""
     name = "cuda"
     OPTIONS = ("-std=c++17",)
     CUDA_TYPES = {"f4": 0, "u2": 14}  # cuBLAS's CUDA_R_32F and _16BF
     ONE = np.ones(1, np.float32)  # factors of a product, in the host's memory
     ZERO = np.zeros(1, np.float32)
-    # The minimum compute capability of each dtype, and what to suggest below it
-    MINIMUM = {"fp32": (75, "a newer GPU"), "tf32": (80, "--dtype fp32"),
-               "bf16": (80, "--dtype fp32")}
+    MINIMUM = {"fp32": 75, "tf32": 80, "bf16": 80}  # compute capabilities
 
     def __init__(self, dtype, c):
         try:
@@ -923,10 +934,9 @@ class Cuda:
         self.multiprocessors = self.gpu.attributes["MultiProcessorCount"]
         # bytes for a block; 1 KiB is left for arrays that kernels declare
         self.max_shared = self.gpu.attributes["MaxSharedMemoryPerBlockOptin"] - 1024
-        minimum, suggestion = self.MINIMUM[dtype]
-        if self.capability < minimum:
-            raise UserError(f"{dtype} needs compute capability {minimum / 10}, and this GPU has "
-                            f"{self.capability / 10}: train with {suggestion}")
+        if self.capability < self.MINIMUM[dtype]:
+            raise UserError(f"{dtype} needs compute capability {self.MINIMUM[dtype] / 10}, and "
+                            f"this GPU has {self.capability / 10}: try another --dtype")
         self.compile([KERNELS])
 
     def compile(self, sources):
@@ -976,7 +986,7 @@ class Cuda:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
         function = self.functions[name]
         self.last_kernel = name
-        # A block has 48 KiB, with the arrays that the kernel declares; more must be asked for.
+        # 48 KiB, with the arrays that a kernel declares, are there; more must be asked for
         if shared > 32 * 1024 and shared > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
@@ -1037,20 +1047,19 @@ TOKENS = FileKind("token file", 20240520, (1,), "prepro_tinyshakespeare.py write
 STORED = {3: np.float32, 5: BF16}  # the numbers of a checkpoint, by its version
 
 
-def read_header(path, *kinds):
-    """The header of a file of one of these kinds."""
+def read_header(path, kind):
+    """The header of a file of this kind, 256 numbers."""
     try:
         header = np.fromfile(path, "<i4", 256).tolist()
     except OSError as e:
-        raise UserError(f"{path}: could not be read ({e.strerror}); expected a {kinds[0].name}: "
-                        f"{kinds[0].remedy}") from None
-    for kind in kinds:
-        if len(header) == 256 and header[0] == kind.magic and header[1] in kind.versions:
-            return header
-    wish = " or ".join(f"a {kind.name}'s [{kind.magic}, {' or '.join(map(str, kind.versions))}]"
-                       for kind in kinds)
-    raise UserError(f"{path}: its header of {4 * len(header)} bytes begins with {header[:2]}; "
-                    f"expected {HEADER_BYTES} bytes, and {wish}: {kinds[0].remedy}")
+        raise UserError(f"{path}: could not be read ({e.strerror}); expected a {kind.name}: "
+                        f"{kind.remedy}") from None
+    if len(header) < 256 or header[0] != kind.magic or header[1] not in kind.versions:
+        versions = " or ".join(map(str, kind.versions))
+        raise UserError(f"{path}: its header of {4 * len(header)} bytes begins with {header[:2]}; "
+                        f"expected {HEADER_BYTES} bytes, and a {kind.name}'s [{kind.magic}, "
+                        f"{versions}]: {kind.remedy}")
+    return header
 
 
 def check_size(path, kind, expected):
@@ -1073,7 +1082,7 @@ def check_config(c, path):
 
 
 def read_config(path):
-    """The config of a checkpoint; checks its header and size."""
+    """The config of a checkpoint, whose header and size are checked."""
     header = read_header(path, CHECKPOINT)
     c = Config(*header[2:8])
     check_config(c, path)
@@ -1113,7 +1122,7 @@ def draw_parameters(c, seed):
 
 
 def kept_as(x, dtype):
-    """fp32 numbers as fp32, BF16 or LOW. (BF16 << 16) + LOW gives all bits back. Ties round away
+    """fp32 numbers as fp32, BF16 or LOW. (BF16 << 16) + LOW gives all bits back, if ties round away
     from zero: with ties to even, a LOW of 0x8000 would not say whether BF16 was rounded up."""
     bits = x.view(np.uint32)
     if dtype == BF16:
@@ -1139,15 +1148,15 @@ def read_tokens(path, V):
 
 
 class DataLoader:
-    """Batches of a token file, one after another, epoch after epoch. Of several processes, each
-    takes its own B*T tokens of every batch. The last, partial batch is skipped."""
+    """Batches of a token file, epoch after epoch. Each process takes its own B*T tokens of every
+    batch. The last, partial batch is skipped."""
 
     def __init__(self, path, B, T, V, rank=0, count=1):
         self.path = path
-        self.rank = rank  # this process, and below how many tokens a batch of all has
+        self.rank = rank  # the index of this process
         self.B = B
         self.T = T
-        self.size = count * B * T
+        self.size = count * B * T  # tokens in a batch of all processes
         self.tokens = read_tokens(path, V)
         self.total = len(self.tokens)
         self.batches = (self.total - 1) // self.size  # in an epoch
@@ -1193,7 +1202,7 @@ def pack_batch(tokens, targets):
 
 
 def coins():
-    """llm.c's random numbers in [0, 1): xorshift64* (Vigna 2014)."""
+    """llm.c's random numbers in [0, 1): xorshift64* (Vigna 2014). Every sample begins again."""
     bits = 2**64 - 1
     state = 1337
     while True:
@@ -1244,8 +1253,7 @@ ADAMW_FLAGS = ("beta1", "beta2", "eps", "weight_decay", "clip")
 # A flag's letter, long name, type or choices, default, and what it is.
 FLAGS = [
     ("-i", "--train-data", "name", None, "token file to train on (default: tinyshakespeare)"),
-    ("-j", "--val-data", "name", None, "token file to validate on (default: the val file next to "
-     "-i)"),
+    ("-j", "--val-data", "name", None, "token file to validate on (default: the one next to -i)"),
     ("-e", "--model", "name", None, "checkpoint, or d12, d24 ... (default: gpt2_124M.bin or d12)"),
     ("-o", "--output", "name", None, "folder for the weights (default: none)"),
     ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
@@ -1301,11 +1309,11 @@ def main(arguments=None):
     return features.main(arguments)
 
 
-# ---- Faster. A step of the 124M model in bf16 on an H200, with one thing more on each line:
+# ---- Faster. A step of the 124M model in bf16 on an H200, with more on each line:
 #
 #                                                              B=4          B=32
 #     the plain device                                        10.70 ms     69.32 ms
-#     cuBLASLt, with the bias; Hopper's own attention          8.48        54.04
+#     cuBLASLt with the bias, and Hopper's own attention       8.48        54.04
 #     GELU in the product too                                  8.43        51.86
 #     a step as one graph                                      8.11        51.60
 #     and the chapters of dev/, which a run with dev/ attaches

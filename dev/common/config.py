@@ -8,7 +8,21 @@ import numpy as np
 import train_gpt2
 from prepro_tinyshakespeare import EOT, UserError, data_paths, gpt2_encoding, make_header
 from train_gpt2 import (CHECKPOINT, HEADER_BYTES, KERNELS, STORED, TOKENS, check_config, check_size,
-                        matrices, read_config, read_header)
+                        matrices, read_config)
+
+
+def read_header(path, *kinds):
+    """As train_gpt2.read_header, of a file of one of these kinds."""
+    if len(kinds) == 1 or not os.path.isfile(path):
+        return train_gpt2.read_header(path, kinds[0])
+    header = np.fromfile(path, "<i4", 256).tolist()
+    for kind in kinds:
+        if len(header) == 256 and header[0] == kind.magic and header[1] in kind.versions:
+            return header
+    wish = " or ".join(f"a {kind.name}'s [{kind.magic}, {' or '.join(map(str, kind.versions))}]"
+                       for kind in kinds)
+    raise UserError(f"{path}: its header of {4 * len(header)} bytes begins with {header[:2]}; "
+                    f"expected {HEADER_BYTES} bytes, and {wish}: {kinds[0].remedy}")
 
 
 class Config(train_gpt2.Config):

@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-import train_gpt2
+from dev.common import config
 from dev.data.shuffled_loader import paths_of
 from prepro_tinyshakespeare import UserError
 
@@ -39,7 +39,7 @@ def check_kind(path, *kinds):
 def read_header(path, *kinds):
     """As train_gpt2.read_header, with the better error."""
     check_kind(path, *kinds)
-    return train_gpt2.read_header(path, *kinds)
+    return config.read_header(path, *kinds)
 
 
 def remedy(name):

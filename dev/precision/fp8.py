@@ -104,7 +104,7 @@ def transposed(device, memory, twin):
 class Fp8:
     """A mixin in front of a device class. It serves one model, the last one made."""
     CUDA_TYPES = Cuda.CUDA_TYPES | {"u1": 28}  # CUDA_R_8F_E4M3
-    MINIMUM = Cuda.MINIMUM | {"fp8": (89, "--dtype bf16")}
+    MINIMUM = Cuda.MINIMUM | {"fp8": 89}
     column_sums = None  # where the next kernels leave sums of columns: see fused_biases.py
     promote = False  # whether the sums of this product are promoted to fp32 on their way
 
