@@ -15,18 +15,18 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.config import check_tokens, checkpoint_parts, read_parameters
-from dev.common.devices import make_device
+from dev.common.devices import device_class
 from dev.common.file_kinds import read_header
 from dev.common.flags import parse_flags
 from dev.common.seams import GPT2, Training
-from dev.cpu.device import Cpu
 from dev.features import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
-from dev.lab.ladder import describe_choice, find_ladder, launched_by, model_of, parse_sizes
+from dev.lab.ladder import config_of, describe_choice, find_ladder, launched_by, model_of, parse_sizes
 from dev.precision.fp8 import fp8_device
 from dev.precision.moments import SOURCE as MOMENTS
 from dev.tests.checks import check, run
+from dev.variants.relu_attention import with_relu
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
                         pack_batch, read_kernels, to_float)
@@ -38,24 +38,29 @@ from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, of
 # rounded the other way can change the error by a twentieth.)
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}
 AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
+RECOMPUTE, RECOMPUTE_LLAMA = (HERE / f"dev/memory/{name}.cu" for name in ("recompute", "recompute_llama"))
 made = {}  # {arguments of device_of: [(the device's kernels, or None for all, the device)]}
 
 
-def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None):
+def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, group=None, relu=0):
     """A device for an architecture, compiled once. plain makes no difference on a CPU. only: the kernels to compile
-    (default: all)."""
+    (default: all). group, relu: attention's switches, as in Compiled; without a group, SMALL_MODEL's."""
     only = set(only) if only and name == "cpu" else None
-    devices = made.setdefault((name, dtype, C, NH, plain or name == "cpu", architecture), [])
+    small = SMALL_MODEL.get(architecture, {})
+    group = group or small.get("NH", 1) // small.get("NKV", small.get("NH", 1))
+    devices = made.setdefault((name, dtype, C, NH, plain or name == "cpu", architecture, group, relu), [])
     for kernels, device in devices:
         if kernels is None or only and only <= kernels:
             return device
-    c = architecture.Config(C=C, NH=NH)
-    if only:
-        device = Cpu(dtype, c, [MOMENTS], only)
-    elif dtype == "fp8":
-        device = fp8_device(name, c, plain, beside=[MOMENTS])
+    c = config_of(C, NH, group) if architecture is GPT2 else architecture.Config(C=C, NH=NH, NKV=NH // group)
+    beside = [MOMENTS, RECOMPUTE] if architecture is GPT2 else [MOMENTS, RECOMPUTE, RECOMPUTE_LLAMA]
+    if dtype == "fp8":
+        device = fp8_device(name, c, plain, beside=beside)
     else:
-        device = make_device(name, dtype, c, plain, beside=[MOMENTS])
+        kind = device_class(name, plain)
+        kind = with_relu(kind) if relu else kind
+        device = kind(dtype, c, beside, only) if only else kind(dtype, c, beside)
+        device.graph = True  # as make_device
     device.architecture = architecture
     devices.append((only, device))
     return device
@@ -75,7 +80,7 @@ def fits(device_name, C=0, HS=0, **other):
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
     """Check the trainer's versions of these kernels, or of `only` one: a check for each size and each choice of what
     can be chosen. They are compiled for the one of the models, (C, NH), whose sizes fit."""
-    wanted = []  # (kernel, version, sizes as a text, the C and NH to compile for)
+    wanted = []  # (kernel, version, sizes as a text, the Compiled)
     for name in [only] if only else names:
         try:
             kernel = find_ladder(name)
@@ -87,13 +92,14 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
                            for sizes in (*kernel.checks, *kernel.trainer_checks)
                            if fits(device_name, **parse_sizes(sizes))]
-    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS])
+    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE, RECOMPUTE_LLAMA])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
 
     def device_for(model):  # the first model's device has all kernels, since other tests share it
         needed = None if model == models[0] and not only else launched_by(named[model], known)
-        return device_of(device_name, dtype, *model, architecture=architecture, only=needed)
+        return device_of(device_name, dtype, model.C, model.NH, architecture=architecture, only=needed,
+                         group=model.group, relu=model.relu)
 
     if device_name == "cpu":  # each compiler takes a core
         with ThreadPoolExecutor(os.cpu_count()) as pool:

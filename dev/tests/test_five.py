@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.seams import GPT2
 from dev.features import FEATURES, capability
 from dev.gpu import attention_five
 from dev.gpu.attention_five import FiveProducts
@@ -27,7 +28,7 @@ from dev.tests import checks
 from dev.tests.checks import EXACT, check
 from dev.tests.models import SMALL_MODEL, poisoned_model
 from dev.tools import time_five
-from train_gpt2 import GPT2, pack_batch, to_float
+from train_gpt2 import pack_batch, to_float
 
 SECONDS = 150  # time limit for the checks with one fault: some hang
 NOTICED = 3  # exit status
@@ -58,18 +59,16 @@ PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fau
 
 def results(device_name):
     """dqkv and its sums, at odd sizes, with heads that share keys, with ReLU and with huge scores."""
-    device = time_five.make(device_name)
     for text in time_five.CHECKS:
-        check(f"five products {text}", *checked(device, text))
-    device = time_five.make(device_name, "AT_ONCE=4")  # so that there are several sections of heads
-    for text in ("B=2,T=300,NH=3,NKV=3", "B=3,T=260,NH=4,NKV=2"):
-        check(f"five products, 4 heads at once, {text}", *checked(device, text))
+        check(f"five products {text}", *checked(device_name, text))
+    for text in ("B=2,T=300,NH=3,NKV=3", "B=3,T=260,NH=4,NKV=2"):  # with several sections of heads
+        check(f"five products, 4 heads at once, {text}", *checked(device_name, text, "AT_ONCE=4"))
 
 
-def checked(device, text):
+def checked(device_name, text, *defined):
     """(whether five products are right at a size, what is said)."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        wrong = time_five.check(device, text, time_five.VERSIONS[:1])
+        wrong = time_five.check(time_five.make_for(device_name, text, *defined), text, time_five.VERSIONS[:1])
     return not wrong, said.getvalue().strip().rpartition("products: ")[2]
 
 
@@ -94,10 +93,11 @@ def model(device_name):
                 a, back = of_model.layers[0][2], of_model.back
                 for array in (a.qkv, back.dinp):
                     device.put(array, to_bf16(np.float32(draw.standard_normal(array.shape))))
-                of_model.attention("attention_forward", a.atty, a.lse, a.qkv)
-                of_model.attention_backward(a.qkv, a.lse, a.atty, back.dinp)
+                of_model.attention_forward(a.atty, a.lse, a.qkv)
                 blocks, width = B * -(-T // device.attention_sizes.rows), a.qkv.shape[1]
-                sums = device.get(back.sums).reshape(-1)[: blocks * width]
+                device.column_sums = device.empty(4 * blocks * width).view(np.float32)
+                of_model.attention_backward(back.dqkv, back.dinp, a.atty, a.lse, a.qkv)
+                sums, device.column_sums = device.get(device.column_sums), None
                 results += to_float(device.get(back.dqkv)), sums.reshape(blocks, width).sum(0)
         found.append((results, {*launched}))
     (plain, by_plain), (five, by_five) = found
@@ -131,7 +131,7 @@ def in_fp8(device_name):
         with noted(device, launched):
             for _ in range(3):
                 model.train_step(batch, learning_rate=1e-3)
-                losses.append(model.report().loss)
+                losses.append(model.verdict().loss)
         casts = sum(name == "to_fp8" for name in launched)
         found.append(SimpleNamespace(losses=np.array(losses), casts=casts, dqkvw=device.get(model.grads.qkvw),
                                      by_five="attention_backward_five" in launched))
@@ -191,8 +191,7 @@ def plant(i):
           mock.patch.object(time_five, "SOURCES", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
         time_five.SOURCES[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
-        device = time_five.make("cpu", "AT_ONCE=4")
-        return 0 if all(checked(device, text)[0] for text in sizes) else NOTICED
+        return 0 if all(checked("cpu", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED
 
 
 if __name__ == "__main__":
