@@ -10,8 +10,12 @@ from unittest import mock
 
 import numpy as np
 
+from dev.common.config import Config
+from dev.common.devices import Cuda
 from dev.common.gpus import GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block
-from train_gpt2 import GPT2, SIZES, Config, Cuda, pack_batch, read_kernels
+from dev.common.seams import GPT2
+from dev.gpu.fused_biases import FusedBiases, with_summed_outputs
+from train_gpt2 import SIZES, pack_batch, read_kernels
 
 
 class Launch(NamedTuple):
@@ -26,20 +30,27 @@ def most_tensors():
     return 2 * int(re.search(r"int half = (\d+); half > 0; half /= 2", Config.SOURCES[0].read_text("utf-8"))[1])
 
 
-def rows_of_sums(a, grid, heads):
-    return grid[0] // heads * a.qkv.shape[1]  # a row for each block of a head
+def column_sums(a, grid):
+    """Of attention_backward_q, whose blocks leave a row of sums for each head of queries."""
+    if a.column_sums is None:
+        return 0, 0
+    return grid[0] // a.NH * a.qkv.shape[1], a.column_sums.size
+
+
+def sums_of_norm(a, grid):
+    fused = a.dresidual.dtype.kind == "V"  # an Output of fused_biases.cuh or fp8_output.cuh: a third sum
+    return (3 if fused else 2) * grid[0] * a.inp.shape[1], a.partials.size
 
 
 # What a kernel takes for granted: (what, {grid, arguments by name} -> how much is needed, and how much there is)
 NEEDS = {
-    "layernorm_backward": ("numbers of partials", lambda a, grid: (3 * grid[0] * a.inp.shape[1], a.partials.size)),
+    "layernorm_backward": ("numbers of partials", sums_of_norm),
     "rmsnorm_backward": ("numbers of partials", lambda a, grid: (grid[0] * a.inp.shape[1], a.partials.size)),
-    "matmul_backward_bias": ("numbers of sums", lambda a, grid: (grid[1] * a.OC, a.sums.size)),
-    "add_partials": ("numbers of partials", lambda a, grid: (min(3, grid[1]) * a.blocks * a.C, a.partials.size)),
-    "attention_backward_q": ("numbers of sums", lambda a, grid: (
-        0 if a.sums is None else rows_of_sums(a, grid, a.NH), 0 if a.sums is None else a.sums.size)),
-    "attention_backward_kv": ("numbers of sums", lambda a, grid: (
-        0 if a.sums is None else rows_of_sums(a, grid, a.NKV), 0 if a.sums is None else a.sums.size)),
+    "matmul_backward_bias": ("numbers of partials", lambda a, grid: (grid[1] * a.OC, a.partials.size)),
+    "sum_rows": ("numbers of sums", lambda a, grid: (grid[1] * a.OC, a.sums.size)),
+    "add_partials": ("numbers of partials", lambda a, grid: (grid[1] * a.blocks * a.C, a.partials.size)),
+    "add_all_partials": ("numbers of partials", lambda a, grid: (min(3, grid[1]) * a.blocks * a.C, a.partials.size)),
+    "attention_backward_q": ("numbers of sums", column_sums),
     "attention_backward_five": ("numbers of turns", lambda a, grid: (1 + a.dq.size // (64 * 128), a.turns.size)),
     "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
     "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
@@ -47,23 +58,23 @@ NEEDS = {
 
 
 class Noting(Cuda):
-    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. arrays: the values of the
-    arrays that launches read (see SIZES)."""
+    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. See launches_of."""
+    of, arrays = "", {}
 
-    def __init__(self, capability, arrays, *args):
-        self.arrays, self.launched, self.faults = arrays, [], []
+    def __init__(self, *args):
+        self.launched, self.faults = [], []
         cuda = mock.MagicMock()
         for name in ("CUDARuntimeError", "CUDADriverError", "CompileException"):
             for place in (cuda.runtime, cuda.driver, cuda.compiler):
                 setattr(place, name, type(name, (Exception,), {}))
-        cuda.Device = lambda: SimpleNamespace(compute_capability=digits(capability),
-                                              attributes=attributes_of(GPUS[capability]))
+        cuda.Device = lambda: SimpleNamespace(compute_capability=digits(self.of),
+                                              attributes=attributes_of(GPUS[self.of]))
         fake = SimpleNamespace(cuda=cuda)
         with mock.patch.dict(sys.modules, {"cupy": fake}):
             super().__init__(*args)
 
     def compile(self, sources):
-        self.kernels = read_kernels(sources)
+        self.kernels = read_kernels(self.sources)  # see dev/common/devices.py
         for name, fields in SIZES.items():
             setattr(self, name, SimpleNamespace(**dict(zip(fields, self.arrays[name]))))
 
@@ -84,19 +95,23 @@ class Noting(Cuda):
         self.launched.append(Launch(name, grid, threads, shared))
         names = [re.search(r"\w+$", text)[0] for text in self.kernels[name].parameters]
         what, needs = NEEDS.get(name, ("", lambda a, grid: (0, 0)))
-        needed, there = needs(SimpleNamespace(**dict(zip(names, args))), (*grid, 1))
+        given = SimpleNamespace(column_sums=getattr(self, "column_sums", None), **dict(zip(names, args)))
+        needed, there = needs(given, (*grid, 1))
         if needed > there:
             self.faults.append(f"{name} needs {needed:,} {what}, and there are {there:,}")
 
 
 def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024, beside=(), hopper=False):
-    """(the set of the launches of a training step and of a forward pass, what their kernels do not get). hopper:
-    whether kernels are compiled with -DHOPPER."""
-    device = Noting(capability, arrays, dtype.replace("fp8", "bf16"), c, beside)
+    """(the set of the launches of a training step and of a forward pass on a GPU of this compute capability, what their
+    kernels do not get). arrays: the values of the arrays that launches read (see SIZES). hopper: whether kernels are
+    compiled with -DHOPPER."""
+    kind = type("Noting", (Noting,), dict(of=capability, arrays=arrays))
+    kind = with_summed_outputs(kind) if issubclass(Model, FusedBiases) else kind
+    device = kind(dtype.replace("fp8", "bf16"), c, beside)
     device.hopper = hopper
     model = Model(c, device, B, T)
     tokens = np.zeros((B, T), np.int32)
-    with mock.patch.object(model, "report", lambda: SimpleNamespace(loss=0)):
+    with mock.patch.object(model, "verdict", lambda: SimpleNamespace(loss=0)):
         model.train_step(pack_batch(tokens, tokens))
         model.forward(tokens, tokens)
     return set(device.launched), device.faults
