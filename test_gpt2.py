@@ -31,7 +31,7 @@ from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entro
                               dlayernorm, gelu, layernorm)
 from dev.lab.inputs import bf16, f32, stored
 from dev.lab.kernels.adamw import halves
-from dev.lab.ladder import find_ladder, model_of, parse_sizes
+from dev.lab.ladder import config_of, find_ladder, model_of, parse_sizes
 from dev.tests.checks import (EXACT, TINY, check, finite_difference, normal, run, run_tests,
                               summary, words)
 from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, check_kernels,
@@ -88,9 +88,9 @@ def two_halves():
 KERNELS = (
     "encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward",
     "layernorm_again", "layernorm_backward", "matmul_backward_bias", "attention_forward",
-    "relu_attention_forward", "attention_backward", "attention_backward_bias", "gqa_forward",
-    "gqa_backward", "gelu_forward", "gelu_backward", "crossentropy_forward", "classifier_fused",
-    "global_norm", "add_loss", "judge", "adamw", "adamw_bf16")
+    "relu_attention_forward", "attention_backward", "gqa_forward", "gqa_backward", "gelu_forward",
+    "gelu_backward", "crossentropy_forward", "classifier_fused", "global_norm", "add_loss", "judge",
+    "adamw", "adamw_bf16")
 # C and NH. The first are the fixture's and SMALL_MODEL's, and are compiled with all kernels.
 COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (144, 2), (1600, 16)
 
@@ -99,26 +99,23 @@ AS_TURING = (  # heads of 64 and of 6 channels, whole tiles and parts of one
     ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
     ("gqa_forward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"),
     ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=64"),
-    ("gqa_backward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"),
-    ("attention_backward_bias", "B=1,T=70,NH=2,HS=64"))
+    ("gqa_backward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"))
 AS_HOPPER = (  # heads of 64 to 128 channels, whole tiles and parts of one
     ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"),
     ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
     ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
-    ("gqa_forward", "B=2,T=70,NH=4,NKV=2,HS=80,with_lse=1"),
-    ("gqa_forward", "B=1,T=150,NH=2,NKV=2,HS=96,relu=1"),
+    ("gqa_forward", "B=2,T=70,NH=2,NKV=2,HS=80,with_lse=1"),
+    ("gqa_forward", "B=1,T=150,NH=4,NKV=2,HS=96,relu=1"),
     ("gqa_forward", "B=1,T=70,NH=2,NKV=1,HS=72,with_lse=1"),
     ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
     ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"),
     ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
     ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
     ("gqa_backward", "B=2,T=150,NH=2,NKV=2,HS=80"),
-    ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=96"),
+    ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=96,relu=1"),
     ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=72"),
-    ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"),
-    ("attention_backward_bias", "B=1,T=130,NH=2,HS=64"),
-    ("attention_backward_bias", "B=2,T=150,NH=3,HS=80"),
-    ("attention_backward_bias", "B=1,T=150,NH=2,HS=128"))
+    ("gqa_backward", "B=1,T=330,NH=1,NKV=1,HS=128"),
+    ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"))
 
 
 AS = {"bf16": ("Hopper", AS_HOPPER), "fp32": ("Turing", AS_TURING)}
@@ -133,16 +130,17 @@ def test_as_on(device_name, dtype, only=None):
         kernel, sizes = find_ladder(name), parse_sizes(text)
         if only not in (None, name):
             continue
-        C, NH = model_of(kernel, sizes)
+        model = model_of(kernel, sizes)
         try:
             if device_name == "cuda":
-                devices[C] = device_of("cuda", dtype, C, NH, plain=False)
-            elif C not in devices:
+                devices[model] = device_of("cuda", dtype, model.C, model.NH, plain=False,
+                                           group=model.group, relu=model.relu)
+            elif model not in devices:
                 flags = f"{os.environ.get('CXXFLAGS', '')} -D{gpu.upper()}"
                 with mock.patch.dict(os.environ, CXXFLAGS=flags):
-                    devices[C] = Cpu(dtype, Config(C=C, NH=NH), only=(*ATTENTION, "add_partials"))
+                    devices[model] = Cpu(dtype, config_of(*model), only=ATTENTION)
             version = next(version for version in kernel.versions if version.trainer)
-            verdict = Bench(kernel, devices[C], sizes).check(version, {})
+            verdict = Bench(kernel, devices[model], sizes).check(version, {})
             check(f"{name} {text} as on {gpu}:", verdict.place is None, verdict)
         except Exception as e:
             check(f"{name} {text} as on {gpu}:", False, f"{type(e).__name__}: {e}")

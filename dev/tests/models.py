@@ -23,8 +23,7 @@ from dev.features import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import config_of, describe_choice, find_ladder, launched_by, model_of, parse_sizes
-from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA
-from dev.memory.recompute import SOURCE as RECOMPUTE
+from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.precision.fp8 import fp8_device
 from dev.precision.moments import SOURCE as MOMENTS
 from dev.tests.checks import check, run
@@ -43,23 +42,26 @@ AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
 made = {}  # {arguments of device_of: [(the device's kernels, or None for all, the device)]}
 
 
-def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, group=1, relu=0):
+def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, group=None, relu=0):
     """A device for an architecture, compiled once. plain makes no difference on a CPU. only: the kernels to compile
-    (default: all). group: query heads to a head of keys and values; relu: whether attention has ReLU."""
+    (default: all). group, relu: attention's switches, as in Compiled; without a group, SMALL_MODEL's."""
     only = set(only) if only and name == "cpu" else None
+    small = SMALL_MODEL.get(architecture, {})
+    group = group or small.get("NH", 1) // small.get("NKV", small.get("NH", 1))
     arguments = name, dtype, C, NH, plain or name == "cpu", architecture, None, group, relu
     devices = made.setdefault(arguments, [])
     for kernels, device in devices:
         if kernels is None or only and only <= kernels:
             return device
     c = config_of(C, NH, group) if architecture is GPT2 else architecture.Config(C=C, NH=NH, NKV=NH // group)
-    beside = [MOMENTS, RECOMPUTE_LLAMA if "llama3.cu" in {path.name for path in c.SOURCES} else RECOMPUTE]
+    beside = [MOMENTS, RECOMPUTE] if architecture is GPT2 else [MOMENTS, RECOMPUTE, RECOMPUTE_LLAMA]
     if dtype == "fp8":
         device = fp8_device(name, c, plain, beside=beside)
     else:
         kind = device_class(name, plain)
         kind = with_relu(kind) if relu else kind
         device = kind(dtype, c, beside, only) if only else kind(dtype, c, beside)
+        device.graph = True  # as make_device
     device.architecture, device.arguments = architecture, arguments
     devices.append((only, device))
     return device
@@ -86,7 +88,7 @@ def fits(device_name, C=0, HS=0, **other):
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
     """Check the trainer's versions of these kernels, or of `only` one: a check for each size and each choice of what
     can be chosen. They are compiled for the one of the models, (C, NH), whose sizes fit."""
-    wanted = []  # (kernel, version, sizes as a text, the C and NH to compile for)
+    wanted = []  # (kernel, version, sizes as a text, the Compiled)
     for name in [only] if only else names:
         try:
             kernel = find_ladder(name)
@@ -98,7 +100,7 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
                            for sizes in (*kernel.checks, *kernel.trainer_checks)
                            if fits(device_name, **parse_sizes(sizes))]
-    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE])
+    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE, RECOMPUTE_LLAMA])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
 

@@ -59,18 +59,16 @@ PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fau
 
 def results(device_name):
     """dqkv and its sums, at odd sizes, with heads that share keys, with ReLU and with huge scores."""
-    device = time_five.make(device_name)
     for text in time_five.CHECKS:
-        check(f"five products {text}", *checked(device, text))
-    device = time_five.make(device_name, "AT_ONCE=4")  # so that there are several sections of heads
-    for text in ("B=2,T=300,NH=3,NKV=3", "B=3,T=260,NH=4,NKV=2"):
-        check(f"five products, 4 heads at once, {text}", *checked(device, text))
+        check(f"five products {text}", *checked(device_name, text))
+    for text in ("B=2,T=300,NH=3,NKV=3", "B=3,T=260,NH=4,NKV=2"):  # with several sections of heads
+        check(f"five products, 4 heads at once, {text}", *checked(device_name, text, "AT_ONCE=4"))
 
 
-def checked(device, text):
+def checked(device_name, text, *defined):
     """(whether five products are right at a size, what is said)."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        wrong = time_five.check(device, text, time_five.VERSIONS[:1])
+        wrong = time_five.check(time_five.make_for(device_name, text, *defined), text, time_five.VERSIONS[:1])
     return not wrong, said.getvalue().strip().rpartition("products: ")[2]
 
 
@@ -95,10 +93,11 @@ def model(device_name):
                 a, back = of_model.layers[0][2], of_model.back
                 for array in (a.qkv, back.dinp):
                     device.put(array, to_bf16(np.float32(draw.standard_normal(array.shape))))
-                of_model.attention("attention_forward", a.atty, a.lse, a.qkv)
-                of_model.attention_backward(a.qkv, a.lse, a.atty, back.dinp)
+                of_model.attention_forward(a.atty, a.lse, a.qkv)
                 blocks, width = B * -(-T // device.attention_sizes.rows), a.qkv.shape[1]
-                sums = device.get(back.sums).reshape(-1)[: blocks * width]
+                device.column_sums = device.empty(4 * blocks * width).view(np.float32)
+                of_model.attention_backward(back.dqkv, back.dinp, a.atty, a.lse, a.qkv)
+                sums, device.column_sums = device.get(device.column_sums), None
                 results += to_float(device.get(back.dqkv)), sums.reshape(blocks, width).sum(0)
         found.append((results, {*launched}))
     (plain, by_plain), (five, by_five) = found
@@ -192,8 +191,7 @@ def plant(i):
           mock.patch.object(time_five, "SOURCES", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
         time_five.SOURCES[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
-        device = time_five.make("cpu", "AT_ONCE=4")
-        return 0 if all(checked(device, text)[0] for text in sizes) else NOTICED
+        return 0 if all(checked("cpu", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, Used, compile_cuda, has_nvrtc
 from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
+from dev.gpu.fused_biases import OUTPUT, SOURCE, FusedBiases, output_switches
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.llama3.train_llama3 import META, Config3, Llama3
@@ -33,22 +34,26 @@ MODELS = [*(Config.from_descriptor(f"d{L}") for L in (1, 12, 24, 36, 48, 60, 72,
           *(Config3(**sizes) for sizes in META.values()), Config3()]
 
 
-def of_step(c, capability="8.6", arrays=ARRAYS, **sizes):
-    Model = Llama3 if isinstance(c, Config3) else GPT2
+def of_step(c, capability="8.6", arrays=ARRAYS, summed=False, **sizes):
+    """summed: as in the default run, with the sums of fused_biases.py."""
+    if summed:
+        Model, sizes = type("Summed", (FusedBiases, GPT2), {}), sizes | dict(beside=[SOURCE])
+    else:
+        Model = Llama3 if isinstance(c, Config3) else GPT2
     return launches_of(capability, "bf16", dataclasses.replace(c, L=1), arrays, Model, **sizes)
 
 
 def arrays_suffice(device_name):
     """In every model kernels get arrays as large as they take for granted, with few multiprocessors and with many."""
     gpus = "8.9", "10.0"
-    for c in MODELS:
+    for c, summed in (*((c, False) for c in MODELS), *((c, True) for c in MODELS if not isinstance(c, Config3))):
         row = 2 * 3 * 2 * c.C
         arrays = ARRAYS | {"attention_sizes": [64, 128, 49152, 49152], "layernorm_sizes": [512, 128, row]}
         for capability in gpus:
             for B, T in ((1, 1), (1, 65), (16, 1024)):
-                made, faults = of_step(c, capability, arrays, B=B, T=T)
+                made, faults = of_step(c, capability, arrays, summed, B=B, T=T)
                 if faults or len(made) < 15:
-                    check(f"{type(c).__name__} C={c.C} NH={c.NH} B={B} T={T} on {capability}", False, faults)
+                    check(f"{type(c).__name__} C={c.C} NH={c.NH} B={B} T={T} {summed=} on {capability}", False, faults)
     check("arrays suffice in every model", True, f"{len(MODELS)} models, {len(gpus)} GPUs")
     for c in (Config(), Config3(), Config3(tied=False)):
         for ranks in (1, 2, 3, 7, 8, 64, 1000):
@@ -66,20 +71,27 @@ def arrays_too_small(device_name):
                               for row in table(*args)]
 
     narrow, backward = ARRAYS | {"attention_sizes": [32, 64, 1, 1]}, Config.backward_table
-    for what, arrays, patched, wish in (
-            ("tiles of 32 rows", narrow, (), "attention_backward_kv attention_backward_q"),
-            ("half of partials", ARRAYS, (Config, "backward_table", less(backward, "partials", 2)),
-             "add_partials layernorm_backward"),
-            ("a quarter", ARRAYS, (Config, "backward_table", less(backward, "partials", 4)),
-             "add_partials layernorm_backward"),
-            ("half of sums", ARRAYS, (Config, "backward_table", less(backward, "sums", 2)), ""),
-            ("a quarter", ARRAYS, (Config, "backward_table", less(backward, "sums", 4)),
-             "attention_backward_kv attention_backward_q matmul_backward_bias"),
-            ("half of norm", ARRAYS, (train_gpt2, "update_table", less(train_gpt2.update_table, "norm", 2)),
+    tables = FusedBiases.tables.__func__
+
+    def less_sums(parts):
+        """FusedBiases.tables with a part of `sums`."""
+        def smaller(cls, *args):
+            found = tables(cls, *args)
+            return found | {"backward": less(lambda: found["backward"], "sums", parts)()}
+        return FusedBiases, "tables", classmethod(smaller)
+
+    for what, arrays, summed, patched, wish in (
+            ("tiles of 32 rows", narrow, True, (), "attention_backward_q"),
+            ("tiles of 32 rows without sums", narrow, False, (), ""),
+            ("a quarter of partials", ARRAYS, False, (Config, "backward_table", less(backward, "partials", 4)),
+             "add_partials layernorm_backward matmul_backward_bias"),
+            ("half of sums", ARRAYS, True, less_sums(2), ""),
+            ("a quarter of sums", ARRAYS, True, less_sums(4), "attention_backward_q sum_rows"),
+            ("half of norm", ARRAYS, False, (train_gpt2, "update_table", less(train_gpt2.update_table, "norm", 2)),
              "global_norm"),
-            ("one tensor too many", ARRAYS, (launches, "most_tensors", lambda: 15), "adamw")):
+            ("one tensor too many", ARRAYS, False, (launches, "most_tensors", lambda: 15), "adamw")):
         with mock.patch.object(*patched) if patched else contextlib.nullcontext():
-            _, faults = of_step(Config(), "10.0", arrays)
+            _, faults = of_step(Config(), "10.0", arrays, summed)
         named = sorted({fault.split(" needs ")[0] for fault in faults})
         check(f"{what}: {wish}", named == sorted(wish.split()), faults)
 
@@ -91,7 +103,8 @@ def tiles_of_32_rows(device_name):
     if not has_nvrtc():
         return print("skipped: tiles of 32 rows needs NVRTC, which is not installed")
     try:
-        compile_cuda(text, "sm_86", ["-std=c++17", "-DFP32", *Config().switches()])
+        compile_cuda(text + SOURCE.read_text("utf-8"), "sm_86", [
+            "-std=c++17", "-DFP32", *Config().switches(), *output_switches(OUTPUT)])
         message = ""
     except NotCompiled as e:
         message = str(e)

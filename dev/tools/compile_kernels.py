@@ -31,8 +31,10 @@ from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
 from dev.common.seams import GPT2
 from dev.gpu.attention_five import FiveProducts, SOURCES as FIVE
+from dev.gpu.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
 from dev.gpu.gelu_products import SOURCES as GELU
 from dev.llama3.train_llama3 import Config3, Llama3
+from dev.precision.fp8 import OUTPUT as FP8_OUTPUT
 from dev.tools.launches import faults_of_launches, launches_of
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import read_kernels
@@ -46,11 +48,14 @@ ALL = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 FEW = {"sm_80": ("bf16", 64), "sm_86": ("fp32", 128), "sm_89": ("tf32", 80), "sm_120": ("bf16", 96)}
 FLAGS = [(None, "--few", "switch", 0, "sm_90a, and one model for each of a few others")]
 CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
-LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, SUMS = (TOP / f"dev/{name}.cu" for name in (
-    "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
-    "variants/ema", "variants/outliers", "ranks/sums"))
+LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, SUMS, RECOMPUTE, RECOMPUTE_LLAMA = (
+    TOP / f"dev/{name}.cu" for name in (
+        "llama3/llama3", "precision/moments", "precision/fp8", "variants/label_smoothing",
+        "variants/ema", "variants/outliers", "ranks/sums", "memory/recompute",
+        "memory/recompute_llama"))
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
-          "fp8": ["-DBF16", f"-I{TOP / 'dev/precision'}", "-DOUTPUT=<fp8_output.cuh>"]}
+          "fp8": ["-DBF16", *output_switches(FP8_OUTPUT)]}
+FEATURES = [FUSED, LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, SUMS, RECOMPUTE, RECOMPUTE_LLAMA]
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
 LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
 
@@ -62,8 +67,9 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]  # as FiveProductsTraining
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
+    output = output_switches(OUTPUT) if FUSED in beside and dtype != "fp8" else []
     try:
-        flags = [*Cuda.OPTIONS, *DTYPES[dtype], *["-DHOPPER"] * hopper, *c.switches()]
+        flags = [*Cuda.OPTIONS, *DTYPES[dtype], *output, *["-DHOPPER"] * hopper, *c.switches()]
         log, used, arrays = compile_cuda(text, gpu, flags)
     except NotCompiled as e:
         return {}, [f"{where}: NVRTC could not compile kernels.cu:\n{e}"]
@@ -80,7 +86,8 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
         if registers * kernels[name].threads > REGISTERS:
             faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
     capability = CAPABILITIES.get(gpu.rstrip("af"))
-    models = [(dataclasses.replace(c, L=1), GPT2)]
+    summed = type("Summed", (FusedBiases, GPT2), {})
+    models = [(dataclasses.replace(c, L=1), summed if FUSED in sources else GPT2)]
     if LLAMA in sources:
         models.append((Config3(L=1, NH=c.NH, NKV=c.NH // 2, C=c.C), Llama3))
     if FIVE[-1] in sources:
@@ -99,15 +106,14 @@ def main():
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
     print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
-        (gpu, LARGE_HEADS, [LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, SUMS, *FIVE]),
-        (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
+        (gpu, LARGE_HEADS, [*FEATURES, *FIVE]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
 
     def kinds(dtype):
         """(gpu, the other arguments of compile_for) of each compilation, those of the table first."""
         if dtype == "fp8":
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
-            return [*((gpu, SMALL, [FP8]) for gpu in some),
-                    *((gpu, model, [LLAMA, FP8, *FIVE], SPILLED, "layernorm")
+            return [*((gpu, SMALL, [FUSED, FP8]) for gpu in some),
+                    *((gpu, model, [FUSED, LLAMA, FP8, *FIVE], SPILLED, "layernorm")
                       for gpu, model, *_ in others if gpu in some)]
         own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]  # which has heads of up to 64 channels
         lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
@@ -116,7 +122,8 @@ def main():
         large = others if dtype != "tf32" or not few else others[:1]
         gelu = [(gpu, SMALL, GELU, 0) for gpu in own
                 if (gpu, dtype) == ("sm_90a", "bf16")]
-        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *gelu]
+        summed = [(gpu, SMALL, [FUSED]) for gpu in (own[-1:] if few else own)]
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *gelu, *summed]
 
     with ProcessPoolExecutor() as pool:
         jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]

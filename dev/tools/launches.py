@@ -20,6 +20,7 @@ from dev.common.devices import Cuda
 from dev.common.gpus import GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block
 from dev.common.nvrtc import compile_cuda
 from dev.common.seams import GPT2
+from dev.gpu.fused_biases import FusedBiases, with_summed_outputs
 from dev.llama3.train_llama3 import Llama3
 from dev.memory.fit import Fitting
 from dev.precision.fp8 import Fp8, Fp8Llama, Fp8Model
@@ -41,20 +42,27 @@ def most_tensors():
     return 2 * int(re.search(r"int half = (\d+); half > 0; half /= 2", Config.SOURCES[0].read_text("utf-8"))[1])
 
 
-def rows_of_sums(a, grid, heads):
-    return grid[0] // heads * a.qkv.shape[1]  # a row for each block of a head
+def column_sums(a, grid):
+    """Of attention_backward_q, whose blocks leave a row of sums for each head of queries."""
+    if a.column_sums is None:
+        return 0, 0
+    return grid[0] // a.NH * a.qkv.shape[1], a.column_sums.size
+
+
+def sums_of_norm(a, grid):
+    fused = a.dresidual.dtype.kind == "V"  # an Output of fused_biases.cuh or fp8_output.cuh: a third sum
+    return (3 if fused else 2) * grid[0] * a.inp.shape[1], a.partials.size
 
 
 # What a kernel takes for granted: (what, {grid, arguments by name} -> how much is needed, and how much there is)
 NEEDS = {
-    "layernorm_backward": ("numbers of partials", lambda a, grid: (3 * grid[0] * a.inp.shape[1], a.partials.size)),
+    "layernorm_backward": ("numbers of partials", sums_of_norm),
     "rmsnorm_backward": ("numbers of partials", lambda a, grid: (grid[0] * a.inp.shape[1], a.partials.size)),
-    "matmul_backward_bias": ("numbers of sums", lambda a, grid: (grid[1] * a.OC, a.sums.size)),
-    "add_partials": ("numbers of partials", lambda a, grid: (min(3, grid[1]) * a.blocks * a.C, a.partials.size)),
-    "attention_backward_q": ("numbers of sums", lambda a, grid: (
-        0 if a.sums is None else rows_of_sums(a, grid, a.NH), 0 if a.sums is None else a.sums.size)),
-    "attention_backward_kv": ("numbers of sums", lambda a, grid: (
-        0 if a.sums is None else rows_of_sums(a, grid, a.NKV), 0 if a.sums is None else a.sums.size)),
+    "matmul_backward_bias": ("numbers of partials", lambda a, grid: (grid[1] * a.OC, a.partials.size)),
+    "sum_rows": ("numbers of sums", lambda a, grid: (grid[1] * a.OC, a.sums.size)),
+    "add_partials": ("numbers of partials", lambda a, grid: (grid[1] * a.blocks * a.C, a.partials.size)),
+    "add_all_partials": ("numbers of partials", lambda a, grid: (min(3, grid[1]) * a.blocks * a.C, a.partials.size)),
+    "attention_backward_q": ("numbers of sums", column_sums),
     "attention_backward_five": ("numbers of turns", lambda a, grid: (1 + a.dq.size // (64 * 128), a.turns.size)),
     "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
     "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
@@ -82,7 +90,7 @@ class Noting(Cuda):
         return f"{GPUS[self.place].name}, {self.dtype}"
 
     def compile(self, sources):
-        self.kernels = read_kernels(sources)
+        self.kernels = read_kernels(self.sources)  # see dev/common/devices.py
         for name, fields in SIZES.items():
             setattr(self, name, SimpleNamespace(**dict(zip(fields, self.arrays[name]))))
 
@@ -106,7 +114,8 @@ class Noting(Cuda):
         self.launched.append(Launch(name, grid, threads, shared))
         names = [re.search(r"\w+$", text)[0] for text in self.kernels[name].parameters]
         what, needs = NEEDS.get(name, ("", lambda a, grid: (0, 0)))
-        needed, there = needs(SimpleNamespace(**dict(zip(names, args))), (*grid, 1))
+        given = SimpleNamespace(column_sums=getattr(self, "column_sums", None), **dict(zip(names, args)))
+        needed, there = needs(given, (*grid, 1))
         if needed > there:
             self.faults.append(f"{name} needs {needed:,} {what}, and there are {there:,}")
 
@@ -124,14 +133,17 @@ def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024, beside=(
     whether kernels are compiled with -DHOPPER. Raises UserError if the model is refused."""
     layers, kinds = [Roomy], [Noting]
     if dtype == "fp8":
-        layers = [*[Fp8Llama] * issubclass(Model, Llama3), Fp8Head, Fp8Model, Roomy,
-                  *[Fp8All] * (not issubclass(Model, Llama3))]
+        is_llama = issubclass(Model, Llama3)
+        layers = [*[Fp8Llama] * is_llama, Fp8Head, Fp8Model, Roomy, *[Fp8All, FusedBiases] * (not is_llama)]
         kinds = [Fp8, Noting]
-    device = type("Device", (*kinds,), dict(place=capability, arrays=arrays))(dtype, c, beside)
+    kind = type("Device", (*kinds,), dict(place=capability, arrays=arrays))
+    if issubclass(Model, FusedBiases) and dtype != "fp8":
+        kind = with_summed_outputs(kind)
+    device = kind(dtype, c, beside)
     device.hopper = hopper
     model = type("Model", (*layers, Model), {})(c, device, B, T)
     tokens = np.zeros((B, T), np.int32)
-    with mock.patch.object(model, "report", lambda: SimpleNamespace(loss=0)):
+    with mock.patch.object(model, "verdict", lambda: SimpleNamespace(loss=0)):
         model.train_step(pack_batch(tokens, tokens))
         model.forward(tokens, tokens)
     return set(device.launched), device.faults

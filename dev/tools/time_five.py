@@ -11,20 +11,22 @@ CPU in each order of threads. Times are medians in microseconds: of all kernels 
 them, and of cuDNN's gradient if PyTorch is installed.
 """
 import argparse
+import dataclasses
+import functools
 import os
 
 import numpy as np
 
-from dev.common.config import Config
-from dev.common.devices import make_device
+from dev.common.devices import device_class
 from dev.cpu.device import Cpu
 from dev.features import capability
 from dev.gpu.attention_five import (HOPPER, ROWS, SOURCES, five_table, launch_delta, launch_dq,
                                      launch_five)
+from dev.gpu.fused_biases import SOURCE as FUSED, SummedOutputs
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
 from dev.lab.inputs import ANY
-from dev.lab.ladder import Ladder, Version, parse_sizes
+from dev.lab.ladder import Ladder, SwitchedConfig, Version, parse_sizes
 from prepro_tinyshakespeare import UserError, run
 from train_gpt2 import read_kernels, to_float
 
@@ -36,12 +38,15 @@ SHAPE = "B=8,T=2048,NH=16,NKV=16"
 SMALL = dict(B=1, T=150, NH=2, NKV=2)  # on a CPU
 
 
-class Config128(Config):
+@dataclasses.dataclass(frozen=True)
+class Config128(SwitchedConfig):
     """Heads of 128 channels."""
-    DEFINED = ()  # such as "AT_ONCE=8", for attention_five.cu
+    C: int = 256
+    NH: int = 2
+    defined: tuple = ()  # such as "AT_ONCE=8", for attention_five.cu
 
     def switches(self):
-        return ["-DCHANNELS=256", "-DHS=128", *(f"-D{each}" for each in self.DEFINED)]
+        return [*super().switches(), *(f"-D{each}" for each in self.defined)]
 
 
 def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
@@ -61,31 +66,36 @@ def delta(device, a):
     launch_delta(device, a, a.lse, a.out, a.dout, a.B, a.T, a.NH)
 
 
+def with_sums(run):
+    """A version whose kernels also sum columns, as in a training step."""
+    @functools.wraps(run)
+    def work(device, a):
+        device.column_sums = a.sums
+        run(device, a)
+        device.column_sums = None
+    return work
+
+
 def gradients(device, a):
-    launch_five(device, a, a.dqkv, a.sums, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.relu, a.B,
-                a.T, a.NH, a.NKV)
+    launch_five(device, a, a.dqkv, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.B, a.T, a.NH,
+                a.NKV)
 
 
+@with_sums
 def round_dq(device, a):
-    launch_dq(device, a, a.dqkv, a.sums, a.scale, a.B, a.T, a.NH, a.NKV)
+    launch_dq(device, a, a.dqkv, a.scale, a.B, a.T, a.NH)
 
 
+@with_sums
 def five(device, a):
-    delta(device, a), gradients(device, a), round_dq(device, a)
+    delta(device, a)
+    gradients(device, a)
+    launch_dq(device, a, a.dqkv, a.scale, a.B, a.T, a.NH)
 
 
-def seven(device, a):
-    heads.trainers_backward(device, a, a.sums)
-
-
-def trainers_q(device, a):
-    heads.launch_trainers(device, a, "attention_backward_q", a.dqkv, a.sums, a.delta, a.lse, a.out,
-                          tiled=(a.qkv, a.dout))
-
-
-def trainers_kv(device, a):
-    heads.launch_trainers(device, a, "attention_backward_kv", a.dqkv, a.sums, a.delta, a.lse,
-                          tiled=(a.qkv, a.dout))
+seven = with_sums(heads.trainers_backward)
+trainers_q = with_sums(heads.trainers_backward_q)
+trainers_kv = with_sums(heads.trainers_backward_kv)
 
 
 VERSIONS = [Version(what, run, threads=(), scratch=scratch) for what, run in (
@@ -105,17 +115,25 @@ def check_hopper(name, source):
                         "CXXFLAGS=\"-O1 -DHOPPER\"")
 
 
-def make(name, *defined):
+@functools.cache
+def make(name, *defined, group=1, relu=0):
     """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like it."""
     check_hopper(name, SOURCES[-1])
-    Config128.DEFINED = defined
-    c = Config128(C=256, NH=2)
+    c = Config128(group=group, relu=relu, defined=defined)
+    sources, kind = [FUSED, *SOURCES], device_class(name)
     if name == "cpu":
-        device = Cpu("bf16", c, SOURCES, only={kernel for kernel in read_kernels([*c.SOURCES, *SOURCES])
-                                               if kernel.startswith(("attention_b", "attention_f"))})
-    else:
-        device = make_device(name, "bf16", c, beside=SOURCES)
+        only = {kernel for kernel in read_kernels([*c.SOURCES, *sources])
+                if kernel.startswith(("attention_b", "attention_f"))}
+        kind = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only=only)))
+    device = type("Summed", (SummedOutputs, kind), {})("bf16", c, sources)
+    device.graph = True
     return device
+
+
+def make_for(name, text, *defined):
+    """The same for sizes in words, with their switches."""
+    sizes = parse_sizes(text)
+    return make(name, *defined, group=sizes["NH"] // sizes["NKV"], relu=sizes.get("relu", 0))
 
 
 def bench_for(device, text, **changes):
@@ -229,9 +247,10 @@ def main(arguments=None):
         checks = [sizes_in_words(asked)]
     for i, tried in enumerate(flags.tried.split(",")):
         defined = tried.split("+")
-        device = make(flags.device, *defined)
+        device = make_for(flags.device, sizes_in_words(asked), *defined)
         if not flags.no_check:
-            wrong += sum(check(device, text) for text in (checks if i == 0 else checks[-1:]))
+            wrong += sum(check(make_for(flags.device, text, *defined), text)
+                         for text in (checks if i == 0 else checks[-1:]))
         if device.name == "cuda" and not wrong:
             stream = device.cupy.cuda.Stream(non_blocking=True)  # the default is not recorded
             with stream:
