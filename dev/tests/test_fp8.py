@@ -18,6 +18,7 @@ from dev.common.config import Config, read_parameters
 from dev.common.devices import make_device
 from dev.common.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
+from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
 from dev.tests.checks import EXACT, check, check_refusal, run_program
@@ -389,9 +390,9 @@ def twins(device_name):
             (GPT2, 0, "layers", 0), (GPT2, 1, "layers", 0), (GPT2, 2, "head", 2), (Llama3, 0, "head", 1),
             (Llama3, 2, "layers", 3)):
         results = []
-        for told in (True, False):
+        for told in (True, False):  # without a graph, so that each launch is counted
             place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
-                               graph=False)  # so that each launch is counted
+                               graph=False, beside=[RECOMPUTE_LLAMA if architecture is Llama3 else RECOMPUTE])
             place.architecture = architecture
             model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)  # any number of rows
             losses = []

@@ -19,9 +19,11 @@ from dev.common.seams import GPT2, Training
 from dev.cpu import races
 from dev.cpu.device import Cpu
 from dev.gpu import attention_five, gelu_products
+from dev.gpu.fused_biases import SOURCE as FUSED, with_summed_outputs
 from dev.gpu.gelu_products import HEIGHT, fits, with_own_gelu
 from dev.lab.bench import BF16_LIMIT
 from dev.llama3.train_llama3 import Llama3
+from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tools import time_gelu
@@ -180,7 +182,7 @@ def training():
     c = Config(maxT=96, V=257, Vp=384, L=2, NH=2, C=128)
     flags = dict(CXXFLAGS="-O1 -DHOPPER")
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
-        own = with_own_gelu(Cpu)("bf16", c, gelu_products.SOURCES)
+        own = with_summed_outputs(with_own_gelu(Cpu))("bf16", c, (*gelu_products.SOURCES, FUSED))
     model = class_on_gpu(GPT2)
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
         models = [GPT2(c, Cpu("bf16", c, gelu_products.SOURCES), 2, 96), model(c, own, 2, 96)]
@@ -201,7 +203,7 @@ def training():
         each.set_parameters(draw_parameters(c, 1))
         found.append(gradients(each, *batches))
     check("launched", launched.count("matmul_gelu") == launched.count("matmul_dgelu") == 4 and not
-          {"gelu_forward", "gelu_backward", "matmul_backward_bias"} & {*launched}, {*launched})
+          {"gelu_forward", "gelu_backward", "matmul_backward_bias", "sum_rows"} & {*launched}, {*launched})
     size = "matmul 192 x 512 x 128 +"
     check("FLOPs", {*work} == {(f"{size} GELU", "FLOP", 2 * 192 * 512 * 128),
                                (f"{size} GELU's gradient", "FLOP", 2 * 192 * 512 * 128)}, work)
@@ -231,7 +233,9 @@ def any_model():
         found, launched = [], []
         for plain in (True, False):
             with mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
-                device = (Cpu if plain else with_own_gelu(Cpu))("bf16", c, gelu_products.SOURCES)
+                kind = Cpu if plain or Model is Llama3 else with_summed_outputs(with_own_gelu(Cpu))
+                again_too = RECOMPUTE_LLAMA if Model is Llama3 else RECOMPUTE
+                device = kind("bf16", c, (*gelu_products.SOURCES, FUSED if kind is not Cpu else again_too, again_too))
             device.launch = noting(device.launch, launched)
             model = (model_class if plain else class_on_gpu)(Model, *again)(c, device, 1, 64)
             model.set_parameters(draw_parameters(c, 1))

@@ -112,7 +112,7 @@ def profiler_ranges(device_name, folder):
         kernels = [name for name in own if not name.startswith("matmul ")]
         linear = ["matmul_backward_bias", "add_partials"]
         norm = ["layernorm_backward", "add_partials"]
-        wish = [*["residual_layernorm_into"] * 2, *linear, "gelu_backward", *linear, *norm, *linear,
+        wish = [*["residual_layernorm_into"] * 2, *linear, *linear, *norm, *linear,
                 "attention_backward_q", "attention_backward_kv", *linear, *norm]
         check(f"ranges: kernels of layer {l} backward", kernels == wish, kernels)
         products = [name for name in own if name.startswith("matmul ")]
