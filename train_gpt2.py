@@ -1082,7 +1082,7 @@ def check_config(c, path):
 
 
 def read_config(path):
-    """The config of a checkpoint, whose header and size are checked."""
+    """The config of a checkpoint. Checks header and size."""
     header = read_header(path, CHECKPOINT)
     c = Config(*header[2:8])
     check_config(c, path)
