@@ -614,14 +614,7 @@ extern "C" { __constant__ int attention_sizes[] = {
     ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
     (2 * ROWS + 2 * BACKWARD_STAGES * TILE) * LD * (int)sizeof(real)}; }
 
-// Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
-#if HOPPER
-struct alignas(64) Tiles { unsigned char map[128]; };  // a CUtensorMap
-struct Arrivals { unsigned long long* mbarrier; int parity; };
-#else
-struct Tiles { const real* numbers; };
-struct Arrivals {};
-#endif
+// ---- attention: what a block owns, and its tiles ----
 
 // Head h of sequence b, in an array (B,T,heads,HS).
 struct Head {
@@ -635,6 +628,25 @@ struct Own {
     int first, slab, warp;            // the first row of the block, of this slab, of this warp
     Head queries, keys, values, out;  // a block of keys advances queries and out
 };
+
+// GPUs start blocks in order: section by section of heads, and in each the longest blocks first.
+template <bool rows_are_keys>
+__device__ Own own_rows(int T, int NH) {
+    int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
+    int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
+    int heads_here = min(SECTION, heads - section);
+    int head = section + i % heads_here, turn = i / heads_here;
+    int first = (rows_are_keys ? turn : blocks - 1 - turn) * ROWS;
+    int warp = threadIdx.x / 32 * 16 * M, slab = 0;
+    if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
+        slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
+
+    int NKV = NH / GROUP, of_sequence = rows_are_keys ? NKV : NH, all = NH + 2 * NKV;
+    int b = head / of_sequence, nth = head % of_sequence;
+    int h = rows_are_keys ? nth * GROUP : nth, kv = rows_are_keys ? nth : nth / GROUP;
+    return {first, first + slab, first + warp,
+            {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
+}
 
 // Stages, each with two tiles: keys and values, or queries and dout.
 template <int rows>
@@ -659,6 +671,165 @@ struct Walk {
         return head < heads;
     }
 };
+
+// Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
+#if HOPPER
+struct alignas(64) Tiles { unsigned char map[128]; };  // a CUtensorMap
+struct Arrivals { unsigned long long* mbarrier; int parity; };
+#else
+struct Tiles { const real* numbers; };
+struct Arrivals {};
+#endif
+
+// All threads of a block call these. Hopper's are at the end.
+#if HOPPER
+__device__ int in_tile(int row, int c);
+template <int rows>
+__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals);
+__device__ Arrivals arrivals_start();
+__device__ void tiles_arrive(Arrivals& arrivals);
+#else
+// The index of (row, c) in a tile.
+// In bf16 the same column of 8 neighbouring rows is in different banks: LD > HP, or packs of 8 are
+// permuted in each row, which fits two blocks of heads of 64 into the 100 KB of a multiprocessor.
+__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ row % 8 * 8 : c); }
+
+// Starts to copy rows first..first+rows-1 of a head to a tile, with zeros beyond T and HS.
+template <int rows>
+__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals&) {
+    constexpr int packs = HP / HEAD_PACK;  // of a row
+    const real* numbers = array.numbers + head.at(first);
+#pragma unroll
+    for (int start = 0; start < rows * packs; start += THREADS) {
+        int i = start + threadIdx.x, row = i / packs, c = i % packs * HEAD_PACK;
+        if (rows * packs % THREADS > 0 && i >= rows * packs) break;
+        bool there = first + row < head.T && c < HS;
+        real* to = tile + in_tile(row, c);
+        const real* from = there ? numbers + row * head.heads * HS + c : numbers;
+        if (HEAD_PACK == W) copy16(to, from, there);
+        else if (there) *to = *from;
+        else from_float(*to, 0.0f);
+    }
+}
+
+// Waits for all tiles on their way, and for all threads. First, call arrivals_start.
+__device__ Arrivals arrivals_start() { return {}; }
+__device__ void tiles_arrive(Arrivals&) {
+    copies_end();
+    copies_arrive<0>();
+    __syncthreads();
+}
+#endif
+
+// The same for both tiles of a stage.
+template <int rows>
+__device__ void load_stage(
+    Stages<rows> stages, int stage, const Tiles& left, Head left_head, const Tiles& right,
+    Head right_head, int first, Arrivals& arrivals) {
+    load_tile<rows>(stages.left(stage), left, left_head, first, arrivals);
+    load_tile<rows>(stages.right(stage), right, right_head, first, arrivals);
+}
+
+// ---- attention: products on tensor cores ----
+
+// A tensor core multiplies small matrices in a warp's registers: D (16,8) += A (16,16) B (16,8). A
+// Pair is two neighbours along the summed index. The numbers in the picture are lanes: lane 4g + q
+// has rows g and g+8 of A and D, and column g of B.
+//
+//   A  columns 0,1 2,3 4,5 6,7  8,9 .. 14,15   B  column  0  1 ..  7    D  columns 0,1 2,3 4,5 6,7
+//   row  0       0   1   2   3    0  ..  3     rows  0,1  0  4 .. 28    row  0       0   1   2   3
+//        1       4   5   6   7    4  ..  7           2,3  1  5 .. 29         1       4   5   6   7
+//       ...         a[0]            a[2]       b[0]  4,5  2  6 .. 30        ...     d[0] and d[1]
+//        7      28  29  30  31   28  .. 31           6,7  3  7 .. 31         7      28  29  30  31
+//        8       0   1   2   3    0  ..  3           8,9  0  4 .. 28         8       0   1   2   3
+//       ...         a[1]            a[3]       b[1]  ...                    ...     d[2] and d[3]
+//       15      28  29  30  31   28  .. 31         14,15  3  7 .. 31        15      28  29  30  31
+//
+// Two D side by side, taken in pairs, are the A of a next product: weights stay in registers.
+#ifdef BF16
+using Pair = unsigned;
+__device__ Pair pair(float x, float y) { return two_bf16(x, y); }
+#else
+struct alignas(8) Pair { float x, y; };
+__device__ Pair pair(float x, float y) { return {x, y}; }
+#endif
+
+#if TURING
+__device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
+                         const Pair (&b)[4]);  // see the end
+#elif defined(__CUDACC__)
+#ifdef BF16
+__device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Loads four 8 x 8 matrices of bf16 from shared memory. Lane i gives the address of row i % 8 of
+// matrix i / 8. Of each it gets elements 2q and 2q+1 of row g, or, transposed, of column g.
+__device__ void load_matrices(unsigned (&x)[4], const real* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row)));
+}
+__device__ void load_matrices_transposed(unsigned (&x)[4], const real* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(shared_address(row)));
+}
+#else
+__device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same in TF32, as two products of 8 summed columns. There a lane has columns q and q+4, not 2q
+// and 2q+1: columns of A and rows of B are permuted alike, so the sum is the same. A tensor core
+// reads the upper 10 bits of a mantissa; half of the last is added first, to round.
+// -DTF32: max keeps a GPU's NaN, 0x7fffffff, which would overflow to -0.
+// fp32: x = big + small, and three products. small * small is below the last bit (Ootomo and Yokota
+// 2022, section 3). A NaN stays one in small.
+__device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
+    constexpr unsigned half_of_last_bit = 0x1000;
+    for (int i = 0; i < 2; i++) {
+        float x[6] = {a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b[i].x, b[i].y};
+        unsigned big[6];
+        for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + half_of_last_bit;
+#ifdef TF32
+        for (int j = 0; j < 6; j++) big[j] = max((int)big[j], __float_as_int(x[j]));
+#else
+        unsigned small[6];
+        for (int j = 0; j < 6; j++) {
+            big[j] &= ~(2 * half_of_last_bit - 1);
+            small[j] = __float_as_uint(x[j] - __uint_as_float(big[j]));
+        }
+        mma_tf32(d, {small[0], small[1], small[2], small[3]}, {big[4], big[5]});
+        mma_tf32(d, {big[0], big[1], big[2], big[3]}, {small[4], small[5]});
+#endif
+        mma_tf32(d, {big[0], big[1], big[2], big[3]}, {big[4], big[5]});
+    }
+}
+#endif
+
+// The same for two B side by side, b[0..1] and b[2..3], and so for two D.
+__device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
+                         const Pair (&b)[4]) {
+    mma(left, a, {b[0], b[1]});
+    mma(right, a, {b[2], b[3]});
+}
+#endif
+
+// A from columns 16 j..16 j + 15 of a result.
+template <int n>
+__device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
+    for (int i = 0; i < 4; i++) {
+        const float(&d)[4] = x[2 * j + i / 2];
+        a[i] = pair(d[i % 2 * 2], d[i % 2 * 2 + 1]);
+    }
+}
 
 // A product (16 M, columns) in a warp's registers. This lane's x[e] is in row e.row() and
 // column e.column(): see D in the picture above mma.
@@ -692,6 +863,91 @@ __device__ void each_row(F f) {
     for (int m = 0; m < M; m++)
         for (int half = 0; half < 2; half++) f(Element{m, 0, 2 * half});
 }
+
+// x = the slab's rows of a tile that the block owns, times the transpose of another tile.
+template <int columns>
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other);
+
+// sum += x times a tile.
+template <int columns>
+__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
+
+// On Hopper both only start. This waits for x; the last `pending` products may still be running.
+template <int pending, int columns>
+__device__ void products_arrive(Result<columns>& x);
+
+#if !HOPPER
+// A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
+// whose columns are the tile's rows. Both are the same quarters, with x[1] and x[2] exchanged.
+template <bool as_b>
+__device__ void load_square(Pair (&x)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    int one = lane / 8 % 2 * 8, other = lane / 16 * 8;
+    load_matrices(x, tile + in_tile(r + lane % 8 + (as_b ? other : one), c + (as_b ? one : other)));
+#else
+    for (int i = 0; i < 4; i++) {
+        int one = i % 2 * 8, other = i / 2 * 8;
+        int row = r + lane / 4 + (as_b ? other : one);
+        int channel = c + 2 * (lane % 4) + (as_b ? one : other);
+        x[i] = *reinterpret_cast<const Pair*>(tile + in_tile(row, channel));
+    }
+#endif
+}
+
+// The same square as two B side by side whose rows are the tile's rows.
+__device__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
+    int lane = threadIdx.x % 32;
+#ifdef BF16
+    load_matrices_transposed(b, tile + in_tile(r + lane % 16, c + lane / 16 * 8));
+#else
+    for (int i = 0; i < 4; i++) {
+        int row = r + 2 * (lane % 4) + i % 2 * 8, channel = c + lane / 4 + i / 2 * 8;
+        b[i] = {tile[in_tile(row, channel)], tile[in_tile(row + 1, channel)]};
+    }
+#endif
+}
+
+// Each B that a warp loads serves all of its 16 M rows, so M = 2 almost halves the reads of shared
+// memory. In bf16, if heads are short, the registers just suffice for that.
+template <int columns>
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other) {
+    x = {};
+#pragma unroll
+    for (int c = 0; c < HP; c += 16) {
+        Pair a[M][4], b[4];
+        for (int m = 0; m < M; m++)
+            load_square<false>(a[m], tile, own.warp - own.first + 16 * m, c);
+#pragma unroll
+        for (int n = 0; n < columns / 16; n++) {
+            load_square<true>(b, other, 16 * n, c);
+            for (int m = 0; m < M; m++) mma_pair(x.x[m][2 * n], x.x[m][2 * n + 1], a[m], b);
+        }
+    }
+}
+
+template <int columns>
+__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) {
+#pragma unroll
+    for (int j = 0; j < columns / 16; j++) {
+        Pair a[M][4], b[4];
+        for (int m = 0; m < M; m++) a_from_result(a[m], x.x[m], j);
+#pragma unroll
+        for (int n = 0; n < HP / 16; n++) {
+            load_b(b, tile, 16 * j, 16 * n);
+            for (int m = 0; m < M; m++) mma_pair(sum.x[m][2 * n], sum.x[m][2 * n + 1], a[m], b);
+        }
+    }
+}
+
+// mma.sync is done when it returns.
+template <int pending, int columns>
+__device__ void products_arrive(Result<columns>&) {}
+#endif
+
+// ---- attention: rows of scores, and of results ----
 
 // The causal mask: x = value where a query would see a later key. Column 0 of x is token `column`.
 template <bool rows_are_keys, int columns>
@@ -746,52 +1002,65 @@ __device__ void dscores_from_dweights(Result<columns>& x, Result<columns>& weigh
     else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });
 }
 
-// What a block can do. All its threads call these; they are defined after the kernels.
-
-// What this block owns.
-template <bool rows_are_keys>
-__device__ Own own_rows(int T, int NH);
-
-// The index of (row, c) in a tile.
-__device__ int in_tile(int row, int c);
-
-// Starts to copy rows first..first+rows-1 of a head to a tile, with zeros beyond T and HS.
-template <int rows>
-__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals);
-
-// The same for both tiles of a stage.
-template <int rows>
-__device__ void load_stage(
-    Stages<rows> stages, int stage, const Tiles& left, Head left_head, const Tiles& right,
-    Head right_head, int first, Arrivals& arrivals) {
-    load_tile<rows>(stages.left(stage), left, left_head, first, arrivals);
-    load_tile<rows>(stages.right(stage), right, right_head, first, arrivals);
-}
-
-// Waits for all tiles on their way, and for all threads. First, call arrivals_start.
-__device__ Arrivals arrivals_start();
-__device__ void tiles_arrive(Arrivals& arrivals);
-
-// x = the slab's rows of a tile that the block owns, times the transpose of another tile.
-template <int columns>
-__device__ void multiply_transposed(
-    Result<columns>& x, const Own& own, const real* tile, const real* other);
-
-// sum += x times a tile.
-template <int columns>
-__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
-
-// On Hopper both only start. This waits for x; the last `pending` products may still be running.
-template <int pending, int columns>
-__device__ void products_arrive(Result<columns>& x);
-
 // The paper's D: the sum over a head's channels of out * dout, for each row. Stores it in
 // delta (B,NH,T), too. Waits for the tiles: out is fetched while dout is on its way.
 __device__ PerRow delta_of_rows(
-    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals);
+    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
+    // Lanes l and l + 16 share row l and take its packs by turns.
+    constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
+    int lane = threadIdx.x % 32, T = own.out.T;
+    auto channel = [&](int k) { return (2 * k + lane / 16) * HEAD_PACK; };
+    Pack<HEAD_PACK> of_out[M][packs];
+    for (int m = 0; m < M; m++)
+        for (int k = 0; k < packs; k++) {
+            int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
+            of_out[m][k] = {};
+            if (c < HS)
+                of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
+        }
+    tiles_arrive(arrivals);
+    PerRow result;
+    for (int m = 0; m < M; m++) {
+        int row = own.warp + 16 * m + lane % 16;
+        float sum = 0.0f;
+        for (int k = 0; k < packs; k++) {
+            Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
+            for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
+        }
+        sum += __shfl_xor_sync(FULL_WARP, sum, 16);
+        if (lane < 16 && row < T) delta[own.out.row() + row] = sum;
+        for (int half = 0; half < 2; half++)
+            result.x[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
+    }
+    return result;
+}
 
 // Stores x in a head's rows of an array, staged in a tile of the block's own, now free.
-__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
+// HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
+__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
+    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
+    __syncthreads();  // no product reads a tile any more
+#pragma unroll
+    for (int n = 0; n < HP / 8; n++)
+        each_row([&](Element e) {
+            Pack<2> two = {x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]};
+            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
+        });
+    __syncwarp();
+    for (int c = lane % HEAD_LANES * HEAD_PACK; c < HS; c += HEAD_LANES * HEAD_PACK) {
+#pragma unroll
+        for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
+            int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
+            Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
+            if (t < head.T) array.store(head.at(t) + c, pack);
+        }
+    }
+#ifdef BIAS_SUMS
+    store_column_sums(array.sums, head, own, tile);
+#endif
+}
+
+// ---- attention: the kernels ----
 
 // Algorithm 1, whose lines stand on the right (the ^-1 in line 10 is a slip there). `maximum`,
 // `total` and `output` cover the tiles so far: when a maximum grows, the others are scaled (Milakov
@@ -982,281 +1251,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     store_rows(dqkv, own.values, own, values, dv);
     dqkv.end();
 }
-
-// ---- attention, continued: the rows of a block ----
-
-// GPUs start blocks in order: section by section of heads, and in each the longest blocks first.
-template <bool rows_are_keys>
-__device__ Own own_rows(int T, int NH) {
-    int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
-    int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
-    int heads_here = min(SECTION, heads - section);
-    int head = section + i % heads_here, turn = i / heads_here;
-    int first = (rows_are_keys ? turn : blocks - 1 - turn) * ROWS;
-    int warp = threadIdx.x / 32 * 16 * M, slab = 0;
-    if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
-        slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
-
-    int NKV = NH / GROUP, of_sequence = rows_are_keys ? NKV : NH, all = NH + 2 * NKV;
-    int b = head / of_sequence, nth = head % of_sequence;
-    int h = rows_are_keys ? nth * GROUP : nth, kv = rows_are_keys ? nth : nth / GROUP;
-    return {first, first + slab, first + warp,
-            {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
-}
-
-__device__ PerRow delta_of_rows(
-    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
-    // Lanes l and l + 16 share row l and take its packs by turns.
-    constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
-    int lane = threadIdx.x % 32, T = own.out.T;
-    auto channel = [&](int k) { return (2 * k + lane / 16) * HEAD_PACK; };
-    Pack<HEAD_PACK> of_out[M][packs];
-    for (int m = 0; m < M; m++)
-        for (int k = 0; k < packs; k++) {
-            int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
-            of_out[m][k] = {};
-            if (c < HS)
-                of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
-        }
-    tiles_arrive(arrivals);
-    PerRow result;
-    for (int m = 0; m < M; m++) {
-        int row = own.warp + 16 * m + lane % 16;
-        float sum = 0.0f;
-        for (int k = 0; k < packs; k++) {
-            Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
-            for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
-        }
-        sum += __shfl_xor_sync(FULL_WARP, sum, 16);
-        if (lane < 16 && row < T) delta[own.out.row() + row] = sum;
-        for (int half = 0; half < 2; half++)
-            result.x[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
-    }
-    return result;
-}
-
-// HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
-__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
-    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
-    __syncthreads();  // no product reads a tile any more
-#pragma unroll
-    for (int n = 0; n < HP / 8; n++)
-        each_row([&](Element e) {
-            Pack<2> two = {x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]};
-            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
-        });
-    __syncwarp();
-    for (int c = lane % HEAD_LANES * HEAD_PACK; c < HS; c += HEAD_LANES * HEAD_PACK) {
-#pragma unroll
-        for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
-            int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
-            Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
-            if (t < head.T) array.store(head.at(t) + c, pack);
-        }
-    }
-#ifdef BIAS_SUMS
-    store_column_sums(array.sums, head, own, tile);
-#endif
-}
-
-// ---- attention, continued: products on tensor cores, and copies ----
-
-// A tensor core multiplies small matrices in a warp's registers: D (16,8) += A (16,16) B (16,8). A
-// Pair is two neighbours along the summed index. The numbers in the picture are lanes: lane 4g + q
-// has rows g and g+8 of A and D, and column g of B.
-//
-//   A  columns 0,1 2,3 4,5 6,7  8,9 .. 14,15   B  column  0  1 ..  7    D  columns 0,1 2,3 4,5 6,7
-//   row  0       0   1   2   3    0  ..  3     rows  0,1  0  4 .. 28    row  0       0   1   2   3
-//        1       4   5   6   7    4  ..  7           2,3  1  5 .. 29         1       4   5   6   7
-//       ...         a[0]            a[2]       b[0]  4,5  2  6 .. 30        ...     d[0] and d[1]
-//        7      28  29  30  31   28  .. 31           6,7  3  7 .. 31         7      28  29  30  31
-//        8       0   1   2   3    0  ..  3           8,9  0  4 .. 28         8       0   1   2   3
-//       ...         a[1]            a[3]       b[1]  ...                    ...     d[2] and d[3]
-//       15      28  29  30  31   28  .. 31         14,15  3  7 .. 31        15      28  29  30  31
-//
-// Two D side by side, taken in pairs, are the A of a next product: weights stay in registers.
-#ifdef BF16
-using Pair = unsigned;
-__device__ Pair pair(float x, float y) { return two_bf16(x, y); }
-#else
-struct alignas(8) Pair { float x, y; };
-__device__ Pair pair(float x, float y) { return {x, y}; }
-#endif
-
-#if TURING
-__device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
-                         const Pair (&b)[4]);  // see the end
-#elif defined(__CUDACC__)
-#ifdef BF16
-__device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// Loads four 8 x 8 matrices of bf16 from shared memory. Lane i gives the address of row i % 8 of
-// matrix i / 8. Of each it gets elements 2q and 2q+1 of row g, or, transposed, of column g.
-__device__ void load_matrices(unsigned (&x)[4], const real* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(row)));
-}
-__device__ void load_matrices_transposed(unsigned (&x)[4], const real* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(shared_address(row)));
-}
-#else
-__device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// The same in TF32, as two products of 8 summed columns. There a lane has columns q and q+4, not 2q
-// and 2q+1: columns of A and rows of B are permuted alike, so the sum is the same. A tensor core
-// reads the upper 10 bits of a mantissa; half of the last is added first, to round.
-// -DTF32: max keeps a GPU's NaN, 0x7fffffff, which would overflow to -0.
-// fp32: x = big + small, and three products. small * small is below the last bit (Ootomo and Yokota
-// 2022, section 3). A NaN stays one in small.
-__device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
-    constexpr unsigned half_of_last_bit = 0x1000;
-    for (int i = 0; i < 2; i++) {
-        float x[6] = {a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b[i].x, b[i].y};
-        unsigned big[6];
-        for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + half_of_last_bit;
-#ifdef TF32
-        for (int j = 0; j < 6; j++) big[j] = max((int)big[j], __float_as_int(x[j]));
-#else
-        unsigned small[6];
-        for (int j = 0; j < 6; j++) {
-            big[j] &= ~(2 * half_of_last_bit - 1);
-            small[j] = __float_as_uint(x[j] - __uint_as_float(big[j]));
-        }
-        mma_tf32(d, {small[0], small[1], small[2], small[3]}, {big[4], big[5]});
-        mma_tf32(d, {big[0], big[1], big[2], big[3]}, {small[4], small[5]});
-#endif
-        mma_tf32(d, {big[0], big[1], big[2], big[3]}, {big[4], big[5]});
-    }
-}
-#endif
-
-// The same for two B side by side, b[0..1] and b[2..3], and so for two D.
-__device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
-                         const Pair (&b)[4]) {
-    mma(left, a, {b[0], b[1]});
-    mma(right, a, {b[2], b[3]});
-}
-#endif
-
-// A from columns 16 j..16 j + 15 of a result.
-template <int n>
-__device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
-    for (int i = 0; i < 4; i++) {
-        const float(&d)[4] = x[2 * j + i / 2];
-        a[i] = pair(d[i % 2 * 2], d[i % 2 * 2 + 1]);
-    }
-}
-
-#if !HOPPER
-// In bf16 the same column of 8 neighbouring rows is in different banks: LD > HP, or packs of 8 are
-// permuted in each row, which fits two blocks of heads of 64 into the 100 KB of a multiprocessor.
-__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ row % 8 * 8 : c); }
-
-// A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
-// whose columns are the tile's rows. Both are the same quarters, with x[1] and x[2] exchanged.
-template <bool as_b>
-__device__ void load_square(Pair (&x)[4], const real* tile, int r, int c) {
-    int lane = threadIdx.x % 32;
-#ifdef BF16
-    int one = lane / 8 % 2 * 8, other = lane / 16 * 8;
-    load_matrices(x, tile + in_tile(r + lane % 8 + (as_b ? other : one), c + (as_b ? one : other)));
-#else
-    for (int i = 0; i < 4; i++) {
-        int one = i % 2 * 8, other = i / 2 * 8;
-        int row = r + lane / 4 + (as_b ? other : one);
-        int channel = c + 2 * (lane % 4) + (as_b ? one : other);
-        x[i] = *reinterpret_cast<const Pair*>(tile + in_tile(row, channel));
-    }
-#endif
-}
-
-// The same square as two B side by side whose rows are the tile's rows.
-__device__ void load_b(Pair (&b)[4], const real* tile, int r, int c) {
-    int lane = threadIdx.x % 32;
-#ifdef BF16
-    load_matrices_transposed(b, tile + in_tile(r + lane % 16, c + lane / 16 * 8));
-#else
-    for (int i = 0; i < 4; i++) {
-        int row = r + 2 * (lane % 4) + i % 2 * 8, channel = c + lane / 4 + i / 2 * 8;
-        b[i] = {tile[in_tile(row, channel)], tile[in_tile(row + 1, channel)]};
-    }
-#endif
-}
-
-// Each B that a warp loads serves all of its 16 M rows, so M = 2 almost halves the reads of shared
-// memory. In bf16, if heads are short, the registers just suffice for that.
-template <int columns>
-__device__ void multiply_transposed(
-    Result<columns>& x, const Own& own, const real* tile, const real* other) {
-    x = {};
-#pragma unroll
-    for (int c = 0; c < HP; c += 16) {
-        Pair a[M][4], b[4];
-        for (int m = 0; m < M; m++)
-            load_square<false>(a[m], tile, own.warp - own.first + 16 * m, c);
-#pragma unroll
-        for (int n = 0; n < columns / 16; n++) {
-            load_square<true>(b, other, 16 * n, c);
-            for (int m = 0; m < M; m++) mma_pair(x.x[m][2 * n], x.x[m][2 * n + 1], a[m], b);
-        }
-    }
-}
-
-template <int columns>
-__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) {
-#pragma unroll
-    for (int j = 0; j < columns / 16; j++) {
-        Pair a[M][4], b[4];
-        for (int m = 0; m < M; m++) a_from_result(a[m], x.x[m], j);
-#pragma unroll
-        for (int n = 0; n < HP / 16; n++) {
-            load_b(b, tile, 16 * j, 16 * n);
-            for (int m = 0; m < M; m++) mma_pair(sum.x[m][2 * n], sum.x[m][2 * n + 1], a[m], b);
-        }
-    }
-}
-
-// mma.sync is done when it returns.
-template <int pending, int columns>
-__device__ void products_arrive(Result<columns>&) {}
-
-template <int rows>
-__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals&) {
-    constexpr int packs = HP / HEAD_PACK;  // of a row
-    const real* numbers = array.numbers + head.at(first);
-#pragma unroll
-    for (int start = 0; start < rows * packs; start += THREADS) {
-        int i = start + threadIdx.x, row = i / packs, c = i % packs * HEAD_PACK;
-        if (rows * packs % THREADS > 0 && i >= rows * packs) break;
-        bool there = first + row < head.T && c < HS;
-        real* to = tile + in_tile(row, c);
-        const real* from = there ? numbers + row * head.heads * HS + c : numbers;
-        if (HEAD_PACK == W) copy16(to, from, there);
-        else if (there) *to = *from;
-        else from_float(*to, 0.0f);
-    }
-}
-
-__device__ Arrivals arrivals_start() { return {}; }
-__device__ void tiles_arrive(Arrivals&) {
-    copies_end();
-    copies_arrive<0>();
-    __syncthreads();
-}
-#endif
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
 
