@@ -39,8 +39,10 @@ extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int fo
 __device__ __forceinline__ void turn(unsigned (&w)[4]) {
     unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
     unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
-    w[0] = __byte_perm(a, b, 0x5410), w[1] = __byte_perm(a, b, 0x7632);
-    w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
+    w[0] = __byte_perm(a, b, 0x5410);
+    w[1] = __byte_perm(a, b, 0x7632);
+    w[2] = __byte_perm(c, d, 0x5410);
+    w[3] = __byte_perm(c, d, 0x7632);
 }
 
 // A tile of 128 rows and 128 columns on its way through shared memory: words[column][g] has rows 4 g .. 4 g + 3 of a
@@ -105,7 +107,10 @@ __device__ __forceinline__ void store_both(
     for (int i = 0; i < 4; i++) {
         if (r + i >= R || c >= C) continue;
         Pack<16> x = numbers_at((size_t)(r + i) * C + c);
-        for (int j = 0; j < 16; j++) out.largest = fmaxf(out.largest, fabsf(x[j])), x[j] *= out.factor;
+        for (int j = 0; j < 16; j++) {
+            out.largest = fmaxf(out.largest, fabsf(x[j]));
+            x[j] *= out.factor;
+        }
         for (int j = 0; j < 4; j++)
             rows[i].x[j] = two_fp8(x[4 * j], x[4 * j + 1]) | (unsigned)two_fp8(x[4 * j + 2], x[4 * j + 3]) << 16;
         if (twin) *reinterpret_cast<Stored<4, unsigned>*>(twin + (size_t)(r + i) * C + c) = rows[i];
