@@ -1,8 +1,8 @@
 /*
 The hand-written kernels of a GPT-2 training step, in the order in which a step meets them, each
-forward next to its backward. train_gpt2.py compiles this file with NVRTC for a GPU, or with a C++
-compiler and dev/cpu/cuda.h for a CPU; it reads the kernels' names, arguments and grids from this
-text. A BLAS library multiplies the linear layers' matrices.
+forward next to its backward. train_gpt2.py compiles this file with NVRTC, and reads the kernels'
+names, arguments and grids from this text. dev/cpu/device.py does the same with a C++ compiler and
+dev/cpu/cuda.h, for a CPU. A BLAS library multiplies the linear layers' matrices.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
 NH heads of HS = C/NH channels. Arrays are row-major: the last index named is the fastest.
@@ -316,13 +316,17 @@ extern "C" __global__ void encoder_backward_wpe(
 // ---- residual stream and layernorm (Ba, Kiros and Hinton 2016, section 3) ----
 
 // The threads of a row keep it in registers: thread i has packs i, i + threads, ... of n columns.
-// EACH_PACK goes over them: pack k begins at column c.
+// f(k, c) for each of a thread's packs: pack k begins at column c.
 template <int n, int threads>
 constexpr int packs_of = (CHANNELS + n * threads - 1) / (n * threads);
-#define EACH_PACK(n, threads) \
-    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % threads); \
-                           k < packs_of<n, threads>; k++, c += n * threads) \
-        if (CHANNELS % (n * threads) == 0 || c < CHANNELS)
+template <int n, int threads, class F>
+__device__ void each_pack(F f) {
+#pragma unroll
+    for (int k = 0; k < packs_of<n, threads>; k++) {
+        int c = n * (threadIdx.x % threads) + n * threads * k;
+        if (CHANNELS % (n * threads) == 0 || c < CHANNELS) f(k, c);
+    }
+}
 
 // x = x + branch: the output of attention or the MLP joins the residual stream. Then comes the
 // layernorm before the next of them; one kernel for both saves a read.
@@ -343,25 +347,27 @@ extern "C" __global__ void residual_layernorm_forward(
     size_t start = (size_t)row * C;
     out.begin();
     Pack<4> v[packs_of<4, 32>];
-    EACH_PACK(4, 32) v[k] = load<4>(x + start + c);
+    each_pack<4, 32>([&](int k, int c) { v[k] = load<4>(x + start + c); });
     if (branch) {
-        EACH_PACK(4, 32) v[k] = v[k] + load<4>(branch + start + c);
-        EACH_PACK(4, 32) store(x + start + c, v[k]);
+        each_pack<4, 32>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+        each_pack<4, 32>([&](int k, int c) { store(x + start + c, v[k]); });
     }
     float sum = 0.0f;
-    EACH_PACK(4, 32) {
+    each_pack<4, 32>([&](int k, int c) {
         store(copy + start + c, v[k]);
         for (int i = 0; i < 4; i++) sum += v[k][i];
-    }
+    });
     float m = warp_sum(sum) / C;
     sum = 0.0f;
-    EACH_PACK(4, 32) for (int i = 0; i < 4; i++) sum += (v[k][i] - m) * (v[k][i] - m);
+    each_pack<4, 32>([&](int k, int c) {
+        for (int i = 0; i < 4; i++) sum += (v[k][i] - m) * (v[k][i] - m);
+    });
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
-    EACH_PACK(4, 32) {
+    each_pack<4, 32>([&](int k, int c) {
         Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
         for (int i = 0; i < 4; i++) v[k][i] = (v[k][i] - m) * s * w[i] + b[i];
         out.store(start + c, v[k]);
-    }
+    });
     out.end();
     if (threadIdx.x % 32 == 0) {
         mean[row] = m;
@@ -413,11 +419,12 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
     auto load_row = [&](int stage, int row) {
         real* to = stages + stage * 3 * C;
         size_t start = (size_t)row * C;
-        EACH_PACK(W, ROW_THREADS) {  // a thread copies what it reads itself: no barrier is needed
+        // A thread copies what it reads itself, so no barrier is needed.
+        each_pack<W, ROW_THREADS>([&](int k, int c) {
             copy16(to + c, inp + start + c, true);
             copy16(to + C + c, dout + start + c, true);
             copy16(to + 2 * C + c, dresidual.numbers + start + c, true);
-        }
+        });
         copies_end();
     };
     int step = gridDim.x * rows, row = blockIdx.x * rows + own;
@@ -443,14 +450,14 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         const real *x = stages + stage * 3 * C, *dy = x + C, *dx = dy + C;
         Pack<2> total = {};  // of dnorm, and of dnorm * norm
         if (has_row) {
-            EACH_PACK(W, ROW_THREADS) {
+            each_pack<W, ROW_THREADS>([&](int k, int c) {
                 Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
                 for (int i = 0; i < W; i++) {
                     float dnorm = d[i] * w[i];
                     total[0] += dnorm;
                     total[1] += dnorm * (v[i] * s + minus_ms);
                 }
-            }
+            });
         }
         total = {warp_sum(total[0]), warp_sum(total[1])};
         if (ROW_THREADS > 32) {
@@ -464,12 +471,12 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
         }
         float average_dnorm = total[0] / C, average_dnorm_norm = total[1] / C;
         if (has_row) {
-            EACH_PACK(W, ROW_THREADS) {
+            each_pack<W, ROW_THREADS>([&](int k, int c) {
                 Pack<W> v = load<W>(x + c), d = load<W>(dy + c);
                 Pack<W> g = load<W>(dx + c), w = load<W>(weight + c);
                 for (int i = 0; i < W; i++) {
-                    float norm = v[i] * s + minus_ms;
-                    g[i] += s * (d[i] * w[i] - average_dnorm - norm * average_dnorm_norm);
+                    float norm = v[i] * s + minus_ms, dnorm = d[i] * w[i];
+                    g[i] += s * (dnorm - average_dnorm - norm * average_dnorm_norm);
                     sums[0][k][i] += d[i] * norm;
                     sums[1][k][i] += d[i];
 #ifdef BIAS_SUMS
@@ -477,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
 #endif
                 }
                 dresidual.store((size_t)row * C + c, g);
-            }
+            });
         }
     }
     dresidual.end();
@@ -485,7 +492,9 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
 #pragma unroll
     for (int which = 0; which < NORM_SUMS; which++) {
         __syncthreads();
-        EACH_PACK(W, ROW_THREADS) store(of_row + own * C + c, sums[which][k]);
+        each_pack<W, ROW_THREADS>([&](int k, int c) {
+            store(of_row + own * C + c, sums[which][k]);
+        });
         __syncthreads();
         for (int column = threadIdx.x; column < C; column += blockDim.x) {
             float sum = 0.0f;
@@ -555,10 +564,9 @@ extern "C" __global__ void add_partials(
 //   score (T,T) = q k'
 //   weight (T,T) = softmax(scale * score) over the keys s <= t of query t
 //   out (B,T,NH,HS) = weight v
-// Scores and weights never go to memory.
-// A block owns ROWS rows of a head, queries or keys, and walks over the other side in tiles, which
-// pass through shared memory: while it works on one, the next is on its way. Here a head has four
-// blocks, and tiles are drawn as large as blocks:
+// Scores and weights never go to memory. A block owns B_r rows of a head, queries or keys, and
+// walks over the other side in tiles of B_c rows, which pass through shared memory: while it works
+// on one, the next is on its way. Here a head has four blocks, and tiles are as large as blocks:
 //
 //           keys  0  1  2  3
 //    queries  0   \  .  .  .   last to start    #  all keys of the tile are seen
@@ -567,17 +575,17 @@ extern "C" __global__ void add_partials(
 //             3   #  #  #  \   first to start
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from
-// the diagonal, and column 0 starts first. Long blocks start early, so that short ones fill the
-// gaps at the end. Products wait for earlier ones: where several blocks fit a
-// multiprocessor, they fill each other's gaps.
+// the diagonal, and column 0 starts first. Long blocks start early, and short ones fill the gaps at
+// the end. Each product waits for the one before it, so several blocks on a multiprocessor keep it
+// busy.
 
-// -DHOPPER is for Hopper GPUs: see their section.
+// For Hopper GPUs: see the end of the file.
 #ifndef HOPPER
 #define HOPPER 0
 #endif
 
-// For other models than GPT-2. -DGROUP=n: n neighbouring heads of queries share a head of keys and
-// values (Ainslie et al. 2023, section 2.2). -DRELU=1: weight = max(0, scale * score).
+// For models other than GPT-2. With GROUP > 1 that many neighbouring heads of queries share a head
+// of keys and values (Ainslie et al. 2023, section 2.2). With RELU, weight = max(0, scale * score).
 #ifndef GROUP
 #define GROUP 1
 #endif
@@ -585,16 +593,21 @@ extern "C" __global__ void add_partials(
 #define RELU 0
 #endif
 
+// The paper's names, and their values:   HS = 64: bf16 fp32 Hopper   HS = 128: bf16 fp32 Hopper
+//   B_r       rows that a block owns              128   64     64                64   64    128
+//   B_c       rows of a tile, forward              64   64     64                64   32     64
+//   B_c_BACK  rows of a tile, backward             32   32     64                32   16     64
+// A block of attention_backward_kv owns keys: there the paper has the two names swapped.
 constexpr int PADDED = HOPPER ? 64 : 16;
 constexpr int HP = (HS + PADDED - 1) / PADDED * PADDED;  // a head's channels, padded with zeros
 constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
 constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = 16 * M * WARPS;        // that a block owns
+constexpr int B_r = 16 * M * WARPS;
+constexpr bool WIDE = TURING || HP * sizeof(real) > 256;  // then tiles of 64 rows do not fit
+constexpr int B_c = WIDE ? 32 : 64;
+constexpr int B_c_BACK = HOPPER ? 64 : WIDE ? 16 : 32;
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
-constexpr bool WIDE = TURING || HP * sizeof(real) > 256;  // small tiles: most GPUs have 99 KB
-constexpr int KEYS = WIDE ? 32 : 64;               // rows of a tile in the forward pass
-constexpr int TILE = HOPPER ? 64 : WIDE ? 16 : 32;  // rows of a tile in the backward pass
 constexpr bool SWIZZLED = HOPPER || HP % 128 == 0 || (HP == 64 && sizeof(real) == 2);
 constexpr int LD = SWIZZLED ? HP : HP + 8;  // reals stored per row of a tile
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
@@ -611,17 +624,10 @@ constexpr int BACKWARD_STAGES = OVERLAP ? 3 : 2;
 
 // For the host: a block's rows, its threads, its bytes of shared memory, forward and backward.
 extern "C" { __constant__ int attention_sizes[] = {
-    ROWS, THREADS, (ROWS + 4 * KEYS) * LD * (int)sizeof(real),
-    (2 * ROWS + 2 * BACKWARD_STAGES * TILE) * LD * (int)sizeof(real)}; }
+    B_r, THREADS, (B_r + 4 * B_c) * LD * (int)sizeof(real),
+    (2 * B_r + 2 * BACKWARD_STAGES * B_c_BACK) * LD * (int)sizeof(real)}; }
 
-// Tiles: an array (B,T,heads,HS) that tiles are copied from. Arrivals: how to wait for them.
-#if HOPPER
-struct alignas(64) Tiles { unsigned char map[128]; };  // a CUtensorMap
-struct Arrivals { unsigned long long* mbarrier; int parity; };
-#else
-struct Tiles { const real* numbers; };
-struct Arrivals {};
-#endif
+// ---- attention: what a block owns, and its tiles ----
 
 // Head h of sequence b, in an array (B,T,heads,HS).
 struct Head {
@@ -630,11 +636,30 @@ struct Head {
     __device__ size_t row() const { return ((size_t)b * heads + h) * T; }  // in lse (B,heads,T)
 };
 
-// What a block owns: ROWS queries or ROWS keys.
+// What a block owns: B_r queries or B_r keys.
 struct Own {
     int first, slab, warp;            // the first row of the block, of this slab, of this warp
-    Head queries, keys, values, out;  // a block of keys advances queries and out
+    Head queries, keys, values, out;  // for a block of keys, the first head of queries of its group
 };
+
+// GPUs start blocks in order: section by section of heads, and in each the longest blocks first.
+template <bool rows_are_keys>
+__device__ Own own_rows(int T, int NH) {
+    int blocks = (T + B_r - 1) / B_r, heads = gridDim.x / blocks;
+    int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
+    int heads_here = min(SECTION, heads - section);
+    int head = section + i % heads_here, turn = i / heads_here;
+    int first = (rows_are_keys ? turn : blocks - 1 - turn) * B_r;
+    int warp = threadIdx.x / 32 * 16 * M, slab = 0;
+    if (B_r > SLAB)  // a shuffle tells the compiler that all lanes have the same
+        slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
+
+    int NKV = NH / GROUP, of_sequence = rows_are_keys ? NKV : NH, all = NH + 2 * NKV;
+    int b = head / of_sequence, nth = head % of_sequence;
+    int h = rows_are_keys ? nth * GROUP : nth, kv = rows_are_keys ? nth : nth / GROUP;
+    return {first, first + slab, first + warp,
+            {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
+}
 
 // Stages, each with two tiles: keys and values, or queries and dout.
 template <int rows>
@@ -651,7 +676,7 @@ struct Walk {
     int row, head, stage;
     __device__ bool next() {  // goes to the next tile, if there is one
         stage = (stage + 1) % BACKWARD_STAGES;
-        row += TILE;
+        row += B_c_BACK;
         if (row >= end) {
             row = first;
             head++;
@@ -660,106 +685,56 @@ struct Walk {
     }
 };
 
-// A product (16 M, columns) in a warp's registers. This lane's x[e] is in row e.row() and
-// column e.column(): see D in the picture above mma.
-__device__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
-__device__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
-struct Element {
-    int m, n, i;
-    __device__ int row() { return row_of(m, i); }
-    __device__ int column() { return column_of(n, i); }
-};
-template <int columns>
-struct Result {
-    float x[M][columns / 8][4];
-    __device__ float& operator[](Element e) { return x[e.m][e.n][e.i]; }
-};
-struct PerRow {  // a number for each row of these
-    float x[M][2];
-    __device__ float& operator[](Element e) { return x[e.m][e.i / 2]; }
-};
+// Tiles: an array (B,T,heads,HS), to copy tiles from. Arrivals: how to wait for them.
+#if HOPPER
+struct alignas(64) Tiles { unsigned char map[128]; };  // a CUtensorMap
+struct Arrivals { unsigned long long* mbarrier; int parity; };
+#else
+struct Tiles { const real* numbers; };
+struct Arrivals {};
+#endif
 
-// f(e) for each of a lane's elements; each_row: for the first in each of its rows.
-template <int columns, class F>
-__device__ void each(Result<columns>&, F f) {
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < columns / 8; n++)
-            for (int i = 0; i < 4; i++) f(Element{m, n, i});
-}
-template <class F>
-__device__ void each_row(F f) {
-    for (int m = 0; m < M; m++)
-        for (int half = 0; half < 2; half++) f(Element{m, 0, 2 * half});
-}
-
-// The causal mask: x = value where a query would see a later key. Column 0 of x is token `column`.
-template <bool rows_are_keys, int columns>
-__device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
-    if (column >= own.slab + SLAB || column + columns <= own.slab) return;  // not on the diagonal
-    each(x, [&](Element e) {
-        int r = own.warp + e.row(), c = column + e.column();
-        if (rows_are_keys ? r > c : c > r) x[e] = value;
-    });
-}
-
-// The maximum of each row and of `least`.
-template <int columns>
-__device__ PerRow row_maximum(PerRow least, Result<columns>& x) {
-    each_row([&](Element e) {
-        float largest = least[e];
-#pragma unroll
-        for (int n = 0; n < columns / 8; n++)
-            largest = fmaxf(largest, fmaxf(x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]));
-        least[e] = quad_max(largest);
-    });
-    return least;
-}
-
-// The sum of a lane's numbers in each row. quad_sum adds up those of a row's four lanes.
-template <int columns>
-__device__ PerRow row_sum(Result<columns>& x) {
-    PerRow sum = {};
-    each(x, [&](Element e) { sum[e] += x[e]; });
-    return sum;
-}
-
-template <int columns>
-__device__ void rescale(Result<columns>& x, PerRow factor) {
-    each(x, [&](Element e) { x[e] *= factor[e]; });
-}
-
-__device__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // a NaN stays
-
-// Weights from scores, in place: 2^(scale * log2(e) * score - shift(e)), or ReLU's.
-template <int columns, class F>
-__device__ void weights_from_scores(Result<columns>& x, float scale, F shift) {
-    if (RELU) each(x, [&](Element e) { x[e] = relu_of(scale * x[e]); });
-    else each(x, [&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
-}
-
-// dscores from dweights, in place: weight * (dweight - delta(e)), or ReLU's. dq and dk get the
-// factor scale at the end.
-template <int columns, class F>
-__device__ void dscores_from_dweights(Result<columns>& x, Result<columns>& weights, F delta) {
-    if (RELU) each(x, [&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
-    else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });
-}
-
-// What a block can do. All its threads call these; they are defined after the kernels.
-
-// What this block owns.
-template <bool rows_are_keys>
-__device__ Own own_rows(int T, int NH);
-
-// The index of (row, c) in a tile.
+// All threads of a block call these. Hopper's versions are at the end of the file.
+#if HOPPER
 __device__ int in_tile(int row, int c);
+template <int rows>
+__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals);
+__device__ Arrivals arrivals_start();
+__device__ void tiles_arrive(Arrivals& arrivals);
+#else
+// The index of (row, c) in a tile. In bf16 the same column of 8 neighbouring rows is in different
+// banks: LD > HP, or packs of 8 are permuted in each row. The latter takes no more memory, so two
+// blocks of heads of 64 fit into the 100 KB of a multiprocessor.
+__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ row % 8 * 8 : c); }
 
 // Starts to copy rows first..first+rows-1 of a head to a tile, with zeros beyond T and HS.
 template <int rows>
-__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals);
+__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals&) {
+    constexpr int packs = HP / HEAD_PACK;  // of a row
+    const real* numbers = array.numbers + head.at(first);
+#pragma unroll
+    for (int start = 0; start < rows * packs; start += THREADS) {
+        int i = start + threadIdx.x, row = i / packs, c = i % packs * HEAD_PACK;
+        if (rows * packs % THREADS > 0 && i >= rows * packs) break;
+        bool there = first + row < head.T && c < HS;
+        real* to = tile + in_tile(row, c);
+        const real* from = there ? numbers + row * head.heads * HS + c : numbers;
+        if (HEAD_PACK == W) copy16(to, from, there);
+        else if (there) *to = *from;
+        else from_float(*to, 0.0f);
+    }
+}
 
-// The same for both tiles of a stage.
+// Waits for all tiles on their way, and for all threads. Call arrivals_start first.
+__device__ Arrivals arrivals_start() { return {}; }
+__device__ void tiles_arrive(Arrivals&) {
+    copies_end();
+    copies_arrive<0>();
+    __syncthreads();
+}
+#endif
+
+// Starts to copy both tiles of a stage.
 template <int rows>
 __device__ void load_stage(
     Stages<rows> stages, int stage, const Tiles& left, Head left_head, const Tiles& right,
@@ -768,298 +743,7 @@ __device__ void load_stage(
     load_tile<rows>(stages.right(stage), right, right_head, first, arrivals);
 }
 
-// Waits for all tiles on their way, and for all threads. First, call arrivals_start.
-__device__ Arrivals arrivals_start();
-__device__ void tiles_arrive(Arrivals& arrivals);
-
-// x = the slab's rows of a tile that the block owns, times the transpose of another tile.
-template <int columns>
-__device__ void multiply_transposed(
-    Result<columns>& x, const Own& own, const real* tile, const real* other);
-
-// sum += x times a tile.
-template <int columns>
-__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
-
-// On Hopper both only start. This waits for x; the last `pending` products may still be running.
-template <int pending, int columns>
-__device__ void products_arrive(Result<columns>& x);
-
-// The paper's D: the sum over a head's channels of out * dout, for each row. Stores it in
-// delta (B,NH,T), too. Waits for the tiles: out is fetched while dout is on its way.
-__device__ PerRow delta_of_rows(
-    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals);
-
-// Stores x in a head's rows of an array, staged in a tile of the block's own, now free.
-__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x);
-
-// Algorithm 1, whose lines stand on the right (the ^-1 in line 10 is a slip there). `maximum`,
-// `total` and `output` cover the tiles so far: when a maximum grows, the others are scaled (Milakov
-// and Gimelshein 2018, algorithm 3). For the backward pass it keeps the paper's L:
-// lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of ROWS queries.
-BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
-    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int T,
-    int NH) {
-    DYNAMIC_SHARED(real, queries);                // (ROWS, LD)
-    Stages<KEYS> stages = {queries + ROWS * LD};  // of keys and values
-    Arrivals arrivals = arrivals_start();
-    Own own = own_rows<false>(T, NH);
-    load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
-    load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
-
-    Result<HP> output = {};
-    PerRow maximum, total = {};
-    each_row([&](Element e) { maximum[e] = LOWEST; });      // O = 0, l = 0, m = -inf
-    float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
-    int end = min(own.first + ROWS, T);
-    for (int key = 0, stage = 0; key < end; key += KEYS, stage ^= 1) {
-        tiles_arrive(arrivals);  // this stage is there, and nobody reads the other any more
-        if (key + KEYS < end)
-            load_stage(stages, stage ^ 1, qkv, own.keys, qkv, own.values, key + KEYS, arrivals);
-        if (key >= own.slab + SLAB) continue;  // the slab's queries see none of these keys
-        const real *keys = stages.left(stage), *values = stages.right(stage);
-
-        Result<KEYS> scores;
-        auto& weights = scores;                             // computed in place
-        multiply_transposed(scores, own, queries, keys);    // S = Q K'
-        products_arrive<0>(scores);
-        hide_future<false>(scores, LOWEST, own, key);
-        if (RELU) {
-            each(weights, [&](Element e) { weights[e] = relu_of(scale * scores[e]); });
-        } else {
-            PerRow before = maximum, correction;
-            maximum = row_maximum(before, scores);          // m = max(m, rowmax(S))
-            each(weights, [&](Element e) {                  // P = e^(S - m)
-                weights[e] = power_of_2(scale2 * scores[e] - scale2 * maximum[e]);
-            });
-            PerRow sum = row_sum(weights);
-            each_row([&](Element e) {                       // l = e^(before - m) l + rowsum(P)
-                correction[e] = power_of_2(scale2 * (before[e] - maximum[e]));
-                total[e] = total[e] * correction[e] + sum[e];
-            });
-            rescale(output, correction);                    // O = diag(e^(before - m)) O
-        }
-        multiply(output, weights, values);                  // O = O + P V
-        products_arrive<0>(output);
-    }
-
-    PerRow inverse;
-    each_row([&](Element e) {
-        int t = own.warp + e.row();
-        float sum = RELU ? 1.0f : quad_sum(total[e]);
-        inverse[e] = 1.0f / sum;
-        if (e.column() == 0 && t < T)
-            lse[own.out.row() + t] = scale2 * maximum[e] + log2f(sum);  // L = m + log(l)
-    });
-    rescale(output, inverse);                               // O = diag(l)^-1 O
-    out.begin();
-    store_rows(out, own.out, own, queries, output);
-    out.end();
-}
-
-// Algorithm 2, as two kernels: seven products instead of five, but every sum has a fixed order.
-// dqkv has the shape of qkv. A block owns queries and walks over the keys that they see, for
-// dq = dscore k. It leaves delta for the next kernel. Items: blocks of ROWS queries.
-BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
-    Output dqkv, float* __restrict__ delta, const float* __restrict__ lse,
-    const real* __restrict__ out, const __grid_constant__ Tiles qkv,
-    const __grid_constant__ Tiles dout, float scale, int T, int NH) {
-    DYNAMIC_SHARED(real, queries);  // queries and dout: (2, ROWS, LD)
-    real* douts = queries + ROWS * LD;
-    Stages<TILE> stages = {douts + ROWS * LD};  // of keys and values
-    Arrivals arrivals = arrivals_start();
-    Own own = own_rows<false>(T, NH);
-    load_tile<ROWS>(queries, qkv, own.queries, own.first, arrivals);
-    load_tile<ROWS>(douts, dout, own.out, own.first, arrivals);
-    auto load_keys = [&](const Walk& to) {
-        load_stage(stages, to.stage, qkv, own.keys, qkv, own.values, to.row, arrivals);
-    };
-    Walk walk = {0, min(own.first + ROWS, T), 1, 0, 0, 0};
-    load_keys(walk);
-    PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D = sum dO o O
-    each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
-
-    Result<HP> dq = {};
-    // Not a for: a path around it moves wgmma's results, and then ptxas serializes the products.
-    do {
-        tiles_arrive(arrivals);
-        Walk ahead = walk;
-        if (ahead.next()) load_keys(ahead);
-        if (walk.row >= own.slab + SLAB) continue;
-        const real *keys = stages.left(walk.stage), *values = stages.right(walk.stage);
-
-        Result<TILE> scores, dweights;
-        auto &weights = scores, &dscores = dweights;        // computed in place
-        multiply_transposed(scores, own, queries, keys);    // S = Q K'
-        multiply_transposed(dweights, own, douts, values);  // dP = dO V'
-        products_arrive<1>(scores);
-        weights_from_scores(scores, scale,                  // P = e^(S - L)
-                            [&](Element e) { return row_lse[e]; });
-        hide_future<false>(weights, 0.0f, own, walk.row);
-        products_arrive<0>(dweights);
-        dscores_from_dweights(dweights, weights,            // dS = P o (dP - D)
-                              [&](Element e) { return row_delta[e]; });
-        multiply(dq, dscores, keys);                        // dQ = dQ + dS K
-        if (!OVERLAP) products_arrive<0>(dq);
-    } while (walk.next());
-    products_arrive<0>(dq);
-
-    each(dq, [&](Element e) { dq[e] *= scale; });
-    dqkv.begin();
-    store_rows(dqkv, own.queries, own, queries, dq);
-    dqkv.end();
-}
-
-// This one runs after attention_backward_q. A block owns keys and walks over the queries that see
-// them, one query head after another, for dv = weight' dout and dk = dscore' q. Scores are
-// transposed here: a row is a key. Items: blocks of ROWS keys.
-BLOCK(128, 1)
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
-    Output dqkv, const float* __restrict__ delta, const float* __restrict__ lse,
-    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int T,
-    int NH) {
-    DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
-    real* values = keys + ROWS * LD;
-    Stages<TILE> stages = {values + ROWS * LD};  // of queries and dout
-    __shared__ float of_query[BACKWARD_STAGES][2][TILE];  // of each stage lse, then delta
-    static_assert(THREADS >= 2 * TILE);
-    Arrivals arrivals = arrivals_start();
-    Own own = own_rows<true>(T, NH);
-    auto load_queries = [&](const Walk& to) {
-        Head of_queries = own.queries, of_out = own.out;
-        of_queries.h += to.head;
-        of_out.h += to.head;
-        load_stage(stages, to.stage, qkv, of_queries, dout, of_out, to.row, arrivals);
-        int i = threadIdx.x % TILE, which = threadIdx.x / TILE, t = to.row + i;
-        if (which < 2)  // beyond T a weight is 2^0, and dout is 0
-            copy4(&of_query[to.stage][which][i],
-                  (which ? delta : lse) + of_out.row() + min(t, T - 1), t < T);
-    };
-    load_tile<ROWS>(keys, qkv, own.keys, own.first, arrivals);
-    load_tile<ROWS>(values, qkv, own.values, own.first, arrivals);
-    Walk walk = {own.first, T, GROUP, own.first, 0, 0};
-    load_queries(walk);
-
-    Result<HP> dk = {}, dv = {};
-    do {
-        tiles_arrive(arrivals);
-        Walk ahead = walk;
-        if (ahead.next()) load_queries(ahead);
-        if (walk.row + TILE <= own.slab) continue;  // these queries see none of the slab's keys
-        const real *queries = stages.left(walk.stage), *douts = stages.right(walk.stage);
-        const float *lse_of = of_query[walk.stage][0], *delta_of = of_query[walk.stage][1];
-
-        Result<TILE> scores, dweights;
-        auto &weights = scores, &dscores = dweights;        // computed in place
-        multiply_transposed(scores, own, keys, queries);    // S' = K Q'
-        multiply_transposed(dweights, own, values, douts);  // dP' = V dO'
-        products_arrive<1>(scores);
-        weights_from_scores(scores, scale,                  // P' = e^(S' - L)
-                            [&](Element e) { return lse_of[e.column()]; });
-        hide_future<true>(weights, 0.0f, own, walk.row);
-        if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO
-        products_arrive<OVERLAP>(dweights);
-        dscores_from_dweights(dweights, weights,            // dS' = P' o (dP' - D)
-                              [&](Element e) { return delta_of[e.column()]; });
-        // They are 0 there already; but on Hopper ptxas needs fewer registers with a branch here.
-        hide_future<true>(dscores, 0.0f, own, walk.row);
-        if (!OVERLAP) multiply(dv, weights, douts);         // (or here)
-        multiply(dk, dscores, queries);                     // dK = dK + dS' Q
-        // Also before the next head: a slab may skip its first tile, and with it the wait there.
-        if (!OVERLAP || (GROUP > 1 && walk.row + TILE >= T)) {
-            products_arrive<0>(dv);
-            products_arrive<0>(dk);
-        }
-    } while (walk.next());
-    products_arrive<0>(dv);
-    products_arrive<0>(dk);
-
-    each(dk, [&](Element e) { dk[e] *= scale; });
-    dqkv.begin();
-    store_rows(dqkv, own.keys, own, keys, dk);
-    store_rows(dqkv, own.values, own, values, dv);
-    dqkv.end();
-}
-
-// ---- attention, continued: the rows of a block ----
-
-// GPUs start blocks in order: section by section of heads, and in each the longest blocks first.
-template <bool rows_are_keys>
-__device__ Own own_rows(int T, int NH) {
-    int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
-    int section = blockIdx.x / (SECTION * blocks) * SECTION, i = blockIdx.x - section * blocks;
-    int heads_here = min(SECTION, heads - section);
-    int head = section + i % heads_here, turn = i / heads_here;
-    int first = (rows_are_keys ? turn : blocks - 1 - turn) * ROWS;
-    int warp = threadIdx.x / 32 * 16 * M, slab = 0;
-    if (ROWS > SLAB)  // a shuffle tells the compiler that all lanes have the same
-        slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
-
-    int NKV = NH / GROUP, of_sequence = rows_are_keys ? NKV : NH, all = NH + 2 * NKV;
-    int b = head / of_sequence, nth = head % of_sequence;
-    int h = rows_are_keys ? nth * GROUP : nth, kv = rows_are_keys ? nth : nth / GROUP;
-    return {first, first + slab, first + warp,
-            {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
-}
-
-__device__ PerRow delta_of_rows(
-    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
-    // Lanes l and l + 16 share row l and take its packs by turns.
-    constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
-    int lane = threadIdx.x % 32, T = own.out.T;
-    auto channel = [&](int k) { return (2 * k + lane / 16) * HEAD_PACK; };
-    Pack<HEAD_PACK> of_out[M][packs];
-    for (int m = 0; m < M; m++)
-        for (int k = 0; k < packs; k++) {
-            int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
-            of_out[m][k] = {};
-            if (c < HS)
-                of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
-        }
-    tiles_arrive(arrivals);
-    PerRow result;
-    for (int m = 0; m < M; m++) {
-        int row = own.warp + 16 * m + lane % 16;
-        float sum = 0.0f;
-        for (int k = 0; k < packs; k++) {
-            Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
-            for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
-        }
-        sum += __shfl_xor_sync(FULL_WARP, sum, 16);
-        if (lane < 16 && row < T) delta[own.out.row() + row] = sum;
-        for (int half = 0; half < 2; half++)
-            result.x[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
-    }
-    return result;
-}
-
-// HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
-__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
-    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
-    __syncthreads();  // no product reads a tile any more
-#pragma unroll
-    for (int n = 0; n < HP / 8; n++)
-        each_row([&](Element e) {
-            Pack<2> two = {x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]};
-            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
-        });
-    __syncwarp();
-    for (int c = lane % HEAD_LANES * HEAD_PACK; c < HS; c += HEAD_LANES * HEAD_PACK) {
-#pragma unroll
-        for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
-            int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
-            Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
-            if (t < head.T) array.store(head.at(t) + c, pack);
-        }
-    }
-#ifdef BIAS_SUMS
-    store_column_sums(array.sums, head, own, tile);
-#endif
-}
-
-// ---- attention, continued: products on tensor cores, and copies ----
+// ---- attention: products on tensor cores ----
 
 // A tensor core multiplies small matrices in a warp's registers: D (16,8) += A (16,16) B (16,8). A
 // Pair is two neighbours along the summed index. The numbers in the picture are lanes: lane 4g + q
@@ -1160,11 +844,53 @@ __device__ void a_from_result(Pair (&a)[4], const float (&x)[n][4], int j) {
     }
 }
 
-#if !HOPPER
-// In bf16 the same column of 8 neighbouring rows is in different banks: LD > HP, or packs of 8 are
-// permuted in each row, which fits two blocks of heads of 64 into the 100 KB of a multiprocessor.
-__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ row % 8 * 8 : c); }
+// A product (16 M, columns) in a warp's registers. This lane's x[e] is in row e.row() and
+// column e.column(): see D in the picture above mma.
+__device__ int row_of(int m, int i) { return 16 * m + threadIdx.x % 32 / 4 + i / 2 * 8; }
+__device__ int column_of(int n, int i) { return 8 * n + 2 * (threadIdx.x % 4) + i % 2; }
+struct Element {
+    int m, n, i;
+    __device__ int row() { return row_of(m, i); }
+    __device__ int column() { return column_of(n, i); }
+};
+template <int columns>
+struct Result {
+    float x[M][columns / 8][4];
+    __device__ float& operator[](Element e) { return x[e.m][e.n][e.i]; }
+};
+struct PerRow {  // a number for each row of these
+    float x[M][2];
+    __device__ float& operator[](Element e) { return x[e.m][e.i / 2]; }
+};
 
+// f(e) for each of a lane's elements; each_row: for the first in each of its rows.
+template <int columns, class F>
+__device__ void each(Result<columns>&, F f) {
+    for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int n = 0; n < columns / 8; n++)
+            for (int i = 0; i < 4; i++) f(Element{m, n, i});
+}
+template <class F>
+__device__ void each_row(F f) {
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) f(Element{m, 0, 2 * half});
+}
+
+// x = the slab's rows of a tile that the block owns, times the transpose of another tile.
+template <int columns>
+__device__ void multiply_transposed(
+    Result<columns>& x, const Own& own, const real* tile, const real* other);
+
+// sum += x times a tile.
+template <int columns>
+__device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
+
+// On Hopper both only start. This waits for x; the last `pending` products may still be running.
+template <int pending, int columns>
+__device__ void products_arrive(Result<columns>& x);
+
+#if !HOPPER
 // A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
 // whose columns are the tile's rows. Both are the same quarters, with x[1] and x[2] exchanged.
 template <bool as_b>
@@ -1232,31 +958,312 @@ __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) 
 // mma.sync is done when it returns.
 template <int pending, int columns>
 __device__ void products_arrive(Result<columns>&) {}
-
-template <int rows>
-__device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals&) {
-    constexpr int packs = HP / HEAD_PACK;  // of a row
-    const real* numbers = array.numbers + head.at(first);
-#pragma unroll
-    for (int start = 0; start < rows * packs; start += THREADS) {
-        int i = start + threadIdx.x, row = i / packs, c = i % packs * HEAD_PACK;
-        if (rows * packs % THREADS > 0 && i >= rows * packs) break;
-        bool there = first + row < head.T && c < HS;
-        real* to = tile + in_tile(row, c);
-        const real* from = there ? numbers + row * head.heads * HS + c : numbers;
-        if (HEAD_PACK == W) copy16(to, from, there);
-        else if (there) *to = *from;
-        else from_float(*to, 0.0f);
-    }
-}
-
-__device__ Arrivals arrivals_start() { return {}; }
-__device__ void tiles_arrive(Arrivals&) {
-    copies_end();
-    copies_arrive<0>();
-    __syncthreads();
-}
 #endif
+
+// ---- attention: rows of scores, and of results ----
+
+// The causal mask: x = value where a query would see a later key. Column 0 of x is token `column`.
+template <bool rows_are_keys, int columns>
+__device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
+    if (column >= own.slab + SLAB || column + columns <= own.slab) return;  // not on the diagonal
+    each(x, [&](Element e) {
+        int r = own.warp + e.row(), c = column + e.column();
+        if (rows_are_keys ? r > c : c > r) x[e] = value;
+    });
+}
+
+// The maximum of each row and of `least`.
+template <int columns>
+__device__ PerRow row_maximum(PerRow least, Result<columns>& x) {
+    each_row([&](Element e) {
+        float largest = least[e];
+#pragma unroll
+        for (int n = 0; n < columns / 8; n++)
+            largest = fmaxf(largest, fmaxf(x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]));
+        least[e] = quad_max(largest);
+    });
+    return least;
+}
+
+// The sum of a lane's numbers in each row. quad_sum adds up those of a row's four lanes.
+template <int columns>
+__device__ PerRow row_sum(Result<columns>& x) {
+    PerRow sum = {};
+    each(x, [&](Element e) { sum[e] += x[e]; });
+    return sum;
+}
+
+template <int columns>
+__device__ void rescale(Result<columns>& x, PerRow factor) {
+    each(x, [&](Element e) { x[e] *= factor[e]; });
+}
+
+__device__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // a NaN stays
+
+// Weights from scores, in place: 2^(scale * log2(e) * score - shift(e)), or ReLU's.
+template <int columns, class F>
+__device__ void weights_from_scores(Result<columns>& x, float scale, F shift) {
+    if (RELU) each(x, [&](Element e) { x[e] = relu_of(scale * x[e]); });
+    else each(x, [&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
+}
+
+// dscores from dweights, in place: dS = P o (dP - D), or ReLU's. dq and dk get the factor scale at
+// the end.
+template <int columns, class F>
+__device__ void dscores_from_dweights(Result<columns>& x, Result<columns>& weights, F delta) {
+    if (RELU) each(x, [&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
+    else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });  // P o (dP - D)
+}
+
+// The paper's D: the sum over a head's channels of out * dout, for each row. Stores it in
+// delta (B,NH,T), too. Waits for the tiles: out is fetched while dout is on its way.
+__device__ PerRow delta_of_rows(
+    float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
+    // Lanes l and l + 16 share row l and take its packs by turns.
+    constexpr int packs = (HS + 2 * HEAD_PACK - 1) / (2 * HEAD_PACK);
+    int lane = threadIdx.x % 32, T = own.out.T;
+    auto channel = [&](int k) { return (2 * k + lane / 16) * HEAD_PACK; };
+    Pack<HEAD_PACK> of_out[M][packs];
+    for (int m = 0; m < M; m++)
+        for (int k = 0; k < packs; k++) {
+            int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
+            of_out[m][k] = {};
+            if (c < HS)
+                of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
+        }
+    tiles_arrive(arrivals);
+    PerRow result;
+    for (int m = 0; m < M; m++) {
+        int row = own.warp + 16 * m + lane % 16;
+        float sum = 0.0f;
+        for (int k = 0; k < packs; k++) {
+            Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
+            for (int j = 0; j < HEAD_PACK; j++) sum += of_out[m][k][j] * y[j];
+        }
+        sum += __shfl_xor_sync(FULL_WARP, sum, 16);
+        if (lane < 16 && row < T) delta[own.out.row() + row] = sum;
+        for (int half = 0; half < 2; half++)
+            result.x[m][half] = __shfl_sync(FULL_WARP, sum, row_of(0, 2 * half));
+    }
+    return result;
+}
+
+// Stores x in a head's rows of an array, staged in a tile of the block's own, now free.
+// HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
+__device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
+    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
+    __syncthreads();  // no product reads a tile any more
+#pragma unroll
+    for (int n = 0; n < HP / 8; n++)
+        each_row([&](Element e) {
+            Pack<2> two = {x[{e.m, n, e.i}], x[{e.m, n, e.i + 1}]};
+            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
+        });
+    __syncwarp();
+    for (int c = lane % HEAD_LANES * HEAD_PACK; c < HS; c += HEAD_LANES * HEAD_PACK) {
+#pragma unroll
+        for (int r = 0; r < 16 * M; r += 32 / HEAD_LANES) {
+            int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
+            Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
+            if (t < head.T) array.store(head.at(t) + c, pack);
+        }
+    }
+#ifdef BIAS_SUMS
+    store_column_sums(array.sums, head, own, tile);
+#endif
+}
+
+// ---- attention: the kernels ----
+
+// Algorithm 1, whose lines stand on the right (the ^-1 in line 10 is a slip there). `maximum`,
+// `total` and `output` cover the tiles so far: when a maximum grows, the others are scaled (Milakov
+// and Gimelshein 2018, algorithm 3). For the backward pass it keeps the paper's L:
+// lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of B_r queries.
+BLOCK(128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
+    Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int T,
+    int NH) {
+    DYNAMIC_SHARED(real, queries);                // (B_r, LD)
+    Stages<B_c> stages = {queries + B_r * LD};  // of keys and values
+    Arrivals arrivals = arrivals_start();
+    Own own = own_rows<false>(T, NH);
+    load_tile<B_r>(queries, qkv, own.queries, own.first, arrivals);
+    load_stage(stages, 0, qkv, own.keys, qkv, own.values, 0, arrivals);
+
+    Result<HP> output = {};
+    PerRow maximum, total = {};
+    each_row([&](Element e) { maximum[e] = LOWEST; });      // O = 0, l = 0, m = -inf
+    float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
+    int end = min(own.first + B_r, T);
+    for (int key = 0, stage = 0; key < end; key += B_c, stage ^= 1) {
+        tiles_arrive(arrivals);  // this stage is there, and nobody reads the other any more
+        if (key + B_c < end)
+            load_stage(stages, stage ^ 1, qkv, own.keys, qkv, own.values, key + B_c, arrivals);
+        if (key >= own.slab + SLAB) continue;  // the slab's queries see none of these keys
+        const real *keys = stages.left(stage), *values = stages.right(stage);
+
+        Result<B_c> scores;
+        auto& weights = scores;                             // computed in place
+        multiply_transposed(scores, own, queries, keys);    // S = Q K'
+        products_arrive<0>(scores);
+        hide_future<false>(scores, LOWEST, own, key);
+        if (RELU) {
+            each(weights, [&](Element e) { weights[e] = relu_of(scale * scores[e]); });
+        } else {
+            PerRow before = maximum, correction;
+            maximum = row_maximum(before, scores);          // m = max(m, rowmax(S))
+            each(weights, [&](Element e) {                  // P = e^(S - m)
+                weights[e] = power_of_2(scale2 * scores[e] - scale2 * maximum[e]);
+            });
+            PerRow sum = row_sum(weights);
+            each_row([&](Element e) {                       // l = e^(before - m) l + rowsum(P)
+                correction[e] = power_of_2(scale2 * (before[e] - maximum[e]));
+                total[e] = total[e] * correction[e] + sum[e];
+            });
+            rescale(output, correction);                    // O = diag(e^(before - m)) O
+        }
+        multiply(output, weights, values);                  // O = O + P V
+        products_arrive<0>(output);
+    }
+
+    PerRow inverse;
+    each_row([&](Element e) {
+        int t = own.warp + e.row();
+        float sum = RELU ? 1.0f : quad_sum(total[e]);
+        inverse[e] = 1.0f / sum;
+        if (e.column() == 0 && t < T)
+            lse[own.out.row() + t] = scale2 * maximum[e] + log2f(sum);  // L = m + log(l)
+    });
+    rescale(output, inverse);                               // O = diag(l)^-1 O
+    out.begin();
+    store_rows(out, own.out, own, queries, output);
+    out.end();
+}
+
+// Algorithm 2, as two kernels: seven products instead of five, but every sum has a fixed order.
+// dqkv has the shape of qkv. A block owns queries and walks over the keys that they see, for
+// dq = dscore k. It leaves delta for the next kernel. Items: blocks of B_r queries.
+BLOCK(128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
+    Output dqkv, float* __restrict__ delta, const float* __restrict__ lse,
+    const real* __restrict__ out, const __grid_constant__ Tiles qkv,
+    const __grid_constant__ Tiles dout, float scale, int T, int NH) {
+    DYNAMIC_SHARED(real, queries);  // queries and dout: (2, B_r, LD)
+    real* douts = queries + B_r * LD;
+    Stages<B_c_BACK> stages = {douts + B_r * LD};  // of keys and values
+    Arrivals arrivals = arrivals_start();
+    Own own = own_rows<false>(T, NH);
+    load_tile<B_r>(queries, qkv, own.queries, own.first, arrivals);
+    load_tile<B_r>(douts, dout, own.out, own.first, arrivals);
+    auto load_keys = [&](const Walk& to) {
+        load_stage(stages, to.stage, qkv, own.keys, qkv, own.values, to.row, arrivals);
+    };
+    Walk walk = {0, min(own.first + B_r, T), 1, 0, 0, 0};
+    load_keys(walk);
+    PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D = sum dO o O
+    each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
+
+    Result<HP> dq = {};
+    // Not a for: a path around it moves wgmma's results, and then ptxas serializes the products.
+    do {
+        tiles_arrive(arrivals);
+        Walk ahead = walk;
+        if (ahead.next()) load_keys(ahead);
+        if (walk.row >= own.slab + SLAB) continue;
+        const real *keys = stages.left(walk.stage), *values = stages.right(walk.stage);
+
+        Result<B_c_BACK> scores, dweights;
+        auto &weights = scores, &dscores = dweights;        // computed in place
+        multiply_transposed(scores, own, queries, keys);    // S = Q K'
+        multiply_transposed(dweights, own, douts, values);  // dP = dO V'
+        products_arrive<1>(scores);
+        weights_from_scores(scores, scale,                  // P = e^(S - L)
+                            [&](Element e) { return row_lse[e]; });
+        hide_future<false>(weights, 0.0f, own, walk.row);
+        products_arrive<0>(dweights);
+        dscores_from_dweights(dweights, weights,            // dS = P o (dP - D)
+                              [&](Element e) { return row_delta[e]; });
+        multiply(dq, dscores, keys);                        // dQ = dQ + dS K
+        if (!OVERLAP) products_arrive<0>(dq);
+    } while (walk.next());
+    products_arrive<0>(dq);
+
+    each(dq, [&](Element e) { dq[e] *= scale; });
+    dqkv.begin();
+    store_rows(dqkv, own.queries, own, queries, dq);
+    dqkv.end();
+}
+
+// This one runs after attention_backward_q. A block owns keys and walks over the queries that see
+// them, one query head after another, for dv = weight' dout and dk = dscore' q. Scores are
+// transposed here: a row is a key. Items: blocks of B_r keys.
+BLOCK(128, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
+    Output dqkv, const float* __restrict__ delta, const float* __restrict__ lse,
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int T,
+    int NH) {
+    DYNAMIC_SHARED(real, keys);  // keys and values: (2, B_r, LD)
+    real* values = keys + B_r * LD;
+    Stages<B_c_BACK> stages = {values + B_r * LD};  // of queries and dout
+    __shared__ float of_query[BACKWARD_STAGES][2][B_c_BACK];  // of each stage lse, then delta
+    static_assert(THREADS >= 2 * B_c_BACK);
+    Arrivals arrivals = arrivals_start();
+    Own own = own_rows<true>(T, NH);
+    auto load_queries = [&](const Walk& to) {
+        Head of_queries = own.queries, of_out = own.out;
+        of_queries.h += to.head;
+        of_out.h += to.head;
+        load_stage(stages, to.stage, qkv, of_queries, dout, of_out, to.row, arrivals);
+        int i = threadIdx.x % B_c_BACK, which = threadIdx.x / B_c_BACK, t = to.row + i;
+        if (which < 2)  // beyond T a weight is 2^0, and dout is 0
+            copy4(&of_query[to.stage][which][i],
+                  (which ? delta : lse) + of_out.row() + min(t, T - 1), t < T);
+    };
+    load_tile<B_r>(keys, qkv, own.keys, own.first, arrivals);
+    load_tile<B_r>(values, qkv, own.values, own.first, arrivals);
+    Walk walk = {own.first, T, GROUP, own.first, 0, 0};
+    load_queries(walk);
+
+    Result<HP> dk = {}, dv = {};
+    do {
+        tiles_arrive(arrivals);
+        Walk ahead = walk;
+        if (ahead.next()) load_queries(ahead);
+        if (walk.row + B_c_BACK <= own.slab) continue;  // these queries see none of the slab's keys
+        const real *queries = stages.left(walk.stage), *douts = stages.right(walk.stage);
+        const float *lse_of = of_query[walk.stage][0], *delta_of = of_query[walk.stage][1];
+
+        Result<B_c_BACK> scores, dweights;
+        auto &weights = scores, &dscores = dweights;        // computed in place
+        multiply_transposed(scores, own, keys, queries);    // S' = K Q'
+        multiply_transposed(dweights, own, values, douts);  // dP' = V dO'
+        products_arrive<1>(scores);
+        weights_from_scores(scores, scale,                  // P' = e^(S' - L)
+                            [&](Element e) { return lse_of[e.column()]; });
+        hide_future<true>(weights, 0.0f, own, walk.row);
+        if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO
+        products_arrive<OVERLAP>(dweights);
+        dscores_from_dweights(dweights, weights,            // dS' = P' o (dP' - D)
+                              [&](Element e) { return delta_of[e.column()]; });
+        // They are 0 there already; but on Hopper ptxas needs fewer registers with a branch here.
+        hide_future<true>(dscores, 0.0f, own, walk.row);
+        if (!OVERLAP) multiply(dv, weights, douts);         // (or here)
+        multiply(dk, dscores, queries);                     // dK = dK + dS' Q
+        // Also before the next head: a slab may skip its first tile, and with it the wait there.
+        if (!OVERLAP || (GROUP > 1 && walk.row + B_c_BACK >= T)) {
+            products_arrive<0>(dv);
+            products_arrive<0>(dk);
+        }
+    } while (walk.next());
+    products_arrive<0>(dv);
+    products_arrive<0>(dk);
+
+    each(dk, [&](Element e) { dk[e] *= scale; });
+    dqkv.begin();
+    store_rows(dqkv, own.keys, own, keys, dk);
+    store_rows(dqkv, own.values, own, values, dv);
+    dqkv.end();
+}
 
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
 
@@ -1304,12 +1311,13 @@ extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ i
 // ---- classifier: softmax, cross-entropy and its gradient ----
 
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]): how surprised the model is by the
-// next token. If with_gradient, the logits become dloss * (softmax - 1 at the target), and zeros in
-// the padding. Probabilities are never stored. A block takes every gridDim.x-th row, and a thread n
-// logits at a time. Pass 1 finds a row's maximum and sum, pass 2 the gradient; in between the row,
-// 100 KB in bf16, waits in shared memory. If two rows fit, the next is loaded meanwhile. If not,
-// only the first `kept` logits of a row are there, and in pass 2 those of the next row replace
-// them. Pass 2 reads the others from L2, which has room if a multiprocessor has one block.
+// next token. If with_gradient, the logits become their gradient, dloss * (softmax - onehot), where
+// onehot is 1 at the target; the padding becomes zeros. Probabilities are never stored. A block
+// takes every gridDim.x-th row, and a thread n logits at a time. Pass 1 finds a row's maximum and
+// sum, pass 2 the gradient; in between the row, 100 KB in bf16, waits in shared memory. If two rows
+// fit, the next is loaded meanwhile. If not, only the first `kept` logits of a row are there, and
+// pass 2 replaces them by those of the next row. It reads the others from L2, which has room for a
+// row of each multiprocessor.
 template <int n, bool two_rows>
 __device__ void classify_rows(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
@@ -1354,8 +1362,8 @@ __device__ void classify_rows(
 #pragma unroll 4
         for (int v = n * threadIdx.x; v < Vp; v += n * blockDim.x) {
             Pack<n> l = load<n>(at(v));
-            for (int i = 0; i < n; i++) l[i] = exponential(l[i], shift);
-            if (v + n > V || (unsigned)(target - v) < n)
+            for (int i = 0; i < n; i++) l[i] = exponential(l[i], shift);  // dloss * softmax
+            if (v + n > V || (unsigned)(target - v) < n)                  // - dloss * onehot
                 for (int i = 0; i < n; i++)
                     l[i] = v + i < V ? l[i] - (v + i == target ? dloss : 0.0f) : 0.0f;
             store(x + v, l);
@@ -1407,7 +1415,10 @@ extern "C" __global__ void global_norm(float* norm, const float* __restrict__ gr
     sum = 0.0f;
     for (int i = threadIdx.x; i < (int)gridDim.x; i += blockDim.x) sum += __ldcg(norm + 2 + i);
     sum = block_reduce<warp_sum>(sum, 0.0f);
-    if (threadIdx.x == 0) norm[0] = sqrtf(sum), norm[1] = 0.0f;
+    if (threadIdx.x == 0) {
+        norm[0] = sqrtf(sum);
+        norm[1] = 0.0f;
+    }
 }
 
 // The settings of a step. They are in device memory because a recorded graph cannot change its

@@ -24,25 +24,26 @@
 constexpr int WORKERS = THREADS;             // two warpgroups multiply,
 constexpr int FIVE_THREADS = WORKERS + 128;  // and the third adds and loads
 constexpr int FIVE_STAGES = 2;
-constexpr int DSCORES = ROWS * TILE;         // numbers of a block's dscores with one tile
-constexpr int PART = TILE * HP;              // numbers of a part of dq
-static_assert(ROWS == 128 && TILE == 64 && WORKERS == 256);
-constexpr int KEPT = 2 * ROWS * LD + 2 * FIVE_STAGES * TILE * LD + 2 * DSCORES;  // of real
+constexpr int DSCORES = B_r * B_c_BACK;         // numbers of a block's dscores with one tile
+constexpr int PART = B_c_BACK * HP;              // numbers of a part of dq
+static_assert(B_r == 128 && B_c_BACK == 64 && WORKERS == 256);
+constexpr int KEPT = 2 * B_r * LD + 2 * FIVE_STAGES * B_c_BACK * LD + 2 * DSCORES;  // of real
 static_assert(2 * KEPT + 4 * 2 * PART == 229376, "as many bytes as attention_five.py says");
-struct FiveStage { float lse[TILE], delta[TILE]; };
+struct FiveStage { float lse[B_c_BACK], delta[B_c_BACK]; };
 
 // One number per column of this lane's results. It is loaded while products run, which hides the
 // latency.
 struct PerColumn {
-    float x[TILE / 8][2];
+    float x[B_c_BACK / 8][2];
     __device__ float operator[](Element e) const { return x[e.n][e.i % 2]; }
 };
 __device__ PerColumn of_columns(const float* row) {
     PerColumn numbers;
 #pragma unroll
-    for (int n = 0; n < TILE / 8; n++) {
+    for (int n = 0; n < B_c_BACK / 8; n++) {
         Pack<2> two = load<2>(row + column_of(n, 0));
-        numbers.x[n][0] = two[0], numbers.x[n][1] = two[1];
+        numbers.x[n][0] = two[0];
+        numbers.x[n][1] = two[1];
     }
     return numbers;
 }
@@ -80,15 +81,16 @@ __device__ void add_line(float* global, const float* shared, int bytes, bool add
 }
 #endif
 
-// stats (B,NH,tiles,2,TILE): of each tile of queries lse and then delta, the sum over a head's
+// stats (B,NH,tiles,2,B_c_BACK): of each tile of queries lse and then delta, the sum over a head's
 // channels of out * dout, with zeros beyond T. Clears turns (1 + B*NH*tiles). 16 lanes
 // share a row. Items: tiles of all heads.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256) attention_backward_five_delta(
     FiveStage* __restrict__ stats, int* __restrict__ turns, const float* __restrict__ lse,
     const real* __restrict__ out, const real* __restrict__ dout, int T, int NH) {
-    constexpr int rows = 256 / 16, steps = TILE / rows;
-    int tiles = (T + TILE - 1) / TILE, first = blockIdx.x % tiles * TILE, head = blockIdx.x / tiles;
+    constexpr int rows = 256 / 16, steps = B_c_BACK / rows;
+    int tiles = (T + B_c_BACK - 1) / B_c_BACK, head = blockIdx.x / tiles;
+    int first = blockIdx.x % tiles * B_c_BACK;
     int lane = threadIdx.x % 16;
     Head of_out = {head / NH, head % NH, NH, T};
     Pack<W> x[steps], y[steps];
@@ -116,10 +118,10 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward_five_delta(
 
 // What this block owns, as own_rows<true>, with fewer heads at a time: dq needs room in L2, too.
 __device__ Own own_keys(int number, int T, int NH) {
-    int blocks = (T + ROWS - 1) / ROWS, heads = gridDim.x / blocks;
+    int blocks = (T + B_r - 1) / B_r, heads = gridDim.x / blocks;
     int section = number / (AT_ONCE * blocks) * AT_ONCE, i = number - section * blocks;
     int heads_here = min(AT_ONCE, heads - section);
-    int head = section + i % heads_here, first = i / heads_here * ROWS;
+    int head = section + i % heads_here, first = i / heads_here * B_r;
     int warp = threadIdx.x / 32 * 16, slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
     int NKV = NH / GROUP, b = head / NKV, kv = head % NKV, all = NH + 2 * NKV;
     return {first, first + slab, first + warp,
@@ -131,8 +133,11 @@ __device__ Own own_keys(int number, int T, int NH) {
 struct WalkBack {
     int head, query, first, last, left;
     __device__ bool next() {
-        query -= TILE;
-        if (query < first) query = last, head++;
+        query -= B_c_BACK;
+        if (query < first) {
+            query = last;
+            head++;
+        }
         return --left > 0;
     }
 };
@@ -149,31 +154,31 @@ __device__ void load_boxes(
 }
 
 // In place of hide_future<true>: a slab also has tiles whose queries see none of its keys.
-__device__ void hide_later_keys(Result<TILE>& x, const Own& own, int query) {
+__device__ void hide_later_keys(Result<B_c_BACK>& x, const Own& own, int query) {
     if (query >= own.slab + SLAB) return;
     each(x, [&](Element e) {
         if (own.warp + e.row() > query + e.column()) x[e] = 0.0f;
     });
 }
 
-// Stores the workers' dscores, rounded to bf16, for dq: two boxes (ROWS,TILE), swizzled.
-__device__ void store_dscores(real* tile, const Own& own, Result<TILE>& x) {
+// Stores the workers' dscores, rounded to bf16, for dq: two boxes (B_r,B_c_BACK), swizzled.
+__device__ void store_dscores(real* tile, const Own& own, Result<B_c_BACK>& x) {
 #pragma unroll
-    for (int n = 0; n < TILE / 8; n++)
+    for (int n = 0; n < B_c_BACK / 8; n++)
         each_row([&](Element e) {
             int row = own.warp - own.first + e.row(), c = column_of(n, 0);
-            store(tile + row * TILE + (c ^ row % 8 * 8),
+            store(tile + row * B_c_BACK + (c ^ row % 8 * 8),
                   Pack<2>{x[{0, n, e.i}], x[{0, n, e.i + 1}]});
         });
 }
 
 // Starts part (64 queries, 64 channels) = dscores' keys. A warpgroup has half of the channels.
-__device__ void multiply_dq(Result<TILE>& part, const real* dscores, const real* keys) {
+__device__ void multiply_dq(Result<B_c_BACK>& part, const real* dscores, const real* keys) {
     auto a = describe(address16(dscores)), b = describe(address16(keys));
     wgmma_fence(part.x);
 #pragma unroll
-    for (int row = 0; row < ROWS; row += 16)
-        wgmma_of_rows(part.x[0], further(a, row * TILE / W), further(b, in_tile(row, 0) / W),
+    for (int row = 0; row < B_r; row += 16)
+        wgmma_of_rows(part.x[0], further(a, row * B_c_BACK / W), further(b, in_tile(row, 0) / W),
                       row > 0);
     wgmma_commit();
 }
@@ -208,7 +213,7 @@ __device__ void share_column_sums(float* of_share, Pack<HEAD_PACK>& of_lane) {
     store(of_share + threadIdx.x / HEAD_LANES * HP + threadIdx.x % HEAD_LANES * HEAD_PACK, of_lane);
 }
 __device__ void store_shared_sums(float* sums, Head head, int block, const float* of_share) {
-    int blocks = (head.T + ROWS - 1) / ROWS, c = threadIdx.x % HP;
+    int blocks = (head.T + B_r - 1) / B_r, c = threadIdx.x % HP;
     float sum = 0.0f;
     for (int i = 0; i < SHARES; i++) sum += of_share[i * HP + c];
     sums[(((size_t)head.b * blocks + block) * head.heads + head.h) * HS + c] = sum;
@@ -216,15 +221,15 @@ __device__ void store_shared_sums(float* sums, Head head, int block, const float
 
 // dk and dv of a block's keys, and its parts of dq (B,NH,tiles,PART), which the next kernel scales
 // and rounds. turns[0]: tickets drawn; turns[1 + tile]: blocks that have added to this tile of dq.
-// Items: blocks of ROWS keys.
+// Items: blocks of B_r keys.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward_five(
     Output dqkv, float* dq, int* turns, const FiveStage* __restrict__ stats,
     const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int T,
     int NH) {
-    DYNAMIC_SHARED(real, keys);  // keys and values: (2, ROWS, LD)
-    real* values = keys + ROWS * LD;
-    Stages<TILE> stages = {values + ROWS * LD};    // of queries and dout
+    DYNAMIC_SHARED(real, keys);  // keys and values: (2, B_r, LD)
+    real* values = keys + B_r * LD;
+    Stages<B_c_BACK> stages = {values + B_r * LD};    // of queries and dout
     real* all_dscores = stages.left(FIVE_STAGES);  // (2, DSCORES), by turns
     float* parts = reinterpret_cast<float*>(all_dscores + 2 * DSCORES);  // (2, PART), by turns
     __shared__ __align__(16) FiveStage stats_of[FIVE_STAGES];
@@ -241,17 +246,17 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     }
     __syncthreads();
     Own own = own_keys(number, T, NH);
-    int tiles = (T + TILE - 1) / TILE, of_head = tiles - own.first / TILE;
-    WalkBack walk = {own.queries.h, (tiles - 1) * TILE, own.first, (tiles - 1) * TILE,
+    int tiles = (T + B_c_BACK - 1) / B_c_BACK, of_head = tiles - own.first / B_c_BACK;
+    WalkBack walk = {own.queries.h, (tiles - 1) * B_c_BACK, own.first, (tiles - 1) * B_c_BACK,
                      of_head * GROUP};
     auto tile_of = [&](const WalkBack& w) {
-        return ((size_t)own.queries.b * NH + w.head) * tiles + w.query / TILE;
+        return ((size_t)own.queries.b * NH + w.head) * tiles + w.query / B_c_BACK;
     };
 
     if (threadIdx.x >= WORKERS) {
         keep_registers<24>();
         if (threadIdx.x % 64 == 0) {  // adds every other part of dq
-            int which = (threadIdx.x - WORKERS) / 64, turn = own.first / ROWS, parity = 0;
+            int which = (threadIdx.x - WORKERS) / 64, turn = own.first / B_r, parity = 0;
             bool more = which == 0 || walk.next();
             while (more) {
                 volatile int* added = turns + 1 + tile_of(walk);
@@ -270,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
                 more = walk.next() && walk.next();
             }
         } else if (threadIdx.x == WORKERS + 32) {  // loads
-            load_boxes<ROWS>(keys, qkv, own.keys, own.first, full[0]);
-            load_boxes<ROWS>(values, qkv, own.values, own.first, full[0]);
+            load_boxes<B_r>(keys, qkv, own.keys, own.first, full[0]);
+            load_boxes<B_r>(values, qkv, own.values, own.first, full[0]);
             Head queries = own.queries, out = own.out;
             int n = 0;
             do {
@@ -279,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
                 // Until no product reads this stage
                 if (n >= FIVE_STAGES) mbarrier_wait(done[stage], (n / FIVE_STAGES + 1) % 2);
                 queries.h = out.h = walk.head;
-                load_boxes<TILE>(stages.left(stage), qkv, queries, walk.query, full[stage]);
-                load_boxes<TILE>(stages.right(stage), dout, out, walk.query, full[stage]);
+                load_boxes<B_c_BACK>(stages.left(stage), qkv, queries, walk.query, full[stage]);
+                load_boxes<B_c_BACK>(stages.right(stage), dout, out, walk.query, full[stage]);
                 copy_line(&stats_of[stage], stats + tile_of(walk), sizeof(FiveStage), full[stage]);
                 mbarrier_arrive(full[stage]);
                 n++;
@@ -293,10 +298,10 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     int half = (own.slab - own.first) / 64;  // of the channels of dq
     const real* half_keys = keys + in_tile(0, 64) * half;
     float4* my_parts = reinterpret_cast<float4*>(parts) + half * PART / 8 + threadIdx.x % 128;
-    auto store_part = [&](Result<TILE>& part, int n) {  // of tile n, for a thread that adds
+    auto store_part = [&](Result<B_c_BACK>& part, int n) {  // of tile n, for a thread that adds
         if (n >= 2) mbarrier_wait(part_read[n % 2], (n / 2 + 1) % 2);
 #pragma unroll
-        for (int i = 0; i < TILE / 8; i++)
+        for (int i = 0; i < B_c_BACK / 8; i++)
             my_parts[n % 2 * PART / 4 + 128 * i] = {
                 part.x[0][i][0], part.x[0][i][1], part.x[0][i][2], part.x[0][i][3]};
     };
@@ -311,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         int stage = n % FIVE_STAGES;
         mbarrier_wait(full[stage], n / FIVE_STAGES % 2);
         const real *queries = stages.left(stage), *douts = stages.right(stage);
-        Result<TILE> scores, dweights, part;
+        Result<B_c_BACK> scores, dweights, part;
         auto &weights = scores, &dscores = dweights;               // computed in place
         multiply_transposed(scores, own, forget(keys), queries);   // S' = K Q'
         multiply_transposed(dweights, own, forget(values), douts); // dP' = V dO'
@@ -338,13 +343,14 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         if (n > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(part_there[(n - 1) % 2]);
         products_arrive<0>(dk);
         if (threadIdx.x % 32 == 0) mbarrier_arrive(done[stage]);
-        query = query == own.first ? walk.last : query - TILE;
+        query = query == own.first ? walk.last : query - B_c_BACK;
     } while (++n < all);
     tile_done(n - 1);
-    Result<TILE> part;
+    Result<B_c_BACK> part;
     multiply_dq(part, all_dscores + (n - 1) % 2 * DSCORES, half_keys);
     products_arrive<0>(part);
-    products_arrive<0>(dv), products_arrive<0>(dk);
+    products_arrive<0>(dv);
+    products_arrive<0>(dk);
     store_part(part, n - 1);
     shared_written();
     warp_arrives(part_there[(n - 1) % 2]);
@@ -362,20 +368,20 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         share_column_sums(of_share + SHARES * HP, dv_sums);
         warp_arrives(done[(n + 1) % FIVE_STAGES]);
         tile_done(n + 1);
-        store_shared_sums(dqkv.sums, threadIdx.x < HP ? own.keys : own.values, own.first / ROWS,
+        store_shared_sums(dqkv.sums, threadIdx.x < HP ? own.keys : own.values, own.first / B_r,
                           of_share + threadIdx.x / HP * SHARES * HP);
     }
 #endif
     dqkv.end();
 }
 
-// dq, scaled and rounded, from the sums of all parts. Items: blocks of ROWS queries.
+// dq, scaled and rounded, from the sums of all parts. Items: blocks of B_r queries.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq(
     Output dqkv, const float* __restrict__ dq, float scale, int T, int NH) {
-    DYNAMIC_SHARED(real, rows);  // (ROWS, LD)
+    DYNAMIC_SHARED(real, rows);  // (B_r, LD)
     Own own = own_rows<false>(T, NH);
-    int tiles = (T + TILE - 1) / TILE, tile = own.slab / TILE;
+    int tiles = (T + B_c_BACK - 1) / B_c_BACK, tile = own.slab / B_c_BACK;
     Result<HP> x = {};
     if (tile < tiles) {
         const float4* from = reinterpret_cast<const float4*>(dq) + threadIdx.x % 128 +
@@ -383,8 +389,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq
 #pragma unroll
         for (int n = 0; n < HP / 8; n++) {
             float4 four = from[128 * n];
-            x.x[0][n][0] = scale * four.x, x.x[0][n][1] = scale * four.y;
-            x.x[0][n][2] = scale * four.z, x.x[0][n][3] = scale * four.w;
+            x.x[0][n][0] = scale * four.x;
+            x.x[0][n][1] = scale * four.y;
+            x.x[0][n][2] = scale * four.z;
+            x.x[0][n][3] = scale * four.w;
         }
     }
     dqkv.begin();

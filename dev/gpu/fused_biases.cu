@@ -2,7 +2,7 @@
 // gradient and layernorm_backward leave sums, and one launch for each norm adds them up. Compiled
 // after kernels.cu, with fused_biases.cuh's Output.
 
-static_assert(ROWS >= 64, "fused_biases.py has room for the sums of blocks of at least 64 rows");
+static_assert(B_r >= 64, "fused_biases.py has room for the sums of blocks of at least 64 rows");
 
 // store_rows has stored a tile. This adds up its columns into the block's row of sums (B, blocks of
 // rows, heads, HS), unless sums is null. Lanes that have the same columns of a warp's rows add up what
@@ -31,8 +31,8 @@ __device__ void store_column_sums(float* sums, Head head, const Own& own, const 
     for (int k = 0; k < packs; k++)
         if (column(k) < HS) store(sums_of_warp(threadIdx.x / 32) + share * HP + column(k), sum[k]);
     __syncthreads();
-    int blocks = (head.T + ROWS - 1) / ROWS;
-    size_t row = ((size_t)head.b * blocks + own.first / ROWS) * head.heads + head.h;
+    int blocks = (head.T + B_r - 1) / B_r;
+    size_t row = ((size_t)head.b * blocks + own.first / B_r) * head.heads + head.h;
     for (int c = threadIdx.x; c < HS; c += THREADS) {
         float total = 0.0f;
         for (int i = 0; i < WARPS * shares; i++)

@@ -9,10 +9,10 @@ C is at most 8,192, on Turing 4,096; HS is even. A row of qkv has NH query heads
 
 // ---- residual stream and RMSNorm (Zhang and Sennrich 2019, section 4) ----
 
-// A block of 8 warps works on up to 8,192 numbers at a time, at most 32 per lane, which registers can hold; on Turing on
-// half of that, which shared memory can hold. So a row of up to 1,024 channels takes one warp, and a longer one 2, 4 or
-// 8. Lane i of a row has packs i, i + ROW_LANES, ... of n columns each. EACH_ROW_PACK iterates over them: pack k begins
-// at column c.
+// A block of 8 warps works on up to 8,192 numbers at a time, at most 32 per lane, which registers can hold; on Turing
+// on half of that, which shared memory can hold. So a row of up to 1,024 channels takes one warp, and a longer one 2, 4
+// or 8. Lane i of a row has packs i, i + ROW_LANES, ... of n columns each. each_row_pack calls f(k, c) for each of
+// them: pack k begins at column c.
 constexpr int LONGEST_ROW = TURING ? 4096 : 8192;
 constexpr int EIGHTH = LONGEST_ROW / 8;
 constexpr int ROW_WARPS = CHANNELS <= EIGHTH ? 1 : CHANNELS <= 2 * EIGHTH ? 2 : CHANNELS <= 4 * EIGHTH ? 4 : 8;
@@ -20,9 +20,14 @@ constexpr int ROW_LANES = 32 * ROW_WARPS, ROWS_AT_ONCE = 8 / ROW_WARPS;
 static_assert(CHANNELS <= LONGEST_ROW, "C is at most 8,192, on Turing 4,096");
 template <int n>
 constexpr int row_packs = (CHANNELS + ROW_LANES * n - 1) / (ROW_LANES * n);
-#define EACH_ROW_PACK(n)                                                                                            \
-    _Pragma("unroll") for (int k = 0, c = n * (threadIdx.x % ROW_LANES); k < row_packs<n>; k++, c += ROW_LANES * n) \
-        if (CHANNELS % (ROW_LANES * n) == 0 || c < CHANNELS)
+template <int n, class F>
+__device__ __forceinline__ void each_row_pack(F f) {
+#pragma unroll
+    for (int k = 0; k < row_packs<n>; k++) {
+        int c = n * (threadIdx.x % ROW_LANES) + ROW_LANES * n * k;
+        if (CHANNELS % (ROW_LANES * n) == 0 || c < CHANNELS) f(k, c);
+    }
+}
 
 // The sum over a row. Every thread of the block must call it; `turn` counts the calls. Two places in memory alternate,
 // so nobody overwrites what others still read, and one barrier is enough.
@@ -57,23 +62,23 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
         Pack<4> v[row_packs<4>];
         float sum = 0.0f;
         if (row < N) {
-            EACH_ROW_PACK(4) v[k] = load<4>(x + start + c);
+            each_row_pack<4>([&](int k, int c) { v[k] = load<4>(x + start + c); });
             if (branch) {
-                EACH_ROW_PACK(4) v[k] = v[k] + load<4>(branch + start + c);
-                EACH_ROW_PACK(4) store(x + start + c, v[k]);
+                each_row_pack<4>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+                each_row_pack<4>([&](int k, int c) { store(x + start + c, v[k]); });
             }
-            EACH_ROW_PACK(4) {
+            each_row_pack<4>([&](int k, int c) {
                 store(copy + start + c, v[k]);
                 for (int i = 0; i < 4; i++) sum += v[k][i] * v[k][i];
-            }
+            });
         }
         float s = 1.0f / sqrtf(sum_over_row(sum, turn) / C + eps);
         if (row >= N) continue;  // not earlier: all threads need the barrier
-        EACH_ROW_PACK(4) {
+        each_row_pack<4>([&](int k, int c) {
             Pack<4> w = load<4>(weight + c);
             for (int i = 0; i < 4; i++) v[k][i] *= s * w[i];
             out.store(start + c, v[k]);
-        }
+        });
         if (threadIdx.x % ROW_LANES == 0) rstd[row] = s;
     }
     out.end();
@@ -115,11 +120,11 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
         real* to = rows + stage * 3 * C;
         size_t start = (size_t)row * C;
         if (row < N)
-            EACH_ROW_PACK(W) {  // a lane copies only what it reads itself, so no barrier is needed
+            each_row_pack<W>([&](int k, int c) {  // a lane copies only what it reads itself, so no barrier is needed
                 copy16(to + c, inp + start + c, true);
                 copy16(to + C + c, dout + start + c, true);
                 copy16(to + 2 * C + c, dresidual.numbers + start + c, true);
-            }
+            });
         copies_end();
     };
     int step = gridDim.x * ROWS_AT_ONCE, first = blockIdx.x * ROWS_AT_ONCE;
@@ -134,13 +139,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
         copies_arrive<STAGES - 1>();
         const real *x = rows + turn % STAGES * 3 * C, *dy = x + C, *dx = dy + C;
         if (row < N)
-            EACH_ROW_PACK(W) {
+            each_row_pack<W>([&](int k, int c) {
                 Pack<W> v = load<W>(x + c), d = load<W>(dy + c), w = load<W>(weight + c);
                 for (int i = 0; i < W; i++) sum += d[i] * w[i] * (v[i] * s);
-            }
+            });
         float average = sum_over_row(sum, turn) / C;
         if (row < N)
-            EACH_ROW_PACK(W) {
+            each_row_pack<W>([&](int k, int c) {
                 Pack<W> v = load<W>(x + c), d = load<W>(dy + c), g = load<W>(dx + c), w = load<W>(weight + c);
                 for (int i = 0; i < W; i++) {
                     float norm = v[i] * s;
@@ -148,13 +153,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
                     sums[k][i] += d[i] * norm;
                 }
                 dresidual.store((size_t)row * C + c, g);
-            }
+            });
         if (STAGES == 1) load_row(0, next);
     }
     dresidual.end();
     __syncthreads();
     float* of_row = reinterpret_cast<float*>(shared);  // (rows at once, C), where the rows were
-    EACH_ROW_PACK(W) store(of_row + own * C + c, sums[k]);
+    each_row_pack<W>([&](int k, int c) { store(of_row + own * C + c, sums[k]); });
     __syncthreads();
     for (int column = threadIdx.x; column < C; column += blockDim.x) {
         float sum = 0.0f;
@@ -208,7 +213,10 @@ __device__ __forceinline__ void turn_pairs(real* qkv, const float* __restrict__ 
         Pack<n> v;
         if (half) {
             Pack<n / 2> left = load<n / 2>(x), right = load<n / 2>(y);
-            for (int j = 0; j < n / 2; j++) v[2 * j] = left[j], v[2 * j + 1] = right[j];
+            for (int j = 0; j < n / 2; j++) {
+                v[2 * j] = left[j];
+                v[2 * j + 1] = right[j];
+            }
         } else {
             v = load<n>(head + of_head);
         }
@@ -219,7 +227,10 @@ __device__ __forceinline__ void turn_pairs(real* qkv, const float* __restrict__ 
         }
         if (half) {
             Pack<n / 2> left, right;
-            for (int j = 0; j < n / 2; j++) left[j] = v[2 * j], right[j] = v[2 * j + 1];
+            for (int j = 0; j < n / 2; j++) {
+                left[j] = v[2 * j];
+                right[j] = v[2 * j + 1];
+            }
             store(x, left);
             store(y, right);
         } else {

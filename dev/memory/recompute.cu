@@ -14,25 +14,27 @@ extern "C" __global__ void residual_layernorm_into(
     size_t start = (size_t)row * C;
     out.begin();
     Pack<4> v[packs_of<4, 32>];
-    EACH_PACK(4, 32) v[k] = load<4>((branch ? before : x) + start + c);
+    each_pack<4, 32>([&](int k, int c) { v[k] = load<4>((branch ? before : x) + start + c); });
     if (branch) {
-        EACH_PACK(4, 32) v[k] = v[k] + load<4>(branch + start + c);
-        EACH_PACK(4, 32) store(x + start + c, v[k]);
+        each_pack<4, 32>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+        each_pack<4, 32>([&](int k, int c) { store(x + start + c, v[k]); });
     }
     float sum = 0.0f;
-    EACH_PACK(4, 32) {
+    each_pack<4, 32>([&](int k, int c) {
         store(copy + start + c, v[k]);
         for (int i = 0; i < 4; i++) sum += v[k][i];
-    }
+    });
     float m = warp_sum(sum) / C;
     sum = 0.0f;
-    EACH_PACK(4, 32) for (int i = 0; i < 4; i++) sum += (v[k][i] - m) * (v[k][i] - m);
+    each_pack<4, 32>([&](int k, int c) {
+        for (int i = 0; i < 4; i++) sum += (v[k][i] - m) * (v[k][i] - m);
+    });
     float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
-    EACH_PACK(4, 32) {
+    each_pack<4, 32>([&](int k, int c) {
         Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
         for (int i = 0; i < 4; i++) v[k][i] = (v[k][i] - m) * s * w[i] + b[i];
         out.store(start + c, v[k]);
-    }
+    });
     out.end();
     if (threadIdx.x % 32 == 0) {
         mean[row] = m;

@@ -15,23 +15,23 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_into(
         Pack<4> v[row_packs<4>];
         float sum = 0.0f;
         if (row < N) {
-            EACH_ROW_PACK(4) v[k] = load<4>((branch ? before : x) + start + c);
+            each_row_pack<4>([&](int k, int c) { v[k] = load<4>((branch ? before : x) + start + c); });
             if (branch) {
-                EACH_ROW_PACK(4) v[k] = v[k] + load<4>(branch + start + c);
-                EACH_ROW_PACK(4) store(x + start + c, v[k]);
+                each_row_pack<4>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+                each_row_pack<4>([&](int k, int c) { store(x + start + c, v[k]); });
             }
-            EACH_ROW_PACK(4) {
+            each_row_pack<4>([&](int k, int c) {
                 store(copy + start + c, v[k]);
                 for (int i = 0; i < 4; i++) sum += v[k][i] * v[k][i];
-            }
+            });
         }
         float s = 1.0f / sqrtf(sum_over_row(sum, turn) / C + eps);
         if (row >= N) continue;  // not earlier: all threads need the barrier
-        EACH_ROW_PACK(4) {
+        each_row_pack<4>([&](int k, int c) {
             Pack<4> w = load<4>(weight + c);
             for (int i = 0; i < 4; i++) v[k][i] *= s * w[i];
             out.store(start + c, v[k]);
-        }
+        });
         if (threadIdx.x % ROW_LANES == 0) rstd[row] = s;
     }
     out.end();

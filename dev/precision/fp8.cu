@@ -39,8 +39,10 @@ extern "C" __global__ void next_scales(Scale* __restrict__ scales, int n, int fo
 __device__ __forceinline__ void turn(unsigned (&w)[4]) {
     unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
     unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
-    w[0] = __byte_perm(a, b, 0x5410), w[1] = __byte_perm(a, b, 0x7632);
-    w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
+    w[0] = __byte_perm(a, b, 0x5410);
+    w[1] = __byte_perm(a, b, 0x7632);
+    w[2] = __byte_perm(c, d, 0x5410);
+    w[3] = __byte_perm(c, d, 0x7632);
 }
 
 // These kernels have a block for each tile of 128 rows and 128 columns, along x alone: along y a grid has at most 65,535

@@ -41,7 +41,9 @@ struct Output {
     float largest;  // the largest that this thread has stored
 
     __device__ __forceinline__ void begin() {
-        factor = twin ? scale->scale : 0.0f, before = twin ? __ldcg(&scale->largest) : 0.0f, largest = 0.0f;
+        factor = twin ? scale->scale : 0.0f;
+        before = twin ? __ldcg(&scale->largest) : 0.0f;
+        largest = 0.0f;
     }
 
     template <int n>

@@ -162,21 +162,21 @@ extern "C" __global__ void __launch_bounds__(256) layernorm_backward4(
         size_t start = (size_t)row * C;
         float m = mean[row], s = rstd[row], sum_dnorm = 0.0f, sum_dnorm_norm = 0.0f;
         Pack<W> norm[packs_of<W, 32>], d[packs_of<W, 32>], g[packs_of<W, 32>];
-        EACH_PACK(W, 32) {  // all loads of a row are on their way at once
+        each_pack<W, 32>([&](int k, int c) {  // all loads of a row are on their way at once
             norm[k] = load<W>(inp + start + c);
             d[k] = load<W>(dout + start + c);
             g[k] = load<W>(dresidual + start + c);
-        }
-        EACH_PACK(W, 32) {
+        });
+        each_pack<W, 32>([&](int k, int c) {
             Pack<W> w = load<W>(weight + c);
             for (int i = 0; i < W; i++) {
                 norm[k][i] = (norm[k][i] - m) * s;
                 sum_dnorm += d[k][i] * w[i];
                 sum_dnorm_norm += d[k][i] * w[i] * norm[k][i];
             }
-        }
+        });
         float average_dnorm = warp_sum(sum_dnorm) / C, average_dnorm_norm = warp_sum(sum_dnorm_norm) / C;
-        EACH_PACK(W, 32) {
+        each_pack<W, 32>([&](int k, int c) {
             Pack<W> w = load<W>(weight + c);
             for (int i = 0; i < W; i++) {
                 g[k][i] += s * (d[k][i] * w[i] - average_dnorm - norm[k][i] * average_dnorm_norm);
@@ -185,12 +185,12 @@ extern "C" __global__ void __launch_bounds__(256) layernorm_backward4(
                 sums[2][k][i] += g[k][i];
             }
             store(dresidual + start + c, g[k]);
-        }
+        });
     }
 #pragma unroll
     for (int which = 0; which < 3; which++) {
         __syncthreads();
-        EACH_PACK(W, 32) store(of_warp + warp * C + c, sums[which][k]);
+        each_pack<W, 32>([&](int k, int c) { store(of_warp + warp * C + c, sums[which][k]); });
         __syncthreads();
         for (int column = threadIdx.x; column < C; column += blockDim.x) {
             float sum = 0.0f;
