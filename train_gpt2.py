@@ -735,7 +735,7 @@ class Training:
             print(f"val loss {sum(losses) / count:.6f}", flush=True)
 
     def sample(self):
-        """Print what the model writes."""
+        """Let the model write."""
         tokens = generate(self.model, self.flags.sample_tokens)
         has_gpt2s_words = self.config.V == Config.V
         text = gpt2_encoding().decode(tokens) if has_gpt2s_words else tokens
