@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 
 
-# A gate: near 0 far below 0, near 1 far above, and 1/2 at 0. e**710 would overflow.
+# A gate: 0 for very negative x, 1 for very positive x, 1/2 at 0. e**710 would overflow.
 def sigmoid(x):
     return 1 / (1 + np.exp(np.minimum(-x, 700)))
 

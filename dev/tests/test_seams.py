@@ -123,5 +123,16 @@ def plain_program(folder):
     check("the same weights", weights[0] == weights[1] != Path(TINY).read_bytes())
 
 
+def excerpts():
+    """The README's lines of Python stand in the trainer, word for word and in this order."""
+    readme, code = ((TOP / name).read_text(encoding="utf-8") for name in ("README.md", TRAINER))
+    blocks = [block.splitlines() for block in re.findall(r"```python\n(.*?)```", readme, re.S)]
+    check("excerpts", len(blocks) == 2 and all(len(block) > 5 for block in blocks), blocks)
+    lines = [line.strip() for line in code.splitlines()]
+    for block in blocks:
+        start = lines.index(block[0]) if block[0] in lines else 0
+        check(f"{block[0][:30]} ...", lines[start : start + len(block)] == block, block)
+
+
 if __name__ == "__main__":
-    run_program((repeated_lines, repeated_kernels, plain_program))
+    run_program((repeated_lines, repeated_kernels, excerpts, plain_program))
