@@ -482,6 +482,7 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
 # {(function, number of the barrier in it): why no order of threads shows that it is missing}
 UNSEEN = {
     ("arrivals_start", 1): "only Hopper has it, and there it may go unnoticed",
+    ("store_rows", 1): "only Hopper's products read rows of other warps",
     **dict.fromkeys([("tiles_arrive", 2), *(("matmul_forward6", i) for i in (1, 2, 3))], "only Hopper has it"),
     ("block_reduce", 2): "in the trainer's kernels a barrier is between two calls of a kind, each with its own array",
     ("last_of", 1): "a block counts itself too early, and another would have to read at that very moment",
