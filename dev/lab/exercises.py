@@ -288,4 +288,4 @@ def checks_of(exercise, ladder):
     """The sizes to check, as dicts: those that fit kernels.cu as it is compiled here."""
     checks = [parse_sizes(text) for text in exercise.checks or ladder.checks]
     checks.sort(key=lambda sizes: sizes.get("T") == 1)  # a message about many rows says more than one about one row
-    return [sizes for sizes in checks if sizes.get("HS", 64) == 64] if ladder.compiled_for == "HS" else checks
+    return [sizes for sizes in checks if sizes.get("HS", 64) == 64] if ladder.compiled_for.startswith("HS") else checks

@@ -8,7 +8,7 @@ A mutant is a one-line change to kernels.cu, to one of dev/'s .cu files, or to a
 lab: those of mutant_table.py, and each barrier removed. It is made in a copy of the repository,
 where the lab checks one kernel on the CPU until the first failure: all of its versions for a file
 of the lab, else the trainer's. Mutants of FP8 must be noticed by a test of dev/tests/test_fp8.py, those
-of sums.cu by one of test_ranks.py.
+of sums.cu by one of test_ranks.py, those of fused_biases.cu by one of test_fused_biases.py.
 A mutant that passes has survived: the lab needs a better problem. The unchanged kernel must pass.
 """
 import argparse
@@ -24,8 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dev.common.cuda_source import without_comments
-from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, KERNELS, LLAMA, MOMENTS,
-                                    OUT_OF_BOUNDS, OUTLIERS, SUMS, TABLE, TILES, UNSEEN, Mutant)
+from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, FUSED_TESTS, KERNELS, LLAMA, MOMENTS,
+                                    OUT_OF_BOUNDS, OUTLIERS, RECOMPUTE, RECOMPUTE_LLAMA, SUMS, TABLE, TILES, UNSEEN,
+                                    Mutant)
 from prepro_tinyshakespeare import UserError, run
 
 TOP = Path(__file__).resolve().parents[2]
@@ -140,10 +141,12 @@ class Copy:
             library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
                             "ASAN_OPTIONS": "detect_leaks=0"}
-        whose = "trainer" if file in (KERNELS, LLAMA, MOMENTS, OUTLIERS, BOXES) else "all"
+        trainers = KERNELS, LLAMA, MOMENTS, OUTLIERS, BOXES, RECOMPUTE, RECOMPUTE_LLAMA
+        whose = "trainer" if file in trainers else "all"
         command = [sys.executable, "-m", "dev.tests.mutants", kernel, "--check-here", dtype, whose]
-        if dtype == "fp8" or file == SUMS:
-            test = "test_fp8" if dtype == "fp8" else "test_ranks"
+        test = "test_fp8" if dtype == "fp8" else "test_ranks" if file == SUMS else (
+            "test_fused_biases" if kernel in FUSED_TESTS else None)
+        if test:
             command = [sys.executable, "-m", f"dev.tests.{test}", "--device", "cpu", "--only", kernel]
         try:
             done = subprocess.run(command, env=environment, cwd=self.top, capture_output=True, text=True,

@@ -296,7 +296,7 @@ def races(device_name, folder):
 RACES = (  # kernel of the lab, sizes, a choice, the text in kernels.cu before the cut, what to cut, the message
     ("encoder_backward", "B=4,T=50,C=64,V=257,share=60", {}, "sum_of(i, warp, warps);", "__syncthreads();",
      r"has a race: dwte\[.*\]"),
-    ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "% 8 * n + i] = sum[i];", "__syncthreads();",
+    ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "store(of_row[r] + c, sum);", "__syncthreads();",
      r"has a race: dbias\[.*\]"),
     ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "copies_arrive<1>();\n        } else {",
      "copies_arrive<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order

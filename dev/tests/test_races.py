@@ -457,7 +457,7 @@ def lab(folder):
 SIZES = {("layernorm_backward", 1): "B=2,T=10,C=1600", ("sum_over_row", 1): "B=1,T=5,C=4096",
          ("encoder_backward_wte", 2): "B=5,T=50,C=32,V=3,share=0"}
 ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
-             ("tiles_arrive", 2): "tiles_arrive(Arrivals& arrivals) {"}
+             ("tiles_arrive", 2): "tiles_arrive(Arrivals& arrivals) {", ("store_rows", 1): "store_rows"}
 APART = "see barriers_of_others"
 NOT_FOUND = {  # (function, number): why not
     ("block_reduce", 2): f"no race: where the trainer calls two of a kind, a barrier is between them; {APART}",

@@ -15,7 +15,8 @@ from train_gpt2 import HERE, read_kernels
 
 SOURCES = [*Config.SOURCES, HERE / "dev/precision/moments.cu", HERE / "dev/precision/fp8.cu",
            HERE / "dev/llama3/llama3.cu", HERE / "dev/gpu/hopper.cuh",
-           HERE / "dev/gpu/attention_five.cu", HERE / "dev/gpu/gelu_products.cu"]
+           HERE / "dev/gpu/attention_five.cu", HERE / "dev/gpu/gelu_products.cu",
+           HERE / "dev/gpu/fused_biases.cu"]
 
 # A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
 # written. There are three kinds of exceptions. These arrays are both read and written:
@@ -30,12 +31,15 @@ TOUCHED = {
     "encoder_forward.wte": lambda a: a.words * a.C * a.wte.itemsize,
     "encoder_backward_wte.dwte": lambda a: a.words * a.C * a.dwte.itemsize,
     "layernorm_backward.partials": lambda a: a.items[0] * a.partials[:, 0].nbytes,
-    "matmul_backward_bias.sums": lambda a: a.items[1] * a.OC * a.sums.itemsize,
-    "add_partials.partials": lambda a: 3 * a.blocks * a.C * 4,
-    "add_partials.sums": lambda a: 4 * a.rows * a.OC,
+    "matmul_backward_bias.partials": lambda a: 4 * a.items[1] * a.OC,
+    "add_partials.partials": lambda a: 4 * a.items[1] * a.blocks * a.C,
+    "sum_rows.sums": lambda a: 4 * a.items[1] * a.OC,
+    "add_all_partials.partials": lambda a: 4 * 3 * a.blocks * a.C,
+    "add_all_partials.sums": lambda a: 4 * a.rows * a.OC,
     "gelu_backward_to_fp8.sums": lambda a: -(-a.R // 128) * a.C * 4,
 }
-# FP8 passes the output of these kernels by value, in a struct. The argument named here is as large.
+# FP8 and fused_biases.py pass the output of these kernels by value, in a struct. The argument named
+# here is as large.
 OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout",
                "gelu_forward": "inp", "gelu_backward": "inp"}
 # Attention is counted in FLOPs: each kernel's number of products of a (T,T) and a (T,HS) matrix, of
@@ -146,9 +150,10 @@ def work_of(what, c, B, T, words, kernels):
     for (parameter, _, array, const), value in zip(parameters, arguments):
         if array and value is not None:
             key, twin = f"{name}.{parameter}", 0
-            if value.dtype.kind == "V":  # see Fp8.with_twin
-                like, twin = getattr(a, OUTPUT_LIKE[name]), int(value.view(np.uint64)[1] != 0)
-                twin, value = twin * like.size, like
+            if value.dtype.kind == "V":
+                like = getattr(a, OUTPUT_LIKE[name])
+                in_fp8 = value.nbytes > 16 and value.view(np.uint64)[1]  # see fp8_output.cuh
+                twin, value = like.size if in_fp8 else 0, like
             touched = value.nbytes
             with contextlib.suppress(AttributeError):  # a row that check_tables warns about
                 touched = TOUCHED[key](a) if key in TOUCHED else touched
