@@ -26,6 +26,7 @@ from dev.common.config import Config, read_parameters
 from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
 from dev.gpt2_numpy import forward, mean_loss
+from dev.gpt2_numpy_backward import loss_and_gradients
 from dev.lab.bench import Bench
 from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu,
                               dlayernorm, gelu, layernorm)
@@ -208,12 +209,21 @@ def in_numpy(c, tensors, tokens, targets):
 
 
 def numpy_beside_pytorch():
-    """dev/gpt2_numpy.py gives the logits and the loss of the fixture that PyTorch wrote."""
+    """dev/gpt2_numpy.py and its backward pass give the logits, the loss and the gradients of the
+    fixture that PyTorch wrote."""
     c = Config.from_file(TINY)
     truth = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c)
     logits, loss = in_numpy(c, read_parameters(TINY, c), truth.x, truth.y)
     yield "logits", logits, truth.logits, 1e-7
     yield "loss", loss, truth.loss, 1e-7
+    p = SimpleNamespace(**{name: np.float64(to_float(values))
+                           for name, values in read_parameters(TINY, c)})
+    p.wte = p.wte[: c.V]
+    both = [loss_and_gradients(p, x, y, c.NH) for x, y in zip(truth.x, truth.y)]
+    yield "loss of each sequence", np.mean([one for one, _ in both]), truth.loss, 1e-7
+    for name, wish in truth.gradients.items():
+        found = sum(getattr(g, name) for _, g in both) / len(both)
+        yield f"d{name}", found, wish[: len(found)], 1e-7
 
 
 def forward_pass(device, C, NH):

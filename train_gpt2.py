@@ -2,12 +2,12 @@
 
     pip install -r requirements.txt && python train_gpt2.py
 
-dev/gpt2_numpy.py has the model in 40 lines of NumPy: begin there. Then read this file from top to
-bottom, with kernels.cu beside it: tables of all tensors; the model, each layer's forward, then its
-backward; the update; the loop. You may stop there. The rest is what these use: the GPU, files and
-batches, a sample, the flags. The last section, "Faster", adds only speed: `--plain 1` leaves it
-out. dev/lab/formulas.py has each gradient in NumPy, and dev/features.py lists what else the program
-can do; a run prints which chapters of dev/ it has attached.
+dev/gpt2_numpy.py has the model in 40 lines of NumPy, and dev/gpt2_numpy_backward.py derives all
+gradients: begin there. Then read this file from top to bottom, with kernels.cu beside it: tables of
+all tensors; the model, each layer's forward, then its backward; the update; the loop. You may stop
+there. The rest is what these use: the GPU, files and batches, a sample, the flags. "Faster", at the
+end, adds only speed: `--plain 1` leaves it out. With dev/ at hand, the command above has other
+defaults, and attaches chapters of dev/ that make it faster; it prints both.
 
 Sizes:
 
@@ -22,7 +22,7 @@ A kernel is a function in C++ that a GPU runs many times at once:
     thread         One run of the function. Its index tells it which part of the work to do.
     warp           32 threads, its lanes, which execute each instruction together.
     block          Up to 1,024 threads on one multiprocessor, which can wait for each other.
-    shared memory  100 to 200 KB of fast memory on each multiprocessor, shared by a block's threads.
+    shared memory  64 to 227 KB of fast memory on each multiprocessor, shared by a block's threads.
     grid           All blocks of a launch. The 100 or so multiprocessors take them in any order.
 """
 import argparse
@@ -57,7 +57,7 @@ BF16 = np.uint16
 LOW = np.int16
 
 ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps, as in a checkpoint.
-LOGIT_ROWS = 8192  # the logits of all tokens would be the largest tensor: compute them in parts
+LOGIT_ROWS = 8192  # the logits of many tokens take gigabytes: they are computed in parts
 PARTIAL_ROWS = 256  # the most blocks that leave partial sums of rows
 NORM_BLOCKS = 1024  # the most blocks of global_norm
 
@@ -93,7 +93,7 @@ class Row(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A GPT-2: its sizes, in the order of a checkpoint's header, and its tables. `real` is the type
-    of stored parameters and activations. Comments have the sizes of GPT-2 124M at B=4, T=1024."""
+    of stored parameters and activations. Comments: GPT-2 124M at B=4, T=1024."""
     maxT: int = 1024
     V: int = 50257
     L: int = 12
@@ -188,8 +188,8 @@ class Config:
 
 
 def logit_rows(N):
-    """How many tokens get logits at a time. Four parts are enough, and few are best: each adds to
-    all of dwte."""
+    """How many tokens get logits at a time: in at most four parts, since each adds to all of
+    dwte."""
     return min(N, max(LOGIT_ROWS, ceil_div(N, 4)))
 
 
@@ -216,7 +216,7 @@ class Verdict(NamedTuple):
 
 
 def update_table(updated):
-    """What AdamW needs besides the tensors it updates."""
+    """What AdamW needs besides."""
     return [
         Row("settings", (len(ADAMW),)),
         Row("norm", (2 + NORM_BLOCKS,)),  # norm, counter, each block's sum
@@ -226,7 +226,7 @@ def update_table(updated):
     ]
 
 
-# An arena is one allocation, which is cut into all tensors of a table.
+# An arena is one allocation, cut into the tensors of a table.
 
 
 def offsets(table):
@@ -261,8 +261,8 @@ def matrices(values):
 #     matmul(out, a, b, ...)        out = a @ b, or out += a @ b, with a bias or a GELU if asked
 #     repeat(graphs, key, work)     do work(); a fast device records its launches, and repeats them
 #
-# and reads its name, real (the type of stored numbers), multiprocessors, max_shared (bytes that a
-# block may have), W (how many reals are 16 bytes), attention_sizes and layernorm_sizes.
+# and reads its name, real (the type of stored numbers), W (how many are 16 bytes), multiprocessors,
+# max_shared (bytes for a block), attention_sizes and layernorm_sizes.
 
 
 class GPT2:
@@ -301,8 +301,8 @@ class GPT2:
         self.acts = None  # activations, which the forward pass makes
         self.back = None  # the gradients of activations
         self.layers = None  # for each layer its part of params, of grads and of acts
-        self.parts = None  # slices of the N tokens whose logits are computed together
-        self.BT = None  # (B,T) of the batch that these five are laid out for: see set_batch
+        self.parts = None  # slices of the N tokens: logits are computed part by part
+        self.BT = None  # (B,T) that these five are laid out for: see set_batch
         self.master = [self.params]  # what holds all of a parameter: in bf16 also the low halves
         if "low bits" in tables:
             self.master.append(self.whole_views("low bits"))
@@ -334,13 +334,13 @@ class GPT2:
 
     def layer_backward(self, l):
         """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
-        and makes those of the twin's inputs. dx is the gradient of the stream x, and so of each
-        branch that was added to it."""
+        and makes those of the twin's inputs. (GELU, which fc's call applies, is in fcproj's here.)
+        dx is the gradient of the stream x, and so of each branch that was added to it."""
         p, g, a = self.layers[l]  # g: the gradients of p
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
-        dln2 = datty = dln1 = self.back.dinp  # (N,C), one buffer in turn
-        dfch = a.fch_gelu  # (N,4C), one buffer in turn: fch_gelu is read before dfch is written
+        dln2 = datty = dln1 = self.back.dinp  # (N,C): each is read before the next is written
+        dfch = a.fch_gelu  # (N,4C), the same memory: fch_gelu is read before dfch is written
         self.linear_backward(dfch, g.fcprojw, g.fcprojb, dx, a.fch_gelu, p.fcprojw, dgelu_at=a.fch)
         self.linear_backward(dln2, g.fcw, g.fcb, dfch, a.ln2, p.fcw)
         self.norm_backward(dx, g.ln2w, g.ln2b, dln2, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
@@ -364,14 +364,14 @@ class GPT2:
             dbias (OC)     = the sum of the rows of dout
             dinp (N,C)     = dout @ weight
 
-        dgelu_at (N,C): inp was GELU of this, so dinp is multiplied by GELU's derivative there, and
-        becomes its gradient. dinp may be inp's memory."""
+        If inp was GELU of something, dgelu_at is that: dinp is multiplied by GELU's derivative
+        there, and so becomes its gradient. dinp may be inp's memory."""
         device = self.device
         adds = self.micro > 0
         device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
         N, OC = dout.shape
         shares = max(1, min(64, N // 256))  # of the rows: blocks sum one each, to fill the GPU
-        partials = self.back.partials  # (shares,OC)
+        partials = self.back.partials  # some memory, here for (shares,OC)
         device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
         device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
         device.matmul(dinp, dout, weight, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
@@ -390,9 +390,7 @@ class GPT2:
             dx += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
             dweight = the sum over rows of dout * norm
             dbias = the sum over rows of dout
-
-        Moving all of a row, or scaling it, does not change its norm: the averages take these two
-        directions out of dnorm."""
+        """
         N, C = inp.shape
         partials = self.back.partials  # (2,blocks,C)
         blocks, threads, shared = layernorm_backward_launch(self.device, N)
@@ -404,8 +402,8 @@ class GPT2:
     def attention_forward(self, out, lse, qkv):
         """For each head, out (N,C) = P v with P = softmax(S) and S = q k' / sqrt(HS), where a token
         sees itself and those before it. Attention is the only part of a layer that mixes tokens.
-        P (T,T) is never stored: lse (B*NH,T), the log of the softmax's denominators, is enough to
-        compute it again."""
+        P (T,T) is never stored. It keeps lse (B*NH,T), log2 of the softmax's denominators, from
+        which the backward pass computes it again: P = 2^(S * log2(e) - lse)."""
         B, T = self.BT
         NH = self.config.NH
         sizes = self.device.attention_sizes  # a block has `rows` tokens of a head
@@ -419,8 +417,8 @@ class GPT2:
             dv = P' dout      dP = dout v'      dS = P * (dP - D)
             dq = dS k / sqrt(HS)                dk = dS' q / sqrt(HS)
 
-        dS is softmax's gradient, so D is the sum of P * dP over a query's keys. Since out = P v, it
-        equals the sum of out * dout over the query's channels, for which no P is needed."""
+        For softmax's gradient a query needs D, the sum of P * dP over its keys. That equals the sum
+        of out * dout over its channels, for which no P is needed."""
         B, T = self.BT
         NH = self.config.NH
         delta = self.back.delta  # D
@@ -444,8 +442,9 @@ class GPT2:
 
     def embedding_backward(self):
         """dx goes to the rows of wte and wpe that x was made of. Rows of dx with the same token are
-        summed, in the order that the host has sorted them into, so that no two threads add to one
-        row of dwte. It is added to, since the head has set it."""
+        summed in an order that the host has sorted, so that no two threads add to one number: of
+        tokens [7,3,7] order is [1,0,2], and the runs are (1,2) and (0,1). dwte gets these on top of
+        what the head has put there."""
         B, T = self.BT
         C = self.config.C
         dwte, dwpe = self.grads.wte, self.grads.wpe
@@ -457,7 +456,7 @@ class GPT2:
                            self.micro > 0)
 
     def last_norm_forward(self):
-        """The stream ends in lnf (N,C), which the head turns into logits."""
+        """The stream ends in lnf (N,C)."""
         p = self.params
         a = self.acts
         self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)
@@ -479,7 +478,8 @@ class GPT2:
         return logits
 
     def head_backward(self, rows, dlogits):
-        """The gradients of lnf[rows] and of wte. The first part sets dwte, the others add."""
+        """The gradients of lnf[rows] and of wte. The first part of the first micro-batch sets dwte;
+        whatever comes later adds."""
         matmul = self.device.matmul
         adds = self.micro > 0 or rows.start > 0
         dlnf = self.back.dinp[rows]
@@ -527,13 +527,14 @@ class GPT2:
         self.embedding_backward()
 
     def update_pass(self):
-        """AdamW on whole arenas, which hold all tensors one after another. The gradient g is scaled
-        down to the norm `clip`. With running means m of g and v of g*g, both corrected for their
-        start at 0:
+        """AdamW on whole arenas, all tensors at once. The gradient g is scaled down to the norm
+        `clip`. Then
 
+            m += (1 - beta1) * (g - m)      v += (1 - beta2) * (g * g - v)
             p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)
 
-        judge decides whether to update: the loss and the gradient's norm have to be finite."""
+        with m and v corrected for their start at 0. judge decides whether to update: the loss and
+        the gradient's norm have to be finite."""
         launch = self.device.launch
         adam = self.adam
         arenas = self.arenas
@@ -563,7 +564,7 @@ class GPT2:
         self.last_micro = True
 
     def micro_step(self):
-        """A micro-batch; after the last, the update."""
+        """A micro-batch, and after the last the update."""
         self.forward_pass()
         self.backward_pass()
         if self.last_micro:
@@ -666,8 +667,8 @@ class Training:
         self.model = None
         self.train_data = None  # a DataLoader
         self.val_data = None
-        self.micros = 1  # micro-batches of a step, here on one device
-        self.epoch = 1  # steps in which all of train_data is read once
+        self.micros = 1  # micro-batches of a step
+        self.epoch = 1  # steps, as llm.c counts them
 
     def train(self):
         """Run the remaining steps. After the last step the loop comes round once more, to validate,
@@ -711,7 +712,7 @@ class Training:
         return least + f(0.5) * (f(1) + np.cos(f(math.pi * float(share)))) * (rate - least)
 
     def next_batches(self):
-        """The micro-batches of a step, packed."""
+        """A step's micro-batches, packed."""
         return [pack_batch(*self.train_data.next_batch()) for _ in range(self.micros)]
 
     def report(self, step, rate, verdict, seconds):
@@ -737,8 +738,7 @@ class Training:
     def sample(self):
         """Let the model write."""
         tokens = generate(self.model, self.flags.sample_tokens)
-        has_gpt2s_words = self.config.V == Config.V
-        text = gpt2_encoding().decode(tokens) if has_gpt2s_words else tokens
+        text = gpt2_encoding().decode(tokens) if self.config.V == Config.V else tokens
         print(f"generating:\n---\n{text}\n---", flush=True)
 
     def save(self, step):
@@ -763,19 +763,19 @@ class Training:
         return 0
 
     def prepare(self):
-        """What the flags get wrong fails here, before memory is allocated."""
+        """What can go wrong before memory is allocated."""
         self.choose_model()
         kind = Cuda if self.flags.plain else FastCuda
         self.device = device = kind(self.flags.dtype, self.config)
         needed = max(device.attention_sizes.shared_backward, device.layernorm_sizes.shared_of_row)
         if needed > device.max_shared:
             raise UserError(f"{self.config}: a block needs {needed:,} bytes of shared memory, and "
-                            f"{device} has {device.max_shared:,}: choose another -e")
+                            f"{device} has {device.max_shared:,}: try another -e")
         self.open_data()
         self.announce()
 
     def choose_model(self):
-        """Find the model's config, in a checkpoint or by descriptor."""
+        """The model's config, from a checkpoint or a descriptor."""
         flags = self.flags
         self.name = flags.model or ("gpt2_124M.bin" if os.path.isfile("gpt2_124M.bin") else "d12")
         self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
@@ -792,7 +792,9 @@ class Training:
         B, T = flags.batch_size, flags.seq_len
         train_path, val_path = data_paths(flags.train_data, flags.val_data)
         self.train_data = DataLoader(train_path, B, T, self.config.V)
-        self.val_data = DataLoader(val_path, B, T, self.config.V)
+        val_tokens = read_header(val_path, TOKENS)[2]
+        val_B = max(1, min(B, (val_tokens - 1) // T))  # a short file has fewer sequences
+        self.val_data = DataLoader(val_path, val_B, T, self.config.V)
         flags.total_batch = flags.total_batch or B * T
         if flags.total_batch % (B * T):
             raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}")
@@ -882,9 +884,9 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits that a block caches, bytes of shared memory). Each multiprocessor has one
-    block, which caches the row that it works on, and the next. The loss alone reads a row once: it
-    needs a cache only to load ahead."""
+    """(blocks, logits that a block caches, bytes of shared memory). One block per multiprocessor
+    caches its row, and the next if there is room. The loss alone reads a row once: it needs a cache
+    only to load ahead."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     loads_ahead = room == 2 * Vp
     if device.name == "cpu" or not (with_gradient or loads_ahead):
@@ -1032,7 +1034,7 @@ class Cuda:
 
 
 class FileKind(NamedTuple):
-    """A kind of file: its name, how it begins, and what to tell the user if it is bad."""
+    """A kind of file: its name, how it begins, and what to do about a bad one."""
     name: str
     magic: int
     versions: tuple
@@ -1298,8 +1300,7 @@ def parse_flags(arguments=None):
 
 
 def main(arguments=None):
-    """Train as the arguments say; with the features of dev/ (a CPU device, for example) if it is
-    there."""
+    """Train as the arguments say, with the features of dev/ (such as a CPU) if it is there."""
     try:
         from dev import features
     except ModuleNotFoundError as e:

@@ -1,4 +1,5 @@
-"""GPT-2's forward pass in NumPy. Read it first, then train_gpt2.py, which does the same fast.
+"""GPT-2's forward pass in NumPy. Read it first, then gpt2_numpy_backward.py, which has its
+gradients, then train_gpt2.py, which does both fast.
 
     python -m dev.gpt2_numpy "To be, or not to be"              # with gpt2_124M.bin
     python -m dev.gpt2_numpy model.bin "To be, or not to be"    # with another checkpoint
@@ -94,15 +95,15 @@ def forward(p, tokens, NH):
 
 
 # How surprised the model is by each target, the token that did follow: -log(its probability).
-# It is 0 if the model was sure, log(V) if it had no idea. See softmax for subtracting the top.
+# It is 0 if the model was sure of it, log(V) if it had no idea. See softmax for subtracting the top.
 def cross_entropy(targets, logits):  # (T), (T,V) -> (T)
     top = logits.max(-1)
     log_sum = top + np.log(np.exp(logits - top[:, None]).sum(-1))  # (T,V) -> (T)
     return log_sum - logits[np.arange(len(targets)), targets]  # (T)
 
 
-# What training minimizes. train_gpt2.py adds how to change p so that it falls: the same steps
-# backward, for the gradients, and AdamW.
+# What training minimizes. gpt2_numpy_backward.py has the same steps backward, for the gradients:
+# how the loss changes with each number of p. train_gpt2.py adds AdamW, which changes them.
 def mean_loss(targets, logits):
     return cross_entropy(targets, logits).mean()  # (T) -> one number
 

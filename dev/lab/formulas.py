@@ -1,4 +1,4 @@
-"""The formulas of all kernels in NumPy and float64: the truths that kernels are compared with.
+"""The formulas of kernels in NumPy and float64: the truths that kernels are compared with.
 
 df(dout, x) is the gradient of sum(dout * f(x)), or a list of gradients if there are several x. test_gpt2.py and
 dev/tests/test_llama3.py compare each gradient with finite differences of its function. Those of GPT-2's forward pass
