@@ -665,7 +665,7 @@ class Training:
         self.config = None
         self.device = None
         self.model = None
-        self.train_data = None  # a DataLoader
+        self.train_data = None
         self.val_data = None
         self.micros = 1  # micro-batches of a step
         self.epoch = 1  # steps, as llm.c counts them
@@ -793,7 +793,7 @@ class Training:
         train_path, val_path = data_paths(flags.train_data, flags.val_data)
         self.train_data = DataLoader(train_path, B, T, self.config.V)
         val_tokens = read_header(val_path, TOKENS)[2]
-        val_B = max(1, min(B, (val_tokens - 1) // T))  # a short file has fewer sequences
+        val_B = max(1, min(B, (val_tokens - 1) // T))  # it may be short
         self.val_data = DataLoader(val_path, val_B, T, self.config.V)
         flags.total_batch = flags.total_batch or B * T
         if flags.total_batch % (B * T):
