@@ -667,7 +667,7 @@ class Training:
         self.model = None
         self.train_data = None
         self.val_data = None
-        self.micros = 1  # micro-batches of a step
+        self.grad_accum = 1  # micro-batches of a step
         self.epoch = 1  # steps, as llm.c counts them
 
     def train(self):
@@ -713,7 +713,7 @@ class Training:
 
     def next_batches(self):
         """A step's micro-batches, packed."""
-        return [pack_batch(*self.train_data.next_batch()) for _ in range(self.micros)]
+        return [pack_batch(*self.train_data.next_batch()) for _ in range(self.grad_accum)]
 
     def report(self, step, rate, verdict, seconds):
         """Print a step's line, or stop if its loss or its gradient is not finite."""
@@ -730,7 +730,7 @@ class Training:
         data = self.val_data
         most = self.flags.val_batches
         data.restart()
-        count = data.batches if most < 0 else min(most, data.batches)
+        count = data.per_epoch if most < 0 else min(most, data.per_epoch)
         if count:
             losses = [self.model.forward(*data.next_batch()) for _ in range(count)]
             print(f"val loss {sum(losses) / count:.6f}", flush=True)
@@ -798,7 +798,7 @@ class Training:
         flags.total_batch = flags.total_batch or B * T
         if flags.total_batch % (B * T):
             raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}")
-        self.micros = flags.total_batch // (B * T)
+        self.grad_accum = flags.total_batch // (B * T)
         self.epoch = max(1, self.train_data.total // flags.total_batch)
         if flags.steps == -1:
             flags.steps = self.epoch
@@ -927,7 +927,7 @@ class Cuda:
         self.last_kernel = "the start"
         self.dtype = dtype
         self.real = np.float32 if dtype in ("fp32", "tf32") else BF16
-        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
+        self.W = 16 // np.dtype(self.real).itemsize  # numbers in 16 bytes
         self.compute = cublas.CUBLAS_COMPUTE_32F  # accumulate in fp32
         if dtype == "tf32":
             self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
@@ -1161,9 +1161,9 @@ class DataLoader:
         self.size = count * B * T  # tokens in a batch of all processes
         self.tokens = read_tokens(path, V)
         self.total = len(self.tokens)
-        self.batches = (self.total - 1) // self.size  # in an epoch
+        self.per_epoch = (self.total - 1) // self.size  # batches
         self.next = 0  # the index of the next batch
-        if self.batches < 1:
+        if self.per_epoch < 1:
             raise UserError(f"{path}: {self.total:,} tokens; expected {self.size + 1:,} or more; "
                             "use a longer file, or a smaller -b or -t")
 
@@ -1175,7 +1175,7 @@ class DataLoader:
 
     def next_batch(self):
         """Tokens and their targets, both (B,T) int32."""
-        if self.next == self.batches:
+        if self.next == self.per_epoch:
             self.restart()
         start = self.next * self.size + self.rank * self.B * self.T
         self.next += 1
@@ -1374,7 +1374,7 @@ class FastCuda(Cuda):
         self.handle = self.create("")
         self.workspace = self.empty(self.WORKSPACE)
         alignments = {f"MIN_ALIGNMENT_{operand}_BYTES": ALIGN for operand in "ABCD"}
-        self.search = self.create("MatmulPreference", table=self.SEARCH, attributes=dict(
+        self.search = self.create("MatmulPreference", table=self.SEARCH, values=dict(
             MAX_WORKSPACE_BYTES=self.WORKSPACE, REDUCTION_SCHEME_MASK=REDUCE_IN_COMPUTE_TYPE,
             **alignments))
 
@@ -1420,7 +1420,7 @@ class FastCuda(Cuda):
         out)."""
         transposed = dict(TRANSA=stride_of(b)[0], TRANSB=stride_of(a)[0])
         description = self.create("MatmulDesc", self.compute, self.CUDA_TYPES["f4"],
-                                  table=self.PRODUCT, attributes=transposed | epilogue)
+                                  table=self.PRODUCT, values=transposed | epilogue)
         return description, *(self.describe_matrix(x) for x in (b, a, out))
 
     def describe_matrix(self, x):
@@ -1452,13 +1452,13 @@ class FastCuda(Cuda):
                   ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
                   ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream.ptr))
 
-    def create(self, kind, *args, table=None, attributes=()):
-        """An object of cuBLASLt with these attributes, whose numbers and types are in a table."""
+    def create(self, kind, *args, table=None, values=()):
+        """An object of cuBLASLt with these values of attributes, which are in a table."""
         made = ctypes.c_void_p()
         self.call(f"{kind}Create", ctypes.byref(made), *args)
-        for name in attributes:
+        for name in values:
             attribute, kind_of_value = table[name]
-            value = kind_of_value(attributes[name])
+            value = kind_of_value(values[name])
             self.call(f"{kind}SetAttribute", made, attribute, ctypes.byref(value),
                       ctypes.c_size_t(ctypes.sizeof(value)))
         return made

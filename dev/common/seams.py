@@ -143,7 +143,7 @@ class Training(train_gpt2.Training):
     def next_batches(self):
         """The micro-batches of a step, packed, and where in the data each is."""
         batches = SimpleNamespace(packed=[], places=[])
-        for _ in range(self.micros):
+        for _ in range(self.grad_accum):
             batches.packed.append(pack_batch(*self.train_data.next_batch()))
             batches.places.append(self.train_data.where)
         return batches
@@ -172,7 +172,7 @@ class Training(train_gpt2.Training):
         """Print the mean loss over -m validation batches, and return it."""
         data, most = self.val_data, self.flags.val_batches
         data.restart()
-        count = data.batches if most < 0 else min(most, data.batches)
+        count = data.per_epoch if most < 0 else min(most, data.per_epoch)
         loss = self.total_loss(data.next_batch() for _ in range(count)) / count
         self.say(f"val loss {loss:.6f}")
         return loss
@@ -238,7 +238,7 @@ class Training(train_gpt2.Training):
         flags.total_batch = flags.total_batch or size
         if flags.total_batch % size:
             raise UserError(f"-d {flags.total_batch}: expected a multiple of ranks*B*T = {size}")
-        self.micros = flags.total_batch // size  # of each rank
+        self.grad_accum = flags.total_batch // size  # of each rank
         self.epoch = max(1, self.train_data.total // flags.total_batch)
         if flags.steps == -1:
             flags.steps = self.epoch

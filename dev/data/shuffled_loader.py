@@ -50,7 +50,7 @@ class FilesLoader(DataLoader):
                 raise UserError(f"{path}: {tokens:,} tokens; expected {self.size + 1:,} or more, a "
                                 "batch and one: a longer file, or a smaller -b or -t")
         self.total, self.batches_of = sum(counts), [(n - 1) // self.size for n in counts]
-        self.batches = sum(self.batches_of)  # of an epoch
+        self.per_epoch = sum(self.batches_of)  # of an epoch
         self.shuffle = len(counts) > 1 if shuffle is None else shuffle
         self.rng = np.random.RandomState(42 + rank)
         self.files, self.path = self.permuted(range(len(counts))), None

@@ -243,7 +243,7 @@ class RankedTraining:
     def told_to_stop(self, done):
         """Whether any rank has a signal. All ranks ask before each step, so they notice one that
         hangs. They tell each other if something takes longer than a step."""
-        opens = self.train_data.next + self.micros > len(self.train_data.order)  # the next file
+        opens = self.train_data.next + self.grad_accum > len(self.train_data.order)  # the next file
         pauses = self.validates(done) or self.samples(done) or self.saves(done)
         return self.ranks.agree(self.signals, pauses or opens)
 

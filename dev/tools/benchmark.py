@@ -173,7 +173,7 @@ def median_of(output):
 def words_of(row, folder):
     """The mean number of distinct tokens in a batch."""
     data = FilesLoader(tokens_of(row, folder), row.B, row.T, row.config)
-    return round(np.mean([np.unique(data.next_batch()[0]).size for _ in range(data.batches)]))
+    return round(np.mean([np.unique(data.next_batch()[0]).size for _ in range(data.per_epoch)]))
 
 
 def time_ours(row, folder):

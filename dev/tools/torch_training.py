@@ -110,7 +110,7 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
     for done in range(steps + 1):
         if flags.val_every and (done % flags.val_every == 0 or done == steps):
             val_data.open(0)
-            count = val_data.batches if flags.val_batches < 0 else min(flags.val_batches, val_data.batches)
+            count = val_data.per_epoch if flags.val_batches < 0 else min(flags.val_batches, val_data.per_epoch)
             with torch.no_grad():
                 val_loss = sum(loss_of_next(val_data).item() for _ in range(count)) / count
             print(f"val loss {val_loss:.6f}", flush=True)
