@@ -17,13 +17,18 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-import train_gpt2
+from dev import features
 from dev.checkpoints import background_writer
 from dev.checkpoints.main_log import MainLog
 from dev.common.seams import GPT2, Training
+from dev.gpu.late_reports import LateReports
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.trainings import bytes_of, call, command, same, token_files, train, whole_ones, without
-from train_gpt2 import FastTraining
+
+
+class Late(LateReports, Training):
+    """Training that reports late, as on a GPU, with any device that can fetch."""
+    device_class = Training.device_class
 
 
 def start(*args, **more):
@@ -191,14 +196,14 @@ def stopped_at_once(folder):
     with mock.patch("dev.cpu.device.Cpu.fetch", fetch, create=True):
         train("cpu", folder, folder / "whole", *flags)
         weights = (folder / "whole/model_00000006.bin").read_bytes()
-        for base, number in ((Training, signal.SIGTERM), (FastTraining, signal.SIGINT)):
+        for base, number in ((Training, signal.SIGTERM), (Late, signal.SIGINT)):
             for step, end, *told in (
                     (0, "", Training, "next_batches", lambda run: run.model.step == 0),
                     (3, "", GPT2, "train_step", lambda model, *args: model.step == 2),
                     (6, "", GPT2, "train_step", lambda model, *args: model.step == 5),
                     (6, "val loss, generating, ", Training, "validate", lambda run, done: done == 6)):
                 output = folder / f"{base.__name__}, {told[1]}, {step}"
-                with told_in(*told), mock.patch.object(train_gpt2, "Training", base):
+                with told_in(*told), mock.patch.object(features, "Training", base):
                     text = train("cpu", folder, output, *flags, status=128 + number)
                 said = ", ".join(re.findall(
                     r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of 6|wrote .*model_\d+\.bin"
