@@ -24,9 +24,9 @@ flight at once; and what a block needs twice stays in registers, shared memory o
 */
 
 // BLOCK tells the host a block's threads, unless a launch chooses them (layernorm_backward,
-// attention), and the items it covers along x and, with a third argument, y. A comment says what a
-// kernel's items are. With gelu_forward's BLOCK(256, W * threads), where W reals are 16 bytes, 10,000
-// numbers in bf16 are 5 blocks.
+// attention), and its items along x and, with a third argument, y. A kernel's comment names them.
+// gelu_forward has BLOCK(256, W * threads), and W reals are 16 bytes: 10,000 numbers in bf16 are a
+// grid of 5 blocks.
 #define BLOCK(threads, ...)
 
 // Shared memory whose size is chosen at launch. The alignment is for Hopper's swizzle.
@@ -219,13 +219,13 @@ constexpr int W = 16 / sizeof(real);
 // The first of a thread's W numbers, in elementwise kernels.
 __device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
-// For dev/: the row of number i, if rows have C numbers. A 64-bit division takes 5 times as long.
+// For dev/: the row of number i, if rows have C numbers. A 64-bit division takes 5 times longer.
 __device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
 // An array that a kernel writes and a matrix product reads. A thread calls begin, then store as
-// often as it likes, then end, which all lanes of a warp must reach. The host passes a pointer: a
-// struct of one pointer has a pointer's bytes. -DOUTPUT=<file> may bring an Output that does more;
-// one that also sums the columns of gradients defines BIAS_SUMS.
+// often as it likes, then end, which all lanes of a warp must reach. The host passes its pointer:
+// the bytes are the same. -DOUTPUT=<file> may bring an Output that does more; one that also sums
+// gradients' columns defines BIAS_SUMS.
 #ifdef OUTPUT
 #include OUTPUT
 #else
@@ -261,14 +261,14 @@ extern "C" __global__ void encoder_forward(
 // words occur once or twice, but one may make up a tenth of the batch. So a block does two things
 // for each of its i: its warps share run i, if that is long; then warp w takes run warps * i + w,
 // if that is short. Usually there are far fewer runs than positions, so the grid has a warp for
-// four positions, and a block goes on to i + gridDim.x. Bound by latency: order is read before rows.
-// Items: N positions along x, C channels along y.
+// four positions, and a block goes on to i + gridDim.x. Bound by latency. Items: N positions
+// along x, C channels along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void __launch_bounds__(1024) encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
     const int* __restrict__ order, const int* __restrict__ runs, int N, int C) {
     constexpr int LONG = 64;
-    __shared__ float of_warp[32][W][32];  // lanes in different banks
+    __shared__ float of_warp[32][W][32];  // each lane has a bank
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     int c = W * (32 * blockIdx.y + lane);
     auto length = [&](int run) { return run < N ? runs[2 * run + 1] : 0; };
@@ -570,7 +570,7 @@ extern "C" __global__ void add_partials(
 // the end. Tensor cores bound it, and exponentials. Each product waits for the one before it, so
 // several blocks on a multiprocessor keep it busy.
 
-// For Hopper GPUs: see the end of the file.
+// For Hopper GPUs: see the end.
 #ifndef HOPPER
 #define HOPPER 0
 #endif
@@ -591,7 +591,7 @@ extern "C" __global__ void add_partials(
 // A block of attention_backward_kv owns keys: there the paper has the two names swapped.
 constexpr int PADDED = HOPPER ? 64 : 16;
 constexpr int HP = (HS + PADDED - 1) / PADDED * PADDED;  // HS padded, with zeros
-constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns M times 16 rows
+constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp has 16 M rows
 constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
 constexpr int B_r = 16 * M * WARPS;
@@ -678,9 +678,7 @@ struct Walk {
         return head < heads;
     }
 };
-__device__ Walk walk_over(int first, int end, int heads) {
-    return {first, end, heads, first, 0, 0};
-}
+__device__ Walk walk_of(int first, int end, int heads) { return {first, end, heads, first, 0, 0}; }
 
 // Tiles: an array (B,T,heads,HS), to copy tiles from. Arrivals: how to wait for them.
 #if HOPPER
@@ -691,7 +689,7 @@ struct Tiles { const real* numbers; };
 struct Arrivals {};
 #endif
 
-// All threads of a block call these. Hopper's versions are at the end of the file.
+// All threads of a block call these. Hopper's versions are at the end.
 #if HOPPER
 __device__ int in_tile(int row, int c);
 template <int rows>
@@ -768,7 +766,7 @@ __device__ Pair pair(float x, float y) { return {x, y}; }
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
                          const Pair (&b)[4]);
 #elif defined(__CUDACC__)
-#ifdef BF16  // D += A B is one instruction
+#ifdef BF16  // one instruction
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -1004,7 +1002,7 @@ __device__ void weights_from_scores(Result<columns>& x, float scale, F shift) {
     else each<columns>([&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
 }
 
-// dscores from dweights, in place, or ReLU's. dq and dk get the factor scale at the end.
+// dscores from dweights, in place, or ReLU's. The factor scale comes at the end.
 template <int columns, class F>
 __device__ void dscores_from_dweights(Result<columns>& x, Result<columns>& weights, F delta) {
     if (RELU) each<columns>([&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
@@ -1024,8 +1022,7 @@ __device__ PerRow delta_of_rows(
         for (int k = 0; k < packs; k++) {
             int t = min(own.warp_first + 16 * m + lane % 16, T - 1), c = channel(k);
             of_out[m][k] = {};
-            if (c < HS)
-                of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
+            if (c < HS) of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
         }
     tiles_arrive(arrivals);
     PerRow result;
@@ -1079,7 +1076,7 @@ BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int T,
     int NH) {
-    DYNAMIC_SHARED(real, queries);                // (B_r, LD)
+    DYNAMIC_SHARED(real, queries);  // (B_r, LD)
     Stages<B_c> stages = {queries + B_r * LD};  // of keys and values
     Arrivals arrivals = arrivals_start();
     Own own = own_rows<false>(T, NH);
@@ -1108,7 +1105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         } else {
             PerRow before = maximum, correction;
             maximum = row_maximum(before, scores);          // m = max(m, rowmax(S))
-            each<B_c>([&](Element e) {                  // P = e^(S - m)
+            each<B_c>([&](Element e) {                      // P = e^(S - m)
                 weights[e] = power_of_2(scale2 * scores[e] - scale2 * maximum[e]);
             });
             PerRow sum = row_sum(weights);
@@ -1155,7 +1152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     auto load_keys = [&](const Walk& to) {
         load_stage(stages, to.stage, qkv, own.keys, qkv, own.values, to.row, arrivals);
     };
-    Walk walk = walk_over(0, min(own.first + B_r, T), 1);
+    Walk walk = walk_of(0, min(own.first + B_r, T), 1);
     load_keys(walk);
     PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D = sum dO o O
     each_row([&](Element e) {
@@ -1220,12 +1217,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     };
     load_tile<B_r>(keys, qkv, own.keys, own.first, arrivals);
     load_tile<B_r>(values, qkv, own.values, own.first, arrivals);
-    Walk walk = walk_over(own.first, T, GROUP);
+    Walk walk = walk_of(own.first, T, GROUP);
     load_queries(walk);
 
     // With OVERLAP, tile i goes like this:
     //   start S, dP; wait: only dP still runs, so tile i-1 is done; start dV; wait: only dV runs;
-    //   start dK; tile i+1 starts its S while dV and dK run.
+    //   start dK; tile i+1 starts its S while both run.
     // So when tile i begins, i-2 is done, and tile i+1 may be copied to its stage.
     Result<HP> dk = {}, dv = {};
     do {
@@ -1252,7 +1249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         hide_future<true>(dscores, 0.0f, own, walk.row);
         if (!OVERLAP) multiply(dv, weights, douts);
         multiply(dk, dscores, queries);                     // dK = dK + dS' Q
-        // Also before the next head: a slab may skip the head's first tile, and so the wait there.
+        // Also before the next head: a slab may skip its first tile, and so the wait there.
         if (!OVERLAP || (GROUP > 1 && walk.row + B_c_BACK >= T)) {
             products_arrive<0>(dv);
             products_arrive<0>(dk);
@@ -1451,7 +1448,7 @@ extern "C" __global__ void __launch_bounds__(1024) add_loss(
 }
 
 // Decides whether a step updates the parameters: its loss, already in the verdict, and norm[0] must
-// be finite. Items: threads; there is one.
+// be finite. Items: threads, one.
 BLOCK(1, threads)
 extern "C" __global__ void judge(Verdict* verdict, const float* __restrict__ norm) {
     Verdict v = *verdict;
@@ -1526,8 +1523,7 @@ __device__ void adamw_step(
     store(v + i, m2);
 }
 
-// Bound by memory: it reads four fp32 numbers a parameter and writes three, in bf16 too. Items: n
-// numbers.
+// It reads four fp32 numbers a parameter and writes three, in bf16 too. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
@@ -1612,9 +1608,9 @@ __device__ void compute_now(Pair (&a)[4]) {
     asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
 }
 
-// wgmma_fence goes before a group of products: they see the registers as they are then. wgmma_commit
-// goes after it. wgmma_wait waits until at most `pending` groups are under way; until then d and A's
-// registers are the tensor cores'. d goes in and out, so that no use of it moves across.
+// wgmma_fence goes before a group of products, and shows them the registers as they are then;
+// wgmma_commit goes after it. wgmma_wait waits until at most `pending` groups are under way; until
+// then d and A's registers are the tensor cores'. d goes in and out, so that no use moves across.
 template <int n8>
 __device__ void wgmma_fence(float (&d)[1][n8][4]) {
 #pragma unroll
