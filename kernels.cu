@@ -567,7 +567,7 @@ extern "C" __global__ void add_partials(
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from
 // the diagonal, and column 0 starts first. Long blocks start early, and short ones fill the gaps at
-// the end. Tensor cores bound it, and exponentials. Each product waits for the one before it, so
+// the end. Tensor cores and exponentials bound it. Each product waits for the one before it, so
 // several blocks on a multiprocessor keep it busy.
 
 // For Hopper GPUs: see the end.
@@ -805,7 +805,7 @@ __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
         for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + half_of_last_bit;
 #ifdef TF32  // max keeps a GPU's NaN, 0x7fffffff, which would overflow to -0
         for (int j = 0; j < 6; j++) big[j] = max((int)big[j], __float_as_int(x[j]));
-#else   // x = big + small, and three products. small * small is below the last bit (Ootomo and
+#else   // x = big + small, three products. small * small is below the last bit (Ootomo and
         // Yokota 2022, section 3). A NaN stays one in small.
         unsigned small[6];
         for (int j = 0; j < 6; j++) {
@@ -1295,8 +1295,7 @@ extern "C" __global__ void gelu_forward(Output out, const real* __restrict__ inp
     out.end();
 }
 
-// dinp (N,OC) holds the gradient of the output, and becomes that of inp (N,OC). Items: N*OC
-// numbers.
+// dinp (N,OC), the gradient of the output, becomes that of inp (N,OC). Items: N*OC numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ inp, int N, int OC) {
     dinp.begin();
