@@ -1245,7 +1245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         products_arrive<OVERLAP ? 1 : 0>(dweights);
         dscores_from_dweights(dweights, weights,            // dS' = P' o (dP' - D)
                               [&](Element e) { return delta_of[e.column()]; });
-        // They are 0 there already; but on Hopper ptxas needs fewer registers with a branch here.
+        // They are 0 there already; on Hopper ptxas needs fewer registers with a branch.
         hide_future<true>(dscores, 0.0f, own, walk.row);
         if (!OVERLAP) multiply(dv, weights, douts);
         multiply(dk, dscores, queries);                     // dK = dK + dS' Q
