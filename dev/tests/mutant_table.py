@@ -217,7 +217,7 @@ TABLE = [
         ("index", "", "(own.slab_first - own.first) * HP", "0"),
         dtype="bf16", flag=AS_HOPPER),
     *of("attention_backward",
-        ("index", "", "(c % 64 ^ row % 8 * 8)", "c % 64"),
+        ("index", "", "(c % 64 ^ (row % 8 * 8))", "c % 64"),
         ("missing wait", "attention_backward_q", "products_arrive<1>(scores);", ""),
         ("missing wait", "attention_backward_q", "products_arrive<0>(dweights);", ""),
         ("missing wait", "attention_backward_kv", "products_arrive<OVERLAP ? 1 : 0>", "products_arrive<2>"),
