@@ -18,14 +18,15 @@ Rules for all of them:
   - The order of a sum depends on shapes and the grid alone, without float atomics: every run gives
     the same bits.
 
-Nearly all are bound by memory: a GPU does some fifty operations while one float arrives. So the
-32 lanes of a warp touch adjacent addresses, 16 bytes a lane where possible; many loads are in
+All but attention are bound by memory: a GPU does some fifty operations while one float arrives. So
+the 32 lanes of a warp touch adjacent addresses, 16 bytes a lane where possible; many loads are in
 flight at once; and what a block needs twice stays in registers, shared memory or a cache.
 */
 
-// BLOCK tells the host a block's threads, unless a launch chooses them, and the items it covers
-// along x and, with a third argument, y. The grid is the number of items divided by that. The
-// comment over a kernel says what its items are. W reals are 16 bytes.
+// BLOCK tells the host a block's threads, unless a launch chooses them (layernorm_backward,
+// attention), and its items along x and, with a third argument, y. A kernel's comment names them.
+// gelu_forward has BLOCK(256, W * threads), and W reals are 16 bytes: 10,000 numbers in bf16 are a
+// grid of 5 blocks.
 #define BLOCK(threads, ...)
 
 // Shared memory whose size is chosen at launch. The alignment is for Hopper's swizzle.
@@ -149,7 +150,8 @@ __device__ float to_float(real x) { return __uint_as_float((unsigned)x.bits << 1
 __device__ void from_float(real& to, float x) { to.bits = two_bf16(x, 0.0f); }
 #endif
 
-// e^x. The product LOG2_E * x is rounded, so only bf16 takes the fast way.
+// e^x. The product LOG2_E * x is rounded, so only bf16 takes the fast way. (Attention always does:
+// the errors of its scores are larger.)
 constexpr float LOG2_E = 1.442695041f;
 __device__ float exponential(float x) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x) : expf(x);
@@ -217,12 +219,13 @@ constexpr int W = 16 / sizeof(real);
 // The first of a thread's W numbers, in elementwise kernels.
 __device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
 
-// The row of number i, if rows have C numbers. A 64-bit division takes five times as long.
+// For dev/: the row of number i, if rows have C numbers. A 64-bit division takes 5 times longer.
 __device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
 // An array that a kernel writes and a matrix product reads. A thread calls begin, then store as
-// often as it likes, then end, which all lanes of a warp must reach. -DOUTPUT=<file> may bring an
-// Output that does more; one that also sums the columns of gradients defines BIAS_SUMS.
+// often as it likes, then end, which all lanes of a warp must reach. The host passes its pointer:
+// the bytes are the same. -DOUTPUT=<file> may bring an Output that does more; one that also sums
+// gradients' columns defines BIAS_SUMS.
 #ifdef OUTPUT
 #include OUTPUT
 #else
@@ -258,14 +261,14 @@ extern "C" __global__ void encoder_forward(
 // words occur once or twice, but one may make up a tenth of the batch. So a block does two things
 // for each of its i: its warps share run i, if that is long; then warp w takes run warps * i + w,
 // if that is short. Usually there are far fewer runs than positions, so the grid has a warp for
-// four positions, and a block goes on to i + gridDim.x. Items: N positions along x, C channels
-// along y.
+// four positions, and a block goes on to i + gridDim.x. Bound by latency. Items: N positions
+// along x, C channels along y.
 BLOCK(1024, 128, 32 * W)
-extern "C" __global__ void encoder_backward_wte(
+extern "C" __global__ void __launch_bounds__(1024) encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
     const int* __restrict__ order, const int* __restrict__ runs, int N, int C) {
     constexpr int LONG = 64;
-    __shared__ Pack<W> of_warp[32][32];
+    __shared__ float of_warp[32][W][32];  // each lane has a bank
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     int c = W * (32 * blockIdx.y + lane);
     auto length = [&](int run) { return run < N ? runs[2 * run + 1] : 0; };
@@ -283,11 +286,13 @@ extern "C" __global__ void encoder_backward_wte(
     };
     for (int i = blockIdx.x; length(i) > LONG || length(warps * i) > 0; i += gridDim.x) {
         if (length(i) > LONG) {
-            of_warp[warp][lane] = sum_of(i, warp, warps);
+            Pack<W> sum = sum_of(i, warp, warps);
+            for (int j = 0; j < W; j++) of_warp[warp][j][lane] = sum[j];
             __syncthreads();
             if (warp == 0) {
-                Pack<W> sum = {};
-                for (int w = 0; w < warps; w++) sum = sum + of_warp[w][lane];
+                sum = {};
+                for (int w = 0; w < warps; w++)
+                    for (int j = 0; j < W; j++) sum[j] += of_warp[w][j][lane];
                 add(i, sum);
             }
             __syncthreads();
@@ -335,7 +340,7 @@ __device__ void each_pack(F f) {
 //   mean (N), rstd (N) = 1/sqrt(variance + 1e-5), of each row
 //   copy (N,C) = x, as a real, for the backward pass
 // The variance is taken around the mean, as E[x^2] - E[x]^2 would cancel. Packs have 4 columns in
-// bf16, too: 8 of the fp32 stream would be two loads. Items: N rows.
+// bf16, too: 8 of the fp32 stream would be two loads, each of every other 16 bytes. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
@@ -375,21 +380,6 @@ extern "C" __global__ void residual_layernorm_forward(
     }
 }
 
-// out (N,C) = (inp - mean) * rstd * weight + bias once more, for a backward pass that has not kept
-// it. inp is the forward pass's copy. Items: N*C numbers.
-BLOCK(256, W * threads)
-extern "C" __global__ void layernorm_again(
-    real* __restrict__ out, const real* __restrict__ inp, const float* __restrict__ mean,
-    const float* __restrict__ rstd, const real* __restrict__ weight, const real* __restrict__ bias,
-    int N, int C) {
-    size_t i = first_number();
-    if (i >= (size_t)N * C) return;
-    int row = row_of_number(i, C), c = i - (size_t)row * C;
-    Pack<W> v = load<W>(inp + i), w = load<W>(weight + c), b = load<W>(bias + c);
-    for (int j = 0; j < W; j++) v[j] = (v[j] - mean[row]) * rstd[row] * w[j] + b[j];
-    store(out + i, v);
-}
-
 // The gradient of a layernorm joins that of the residual stream. With norm = (inp - mean) * rstd
 // and dnorm = dout * weight, for each row:
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
@@ -398,12 +388,13 @@ extern "C" __global__ void layernorm_again(
 // long one, and keeps the sums of its columns in registers. While a row is worked on, the next is
 // copied to shared memory (rows of a block, 2 stages, 3, C): some tens of KB are always on their
 // way to each multiprocessor, so one block on each is enough. Items: blocks. The host chooses their
-// number and their threads: see layernorm_sizes.
+// number: see layernorm_sizes.
 #ifdef BIAS_SUMS
 constexpr int NORM_SUMS = 3;  // and of the new dresidual
 #else
 constexpr int NORM_SUMS = 2;
 #endif
+// A thread's sums fit its registers: 48 in 168 at C = 768, 80 in 255 at 1280, 64 in 128 at 4096.
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
 BLOCK(256, 1)
@@ -535,8 +526,8 @@ __device__ void add_columns(
 
 // partials (gridDim.y, OC) = the sum of each column over each share of the rows of dout (N,OC).
 // From these add_partials makes the gradient of a bias. A share is a multiple of 32 rows, so that
-// each warp has four loads on their way, of 512 neighbouring bytes each. Items: OC columns along x,
-// shares along y.
+// each warp has four loads on their way, of 512 neighbouring bytes each: four blocks, 64 KB. On an
+// H100 201 MB take 77 us, 2.6 TB/s. Items: OC columns along x, shares along y.
 BLOCK(256, 32 * W)
 extern "C" __global__ void __launch_bounds__(256, 4) matmul_backward_bias(
     float* __restrict__ partials, const real* __restrict__ dout, int N, int OC) {
@@ -547,7 +538,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) matmul_backward_bias(
 }
 
 // out1 (C), out2 (C) = the sums over the blocks of partials (2,blocks,C); or += with adds. A null
-// output is skipped. Items: C columns along x, outputs along y.
+// output is skipped. Bound by latency. Items: C columns along x, outputs along y.
 BLOCK(256, 32)
 extern "C" __global__ void add_partials(
     float* out1, float* out2, const float* __restrict__ partials, int blocks, int C, int adds) {
@@ -576,10 +567,10 @@ extern "C" __global__ void add_partials(
 //
 // A block of queries walks along its row from the left. A block of keys walks down its column from
 // the diagonal, and column 0 starts first. Long blocks start early, and short ones fill the gaps at
-// the end. Each product waits for the one before it, so several blocks on a multiprocessor keep it
-// busy.
+// the end. Tensor cores and exponentials bound it. Each product waits for the one before it, so
+// several blocks on a multiprocessor keep it busy.
 
-// For Hopper GPUs: see the end of the file.
+// For Hopper GPUs: see the end.
 #ifndef HOPPER
 #define HOPPER 0
 #endif
@@ -599,8 +590,8 @@ extern "C" __global__ void add_partials(
 //   B_c_BACK  rows of a tile, backward             32   32     64                32   16     64
 // A block of attention_backward_kv owns keys: there the paper has the two names swapped.
 constexpr int PADDED = HOPPER ? 64 : 16;
-constexpr int HP = (HS + PADDED - 1) / PADDED * PADDED;  // a head's channels, padded with zeros
-constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp owns 16 M rows
+constexpr int HP = (HS + PADDED - 1) / PADDED * PADDED;  // HS padded, with zeros
+constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp has 16 M rows
 constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
 constexpr int B_r = 16 * M * WARPS;
@@ -609,13 +600,16 @@ constexpr int B_c = WIDE ? 32 : 64;
 constexpr int B_c_BACK = HOPPER ? 64 : WIDE ? 16 : 32;
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
 constexpr bool SWIZZLED = HOPPER || HP % 128 == 0 || (HP == 64 && sizeof(real) == 2);
-constexpr int LD = SWIZZLED ? HP : HP + 8;  // reals stored per row of a tile
+constexpr int LD = SWIZZLED ? HP : HP + 8;  // a tile's leading dimension
 constexpr int SECTION = 64;                 // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // per row
-// Blocks per multiprocessor, for __launch_bounds__.
+// Blocks per multiprocessor, for __launch_bounds__. Hopper's has 64K registers and 227 KB.
+// 5 of 40 KB fit, with 64K / (5 * 128) threads = 96 registers; HS = 128: 2 of 96 KB, 128 registers.
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
+// 4 of 48 KB fit, with 128 registers.
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
+// 3, with 168 registers: four results of 32 numbers would fill 128.
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
 // If a block is alone on a multiprocessor, dv's product overlaps dscores, and thanks to a third
 // stage a tile's last products overlap the next tile's first.
@@ -638,7 +632,7 @@ struct Head {
 
 // What a block owns: B_r queries or B_r keys.
 struct Own {
-    int first, slab, warp;            // the first row of the block, of this slab, of this warp
+    int first, slab_first, warp_first;  // rows: of the block, of this slab, of this warp
     Head queries, keys, values, out;  // for a block of keys, the first head of queries of its group
 };
 
@@ -650,14 +644,14 @@ __device__ Own own_rows(int T, int NH) {
     int heads_here = min(SECTION, heads - section);
     int head = section + i % heads_here, turn = i / heads_here;
     int first = (rows_are_keys ? turn : blocks - 1 - turn) * B_r;
-    int warp = threadIdx.x / 32 * 16 * M, slab = 0;
+    int warp_row = threadIdx.x / 32 * 16 * M, slab_row = 0;  // in the block
     if (B_r > SLAB)  // a shuffle tells the compiler that all lanes have the same
-        slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
+        slab_row = __shfl_sync(FULL_WARP, warp_row / SLAB * SLAB, 0);
 
     int NKV = NH / GROUP, of_sequence = rows_are_keys ? NKV : NH, all = NH + 2 * NKV;
     int b = head / of_sequence, nth = head % of_sequence;
     int h = rows_are_keys ? nth * GROUP : nth, kv = rows_are_keys ? nth : nth / GROUP;
-    return {first, first + slab, first + warp,
+    return {first, first + slab_row, first + warp_row,
             {b, h, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T}, {b, h, NH, T}};
 }
 
@@ -684,6 +678,7 @@ struct Walk {
         return head < heads;
     }
 };
+__device__ Walk walk_of(int first, int end, int heads) { return {first, end, heads, first, 0, 0}; }
 
 // Tiles: an array (B,T,heads,HS), to copy tiles from. Arrivals: how to wait for them.
 #if HOPPER
@@ -694,7 +689,7 @@ struct Tiles { const real* numbers; };
 struct Arrivals {};
 #endif
 
-// All threads of a block call these. Hopper's versions are at the end of the file.
+// All threads of a block call these. Hopper's versions are at the end.
 #if HOPPER
 __device__ int in_tile(int row, int c);
 template <int rows>
@@ -704,8 +699,8 @@ __device__ void tiles_arrive(Arrivals& arrivals);
 #else
 // The index of (row, c) in a tile. In bf16 the same column of 8 neighbouring rows is in different
 // banks: LD > HP, or packs of 8 are permuted in each row. The latter takes no more memory, so two
-// blocks of heads of 64 fit into the 100 KB of a multiprocessor.
-__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ row % 8 * 8 : c); }
+// blocks of heads of 64 fit into the 100 KB of a multiprocessor. fp32's load_b conflicts two-way.
+__device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ (row % 8 * 8) : c); }
 
 // Starts to copy rows first..first+rows-1 of a head to a tile, with zeros beyond T and HS.
 template <int rows>
@@ -767,11 +762,11 @@ struct alignas(8) Pair { float x, y; };
 __device__ Pair pair(float x, float y) { return {x, y}; }
 #endif
 
-#if TURING
+#if TURING  // no mma for fp32: see the end
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
-                         const Pair (&b)[4]);  // see the end
+                         const Pair (&b)[4]);
 #elif defined(__CUDACC__)
-#ifdef BF16
+#ifdef BF16  // one instruction
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -791,7 +786,7 @@ __device__ void load_matrices_transposed(unsigned (&x)[4], const real* row) {
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "r"(shared_address(row)));
 }
-#else
+#else  // fp32 and TF32: two products of 8 summed columns
 __device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -799,21 +794,19 @@ __device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The same in TF32, as two products of 8 summed columns. There a lane has columns q and q+4, not 2q
-// and 2q+1: columns of A and rows of B are permuted alike, so the sum is the same. A tensor core
-// reads the upper 10 bits of a mantissa; half of the last is added first, to round.
-// -DTF32: max keeps a GPU's NaN, 0x7fffffff, which would overflow to -0.
-// fp32: x = big + small, and three products. small * small is below the last bit (Ootomo and Yokota
-// 2022, section 3). A NaN stays one in small.
+// A lane has columns q and q+4, not 2q and 2q+1: columns of A and rows of B are permuted alike, so
+// the sum is the same. A tensor core reads the upper 10 bits of a mantissa; half of the last is
+// added first, to round.
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     constexpr unsigned half_of_last_bit = 0x1000;
     for (int i = 0; i < 2; i++) {
         float x[6] = {a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b[i].x, b[i].y};
         unsigned big[6];
         for (int j = 0; j < 6; j++) big[j] = __float_as_uint(x[j]) + half_of_last_bit;
-#ifdef TF32
+#ifdef TF32  // max keeps a GPU's NaN, 0x7fffffff, which would overflow to -0
         for (int j = 0; j < 6; j++) big[j] = max((int)big[j], __float_as_int(x[j]));
-#else
+#else   // x = big + small, three products. small * small is below the last bit (Ootomo and
+        // Yokota 2022, section 3). A NaN stays one in small.
         unsigned small[6];
         for (int j = 0; j < 6; j++) {
             big[j] &= ~(2 * half_of_last_bit - 1);
@@ -827,7 +820,7 @@ __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
 }
 #endif
 
-// The same for two B side by side, b[0..1] and b[2..3], and so for two D.
+// mma with two B side by side, b[0..1] and b[2..3]: left and right are the two D.
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4],
                          const Pair (&b)[4]) {
     mma(left, a, {b[0], b[1]});
@@ -865,7 +858,7 @@ struct PerRow {  // a number for each row of these
 
 // f(e) for each of a lane's elements; each_row: for the first in each of its rows.
 template <int columns, class F>
-__device__ void each(Result<columns>&, F f) {
+__device__ void each(F f) {
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int n = 0; n < columns / 8; n++)
@@ -886,7 +879,8 @@ __device__ void multiply_transposed(
 template <int columns>
 __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
 
-// On Hopper both only start. This waits for x; the last `pending` products may still be running.
+// On Hopper (wgmma) both only start, and the tensor cores go on by themselves: x and the tiles must
+// be left alone until this has waited for all products but the last `pending` that were started.
 template <int pending, int columns>
 __device__ void products_arrive(Result<columns>& x);
 
@@ -932,7 +926,7 @@ __device__ void multiply_transposed(
     for (int c = 0; c < HP; c += 16) {
         Pair a[M][4], b[4];
         for (int m = 0; m < M; m++)
-            load_square<false>(a[m], tile, own.warp - own.first + 16 * m, c);
+            load_square<false>(a[m], tile, own.warp_first - own.first + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < columns / 16; n++) {
             load_square<true>(b, other, 16 * n, c);
@@ -965,9 +959,10 @@ __device__ void products_arrive(Result<columns>&) {}
 // The causal mask: x = value where a query would see a later key. Column 0 of x is token `column`.
 template <bool rows_are_keys, int columns>
 __device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
-    if (column >= own.slab + SLAB || column + columns <= own.slab) return;  // not on the diagonal
-    each(x, [&](Element e) {
-        int r = own.warp + e.row(), c = column + e.column();
+    if (column >= own.slab_first + SLAB || column + columns <= own.slab_first)
+        return;  // not on the diagonal
+    each<columns>([&](Element e) {
+        int r = own.warp_first + e.row(), c = column + e.column();
         if (rows_are_keys ? r > c : c > r) x[e] = value;
     });
 }
@@ -989,13 +984,13 @@ __device__ PerRow row_maximum(PerRow least, Result<columns>& x) {
 template <int columns>
 __device__ PerRow row_sum(Result<columns>& x) {
     PerRow sum = {};
-    each(x, [&](Element e) { sum[e] += x[e]; });
+    each<columns>([&](Element e) { sum[e] += x[e]; });
     return sum;
 }
 
 template <int columns>
 __device__ void rescale(Result<columns>& x, PerRow factor) {
-    each(x, [&](Element e) { x[e] *= factor[e]; });
+    each<columns>([&](Element e) { x[e] *= factor[e]; });
 }
 
 __device__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // a NaN stays
@@ -1003,20 +998,19 @@ __device__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // a NaN sta
 // Weights from scores, in place: 2^(scale * log2(e) * score - shift(e)), or ReLU's.
 template <int columns, class F>
 __device__ void weights_from_scores(Result<columns>& x, float scale, F shift) {
-    if (RELU) each(x, [&](Element e) { x[e] = relu_of(scale * x[e]); });
-    else each(x, [&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
+    if (RELU) each<columns>([&](Element e) { x[e] = relu_of(scale * x[e]); });
+    else each<columns>([&](Element e) { x[e] = power_of_2(scale * LOG2_E * x[e] - shift(e)); });
 }
 
-// dscores from dweights, in place: dS = P o (dP - D), or ReLU's. dq and dk get the factor scale at
-// the end.
+// dscores from dweights, in place, or ReLU's. The factor scale comes at the end.
 template <int columns, class F>
 __device__ void dscores_from_dweights(Result<columns>& x, Result<columns>& weights, F delta) {
-    if (RELU) each(x, [&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
-    else each(x, [&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });  // P o (dP - D)
+    if (RELU) each<columns>([&](Element e) { x[e] = weights[e] <= 0.0f ? 0.0f : x[e]; });
+    else each<columns>([&](Element e) { x[e] = weights[e] * (x[e] - delta(e)); });
 }
 
-// The paper's D: the sum over a head's channels of out * dout, for each row. Stores it in
-// delta (B,NH,T), too. Waits for the tiles: out is fetched while dout is on its way.
+// The paper's D, for each row. Stores it in delta, too. Waits for the tiles: out is fetched while
+// dout is on its way.
 __device__ PerRow delta_of_rows(
     float* delta, const real* out, const real* douts, const Own& own, Arrivals& arrivals) {
     // Lanes l and l + 16 share row l and take its packs by turns.
@@ -1026,15 +1020,14 @@ __device__ PerRow delta_of_rows(
     Pack<HEAD_PACK> of_out[M][packs];
     for (int m = 0; m < M; m++)
         for (int k = 0; k < packs; k++) {
-            int t = min(own.warp + 16 * m + lane % 16, T - 1), c = channel(k);
+            int t = min(own.warp_first + 16 * m + lane % 16, T - 1), c = channel(k);
             of_out[m][k] = {};
-            if (c < HS)
-                of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
+            if (c < HS) of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
         }
     tiles_arrive(arrivals);
     PerRow result;
     for (int m = 0; m < M; m++) {
-        int row = own.warp + 16 * m + lane % 16;
+        int row = own.warp_first + 16 * m + lane % 16;
         float sum = 0.0f;
         for (int k = 0; k < packs; k++) {
             Pack<HEAD_PACK> y = load<HEAD_PACK>(douts + in_tile(row - own.first, channel(k)));
@@ -1051,7 +1044,7 @@ __device__ PerRow delta_of_rows(
 // Stores x in a head's rows of an array, staged in a tile of the block's own, now free.
 // HEAD_LANES lanes store a row together, HEAD_PACK numbers each.
 __device__ void store_rows(Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
-    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
+    int in_block = own.warp_first - own.first, lane = threadIdx.x % 32;
     __syncthreads();  // no product reads a tile any more
 #pragma unroll
     for (int n = 0; n < HP / 8; n++)
@@ -1083,7 +1076,7 @@ BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     Output out, float* __restrict__ lse, const __grid_constant__ Tiles qkv, float scale, int T,
     int NH) {
-    DYNAMIC_SHARED(real, queries);                // (B_r, LD)
+    DYNAMIC_SHARED(real, queries);  // (B_r, LD)
     Stages<B_c> stages = {queries + B_r * LD};  // of keys and values
     Arrivals arrivals = arrivals_start();
     Own own = own_rows<false>(T, NH);
@@ -1099,7 +1092,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         tiles_arrive(arrivals);  // this stage is there, and nobody reads the other any more
         if (key + B_c < end)
             load_stage(stages, stage ^ 1, qkv, own.keys, qkv, own.values, key + B_c, arrivals);
-        if (key >= own.slab + SLAB) continue;  // the slab's queries see none of these keys
+        if (key >= own.slab_first + SLAB) continue;  // the slab's queries see none of these keys
         const real *keys = stages.left(stage), *values = stages.right(stage);
 
         Result<B_c> scores;
@@ -1108,11 +1101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         products_arrive<0>(scores);
         hide_future<false>(scores, LOWEST, own, key);
         if (RELU) {
-            each(weights, [&](Element e) { weights[e] = relu_of(scale * scores[e]); });
+            each<B_c>([&](Element e) { weights[e] = relu_of(scale * scores[e]); });
         } else {
             PerRow before = maximum, correction;
             maximum = row_maximum(before, scores);          // m = max(m, rowmax(S))
-            each(weights, [&](Element e) {                  // P = e^(S - m)
+            each<B_c>([&](Element e) {                      // P = e^(S - m)
                 weights[e] = power_of_2(scale2 * scores[e] - scale2 * maximum[e]);
             });
             PerRow sum = row_sum(weights);
@@ -1128,7 +1121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 
     PerRow inverse;
     each_row([&](Element e) {
-        int t = own.warp + e.row();
+        int t = own.warp_first + e.row();
         float sum = RELU ? 1.0f : quad_sum(total[e]);
         inverse[e] = 1.0f / sum;
         if (e.column() == 0 && t < T)
@@ -1141,8 +1134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 }
 
 // Algorithm 2, as two kernels: seven products instead of five, but every sum has a fixed order.
+//   dscore = weight * (dout v' - delta), with delta (B,NH,T) = the sum over a head of out * dout
 // dqkv has the shape of qkv. A block owns queries and walks over the keys that they see, for
-// dq = dscore k. It leaves delta for the next kernel. Items: blocks of B_r queries.
+// dq = scale dscore k. It leaves delta for the next kernel. Items: blocks of B_r queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     Output dqkv, float* __restrict__ delta, const float* __restrict__ lse,
@@ -1158,10 +1152,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     auto load_keys = [&](const Walk& to) {
         load_stage(stages, to.stage, qkv, own.keys, qkv, own.values, to.row, arrivals);
     };
-    Walk walk = {0, min(own.first + B_r, T), 1, 0, 0, 0};
+    Walk walk = walk_of(0, min(own.first + B_r, T), 1);
     load_keys(walk);
     PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D = sum dO o O
-    each_row([&](Element e) { row_lse[e] = lse[own.out.row() + min(own.warp + e.row(), T - 1)]; });
+    each_row([&](Element e) {
+        row_lse[e] = lse[own.out.row() + min(own.warp_first + e.row(), T - 1)];
+    });
 
     Result<HP> dq = {};
     // Not a for: a path around it moves wgmma's results, and then ptxas serializes the products.
@@ -1169,7 +1165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         tiles_arrive(arrivals);
         Walk ahead = walk;
         if (ahead.next()) load_keys(ahead);
-        if (walk.row >= own.slab + SLAB) continue;
+        if (walk.row >= own.slab_first + SLAB) continue;
         const real *keys = stages.left(walk.stage), *values = stages.right(walk.stage);
 
         Result<B_c_BACK> scores, dweights;
@@ -1188,14 +1184,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     } while (walk.next());
     products_arrive<0>(dq);
 
-    each(dq, [&](Element e) { dq[e] *= scale; });
+    each<HP>([&](Element e) { dq[e] *= scale; });
     dqkv.begin();
     store_rows(dqkv, own.queries, own, queries, dq);
     dqkv.end();
 }
 
 // This one runs after attention_backward_q. A block owns keys and walks over the queries that see
-// them, one query head after another, for dv = weight' dout and dk = dscore' q. Scores are
+// them, one query head after another, for dv = weight' dout and dk = scale dscore' q. Scores are
 // transposed here: a row is a key. Items: blocks of B_r keys.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attention_backward_kv(
@@ -1221,15 +1217,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     };
     load_tile<B_r>(keys, qkv, own.keys, own.first, arrivals);
     load_tile<B_r>(values, qkv, own.values, own.first, arrivals);
-    Walk walk = {own.first, T, GROUP, own.first, 0, 0};
+    Walk walk = walk_of(own.first, T, GROUP);
     load_queries(walk);
 
+    // With OVERLAP, tile i goes like this:
+    //   start S, dP; wait: only dP still runs, so tile i-1 is done; start dV; wait: only dV runs;
+    //   start dK; tile i+1 starts its S while both run.
+    // So when tile i begins, i-2 is done, and tile i+1 may be copied to its stage.
     Result<HP> dk = {}, dv = {};
     do {
         tiles_arrive(arrivals);
         Walk ahead = walk;
         if (ahead.next()) load_queries(ahead);
-        if (walk.row + B_c_BACK <= own.slab) continue;  // these queries see none of the slab's keys
+        if (walk.row + B_c_BACK <= own.slab_first) continue;  // they see none of the slab's keys
         const real *queries = stages.left(walk.stage), *douts = stages.right(walk.stage);
         const float *lse_of = of_query[walk.stage][0], *delta_of = of_query[walk.stage][1];
 
@@ -1241,15 +1241,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         weights_from_scores(scores, scale,                  // P' = e^(S' - L)
                             [&](Element e) { return lse_of[e.column()]; });
         hide_future<true>(weights, 0.0f, own, walk.row);
-        if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO
-        products_arrive<OVERLAP>(dweights);
+        if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO, here or below
+        products_arrive<OVERLAP ? 1 : 0>(dweights);
         dscores_from_dweights(dweights, weights,            // dS' = P' o (dP' - D)
                               [&](Element e) { return delta_of[e.column()]; });
-        // They are 0 there already; but on Hopper ptxas needs fewer registers with a branch here.
+        // They are 0 there already; on Hopper ptxas needs fewer registers with a branch.
         hide_future<true>(dscores, 0.0f, own, walk.row);
-        if (!OVERLAP) multiply(dv, weights, douts);         // (or here)
+        if (!OVERLAP) multiply(dv, weights, douts);
         multiply(dk, dscores, queries);                     // dK = dK + dS' Q
-        // Also before the next head: a slab may skip its first tile, and with it the wait there.
+        // Also before the next head: a slab may skip its first tile, and so the wait there.
         if (!OVERLAP || (GROUP > 1 && walk.row + B_c_BACK >= T)) {
             products_arrive<0>(dv);
             products_arrive<0>(dk);
@@ -1258,7 +1258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     products_arrive<0>(dv);
     products_arrive<0>(dk);
 
-    each(dk, [&](Element e) { dk[e] *= scale; });
+    each<HP>([&](Element e) { dk[e] *= scale; });
     dqkv.begin();
     store_rows(dqkv, own.keys, own, keys, dk);
     store_rows(dqkv, own.values, own, values, dv);
@@ -1282,7 +1282,7 @@ __device__ float gelu_derivative(float x) {
     return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
 }
 
-// out (N,OC) = gelu(inp). Items: N*OC numbers.
+// out (N,OC) = gelu(inp (N,OC)). Items: N*OC numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void gelu_forward(Output out, const real* __restrict__ inp, int N, int OC) {
     out.begin();
@@ -1295,7 +1295,7 @@ extern "C" __global__ void gelu_forward(Output out, const real* __restrict__ inp
     out.end();
 }
 
-// dinp (N,OC) holds the gradient of the output, and becomes that of the input. Items: N*OC numbers.
+// dinp (N,OC), the gradient of the output, becomes that of inp (N,OC). Items: N*OC numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ inp, int N, int OC) {
     dinp.begin();
@@ -1437,8 +1437,8 @@ struct Verdict { float norm, loss, update, stopped; };
 // verdict->loss = share times the sum of losses (N); with accumulate that is added to it instead.
 // There is one block, so that the order of the sum is fixed. Items: blocks.
 BLOCK(1024, 1)
-extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ losses, float share,
-                                    int N, int accumulate) {
+extern "C" __global__ void __launch_bounds__(1024) add_loss(
+    Verdict* verdict, const float* __restrict__ losses, float share, int N, int accumulate) {
     float sum = 0.0f;
 #pragma unroll 8
     for (int i = threadIdx.x; i < N; i += (int)blockDim.x) sum += losses[i];
@@ -1447,7 +1447,7 @@ extern "C" __global__ void add_loss(Verdict* verdict, const float* __restrict__ 
 }
 
 // Decides whether a step updates the parameters: its loss, already in the verdict, and norm[0] must
-// be finite. Items: threads; there is one.
+// be finite. Items: threads, one.
 BLOCK(1, threads)
 extern "C" __global__ void judge(Verdict* verdict, const float* __restrict__ norm) {
     Verdict v = *verdict;
@@ -1465,11 +1465,11 @@ extern "C" __global__ void judge(Verdict* verdict, const float* __restrict__ nor
 // even, a lower half of 0x8000 would not say whether the upper one was rounded up or down.
 struct low_half { short bits; };
 // these floats only carry bits: see load_master
-__device__ __forceinline__ float to_float(low_half x) { return __uint_as_float(x.bits); }
-__device__ __forceinline__ void from_float(low_half& to, float x) { to.bits = __float_as_uint(x); }
+__device__ float to_float(low_half x) { return __uint_as_float(x.bits); }
+__device__ void from_float(low_half& to, float x) { to.bits = __float_as_uint(x); }
 
 template <int n>
-__device__ __forceinline__ Pack<n> load_master(const real* params, const low_half* low, size_t i) {
+__device__ Pack<n> load_master(const real* params, const low_half* low, size_t i) {
     Pack<n> x = load<n>(params + i), rest = sizeof(real) == 2 ? load<n>(low + i) : Pack<n>{};
     for (int j = 0; j < n; j++)
         x[j] = __uint_as_float(__float_as_uint(x[j]) + __float_as_uint(rest[j]));
@@ -1477,7 +1477,7 @@ __device__ __forceinline__ Pack<n> load_master(const real* params, const low_hal
 }
 
 template <int n>
-__device__ __forceinline__ void store_master(real* params, low_half* low, size_t i, Pack<n> x) {
+__device__ void store_master(real* params, low_half* low, size_t i, Pack<n> x) {
     if (sizeof(real) == 2) {
         store(low + i, x);
         for (int j = 0; j < n; j++)  // a NaN stays as it is, since its bits could overflow
@@ -1486,12 +1486,14 @@ __device__ __forceinline__ void store_master(real* params, low_half* low, size_t
     store(params + i, x);
 }
 
-// One step for all n parameters. There are at most 32 `tensors`: tensor i lies at [starts[i],
-// starts[i+1]) of the arenas, and decayed[i] says whether it gets weight decay. A thread's W
-// numbers are in one tensor, found by bisection. Without verdict->update nothing changes.
-// add_noise(m1, m2, i, tensor) may change moments before they are stored.
+// One step for all n parameters, with g the scaled gradient:
+//   m += rate1 (g - m),  v += rate2 (g^2 - v)
+//   p -= learning_rate (m correction1 / (sqrt(v correction2) + eps) + weight_decay p)
+// There are at most 32 `tensors`: tensor i lies at [starts[i], starts[i+1]) of the arenas, and
+// decayed[i] says whether it gets weight decay. A thread's W numbers are in one tensor, found by
+// bisection. dev/precision/moments.cu needs the template: it rounds moments by add_noise.
 template <class moment, class AddNoise>
-__device__ __forceinline__ void adamw_step(
+__device__ void adamw_step(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
     moment* __restrict__ m, moment* __restrict__ v, const size_t* __restrict__ starts,
     const int* __restrict__ decayed, int tensors, size_t n, const AdamW* __restrict__ settings,
@@ -1520,8 +1522,7 @@ __device__ __forceinline__ void adamw_step(
     store(v + i, m2);
 }
 
-// Bound by memory: it reads four fp32 numbers a parameter and writes three, in bf16 too. Items: n
-// numbers.
+// It reads four fp32 numbers a parameter and writes three, in bf16 too. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void adamw(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,
@@ -1538,19 +1539,19 @@ extern "C" __global__ void adamw(
 // A slab is the 64 rows of a warpgroup: four warps start a product together. Two warpgroups share
 // tiles of 128 channels, or L2 would not keep up.
 #if HOPPER
-static_assert(sizeof(real) == 2 && HS % 8 == 0 && HS <= 128, "bf16, HS 8 to 128");
+static_assert(sizeof(real) == 2 && HS % 8 == 0 && HS >= 64 && HS <= 128, "bf16, HS 64 to 128");
 
 // A tile consists of boxes of 64 rows and 64 channels; the next 64 channels follow a box. For wgmma
 // the layout is a 128-byte swizzle: in each row, packs of 16 bytes are permuted so that the same
 // column of 8 neighbouring rows is in different banks.
 __device__ int in_tile(int row, int c) {
     constexpr int box = 64 * 64;
-    return (row / 64 * (HP / 64) + c / 64) * box + row % 64 * 64 + (c % 64 ^ row % 8 * 8);
+    return (row / 64 * (HP / 64) + c / 64) * box + row % 64 * 64 + (c % 64 ^ (row % 8 * 8));
 }
 
 #ifdef __CUDACC__
 // An mbarrier counts bytes on their way. Its phase, which has a parity, ends when all are there and
-// thread 0 has arrived: it starts no more copies.
+// thread 0 has arrived: it starts no more copies in this phase.
 __device__ void mbarrier_start(unsigned long long& mbarrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;"
                  ::"r"(shared_address(&mbarrier)) : "memory");  // TMA sees it, too
@@ -1588,12 +1589,14 @@ __device__ unsigned address16(const real* tile) { return shared_address(tile) / 
               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 
 // D (64,64) = A (64,16) B (16,64), or with `add` D += A B. Each warp has 16 rows of D, in eight d
-// as for mma. A and B' are 16 channels of the rows of two tiles.
+// as for mma. A and B' are 16 channels of the rows of two tiles. The operands behind them are p, or
+// scale-d: whether D is added; 1 or -1 twice, where -1 negates A or B; and 1 to transpose A or B,
+// which is for matrices in shared memory only.
 __device__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
-// D += A B. A is in registers as for mma, and B is 64 channels of 16 rows of a tile.
+// D += A B. A is in registers as for mma, and B, transposed, is 64 channels of 16 rows of a tile.
 __device__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;"
                  WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
@@ -1604,8 +1607,9 @@ __device__ void compute_now(Pair (&a)[4]) {
     asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]));
 }
 
-// wgmma_fence goes before a group of products and wgmma_commit after it. wgmma_wait waits until at
-// most `pending` groups are under way. d goes in and out, so that no use of it moves across.
+// wgmma_fence goes before a group of products, and shows them the registers as they are then;
+// wgmma_commit goes after it. wgmma_wait waits until at most `pending` groups are under way; until
+// then d and A's registers are the tensor cores'. d goes in and out, so that no use moves across.
 template <int n8>
 __device__ void wgmma_fence(float (&d)[1][n8][4]) {
 #pragma unroll
@@ -1670,7 +1674,7 @@ template <int columns>
 __device__ void multiply_transposed(
     Result<columns>& x, const Own& own, const real* tile, const real* other) {
     static_assert(columns == 64, "one wgmma has 64 columns");
-    auto a = describe(address16(tile + (own.slab - own.first) * HP));
+    auto a = describe(address16(tile + (own.slab_first - own.first) * HP));
     auto b = describe(address16(other));
     wgmma_fence(x.x);
 #pragma unroll

@@ -155,9 +155,9 @@ __device__ void load_boxes(
 
 // In place of hide_future<true>: a slab also has tiles whose queries see none of its keys.
 __device__ void hide_later_keys(Result<B_c_BACK>& x, const Own& own, int query) {
-    if (query >= own.slab + SLAB) return;
-    each(x, [&](Element e) {
-        if (own.warp + e.row() > query + e.column()) x[e] = 0.0f;
+    if (query >= own.slab_first + SLAB) return;
+    each<B_c_BACK>([&](Element e) {
+        if (own.warp_first + e.row() > query + e.column()) x[e] = 0.0f;
     });
 }
 
@@ -166,8 +166,8 @@ __device__ void store_dscores(real* tile, const Own& own, Result<B_c_BACK>& x) {
 #pragma unroll
     for (int n = 0; n < B_c_BACK / 8; n++)
         each_row([&](Element e) {
-            int row = own.warp - own.first + e.row(), c = column_of(n, 0);
-            store(tile + row * B_c_BACK + (c ^ row % 8 * 8),
+            int row = own.warp_first - own.first + e.row(), c = column_of(n, 0);
+            store(tile + row * B_c_BACK + (c ^ (row % 8 * 8)),
                   Pack<2>{x[{0, n, e.i}], x[{0, n, e.i + 1}]});
         });
 }
@@ -187,7 +187,7 @@ __device__ void multiply_dq(Result<B_c_BACK>& part, const real* dscores, const r
 // what this lane stored.
 __device__ Pack<HEAD_PACK> store_own_rows(
     Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
-    int in_block = own.warp - own.first, lane = threadIdx.x % 32;
+    int in_block = own.warp_first - own.first, lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < HP / 8; n++)
         each_row([&](Element e) {
@@ -295,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     }
     take_registers<240>();
 
-    int half = (own.slab - own.first) / 64;  // of the channels of dq
+    int half = (own.slab_first - own.first) / 64;  // of the channels of dq
     const real* half_keys = keys + in_tile(0, 64) * half;
     float4* my_parts = reinterpret_cast<float4*>(parts) + half * PART / 8 + threadIdx.x % 128;
     auto store_part = [&](Result<B_c_BACK>& part, int n) {  // of tile n, for a thread that adds
@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     warp_arrives(done[n % FIVE_STAGES]);
     tile_done(n);  // no product reads a tile any more
 
-    each(dk, [&](Element e) { dk[e] *= scale; });
+    each<HP>([&](Element e) { dk[e] *= scale; });
     dqkv.begin();
     [[maybe_unused]] auto dk_sums = store_own_rows(dqkv, own.keys, own, keys, dk);
     [[maybe_unused]] auto dv_sums = store_own_rows(dqkv, own.values, own, values, dv);
@@ -381,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq
     Output dqkv, const float* __restrict__ dq, float scale, int T, int NH) {
     DYNAMIC_SHARED(real, rows);  // (B_r, LD)
     Own own = own_rows<false>(T, NH);
-    int tiles = (T + B_c_BACK - 1) / B_c_BACK, tile = own.slab / B_c_BACK;
+    int tiles = (T + B_c_BACK - 1) / B_c_BACK, tile = own.slab_first / B_c_BACK;
     Result<HP> x = {};
     if (tile < tiles) {
         const float4* from = reinterpret_cast<const float4*>(dq) + threadIdx.x % 128 +

@@ -16,7 +16,7 @@ __device__ void store_column_sums(float* sums, Head head, const Own& own, const 
     auto sums_of_warp = [&](int warp) {
         return reinterpret_cast<float*>(const_cast<real*>(tile) + in_tile(16 * M * warp, 0));
     };
-    int in_block = own.warp - own.first, lane = threadIdx.x % 32, share = lane / HEAD_LANES;
+    int in_block = own.warp_first - own.first, lane = threadIdx.x % 32, share = lane / HEAD_LANES;
     Pack<HEAD_PACK> sum[packs] = {};
     auto column = [&](int k) { return (HEAD_LANES * k + lane % HEAD_LANES) * HEAD_PACK; };
 #pragma unroll
@@ -24,7 +24,7 @@ __device__ void store_column_sums(float* sums, Head head, const Own& own, const 
         if (column(k) < HS)
 #pragma unroll
             for (int r = 0; r < 16 * M; r += shares)
-                if (own.warp + r + share < head.T)
+                if (own.warp_first + r + share < head.T)
                     sum[k] = sum[k] + load<HEAD_PACK>(tile + in_tile(in_block + r + share, column(k)));
     __syncwarp();
 #pragma unroll

@@ -1,8 +1,23 @@
-// For --recompute 2: kernels.cu's residual_layernorm_forward with another place for the sum.
+// For --recompute: GPT-2's layernorms when a backward pass computes them again.
 
-// As residual_layernorm_forward, but x (N,C) = before (N,C) + branch (N,C), and before stays. If
-// branch is null, x is there already. x and before may not overlap, unless they are the same. Items:
-// N rows.
+// For level 1: out (N,C) = (inp - mean) * rstd * weight + bias once more. inp is the forward pass's copy.
+// Items: N*C numbers.
+BLOCK(256, W * threads)
+extern "C" __global__ void layernorm_again(
+    real* __restrict__ out, const real* __restrict__ inp, const float* __restrict__ mean,
+    const float* __restrict__ rstd, const real* __restrict__ weight, const real* __restrict__ bias,
+    int N, int C) {
+    size_t i = first_number();
+    if (i >= (size_t)N * C) return;
+    int row = row_of_number(i, C), c = i - (size_t)row * C;
+    Pack<W> v = load<W>(inp + i), w = load<W>(weight + c), b = load<W>(bias + c);
+    for (int j = 0; j < W; j++) v[j] = (v[j] - mean[row]) * rstd[row] * w[j] + b[j];
+    store(out + i, v);
+}
+
+// For level 2: as kernels.cu's residual_layernorm_forward, but x (N,C) = before (N,C) + branch (N,C), and
+// before stays. If branch is null, x is there already. x and before may not overlap, unless they are the
+// same. Items: N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_into(
     Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy, float* x,

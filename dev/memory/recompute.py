@@ -51,6 +51,13 @@ class RecomputeInside(Shared):
         launch("gelu_forward", a.fch.size, a.fch_gelu, a.fch, *a.fch.shape)
 
 
+class RecomputeTraining:
+    """A run of such a model, or of one of level 2; its device has recompute.cu too."""
+
+    def make_device(self, *beside):
+        return super().make_device(*beside, SOURCE)
+
+
 class LlamaInside:
     """Level 1 for Llama 3, with the product that makes the MLP's hidden channels."""
     SHARED = "ln1", "ln2", "fch", "fch_swiglu"
@@ -127,13 +134,6 @@ class RecomputeLayers(Shared):
         """x = before + branch; with branch None, x stays. Then copy = x and out = layernorm(x)."""
         self.device.launch("residual_layernorm_into", len(out), out, mean, rstd, copy, x, before,
                            branch, weight, bias, len(out))
-
-
-class RecomputeLayersTraining:
-    """A run of such a model; its device has recompute.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
 
 
 class LlamaLayers:

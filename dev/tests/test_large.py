@@ -26,6 +26,7 @@ from dev.common.devices import device_class
 from dev.features import has_gpu
 from dev.gpu.fused_biases import SOURCE, with_summed_outputs
 from dev.lab.heads import trainers_backward, trainers_forward
+from dev.memory.recompute import SOURCE as RECOMPUTE
 from dev.tests.checks import TOP, check, run_program, summary
 from train_gpt2 import (ADAMW, BF16, LOW, PARTIAL_ROWS, batch_table, carve, classifier_launch,
                         layernorm_backward_launch, pack_batch, to_float)
@@ -66,7 +67,7 @@ def device_for(device_name, dtype, plant):
         path.write_text(text, encoding="utf-8")
         with mock.patch.object(Config, "SOURCES", (path,)):
             kind = with_summed_outputs(device_class(device_name))
-            device = kind(dtype, Config(C=C, NH=NH), [SOURCE])
+            device = kind(dtype, Config(C=C, NH=NH), [SOURCE, RECOMPUTE])
             device.graph = True
             return device
 
