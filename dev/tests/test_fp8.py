@@ -21,8 +21,8 @@ from dev.llama3.train_llama3 import Llama3
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
 from dev.tests.checks import EXACT, check, check_refusal, run_program
-from dev.tests.models import (FIXTURES, SMALL_MODEL, device_of, gradients, in_each_order, model_class, on_device,
-                              poisoned_model, read_debug_state)
+from dev.tests.models import (FIXTURES, RECOMPUTE, RECOMPUTE_LLAMA, SMALL_MODEL, device_of, gradients, in_each_order,
+                              model_class, on_device, poisoned_model, read_debug_state)
 from dev.tools import roundings
 from train_gpt2 import BF16, pack_batch, to_float
 
@@ -367,8 +367,9 @@ def twins(device_name):
             (Llama3, 2, "layers", 3)):
         results = []
         for told in (True, False):
+            beside = [RECOMPUTE] if architecture is GPT2 else [RECOMPUTE, RECOMPUTE_LLAMA]
             place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
-                               graph=False)  # so that each launch is counted
+                               graph=False, beside=beside)  # so that each launch is counted
             place.architecture = architecture
             model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)  # any number of rows
             losses = []
