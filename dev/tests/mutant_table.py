@@ -163,7 +163,6 @@ TABLE = [
     *of("relu_attention_forward", ("mask", "relu_of", "x <= 0.0f ? 0.0f : x", "x")),
     *of("attention_backward",
         ("mask", "hide_future", "r > c :", "r >= c :"),
-        ("index", "next", "row = first;", "row = first + B_c_BACK;"),
         ("missing term", "dscores_from_dweights", " - delta(e)", ""),
         ("missing term", "attention_backward_q", "dq[e] *= scale;", ""),
         ("missing term", "attention_backward_kv", "dk[e] *= scale;", "dv[e] *= scale;"),
@@ -172,7 +171,7 @@ TABLE = [
         ("bound", "own_rows", "min(SECTION, heads - section)", "SECTION")),
     *of("gqa_backward",
         ("index", "own_rows", "nth / GROUP", "nth % NKV"),
-        ("index", "next", "row = first;", "row = 0;"),
+        ("index", "next", "row = first;", "row = first + B_c_BACK;"),
         ("index", "attention_backward_kv", "of_out.h += to.head;", ""),
         ("bound", "attention_backward_kv", "own.first, T, GROUP", "own.first, T, 1")),
     # ---- fused_biases.cu

@@ -22,8 +22,8 @@ from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECO
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
 from dev.tests.checks import EXACT, check, check_refusal, run_program
-from dev.tests.models import (FIXTURES, SMALL_MODEL, device_of, gradients, in_each_order, model_class, on_device,
-                              poisoned_model, read_debug_state)
+from dev.tests.models import (FIXTURES, RECOMPUTE, RECOMPUTE_LLAMA, SMALL_MODEL, device_of, gradients, in_each_order,
+                              model_class, on_device, poisoned_model, read_debug_state)
 from dev.tools import roundings
 from train_gpt2 import BF16, pack_batch, to_float
 
@@ -390,9 +390,10 @@ def twins(device_name):
             (GPT2, 0, "layers", 0), (GPT2, 1, "layers", 0), (GPT2, 2, "head", 2), (Llama3, 0, "head", 1),
             (Llama3, 2, "layers", 3)):
         results = []
-        for told in (True, False):  # without a graph, so that each launch is counted
+        for told in (True, False):
+            beside = [RECOMPUTE] if architecture is GPT2 else [RECOMPUTE, RECOMPUTE_LLAMA]
             place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
-                               graph=False, beside=[RECOMPUTE_LLAMA if architecture is Llama3 else RECOMPUTE])
+                               graph=False, beside=beside)  # so that each launch is counted
             place.architecture = architecture
             model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)  # any number of rows
             losses = []

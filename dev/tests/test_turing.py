@@ -87,7 +87,7 @@ def dtypes():
     for capability, dtype, wish in (
             (75, "bf16", "bf16 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
             (75, "tf32", "tf32 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
-            (70, "fp32", "fp32 needs .* 7.5, and .* 7.0: train with --device cpu")):
+            (70, "fp32", "fp32 needs .* 7.5, and .* 7.0: .*--device cpu needs no GPU")):
         check_refusal(f"{dtype} on {capability}", wish, cuda_on, capability, dtype, error)
     try:
         cuda_on(75, "fp32", error)
@@ -102,7 +102,7 @@ def cuda_on(capability, dtype, error):
     gpu = SimpleNamespace(compute_capability=f"{capability}", attributes=figures)
     cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=error),
                            Device=lambda: gpu)
-    cublas = SimpleNamespace(CUBLASError=error, CUBLAS_COMPUTE_32F=0)
+    cublas = SimpleNamespace(CUBLASError=error, CUBLAS_COMPUTE_32F=0, CUBLAS_COMPUTE_32F_FAST_TF32=1)
     modules = {"cupy": SimpleNamespace(cuda=cuda),
                "cupy_backends.cuda.libs": SimpleNamespace(cublas=cublas)}
     with mock.patch.dict(sys.modules, modules):
