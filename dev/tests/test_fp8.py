@@ -18,7 +18,6 @@ from dev.common.config import Config, read_parameters
 from dev.common.devices import make_device
 from dev.common.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.precision import fp8
 from dev.precision.fp8 import fp8_device
 from dev.tests.checks import EXACT, check, check_refusal, run_program
