@@ -10,12 +10,12 @@ FASTER = [
     "GELU in the product",
     "a step as one graph: the two files alone",
     "dev/: algorithms of products chosen by timing them",
-    "dev/: products with GELU by kernels of our own",
     "dev/: biases summed by the kernels that write their gradients",
+    "dev/: products with GELU by kernels of our own",
     "dev/: a step reported when the next is queued: the default run",
 ]
 TWO_FILES = 3  # the index of the last line without dev/
-CHAPTERS = ["products", "gelu products", "fused biases", "late reports"]  # features of the others
+CHAPTERS = ["products", "fused biases", "gelu products", "late reports"]  # features of the others
 STEPS_TEXT = """Whole training steps, median ms, measured one after another in one call. A step
 includes the copy of its batch to the GPU and the read of the loss. The tokens are random,
 distributed like words. GiB is the most that a program's allocator took; for llm.c, all that was in

@@ -134,7 +134,8 @@ def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024, beside=(
     layers, kinds = [Roomy], [Noting]
     if dtype == "fp8":
         is_llama = issubclass(Model, Llama3)
-        layers = [*[Fp8Llama] * is_llama, Fp8Head, Fp8Model, Roomy, *[Fp8All, FusedBiases] * (not is_llama)]
+        fused = [] if is_llama or issubclass(Model, FusedBiases) else [FusedBiases]
+        layers = [*[Fp8Llama] * is_llama, Fp8Head, Fp8Model, Roomy, *[Fp8All] * (not is_llama), *fused]
         kinds = [Fp8, Noting]
     kind = type("Device", (*kinds,), dict(place=capability, arrays=arrays))
     if issubclass(Model, FusedBiases) and dtype != "fp8":
