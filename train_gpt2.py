@@ -370,7 +370,7 @@ class GPT2:
         adds = self.micro > 0
         device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
         N, OC = dout.shape
-        shares = max(1, min(64, N // 256))  # of the rows: blocks sum one each, to fill the GPU
+        shares = max(1, min(128, N // 32))  # of the rows: blocks sum one each, to fill the GPU
         partials = self.back.partials  # some memory, here for (shares,OC)
         device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
         device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
