@@ -925,6 +925,10 @@ class Cuda:
         self.Fault = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError,
                       cublas.CUBLASError)  # what CuPy raises after a kernel went wrong
         self.last_kernel = "the start"
+        self.capability = int(self.gpu.compute_capability)  # 90 for Hopper's 9.0
+        if self.capability < self.MINIMUM[dtype]:
+            raise UserError(f"{dtype} needs compute capability {self.MINIMUM[dtype] / 10}, and "
+                            f"this GPU has {self.capability / 10}: try another --dtype")
         self.dtype = dtype
         self.real = np.float32 if dtype in ("fp32", "tf32") else BF16
         self.W = 16 // np.dtype(self.real).itemsize  # numbers in 16 bytes
@@ -932,13 +936,9 @@ class Cuda:
         if dtype == "tf32":
             self.compute = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
         self.compiled_for = c.switches()
-        self.capability = int(self.gpu.compute_capability)  # 90 for Hopper's 9.0
         self.multiprocessors = self.gpu.attributes["MultiProcessorCount"]
         # bytes for a block; 1 KiB is left for arrays that kernels declare
         self.max_shared = self.gpu.attributes["MaxSharedMemoryPerBlockOptin"] - 1024
-        if self.capability < self.MINIMUM[dtype]:
-            raise UserError(f"{dtype} needs compute capability {self.MINIMUM[dtype] / 10}, and "
-                            f"this GPU has {self.capability / 10}: try another --dtype")
         self.compile([KERNELS])
 
     def compile(self, sources):

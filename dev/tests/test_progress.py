@@ -275,7 +275,7 @@ def solutions(folder):
 
 def on_gpu(folder):
     """All files that the lab's versions need are compiled for a GPU."""
-    for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu"], None),
+    for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu", "attention_forward.cu"], None),
                           ("layernorm_forward", ["layernorm_forward.cu"], 768)):
         path = written(folder, name)
         with mock.patch("dev.lab.card.compiled", side_effect=KeyboardInterrupt) as made:
@@ -283,7 +283,8 @@ def on_gpu(folder):
                 card.time_file(path)
         _, c, beside, own = made.call_args.args
         files = [file.name for file in (*beside, own)]
-        wish = ["llama3.cu", "moments.cu", "outliers.cu", "tiles.cu", *wish, path.name]
+        features = ["moments.cu", "outliers.cu", "recompute.cu", "recompute_llama.cu"]
+        wish = ["llama3.cu", *features, "tiles.cu", *wish, path.name]
         ok(f"on a GPU: {name}", files == wish and C in (None, c.C), files)
 
 

@@ -124,7 +124,7 @@ def lost_ranks(device_name, folder):
             ("os.kill(os.getpid(), 9)", 0, layer, 11, gone),  # the next, while others wait for it
             ("time.sleep(1); os.kill(os.getpid(), 9)", 1, f"dev.ranks.ranks.{connect}.__init__", 1,
              gone),
-            ("1 / 0", 1, "train_gpt2.DataLoader.batch", 6, ": ZeroDivisionError: division by zero"),
+            ("1 / 0", 1, "dev.data.shuffled_loader.FilesLoader.batch", 6, ": ZeroDivisionError: division by zero"),
             ("os.kill(os.getpid(), signal.SIGSTOP)", 1, layer, 11, late),
             ("time.sleep(99)", 1, layer, 11, None))):
         fault_at = at_call(where, number, fault, rank)
@@ -147,7 +147,7 @@ def signals(device_name, folder):
     flags = *SMALL, "-x", 6, "-z", 1, "--dtype", "bf16", "--moments", "bf16"
     llama = dict(trainer=LLAMA, model=TIED)
     train(device_name, count, folder, folder / "whole", *flags, "-n", 6, **llama)
-    fault = at_call("train_gpt2.DataLoader.batch", 7, "os.kill(os.getpid(), signal.SIGTERM)")
+    fault = at_call("dev.data.shuffled_loader.FilesLoader.batch", 7, "os.kill(os.getpid(), signal.SIGTERM)")
     program = wrapped(folder, late=fault, Model="dev.llama3.train_llama3.Llama3")
     text = train(device_name, count, folder, output, *flags, trainer=program, model=TIED,
                  status=143)

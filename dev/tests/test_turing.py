@@ -85,8 +85,8 @@ def dtypes():
         check("no driver", (features.capability(), features.has_gpu()) == (0, False))
     error = type("Error", (Exception,), {})
     for capability, dtype, wish in (
-            (75, "bf16", "bf16 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
-            (75, "tf32", "tf32 needs .* 8.0, and .* 7.5: train with --dtype fp32"),
+            (75, "bf16", "bf16 needs .* 8.0, and .* 7.5: try another --dtype"),
+            (75, "tf32", "tf32 needs .* 8.0, and .* 7.5: try another --dtype"),
             (70, "fp32", "fp32 needs .* 7.5, and .* 7.0: .*--device cpu needs no GPU")):
         check_refusal(f"{dtype} on {capability}", wish, cuda_on, capability, dtype, error)
     try:
