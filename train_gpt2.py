@@ -1313,11 +1313,13 @@ def main(arguments=None):
 # ---- Faster. A step of the 124M model in bf16 on an H200, with more on each line:
 #
 #                                                              B=4          B=32
-#     the plain device                                        10.70 ms     69.32 ms
-#     cuBLASLt with the bias, and Hopper's own attention       8.48        54.04
-#     GELU in the product too                                  8.43        51.86
-#     a step as one graph                                      8.11        51.60
-#     and the chapters of dev/, which a run with dev/ attaches
+#     the plain device                                        11.12 ms     70.61 ms
+#     cuBLASLt with the bias, and Hopper's own attention      14.00        55.70
+#     GELU in the product too                                 13.02        54.27
+#     a step as one graph: this file                           8.27        54.09
+#     the chapters that a run with dev/ attaches               7.84        51.36
+#
+# At B=4 the host is too slow to launch one kernel after another, until the graph does it.
 
 
 # cublasLt.h's numbers: what happens to a product on its way to memory
