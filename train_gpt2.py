@@ -20,8 +20,8 @@ Sizes:
 A kernel is a function in C++ that a GPU runs many times at once:
 
     thread         One run of the function. Its index tells it which part of the work to do.
-    warp           32 threads, its lanes, which execute each instruction together.
-    block          Up to 1,024 threads on one multiprocessor, which can wait for each other.
+    warp           32 threads, its lanes, which execute instructions together.
+    block          Up to 1,024 threads of one multiprocessor. They can wait for each other.
     shared memory  64 to 227 KB of fast memory on each multiprocessor, shared by a block's threads.
     grid           All blocks of a launch. The 100 or so multiprocessors take them in any order.
 """
@@ -370,8 +370,8 @@ class GPT2:
         adds = self.micro > 0
         device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
         N, OC = dout.shape
-        shares = max(1, min(128, N // 32))  # of the rows: blocks sum one each, to fill the GPU
-        partials = self.back.partials  # some memory, here for (shares,OC)
+        shares = max(1, min(128, N // 32))  # each is some rows, which a block sums
+        partials = self.back.partials  # here (shares,OC), which add_partials sums
         device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
         device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
         device.matmul(dinp, dout, weight, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
@@ -557,7 +557,7 @@ class GPT2:
             self.micro = i
             self.last_micro = i == len(batches) - 1
             self.set_batch(batch)
-            key = self.BT, self.micros, self.micro > 0, self.last_micro  # what launches depend on
+            key = self.BT, self.micros, self.micro > 0, self.last_micro  # all that changes launches
             self.device.repeat(self.graphs, key, self.micro_step)
         self.micro = 0
         self.micros = 1
@@ -606,11 +606,11 @@ class GPT2:
     @classmethod
     def tables(cls, c, device, B, T):
         """All that a run allocates, {arena: table}."""
-        parameters = c.parameter_table()
+        fp32 = c.parameter_table()
         low = c.parameter_table(LOW)
         halves = {"low bits": low} if device.real == BF16 else {}
-        return {"parameters": c.parameter_table(device.real), **halves, "gradients": parameters,
-                "adam m": parameters, "adam v": parameters, "update": update_table(parameters),
+        return {"parameters": c.parameter_table(device.real), **halves, "gradients": fp32,
+                "adam m": fp32, "adam v": fp32, "update": update_table(fp32),
                 "batch": batch_table(B, T), "activations": c.activation_table(B, T, device.real),
                 "backward": c.backward_table(B, T, device.real)}
 
@@ -988,7 +988,7 @@ class Cuda:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
         function = self.functions[name]
         self.last_kernel = name
-        # 48 KiB, with the arrays that a kernel declares, are there; more must be asked for
+        # 48 KiB are there, 16 of them for a kernel's own arrays; more must be asked for
         if shared > 32 * 1024 and shared > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
@@ -1074,7 +1074,7 @@ def check_size(path, kind, expected):
 
 def check_config(c, path):
     """Raise UserError unless the sizes make a model."""
-    sizes = dataclasses.astuple(c)[:6]
+    sizes = c.maxT, c.V, c.L, c.NH, c.C, c.Vp
     for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
                      (c.NH and c.C % c.NH == 0, "C to be divisible by NH"),
                      (c.C % 32 == 0, "C to be a multiple of 32"),

@@ -1,9 +1,9 @@
-"""GPT-2's backward pass in NumPy. Read it after dev/gpt2_numpy.py: it is that file from its last line
-to its first. train_gpt2.py does the same fast, and reuses memory.
+"""GPT-2's backward pass in NumPy. Read it after dev/gpt2_numpy.py: its functions come in that order,
+each with its gradient. train_gpt2.py does the same fast, and reuses memory.
 
-Names: dx is the gradient of the loss with respect to x, and has its shape. A function f(x) there has a
-df(dout, x) here: given dout, the gradient of what f returned, it returns the gradient of x, and those
-of the parameters. The tests compare the gradients with PyTorch's.
+Names: dx is the gradient of the loss with respect to x, and has its shape. Most functions f(x) there
+have a df(dout, x) here: given dout, the gradient of what f returned, it returns the gradient of x, and
+those of the parameters. The tests compare the gradients with PyTorch's.
 """
 from types import SimpleNamespace
 
@@ -27,7 +27,8 @@ def dgelu(dout, x):
 
 # out = norm * weight + bias, with norm = (x - mean) / deviation. If a constant is added to all of a
 # row, or if the row is scaled, norm stays as it is. So dx has no part in these two directions, (1, 1,
-# ..) and norm itself: both are subtracted. Each has the square length C, hence the means.
+# ..) and norm itself: both are subtracted. Each has the square length C, hence the means. (With 1e-5
+# under the root scaling changes norm a little, but the formula is exact: it is norm's own derivative.)
 def dlayernorm(dout, x, weight):  # (T,C), (T,C), (C)
     norm, dnorm = layernorm(x, 1, 0), dout * weight
     across, along = dnorm.mean(-1, keepdims=True), (dnorm * norm).mean(-1, keepdims=True)  # (T,1)
@@ -57,7 +58,8 @@ def dattention(dout, qkv, NH):  # (T,C), (T,3C) -> (T,3C)
     return np.stack([dq, dk, dv]).transpose(2, 0, 1, 3).reshape(T, -1)  # -> (T,3C)
 
 
-# The loss falls if the target's logit rises, and the others fall, the more the likelier they are.
+# The loss is log(sum of e^logit) - the target's logit. The derivative of the first is softmax, that of
+# the second 1 at the target. So the loss falls if the target's logit rises and likely others fall.
 def dmean_loss(targets, logits):  # (T), (T,V) -> (T,V)
     return (softmax(logits) - (np.arange(logits.shape[-1]) == targets[:, None])) / len(targets)
 
