@@ -116,7 +116,8 @@ top = {str(top)!r}
 {early}
 sys.path.insert(0, top)
 sys.argv[0] = top + "/train_gpt2.py"
-import train_gpt2, dev.data.shuffled_loader, dev.features, dev.ranks.launch, {Model.rpartition(".")[0]}
+import train_gpt2, dev.data.shuffled_loader, dev.features
+import dev.ranks.launch, {Model.rpartition(".")[0]}
 {late}
 train_gpt2.run(lambda: dev.features.main(Model={Model}))
 """)
