@@ -6,8 +6,8 @@ dev/cpu/cuda.h, for a CPU. A BLAS library multiplies the linear layers' matrices
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
 NH heads of HS = C/NH channels. Arrays are row-major: the last index named is the fastest.
-Parameters, activations and their gradients are real (fp32 or bf16). The residual stream, the
-gradients of parameters, and statistics are fp32. The file is compiled for one model, -DCHANNELS=C
+Parameters, activations and the latter's gradients are real (fp32 or bf16). The residual stream,
+parameters' gradients and statistics are fp32. The file is compiled for one model, -DCHANNELS=C
 and -DHS=HS: a row whose length is known can stay in registers.
 
 Rules for all of them:
@@ -1429,7 +1429,7 @@ struct AdamW {
     float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip;
 };
 
-// The outcome of a step. adamw changes nothing unless update. The host may read it only after it
+// The outcome of a step. adamw changes nothing unless update. The host may read it after it
 // has queued the next step: so once a loss or norm was not finite, stopped stays 1, and no later
 // step makes an update either.
 struct Verdict { float norm, loss, update, stopped; };
