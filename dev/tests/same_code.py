@@ -6,7 +6,7 @@ import struct
 
 from dev.common.cache import read_cache, write_cache
 
-KERNELS = "kernels.cu", "llama3.cu", "moments.cu", "fp8.cu"  # those that a tree has
+KERNELS = "kernels.cu", "llama3.cu", "moments.cu", "fused_biases.cu", "fp8.cu"  # those that a tree has
 # The host passes -DHOPPER and -DOUTPUT since 465c5e5; before that kernels.cu knew by itself.
 CODE = [("sm_80", "BF16", 768, 64, KERNELS[:3]), ("sm_80", "FP32", 768, 64, KERNELS[:3]),
         ("sm_90a", "BF16 -DHOPPER", 768, 64, KERNELS[:3]), ("sm_90a", "FP32", 768, 64, KERNELS[:3]),
