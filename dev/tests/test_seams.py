@@ -3,8 +3,8 @@
     python -m dev.tests.test_seams
 
 dev/common/seams.py cuts the trainer's longer methods into parts, dev/gpu/fused_biases.py has its own
-layer_backward, dev/memory/recompute.cu repeats a kernel. If a line changes in the trainer, it has to
-change there too.
+layer_backward, dev/memory/recompute.cu and recompute_llama.cu repeat a kernel each. If a line changes
+in the trainer, it has to change there too.
 """
 import ast
 import contextlib
@@ -82,20 +82,25 @@ def repeated_lines():
 
 
 def body_of(path, kernel):
-    """The lines of a kernel between its braces, without white space, and with v for x: the stream is x there."""
+    """The lines of a kernel between its braces, without white space."""
     text = (TOP / path).read_text(encoding="utf-8")
     start = text.index("{\n", text.index(f" {kernel}("))
     body = text[start : text.index("\n}", start)]
     return [re.sub(r"\s", "", line) for line in body.splitlines() if line.strip()]
 
 
+REPEATED_KERNELS = (
+    ("kernels.cu", "residual_layernorm_forward", "dev/memory/recompute.cu", "residual_layernorm_into"),
+    ("dev/llama3/llama3.cu", "residual_rmsnorm_forward", "dev/memory/recompute_llama.cu", "residual_rmsnorm_into"),
+)
+
+
 def repeated_kernels():
-    """dev/memory's kernel differs from the trainer's in what it reads and where it writes the sum, and no more."""
-    own, there = (body_of(*where) for where in (("kernels.cu", "residual_layernorm_forward"),
-                                                ("dev/memory/recompute.cu", "residual_layernorm_into")))
-    check("residual_layernorm_into has as many lines", len(own) == len(there), f"{len(own)} {len(there)}")
-    differ = [(a, b) for a, b in zip(own, there) if a != b]
-    check("residual_layernorm_into differs in few lines", len(differ) <= 4, differ)
+    """dev/memory's kernels differ from the usual ones in the line that reads the stream, and in no other."""
+    for path, kernel, path_there, kernel_there in REPEATED_KERNELS:
+        own, there = body_of(path, kernel), body_of(path_there, kernel_there)
+        expected = [line.replace("load<4>(x+", "load<4>((branch?before:x)+") for line in own]
+        check(f"{kernel_there} differs in the line that reads", there == expected != own, [*zip(own, there)])
 
 
 def plain_program(folder):
