@@ -6,9 +6,9 @@ dev/cpu/cuda.h, for a CPU. A BLAS library multiplies the linear layers' matrices
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
 NH heads of HS = C/NH channels. Arrays are row-major: the last index named is the fastest.
-Parameters, activations and the latter's gradients are real (fp32 or bf16). The residual stream,
-parameters' gradients and statistics are fp32. The file is compiled for one model, -DCHANNELS=C
-and -DHS=HS: a row whose length is known can stay in registers.
+Parameters, activations and the latter's gradients are real (fp32 or bf16). The residual stream
+itself, parameters' gradients and statistics are fp32. The file is compiled for one model,
+-DCHANNELS=C and -DHS=HS: a row whose length is known can stay in registers.
 
 Rules for all of them:
   - A kernel sets the gradient of a parameter in a step's first micro-batch, and adds to it in
@@ -18,9 +18,10 @@ Rules for all of them:
   - The order of a sum depends on shapes and the grid alone, without float atomics: every run gives
     the same bits.
 
-All but attention are bound by memory: a GPU does some fifty operations while one float arrives. So
-the 32 lanes of a warp touch adjacent addresses, 16 bytes a lane where possible; many loads are in
-flight at once; and what a block needs twice stays in registers, shared memory or a cache.
+Most are bound by memory: a GPU does some fifty operations while one float arrives. (Attention is
+bound by tensor cores, and two small kernels by latency; they say so.) So the 32 lanes of a warp
+touch adjacent addresses, 16 bytes a lane where possible; many loads are in flight at once; and what
+a block needs twice stays in registers, shared memory or a cache.
 */
 
 // BLOCK tells the host a block's threads, unless a launch chooses them (layernorm_backward,
@@ -36,7 +37,8 @@ extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 #endif
 
 constexpr unsigned FULL_WARP = 0xffffffff;
-// Stands for -infinity in a maximum: LOWEST - LOWEST is 0, not NaN.
+// Stands for -infinity in a maximum. Unlike that, it gives no NaN when it is subtracted from
+// itself.
 constexpr float LOWEST = -3.402823466e38f;
 
 // ---- sums over a warp and over a block ----
@@ -112,7 +114,7 @@ __device__ float power_of_2(float x) {
 }
 
 // Start to copy 16 or 4 bytes from device to shared memory; zeros, unless `there`. copies_end
-// closes a group of copies. copies_arrive waits until at most `pending` of this thread's groups are
+// ends a group of copies. wait_for_copies waits until at most `pending` of this thread's groups are
 // under way.
 #if TURING  // copies at once, so there is nothing to wait for
 __device__ void copy16(void* shared, const void* global, bool there) {
@@ -123,7 +125,7 @@ __device__ void copy4(void* shared, const void* global, bool there) {
 }
 __device__ void copies_end() {}
 template <int pending>
-__device__ void copies_arrive() {}
+__device__ void wait_for_copies() {}
 #else
 __device__ void copy16(void* shared, const void* global, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
@@ -137,7 +139,7 @@ __device__ void copy4(void* shared, const void* global, bool there) {
 }
 __device__ void copies_end() { asm volatile("cp.async.commit_group;"); }
 template <int pending>
-__device__ void copies_arrive() {
+__device__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 #endif
@@ -258,11 +260,11 @@ extern "C" __global__ void encoder_forward(
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
 // any order, so the host sorts the positions by token: order (N). Equal tokens are a run, and
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
-// words occur once or twice, but one may make up a tenth of the batch. So a block does two things
-// for each of its i: its warps share run i, if that is long; then warp w takes run warps * i + w,
-// if that is short. Usually there are far fewer runs than positions, so the grid has a warp for
-// four positions, and a block goes on to i + gridDim.x. Bound by latency. Items: N positions
-// along x, C channels along y.
+// words occur once or twice, but one may make up a tenth of the batch. So the runs are gone through
+// twice, in step: run i, if it is long, by a whole block; run warps * i + w, if it is short, by
+// warp w. Lengths fall, so a block ends at the first i that finds neither. Usually there are far
+// fewer runs than positions, so the grid has a warp for four positions, and a block goes on to i +
+// gridDim.x. Bound by latency. Items: N positions along x, C channels along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void __launch_bounds__(1024) encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
@@ -340,7 +342,8 @@ __device__ void each_pack(F f) {
 //   mean (N), rstd (N) = 1/sqrt(variance + 1e-5), of each row
 //   copy (N,C) = x, as a real, for the backward pass
 // The variance is taken around the mean, as E[x^2] - E[x]^2 would cancel. Packs have 4 columns in
-// bf16, too: 8 of the fp32 stream would be two loads, each of every other 16 bytes. Items: N rows.
+// bf16, too: 8 of the fp32 stream would be two loads, each of half of every 32-byte sector. Items:
+// N rows.
 BLOCK(256, threads / 32)
 extern "C" __global__ void residual_layernorm_forward(
     Output out, float* __restrict__ mean, float* __restrict__ rstd, real* __restrict__ copy,
@@ -434,9 +437,9 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
             load_row(stage ^ 1, row + step);
             next_mean = mean[row + step];
             next_rstd = rstd[row + step];
-            copies_arrive<1>();
+            wait_for_copies<1>();
         } else {
-            copies_arrive<0>();
+            wait_for_copies<0>();
         }
         const real *x = stages + stage * 3 * C, *dy = x + C, *dx = dy + C;
         Pack<2> total = {};  // of dnorm, and of dnorm * norm
@@ -595,7 +598,7 @@ constexpr int M = !HOPPER && sizeof(real) == 2 && HP <= 64 ? 2 : 1;  // a warp h
 constexpr int WARPS = HOPPER && HP == 128 ? 8 : 4;  // of a block
 constexpr int THREADS = 32 * WARPS;
 constexpr int B_r = 16 * M * WARPS;
-constexpr bool WIDE = TURING || HP * sizeof(real) > 256;  // then tiles of 64 rows do not fit
+constexpr bool WIDE = TURING || HP * sizeof(real) > 256;  // tiles of 64 rows exceed 64 or 99 KB
 constexpr int B_c = WIDE ? 32 : 64;
 constexpr int B_c_BACK = HOPPER ? 64 : WIDE ? 16 : 32;
 constexpr int SLAB = HOPPER ? 64 : 16 * M;  // rows of one product: a warpgroup's or a warp's
@@ -605,7 +608,8 @@ constexpr int SECTION = 64;                 // heads at a time, so that their ti
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // per row
 // Blocks per multiprocessor, for __launch_bounds__. Hopper's has 64K registers and 227 KB.
-// 5 of 40 KB fit, with 64K / (5 * 128) threads = 96 registers; HS = 128: 2 of 96 KB, 128 registers.
+// 5 of 40 KB fit. 65,536 / (5 * 128) threads are 102 registers, 96 in steps of 8. HS = 128: 2 of
+// 96 KB, with 128 registers.
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
 // 4 of 48 KB fit, with 128 registers.
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
@@ -695,7 +699,7 @@ __device__ int in_tile(int row, int c);
 template <int rows>
 __device__ void load_tile(real* tile, const Tiles& array, Head head, int first, Arrivals& arrivals);
 __device__ Arrivals arrivals_start();
-__device__ void tiles_arrive(Arrivals& arrivals);
+__device__ void wait_for_tiles(Arrivals& arrivals);
 #else
 // The index of (row, c) in a tile. In bf16 the same column of 8 neighbouring rows is in different
 // banks: LD > HP, or packs of 8 are permuted in each row. The latter takes no more memory, so two
@@ -722,9 +726,9 @@ __device__ void load_tile(real* tile, const Tiles& array, Head head, int first, 
 
 // Waits for all tiles on their way, and for all threads. Call arrivals_start first.
 __device__ Arrivals arrivals_start() { return {}; }
-__device__ void tiles_arrive(Arrivals&) {
+__device__ void wait_for_tiles(Arrivals&) {
     copies_end();
-    copies_arrive<0>();
+    wait_for_copies<0>();
     __syncthreads();
 }
 #endif
@@ -794,9 +798,9 @@ __device__ void mma_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// A lane has columns q and q+4, not 2q and 2q+1: columns of A and rows of B are permuted alike, so
-// the sum is the same. A tensor core reads the upper 10 bits of a mantissa; half of the last is
-// added first, to round.
+// This instruction takes a lane's two numbers for columns q and q+4. We pass 2q and 2q+1, in A and
+// in B: what is summed is permuted alike in both, so the sum is the same. A tensor core reads the
+// upper 10 bits of a mantissa; half of the last is added first, to round.
 __device__ void mma(float (&d)[4], const Pair (&a)[4], const Pair (&b)[2]) {
     constexpr unsigned half_of_last_bit = 0x1000;
     for (int i = 0; i < 2; i++) {
@@ -879,10 +883,11 @@ __device__ void multiply_transposed(
 template <int columns>
 __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile);
 
-// On Hopper (wgmma) both only start, and the tensor cores go on by themselves: x and the tiles must
-// be left alone until this has waited for all products but the last `pending` that were started.
+// On Hopper (wgmma) both only start, and the tensor cores go on by themselves: the result (x, or
+// multiply's sum) and the tiles must be left alone until this has waited for all products but the
+// last `pending` that were started.
 template <int pending, int columns>
-__device__ void products_arrive(Result<columns>& x);
+__device__ void wait_for_products(Result<columns>& x);
 
 #if !HOPPER
 // A square of a tile, rows r..r+15 and channels c..c+15, as an A, or, as_b, as two B side by side
@@ -951,7 +956,7 @@ __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) 
 
 // mma.sync is done when it returns.
 template <int pending, int columns>
-__device__ void products_arrive(Result<columns>&) {}
+__device__ void wait_for_products(Result<columns>&) {}
 #endif
 
 // ---- attention: rows of scores, and of results ----
@@ -1024,7 +1029,7 @@ __device__ PerRow delta_of_rows(
             of_out[m][k] = {};
             if (c < HS) of_out[m][k] = load<HEAD_PACK>(out + own.out.at(t) + c);
         }
-    tiles_arrive(arrivals);
+    wait_for_tiles(arrivals);
     PerRow result;
     for (int m = 0; m < M; m++) {
         int row = own.warp_first + 16 * m + lane % 16;
@@ -1089,7 +1094,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
     int end = min(own.first + B_r, T);
     for (int key = 0, stage = 0; key < end; key += B_c, stage ^= 1) {
-        tiles_arrive(arrivals);  // this stage is there, and nobody reads the other any more
+        wait_for_tiles(arrivals);  // this stage is there, and nobody reads the other any more
         if (key + B_c < end)
             load_stage(stages, stage ^ 1, qkv, own.keys, qkv, own.values, key + B_c, arrivals);
         if (key >= own.slab_first + SLAB) continue;  // the slab's queries see none of these keys
@@ -1097,8 +1102,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 
         Result<B_c> scores;
         auto& weights = scores;                             // computed in place
+        // At the right are the paper's lines, without scale; its e^x is 2^(x log2(e)) here.
         multiply_transposed(scores, own, queries, keys);    // S = Q K'
-        products_arrive<0>(scores);
+        wait_for_products<0>(scores);
         hide_future<false>(scores, LOWEST, own, key);
         if (RELU) {
             each<B_c>([&](Element e) { weights[e] = relu_of(scale * scores[e]); });
@@ -1116,7 +1122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
             rescale(output, correction);                    // O = diag(e^(before - m)) O
         }
         multiply(output, weights, values);                  // O = O + P V
-        products_arrive<0>(output);
+        wait_for_products<0>(output);
     }
 
     PerRow inverse;
@@ -1160,9 +1166,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     });
 
     Result<HP> dq = {};
-    // Not a for: a path around it moves wgmma's results, and then ptxas serializes the products.
+    // Not a for, which may run zero times. That path would meet dq's registers behind the loop:
+    // ptxas then moves them while products run, and so has to serialize the products.
     do {
-        tiles_arrive(arrivals);
+        wait_for_tiles(arrivals);
         Walk ahead = walk;
         if (ahead.next()) load_keys(ahead);
         if (walk.row >= own.slab_first + SLAB) continue;
@@ -1172,17 +1179,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         auto &weights = scores, &dscores = dweights;        // computed in place
         multiply_transposed(scores, own, queries, keys);    // S = Q K'
         multiply_transposed(dweights, own, douts, values);  // dP = dO V'
-        products_arrive<1>(scores);
+        wait_for_products<1>(scores);
         weights_from_scores(scores, scale,                  // P = e^(S - L)
                             [&](Element e) { return row_lse[e]; });
         hide_future<false>(weights, 0.0f, own, walk.row);
-        products_arrive<0>(dweights);
+        wait_for_products<0>(dweights);
         dscores_from_dweights(dweights, weights,            // dS = P o (dP - D)
                               [&](Element e) { return row_delta[e]; });
         multiply(dq, dscores, keys);                        // dQ = dQ + dS K
-        if (!OVERLAP) products_arrive<0>(dq);
+        if (!OVERLAP) wait_for_products<0>(dq);
     } while (walk.next());
-    products_arrive<0>(dq);
+    wait_for_products<0>(dq);
 
     each<HP>([&](Element e) { dq[e] *= scale; });
     dqkv.begin();
@@ -1226,7 +1233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     // So when tile i begins, i-2 is done, and tile i+1 may be copied to its stage.
     Result<HP> dk = {}, dv = {};
     do {
-        tiles_arrive(arrivals);
+        wait_for_tiles(arrivals);
         Walk ahead = walk;
         if (ahead.next()) load_queries(ahead);
         if (walk.row + B_c_BACK <= own.slab_first) continue;  // they see none of the slab's keys
@@ -1237,26 +1244,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         auto &weights = scores, &dscores = dweights;        // computed in place
         multiply_transposed(scores, own, keys, queries);    // S' = K Q'
         multiply_transposed(dweights, own, values, douts);  // dP' = V dO'
-        products_arrive<1>(scores);
+        wait_for_products<1>(scores);
         weights_from_scores(scores, scale,                  // P' = e^(S' - L)
                             [&](Element e) { return lse_of[e.column()]; });
         hide_future<true>(weights, 0.0f, own, walk.row);
         if (OVERLAP) multiply(dv, weights, douts);          // dV = dV + P' dO, here or below
-        products_arrive<OVERLAP ? 1 : 0>(dweights);
+        wait_for_products<OVERLAP ? 1 : 0>(dweights);
         dscores_from_dweights(dweights, weights,            // dS' = P' o (dP' - D)
                               [&](Element e) { return delta_of[e.column()]; });
-        // They are 0 there already; on Hopper ptxas needs fewer registers with a branch.
+        // This changes no number, as weights are 0 there. But with its branch ptxas needs fewer
+        // registers on Hopper.
         hide_future<true>(dscores, 0.0f, own, walk.row);
         if (!OVERLAP) multiply(dv, weights, douts);
         multiply(dk, dscores, queries);                     // dK = dK + dS' Q
         // Also before the next head: a slab may skip its first tile, and so the wait there.
         if (!OVERLAP || (GROUP > 1 && walk.row + B_c_BACK >= T)) {
-            products_arrive<0>(dv);
-            products_arrive<0>(dk);
+            wait_for_products<0>(dv);
+            wait_for_products<0>(dk);
         }
     } while (walk.next());
-    products_arrive<0>(dv);
-    products_arrive<0>(dk);
+    wait_for_products<0>(dv);
+    wait_for_products<0>(dk);
 
     each<HP>([&](Element e) { dk[e] *= scale; });
     dqkv.begin();
@@ -1335,10 +1343,10 @@ __device__ void classify_rows(
         auto at = [&](int v) { return two_rows || v < kept ? cached + v : x + v; };
         if (two_rows && next < N) {
             load_row(stage ^ 1, next);
-            copies_arrive<1>();
+            wait_for_copies<1>();
         } else {
             copies_end();
-            copies_arrive<0>();
+            wait_for_copies<0>();
         }
         float largest = LOWEST, sum = 0.0f;
 #pragma unroll 4
@@ -1550,8 +1558,9 @@ __device__ int in_tile(int row, int c) {
 }
 
 #ifdef __CUDACC__
-// An mbarrier counts bytes on their way. Its phase, which has a parity, ends when all are there and
-// thread 0 has arrived: it starts no more copies in this phase.
+// An mbarrier counts bytes on their way. A phase of it ends when no byte is missing and thread 0
+// has arrived, which it does after it has started all of the phase's copies: else the phase could
+// end between two of them. Threads wait for a phase by its parity: 0, 1, 0, 1 ..
 __device__ void mbarrier_start(unsigned long long& mbarrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.proxy.async.shared::cta;"
                  ::"r"(shared_address(&mbarrier)) : "memory");  // TMA sees it, too
@@ -1596,7 +1605,8 @@ __device__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b,
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
 }
-// D += A B. A is in registers as for mma, and B, transposed, is 64 channels of 16 rows of a tile.
+// D += A B. A is in registers as for mma. B (16,64) is 16 rows of a tile, 64 channels: what is
+// summed goes down its rows, not along them as in wgmma's B, which the last 1 tells.
 __device__ void wgmma_from_registers(float (*d)[4], const Pair (&a)[4], unsigned long long b) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;"
                  WGMMA "{%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
@@ -1651,21 +1661,22 @@ __device__ void load_tile(
                          *arrivals.mbarrier);
 }
 
-__device__ void tiles_arrive(Arrivals& arrivals) {
+__device__ void wait_for_tiles(Arrivals& arrivals) {
     copies_end();  // attention_backward_kv copies lse and delta without TMA
-    copies_arrive<0>();
+    wait_for_copies<0>();
     if (threadIdx.x == 0) mbarrier_arrive(*arrivals.mbarrier);
     mbarrier_wait(*arrivals.mbarrier, arrivals.parity);
     arrivals.parity ^= 1;
     __syncthreads();
 }
 
-// How wgmma finds a matrix in a tile, in units of 16 bytes: its address; the leading offset, not
-// needed here; the stride offset, from 8 rows to the next 8; and the 128-byte swizzle.
+// How wgmma finds a matrix in a tile. Bits 0 to 13 are its address, in units of 16 bytes; from bit
+// 16 the leading offset, which this layout ignores; from bit 32 the stride from 8 rows of 128 bytes
+// to the next 8, 64 units; from bit 62 the layout, where 1 is the 128-byte swizzle.
 __device__ unsigned long long describe(unsigned address) {
     return address | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// The same matrix `by` further on: the address is in the lower half, and does not carry.
+// The same matrix, `by` units further on; the sum stays within the address's bits.
 __device__ unsigned long long further(unsigned long long d, unsigned by) {
     return (d & 0xffffffff00000000) | ((unsigned)d + by);
 }
@@ -1704,7 +1715,7 @@ __device__ void multiply(Result<HP>& sum, Result<columns>& x, const real* tile) 
 }
 
 template <int pending, int columns>
-__device__ void products_arrive(Result<columns>& x) { wgmma_wait<pending>(x.x); }
+__device__ void wait_for_products(Result<columns>& x) { wgmma_wait<pending>(x.x); }
 #endif
 
 // ---- On Turing, without tensor cores for fp32 ----

@@ -32,7 +32,7 @@ class UserError(Exception):
     do."""
 
 
-def run(main):
+def run_main(main):
     """Run a program: main() returns the exit status. An error prints one line and exits with 1."""
     open_streams()
     try:
@@ -284,4 +284,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -40,7 +40,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
-                                    make_header, replace_file, run)
+                                    make_header, replace_file, run_main)
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 HERE = Path(__file__).resolve().parent
@@ -58,13 +58,13 @@ LOW = np.int16
 
 ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps, as in a checkpoint.
 LOGIT_ROWS = 8192  # the logits of many tokens take gigabytes: they are computed in parts
-PARTIAL_ROWS = 256  # the most blocks that leave partial sums of rows
+PARTIAL_ROWS = 256  # the most blocks with partial sums
 NORM_BLOCKS = 1024  # the most blocks of global_norm
 
 
-def ceil_div(a, b):
-    """a / b, rounded up."""
-    return -(-a // b)
+def ceil_div(count, size):
+    """count / size, rounded up."""
+    return -(-count // size)
 
 
 class Row(NamedTuple):
@@ -258,7 +258,7 @@ def matrices(values):
 #     get(array)                    device to host
 #     zero(array)                   all bits 0
 #     launch(kernel, items, *args)  run a kernel of kernels.cu over so many numbers, rows or blocks
-#     matmul(out, a, b, ...)        out = a @ b, or out += a @ b, with a bias or a GELU if asked
+#     matmul(out, left, right, ...) out = left @ right, or +=, with a bias or a GELU if asked
 #     repeat(graphs, key, work)     do work(); a fast device records its launches, and repeats them
 #
 # and reads its name, real (the type of stored numbers), W (how many are 16 bytes), multiprocessors,
@@ -988,14 +988,14 @@ class Cuda:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
         function = self.functions[name]
         self.last_kernel = name
-        # 48 KiB are there, 16 of them for a kernel's own arrays; more must be asked for
+        # 48 KiB need not be asked for; such a kernel declares up to 16 of them itself
         if shared > 32 * 1024 and shared > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """out (I,J) = a (I,K) @ b (K,J) + bias (J); or, with accumulate, out += a @ b. gelu (I,J)
-        becomes GELU of out; with dgelu_at (I,J), out is multiplied by GELU's derivative there.
+    def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """out (I,J) = left (I,K) @ right (K,J) + bias (J); with accumulate, out += left @ right.
+        gelu (I,J) becomes GELU(out); out is multiplied by GELU's derivative at dgelu_at (I,J).
 
         cuBLAS stores matrices by columns, and we by rows, so it sees ours transposed:
 
@@ -1004,18 +1004,19 @@ class Cuda:
             | 3 4 5 |     0 1 2 3 4 5          | 1 4 |
                                                | 2 5 |
 
-        It is asked for out.T = b.T @ a.T, and what it writes is our out.
+        It is asked for out.T = right.T @ left.T, and what it writes is our out.
         """
         if bias is not None:
             out[...] = bias
-        beta = self.ONE if accumulate or bias is not None else self.ZERO  # out = a @ b + beta out
-        transpose_a, stride_a = stride_of(a)
-        transpose_b, stride_b = stride_of(b)
-        type_a, type_b, type_out = (self.CUDA_TYPES[x.dtype.str[1:]] for x in (a, b, out))
+        beta = self.ONE if accumulate or bias is not None else self.ZERO  # out's factor
+        I, J = out.shape
+        transposed_l, stride_l = stride_of(left)
+        transposed_r, stride_r = stride_of(right)
+        type_l, type_r, type_out = (self.CUDA_TYPES[x.dtype.str[1:]] for x in (left, right, out))
         self.cublas.gemmEx(
-            self.gpu.cublas_handle, transpose_b, transpose_a, *out.shape[::-1], a.shape[1],
-            self.ONE.ctypes.data, b.data.ptr, type_b, stride_b, a.data.ptr, type_a, stride_a,
-            beta.ctypes.data, out.data.ptr, type_out, out.shape[1], self.compute,
+            self.gpu.cublas_handle, transposed_r, transposed_l, J, I, len(right),
+            self.ONE.ctypes.data, right.data.ptr, type_r, stride_r, left.data.ptr, type_l, stride_l,
+            beta.ctypes.data, out.data.ptr, type_out, J, self.compute,
             self.cublas.CUBLAS_GEMM_DEFAULT)
         self.gelu_of_product(out, gelu, dgelu_at)
 
@@ -1364,7 +1365,6 @@ class FastCuda(Cuda):
         self.hopper = False  # whether kernels are compiled with -DHOPPER
         super().__init__(dtype, c)
         self.fused_gelu = dtype == "bf16"  # whether GELU is part of its product
-        self.graph = True  # whether repeat records graphs
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # the default one cannot capture
         self.maps = {}  # {array: its tensor map}
         self.plans = {}  # {product: how to do it}
@@ -1390,7 +1390,7 @@ class FastCuda(Cuda):
 
     # ---- A product: matmul says what happens to it, product does it. Its plan is made once.
 
-    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+    def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
         forward = self.fused_gelu and gelu is not None
         backward = self.fused_gelu and dgelu_at is not None
@@ -1404,26 +1404,26 @@ class FastCuda(Cuda):
             epilogue = dict(EPILOGUE=EPILOGUES["BIAS"], BIAS_POINTER=pointer(bias))
         else:
             epilogue = dict(EPILOGUE=EPILOGUES["DEFAULT"])
-        self.product(gelu if forward else out, a, b, accumulate, epilogue)
+        self.product(gelu if forward else out, left, right, accumulate, epilogue)
         if not (forward or backward):
             self.gelu_of_product(out, gelu, dgelu_at)
 
-    def product(self, out, a, b, accumulate, epilogue):
-        """Queue out = a @ b, or out += a @ b, with an epilogue: attributes of PRODUCT."""
-        key = (out.shape, a.shape, a.strides, b.strides, out.itemsize, a.dtype, accumulate,
-               *epilogue.items())
+    def product(self, out, left, right, accumulate, epilogue):
+        """Queue out = left @ right, or +=, with an epilogue: attributes of PRODUCT."""
+        key = (out.shape, left.shape, left.strides, right.strides, out.itemsize, left.dtype,
+               accumulate, *epilogue.items())
         if key not in self.plans:
-            plan = self.describe(out, a, b, epilogue)
-            self.plans[key] = plan, self.algorithms(plan, 1)[0]
-        self.multiply(*self.plans[key], out, a, b, accumulate)
+            plan = self.describe(out, left, right, epilogue)
+            self.plans[key] = plan, self.algorithm(plan)
+        self.multiply(*self.plans[key], out, left, right, accumulate)
 
-    def describe(self, out, a, b, epilogue):
-        """A product as cuBLASLt wants it, of out.T = b.T @ a.T: (description, matrices b, a and
-        out)."""
-        transposed = dict(TRANSA=stride_of(b)[0], TRANSB=stride_of(a)[0])
+    def describe(self, out, left, right, epilogue):
+        """A product as cuBLASLt wants it, of out.T = right.T @ left.T: (description, matrices
+        right, left and out)."""
+        transposed = dict(TRANSA=stride_of(right)[0], TRANSB=stride_of(left)[0])
         description = self.create("MatmulDesc", self.compute, self.CUDA_TYPES["f4"],
                                   table=self.PRODUCT, values=transposed | epilogue)
-        return description, *(self.describe_matrix(x) for x in (b, a, out))
+        return description, *(self.describe_matrix(x) for x in (right, left, out))
 
     def describe_matrix(self, x):
         """A matrix as cuBLASLt wants it: by columns."""
@@ -1432,25 +1432,25 @@ class FastCuda(Cuda):
         return self.create("MatrixLayout", self.CUDA_TYPES[x.dtype.str[1:]], ctypes.c_uint64(rows),
                            ctypes.c_uint64(columns), ctypes.c_int64(stride))
 
-    def algorithms(self, plan, most):
-        """What cuBLASLt offers for a product, likely the fastest first: rows of 12 numbers."""
-        found = np.zeros((most, 12), np.uint64)
+    def algorithm(self, plan):
+        """The algorithm that cuBLASLt expects to be the fastest for a product: 12 numbers."""
+        found = np.zeros(12, np.uint64)
         count = ctypes.c_int()
-        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], self.search, most,
+        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], self.search, 1,
                   ctypes.c_void_p(found.ctypes.data), ctypes.byref(count))
         if not count.value:
             raise UserError(f"cuBLASLt has no algorithm for a product; {self.AVOID}")
-        return found[: count.value]
+        return found
 
-    def multiply(self, plan, algorithm, out, a, b, accumulate):
+    def multiply(self, plan, algorithm, out, left, right, accumulate):
         """Queue a described product."""
-        description, *matrices = plan  # b, a and out
+        description, *matrices = plan  # right, left and out
         one = ctypes.c_float(1)
         beta = ctypes.c_float(accumulate)
         stream = self.cupy.cuda.get_current_stream()
         to = address(out), matrices[2]  # out is read times beta, and written
-        self.call("Matmul", self.handle, description, ctypes.byref(one), address(b), matrices[0],
-                  address(a), matrices[1], ctypes.byref(beta), *to, *to,
+        self.call("Matmul", self.handle, description, ctypes.byref(one), address(right),
+                  matrices[0], address(left), matrices[1], ctypes.byref(beta), *to, *to,
                   ctypes.c_void_p(algorithm.ctypes.data), address(self.workspace),
                   ctypes.c_size_t(self.WORKSPACE), ctypes.c_void_p(stream.ptr))
 
@@ -1478,7 +1478,7 @@ class FastCuda(Cuda):
     def repeat(self, graphs, key, work):
         """Do work(): first plainly, which makes the plans of products, then to record a graph. From
         then on one launch does it all, without gaps between kernels."""
-        if not self.graph or key not in graphs:
+        if key not in graphs:
             work()
             graphs[key] = None
             return
@@ -1534,4 +1534,4 @@ class FastCuda(Cuda):
 
 if __name__ == "__main__":
     sys.modules["train_gpt2"] = sys.modules["__main__"]  # dev/ imports this module, not a copy
-    run(main)
+    run_main(main)

@@ -137,5 +137,5 @@ def main():
 
 
 if __name__ == "__main__":
-    from prepro_tinyshakespeare import run
-    run(main)
+    from prepro_tinyshakespeare import run_main
+    run_main(main)

@@ -37,11 +37,9 @@ def device_class(name, plain=False):
     return Cuda if plain else with_timed_products(FastCuda)
 
 
-def make_device(name, dtype, c, plain=False, graph=True, beside=()):
+def make_device(name, dtype, c, plain=False, beside=()):
     """A device; for the arguments see Cuda and Cpu."""
-    device = device_class(name, plain)(dtype, c, beside)
-    device.graph = graph  # "Faster" records a step's launches
-    return device
+    return device_class(name, plain)(dtype, c, beside)
 
 
 def address_of(array):
@@ -49,13 +47,23 @@ def address_of(array):
     return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
 
 
-class OneByOne:
-    """Training that launches kernels one by one."""
+class WithoutGraphs:
+    """A mixin in front of a device that would record a step's launches."""
 
-    def make_device(self, *beside):
-        device = super().make_device(*beside)
-        device.graph = False
-        return device
+    def repeat(self, graphs, key, work):
+        work()
+
+
+def one_by_one(device):
+    """The device class that launches kernels one by one."""
+    return type(device.__name__, (WithoutGraphs, device), {})
+
+
+class OneByOne:
+    """Training on such a device."""
+
+    def device_class(self):
+        return one_by_one(super().device_class())
 
 
 class OnCpu:

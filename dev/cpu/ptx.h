@@ -98,4 +98,4 @@ __device__ void copy16(void* shared, const void* global, bool there) {
 }
 __device__ void copy4(void* shared, const void* global, bool there) { copy_later(shared, there ? global : nullptr, 4); }
 inline void copies_end() { cuda_on_cpu::block->copies[thread_number()].closed++; }
-template <int pending> void copies_arrive() { cuda_on_cpu::block->copies[thread_number()].arrive(pending); }
+template <int pending> void wait_for_copies() { cuda_on_cpu::block->copies[thread_number()].arrive(pending); }

@@ -63,8 +63,8 @@ def reason(first, second, shared, under_way):
         return ("An asynchronous copy sees what a thread wrote to shared memory if that thread then fences "
                 "(fence.proxy.async) and meets the thread that copies at a barrier")
     if under_way:
-        return ("An asynchronous copy may still be on its way there: its thread must wait for it (copies_arrive), and "
-                "then the others for that thread (__syncthreads)")
+        return ("An asynchronous copy may still be on its way there: its thread must wait for it "
+                "(wait_for_copies), and then the others for that thread (__syncthreads)")
     why = "Either may come first"
     if first.atomic != second.atomic:
         why = "An atomic access does not protect a place from one that is not atomic"

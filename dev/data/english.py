@@ -23,7 +23,7 @@ import warnings
 import zlib
 from pathlib import Path
 
-from prepro_tinyshakespeare import UserError, replace_file, run
+from prepro_tinyshakespeare import UserError, replace_file, run_main
 from train_gpt2 import Parser
 
 FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc", "/usr/share/man",
@@ -110,4 +110,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

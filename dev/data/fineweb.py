@@ -42,7 +42,7 @@ from dev.common.flags import parse_flags
 from dev.data.hub import download, library, list_files
 from dev.data.parquet_jsonl import read_rows, table_files
 from prepro_tinyshakespeare import (EOT, UserError, call_tiktoken, gpt2_encoding, make_header,
-                                    replace_file, run)
+                                    replace_file, run_main)
 from train_gpt2 import TOKENS, number
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
@@ -328,4 +328,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

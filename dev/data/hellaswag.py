@@ -16,7 +16,7 @@ from dev.data.hub import download, list_files
 from dev.data.parquet_jsonl import read_rows, table_files
 from dev.runs.hellaswag_score import COMPLETIONS, EVAL_FILE, START
 from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,
-                                    replace_file, run)
+                                    replace_file, run_main)
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
@@ -78,4 +78,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -321,13 +321,13 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         multiply_transposed(scores, own, forget(keys), queries);   // S' = K Q'
         multiply_transposed(dweights, own, forget(values), douts); // dP' = V dO'
         PerColumn of_query = of_columns(stats_of[stage].lse);
-        products_arrive<1>(scores);
+        wait_for_products<1>(scores);
         weights_from_scores(scores, scale,                         // P' = e^(S' - L)
                             [&](Element e) { return of_query[e]; });
         hide_later_keys(weights, own, query);
         multiply(dv, weights, douts);                              // dV = dV + P' dO
         of_query = of_columns(stats_of[stage].delta);
-        products_arrive<1>(dweights);
+        wait_for_products<1>(dweights);
         dscores_from_dweights(dweights, weights,                   // dS' = P' o (dP' - D)
                               [&](Element e) { return of_query[e]; });
         if (n > 0) tile_done(n - 1);
@@ -336,21 +336,21 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         // part is garbage, and nobody stores it.
         multiply_dq(part, all_dscores + (n + 1) % 2 * DSCORES, forget(half_keys));
         multiply(dk, dscores, queries);                            // dK = dK + dS' Q
-        products_arrive<1>(part);
+        wait_for_products<1>(part);
         if (n > 0) store_part(part, n - 1);
         shared_written();
         __syncwarp();
         if (n > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(part_there[(n - 1) % 2]);
-        products_arrive<0>(dk);
+        wait_for_products<0>(dk);
         if (threadIdx.x % 32 == 0) mbarrier_arrive(done[stage]);
         query = query == own.first ? walk.last : query - B_c_BACK;
     } while (++n < all);
     tile_done(n - 1);
     Result<B_c_BACK> part;
     multiply_dq(part, all_dscores + (n - 1) % 2 * DSCORES, half_keys);
-    products_arrive<0>(part);
-    products_arrive<0>(dv);
-    products_arrive<0>(dk);
+    wait_for_products<0>(part);
+    wait_for_products<0>(dv);
+    wait_for_products<0>(dk);
     store_part(part, n - 1);
     shared_written();
     warp_arrives(part_there[(n - 1) % 2]);

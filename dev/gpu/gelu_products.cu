@@ -394,11 +394,11 @@ __device__ void product_with_gelu(
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
                 multiply_stage<backward>(x, stages + step % STAGES * STAGE, i > 0);
-                products_arrive<1>(x);  // so the stage before is empty
+                wait_for_products<1>(x);  // so the stage before is empty
                 if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             }
             warp_arrives(waits.my_turn[group ^ 1]);
-            products_arrive<0>(x);
+            wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if (!backward) {
                 finish_forward(out, out_gelu, x, bias, at, result, sizes.OC, group);

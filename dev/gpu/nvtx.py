@@ -9,6 +9,7 @@ ranges, so they are launched one by one, as with --graph 0.
 """
 import functools
 
+from dev.common.devices import one_by_one
 from dev.runs.replay import PARTS
 from prepro_tinyshakespeare import UserError
 
@@ -51,16 +52,11 @@ def with_ranges(base, titles, nvtx):
 class Annotated:
     """Training whose model and device have ranges. Raises UserError on a CPU."""
 
-    def make_device(self, *beside):
-        device = super().make_device(*beside)
-        device.graph = False
-        return device
-
     def device_class(self):
         if self.flags.device != "cuda":
             raise UserError("--nvtx 1: is for a GPU's profiler: expected --device cuda")
         from cupy.cuda import nvtx
-        return with_ranges(super().device_class(), DEVICE, nvtx)
+        return with_ranges(one_by_one(super().device_class()), DEVICE, nvtx)
 
     def make_model(self):
         from cupy.cuda import nvtx

@@ -1,5 +1,5 @@
 """python -m dev.lab"""
 from dev.lab.lab import main
-from prepro_tinyshakespeare import run
+from prepro_tinyshakespeare import run_main
 
-run(main)
+run_main(main)

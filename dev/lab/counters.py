@@ -21,7 +21,7 @@ from dev.lab import traffic  # after prepro_tinyshakespeare, which says how NumP
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 
 KERNELS = (("residual_forward", 3), ("permute", 1), ("unpermute", 2), ("softmax_forward", 1), ("softmax_forward", 3),
            ("layernorm_forward", 4), ("layernorm_backward", 2), ("encoder_backward", 1), ("matmul_backward_bias", 2),
@@ -250,4 +250,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -52,7 +52,7 @@ NOT_HERE = [
         (
             r"\b__pipeline_\w+|\bcuda_pipeline\w*\.h|\bcp_async\w*",
             CUDA_HAS
-            + "write copy16(shared, global, true), copies_end() and copies_arrive<0>(), or plain loads",
+            + "write copy16(shared, global, true), copies_end() and wait_for_copies<0>(), or plain loads",
         ),
         (
             r"\b(?:tex[123]D\w*|surf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t)\b",

@@ -198,7 +198,7 @@ __device__ __forceinline__ void start_product(float (&d)[16][4], const real* one
 }
 
 // Waits for this warp group's products. d goes in and out, so that the compiler moves no use of it before this.
-__device__ __forceinline__ void products_arrive(float (&d)[16][4]) {
+__device__ __forceinline__ void wait_for_products(float (&d)[16][4]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : FLOATS_OF_64(d, 0)::"memory");
 }
 
@@ -213,7 +213,7 @@ __device__ void start_product(float (&d)[16][4], const real* one, const real* tw
         for (int n = 0; n < 2; n++) wgmma(d + 8 * n, describe(a + i), describe(b + i + n * 64 * 128 / 16), true);
     wgmma_commit();
 }
-__device__ void products_arrive(float (&d)[16][4]) { wgmma_wait<0>(as_one(d)); }
+__device__ void wait_for_products(float (&d)[16][4]) { wgmma_wait<0>(as_one(d)); }
 __device__ void fence() {}
 #endif
 #else

@@ -27,7 +27,7 @@ from dev.lab.ladder import (LAB, MODELS, asked_sizes, config_of, find_ladder, ke
                             parse_sizes)
 from dev.lab.submission import exercise_of, read_submission
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import read_kernels
 
 # Sizes with many rows of several hundred numbers, and several blocks. Kernels of two or more rows of numbers at a time,
@@ -222,4 +222,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

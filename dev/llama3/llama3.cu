@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
         float s = next_rstd, sum = 0.0f;
         if (next < N) next_rstd = rstd[next];
         if (STAGES == 2) load_row((turn + 1) % 2, next);
-        copies_arrive<STAGES - 1>();
+        wait_for_copies<STAGES - 1>();
         const real *x = rows + turn % STAGES * 3 * C, *dy = x + C, *dx = dy + C;
         if (row < N)
             each_row_pack<W>([&](int k, int c) {

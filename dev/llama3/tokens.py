@@ -18,7 +18,7 @@ from pathlib import Path
 from dev.common.flags import parse_flags
 from dev.runs.tokenizer import words_of
 from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError, call_tiktoken,
-                                    gpt2_encoding, prepare, read_text, run)
+                                    gpt2_encoding, prepare, read_text, run_main)
 from train_gpt2 import FileKind
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
@@ -132,4 +132,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -30,7 +30,7 @@ import math
 import re
 from pathlib import Path
 
-from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run
+from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run_main
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
@@ -445,4 +445,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -230,9 +230,9 @@ __device__ void classify_to_fp8(
         const real* x = cached ? row_cache + (size_t)stage * Vp : logits + (size_t)row * Vp;
         if (next < N) {
             load_row(stage ^ 1, next);
-            copies_arrive<1>();
+            wait_for_copies<1>();
         } else {
-            copies_arrive<0>();
+            wait_for_copies<0>();
         }
         float largest = LOWEST, sum = 0.0f;
 #pragma unroll 4

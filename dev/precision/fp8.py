@@ -38,7 +38,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev.common.devices import Cuda, FastCuda, address_of, device_class
+from dev.common.devices import Cuda, FastCuda, address_of, device_class, one_by_one
 from dev.gpu import fused_biases
 from dev.gpu.fused_biases import kernels_with_output, output_switches
 from prepro_tinyshakespeare import UserError
@@ -320,11 +320,10 @@ def with_fp8(device):
 
 
 def fp8_device(name, c, plain=False, graph=True, beside=()):
-    """As devices.make_device, for FP8."""
+    """As devices.make_device, for FP8. graph=False: it launches kernels one by one."""
     check_plain(plain)
-    device = with_fp8(device_class(name))("fp8", c, (*beside, SUMS, SOURCE))
-    device.graph = graph
-    return device
+    kind = device_class(name) if graph else one_by_one(device_class(name))
+    return with_fp8(kind)("fp8", c, (*beside, SUMS, SOURCE))
 
 
 def check_plain(plain):

@@ -17,7 +17,7 @@ from unittest import mock
 
 from dev import features
 from dev.common.gpus import GPUS, GB, KB, attributes_of, digits
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 
 
 def device_like(Device, capability):
@@ -119,4 +119,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -74,7 +74,7 @@ def replace_or_die(source, target):
 
 os.replace = replace_or_die
 time.sleep = lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.1))  # the hub is asked again sooner
-program.run(program.main)
+program.run_main(program.main)
 """
 
 

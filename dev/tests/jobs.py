@@ -119,7 +119,7 @@ sys.argv[0] = top + "/train_gpt2.py"
 import train_gpt2, dev.data.shuffled_loader, dev.features
 import dev.ranks.launch, {Model.rpartition(".")[0]}
 {late}
-train_gpt2.run(lambda: dev.features.main(Model={Model}))
+train_gpt2.run_main(lambda: dev.features.main(Model={Model}))
 """)
     return path
 

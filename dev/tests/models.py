@@ -61,7 +61,6 @@ def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, grou
         kind = device_class(name, plain)
         kind = with_relu(kind) if relu else kind
         device = kind(dtype, c, beside, only) if only else kind(dtype, c, beside)
-        device.graph = True  # as make_device
     device.architecture, device.arguments = architecture, arguments
     devices.append((only, device))
     return device

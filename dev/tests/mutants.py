@@ -27,7 +27,7 @@ from dev.common.cuda_source import without_comments
 from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, FUSED_TESTS, KERNELS, LLAMA, MOMENTS,
                                     OUT_OF_BOUNDS, OUTLIERS, RECOMPUTE, RECOMPUTE_LLAMA, SUMS, TABLE, TILES, UNSEEN,
                                     Mutant)
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 
 TOP = Path(__file__).resolve().parents[2]
 
@@ -219,4 +219,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -31,7 +31,7 @@ BUDGETS = {
     "train_gpt2.py: lines before Faster that name a feature": 0,
     "train_gpt2.py: habits": 0,
     "kernels.cu: bytes": 83000,
-    "kernels.cu: bytes before Faster": 72000,
+    "kernels.cu: bytes before Faster": 73000,
     "kernels.cu: widest line": 100,
     "prepro_tinyshakespeare.py: bytes": 13000,
     "prepro_tinyshakespeare.py: widest line": 100,

@@ -74,7 +74,7 @@ from pathlib import Path
 import numpy as np
 from dev.common.config import Config
 from dev.common.devices import make_device
-from prepro_tinyshakespeare import run
+from prepro_tinyshakespeare import run_main
 
 def main():
     device = make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(Path(sys.argv[1]),)))())
@@ -82,7 +82,7 @@ def main():
     device.launch("fill", 40, out, 3, 40)
     print("sum", int(out.sum()))
 
-run(main)
+run_main(main)
 """
 
 
@@ -175,13 +175,13 @@ extern "C" __global__ void copies(float* out, float* from) {
         if (group < 3) copies_end();
     }
     read(0);
-    copies_arrive<1>();
+    wait_for_copies<1>();
     read(1);
     from[64 + t] = 5.0f;
-    copies_arrive<0>();
+    wait_for_copies<0>();
     read(2);
     copies_end();
-    copies_arrive<0>();
+    wait_for_copies<0>();
     read(3);
 }
 """
@@ -298,9 +298,9 @@ RACES = (  # kernel of the lab, sizes, a choice, the text in kernels.cu before t
      r"has a race: dwte\[.*\]"),
     ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "store(of_row[r] + c, sum);", "__syncthreads();",
      r"has a race: dbias\[.*\]"),
-    ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "copies_arrive<1>();\n        } else {",
-     "copies_arrive<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
-    ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "tiles_arrive(Arrivals&) {\n", "__syncthreads();",
+    ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "wait_for_copies<1>();\n        } else {",
+     "wait_for_copies<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
+    ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "wait_for_tiles(Arrivals&) {\n", "__syncthreads();",
      r"out\[.*\] is nan, expected"),  # in every order: a thread that does not wait reads NaN
     ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));", "__syncthreads();",
      r"has a race: losses\[\d+\]"),

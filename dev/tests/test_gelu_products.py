@@ -53,7 +53,7 @@ FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the fir
     ("sums in another warp's columns", "at.column + 32 * warp", "at.column + 32 * (warp ^ 1)",
      "sums"),
     ("the far half of w", "(BOX / W - 1) << 16", "0 << 16", "dfch"),
-    ("a stage given back too early", "products_arrive<1>(x);", "", "fch"),
+    ("a stage given back too early", "wait_for_products<1>(x);", "", "fch"),
     ("half of the bias", "min(at.column + 64 * side, OC", "min(at.column, OC", "fch"),
     ("half of the channels", "for (int k = 0; k < 64; k += 16)", "for (int k = 0; k < 32; k += 16)",
      "fch"),

@@ -43,7 +43,7 @@ def steps_of_a_graph(device_name, folder):
     launch, so that a Ctrl-C during the launch finds it counted."""
     done, stream = [], mock.MagicMock()
     stream.end_capture.return_value.launch = lambda: done.append("launched")
-    device, graphs = mock.Mock(graph=True, capturing=stream), {}
+    device, graphs = mock.Mock(capturing=stream), {}
     for _ in range(4):
         train_gpt2.FastCuda.repeat(device, graphs, "shape", lambda: done.append("run"))
     check("a step is run, recorded, launched", done == ["run", "run", *["launched"] * 3], f"{done}")
@@ -125,10 +125,15 @@ def profiler_ranges(device_name, folder):
     check("ranges: closed behind an error", not nvtx.open, nvtx.open)
     yield "parameters with ranges", master_numbers(model), master_numbers(plain), EXACT
 
-    class Made:
-        make_device = lambda self: SimpleNamespace(graph=True)
+    class OnGpu:
+        flags = SimpleNamespace(device="cuda")
+        device_class = lambda self: train_gpt2.FastCuda
 
-    check("ranges: no graph", not type("Ranged", (Annotated, Made), {})().make_device().graph)
+    for name, feature in (("ranges", Annotated), ("--graph 0", devices.OneByOne)):
+        kind, work = type("Launched", (feature, OnGpu), {})().device_class(), mock.Mock()
+        for _ in range(3):
+            kind.repeat(mock.Mock(), {}, "shape", work)
+        check(f"{name}: no graph", work.call_count == 3, work.call_count)
 
 
 def models_too_large(device_name, folder):

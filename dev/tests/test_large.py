@@ -67,9 +67,7 @@ def device_for(device_name, dtype, plant):
         path.write_text(text, encoding="utf-8")
         with mock.patch.object(Config, "SOURCES", (path,)):
             kind = with_summed_outputs(device_class(device_name))
-            device = kind(dtype, Config(C=C, NH=NH), [SOURCE, RECOMPUTE])
-            device.graph = True
-            return device
+            return kind(dtype, Config(C=C, NH=NH), [SOURCE, RECOMPUTE])
 
 
 class Rows:

@@ -1,4 +1,4 @@
-"""Test programs whose stdout or stderr is full, broken, closed, or lacks letters: dev/runs/output.py, and run() of
+"""Test programs whose stdout or stderr is full, broken, closed, or lacks letters: dev/runs/output.py, and run_main() of
 prepro_tinyshakespeare.py.
 
     python -m dev.tests.test_output
@@ -170,10 +170,10 @@ def other_programs(folder):
         yield f"an error with {streams}", status, 1, EXACT
     program = folder / "program.py"
     program.write_text(f"import os, sys\nsys.path.insert(0, {str(TOP)!r})\n"
-                       "from prepro_tinyshakespeare import run\n\ndef main():\n"
+                       "from prepro_tinyshakespeare import run_main\n\ndef main():\n"
                        "    with open('file', 'wb', buffering=0) as file:\n"
                        "        os.write(2, b'from C'), os.write(1, b'from C'), file.write(b'mine')\n"
-                       "        os.system('echo of a child >&2')\n\nrun(main)\n")
+                       "        os.system('echo of a child >&2')\n\nrun_main(main)\n")
     for closed in ("2>&-", ">&-", ">&- 2>&- <&-"):
         status, *_ = call(folder, (sys.executable, program), closed=closed)
         found = (folder / "file").read_bytes()

@@ -156,7 +156,7 @@ prepro.gpt2_encoding = lambda: tiktoken.Encoding("pieces", pat_str=PATTERN, spec
                                                  mergeable_ranks={single.decode_single_token_bytes(i): i
                                                                   for i in range(256)})
 sys.argv = ["prepro", "--input", "spaces.txt"]
-prepro.run(prepro.main)
+prepro.run_main(prepro.main)
 """
 
 

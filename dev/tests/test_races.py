@@ -294,14 +294,14 @@ SMALL = (
     __shared__ float part[64];
     copy4(part + t, inp + i, true);
     copies_end();
-    copies_arrive<0>();
+    wait_for_copies<0>();
     out[i] = part[t];
 """),
     Small("a copy, and all wait", "", """
     __shared__ float part[64];
     copy4(part + t, inp + i, true);
     copies_end();
-    copies_arrive<0>();
+    wait_for_copies<0>();
     __syncthreads();
     out[i] = part[63 - t];
 """),
@@ -316,7 +316,7 @@ SMALL = (
     __shared__ float part[64];
     copy4(part + t, inp + i, true);  //!
     copies_end();
-    copies_arrive<0>();
+    wait_for_copies<0>();
     out[i] = part[63 - t];  //!
 """),
     Small("a copy of the next round that comes too early", rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
@@ -324,7 +324,7 @@ SMALL = (
     for (int round = 0; round < 2; round++) {
         copy4(part + t, inp + i, true);  //!
         copies_end();
-        copies_arrive<0>();
+        wait_for_copies<0>();
         __syncthreads();
         out[i] += part[63 - t];  //!
     }
@@ -334,7 +334,7 @@ SMALL = (
     copy4(part + t, inp + i, true);  //!
     copies_end();
     inp[i] = 0.0f;  //!
-    copies_arrive<0>();
+    wait_for_copies<0>();
     out[i] = part[t];
 """),
     Small("dynamic shared memory", rf"more.\d+.: .*{SHARED}", """
@@ -457,7 +457,7 @@ def lab(folder):
 SIZES = {("layernorm_backward", 1): "B=2,T=10,C=1600", ("sum_over_row", 1): "B=1,T=5,C=4096",
          ("encoder_backward_wte", 2): "B=5,T=50,C=32,V=3,share=0"}
 ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
-             ("tiles_arrive", 2): "tiles_arrive(Arrivals& arrivals) {", ("store_rows", 1): "store_rows"}
+             ("wait_for_tiles", 2): "wait_for_tiles(Arrivals& arrivals) {", ("store_rows", 1): "store_rows"}
 APART = "see barriers_of_others"
 NOT_FOUND = {  # (function, number): why not
     ("block_reduce", 2): f"no race: where the trainer calls two of a kind, a barrier is between them; {APART}",

@@ -194,7 +194,7 @@ SMALL = (
     __shared__ Four part[64];
     copy_later(part + t, inp + 4 * i, 16);  //!
     copies_end();
-    copies_arrive<0>();
+    wait_for_copies<0>();
     out[i] = part[t].x;
 """),
 )

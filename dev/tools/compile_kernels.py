@@ -36,7 +36,7 @@ from dev.gpu.gelu_products import SOURCES as GELU
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.precision.fp8 import OUTPUT as FP8_OUTPUT
 from dev.tools.launches import faults_of_launches, launches_of
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
@@ -142,4 +142,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -42,7 +42,7 @@ from dev.data.hub import ask
 from dev.llama3.train_llama3 import Config3
 from dev.tools.hf_config import ARCHITECTURES, HEAD, padded, read_config, read_json, write_objects
 from dev.tools.hf_tokenizer import write_tokenizer
-from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run
+from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run_main
 from train_gpt2 import BF16, to_float
 
 DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
@@ -323,4 +323,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -19,7 +19,7 @@ from dev.common.flags import parse_flags
 from dev.common.seams import GPT2
 from dev.tools.plot import read_run, smoothed
 from dev.tools.step_by_kernel import PRODUCTS, read_table
-from prepro_tinyshakespeare import UserError, replace_file, run
+from prepro_tinyshakespeare import UserError, replace_file, run_main
 from train_gpt2 import BF16, HERE
 
 FLAGS = [
@@ -208,4 +208,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

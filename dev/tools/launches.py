@@ -26,7 +26,7 @@ from dev.memory.fit import Fitting
 from dev.precision.fp8 import Fp8, Fp8Llama, Fp8Model
 from dev.precision.fp8_all import Fp8All
 from dev.precision.fp8_head import Fp8Head
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import SIZES, pack_batch, read_kernels
 
 
@@ -210,4 +210,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

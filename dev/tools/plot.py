@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
 from dev.common.flags import parse_flags, split_names
-from prepro_tinyshakespeare import UserError, replace_file, run as run_main
+from prepro_tinyshakespeare import UserError, replace_file, run_main
 from train_gpt2 import number
 
 # ---- Reading runs

@@ -19,7 +19,7 @@ import sys
 
 from dev.common.flags import parse_flags, split_names
 from dev.tools.turns import TOP, steps_of
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 
 FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
          (None, "--last", "count", 50, "steps whose mean loss counts")]
@@ -77,4 +77,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -13,7 +13,7 @@ from dev.features import default_dtype, has_gpu
 from dev.llama3.train_llama3 import Llama3
 from dev.memory.fit import Fitting
 from dev.runs.hellaswag_score import PADDING, count_right, read_examples
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 
 FLAGS = [
     ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of GPT-2, or of a Llama 3 with GPT-2's "
@@ -61,4 +61,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

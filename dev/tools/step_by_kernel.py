@@ -83,9 +83,9 @@ class Recording:
         with self.noted("matmul", None, (out, a, b)):
             super().matmul(out, a, b, *arguments, **named)
 
-    def product(self, epilogue, out, a, b, *arguments):
+    def product(self, out, a, b, *arguments):
         with self.noted("matmul", None, (out, a, b)):
-            super().product(epilogue, out, a, b, *arguments)
+            super().product(out, a, b, *arguments)
 
     def zero(self, array):
         with self.noted("memset", None, (array,)):

@@ -27,7 +27,7 @@ from dev.lab import heads, timing
 from dev.lab.bench import Bench
 from dev.lab.inputs import ANY
 from dev.lab.ladder import Ladder, SwitchedConfig, Version, parse_sizes
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import read_kernels, to_float
 
 CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
@@ -125,9 +125,7 @@ def make(name, *defined, group=1, relu=0):
         only = {kernel for kernel in read_kernels([*c.SOURCES, *sources])
                 if kernel.startswith(("attention_b", "attention_f"))}
         kind = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only=only)))
-    device = type("Summed", (SummedOutputs, kind), {})("bf16", c, sources)
-    device.graph = True
-    return device
+    return type("Summed", (SummedOutputs, kind), {})("bf16", c, sources)
 
 
 def make_for(name, text, *defined):
@@ -259,4 +257,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

@@ -23,7 +23,7 @@ from dev.lab import timing
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
 from dev.tools.time_five import check_hopper
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import BF16, to_float
 
 KERNELS = {"matmul_gelu", "matmul_dgelu"}
@@ -195,4 +195,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

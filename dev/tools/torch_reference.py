@@ -38,7 +38,7 @@ import torch
 from dev.common.flags import argument, parse_flags
 from dev.tools import torch_gpt2, torch_llama
 from dev.tools.torch_gpt2 import check, header, write_folder
-from prepro_tinyshakespeare import replace_file, run
+from prepro_tinyshakespeare import replace_file, run_main
 
 STEPS = 10
 MODEL_FLAGS = [
@@ -228,4 +228,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

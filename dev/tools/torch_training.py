@@ -35,7 +35,7 @@ from dev.common.seams import Training
 from dev.data.shuffled_loader import FilesLoader, check_pair, paths_of
 from dev.features import set_defaults, table_of_flags
 from dev.variants.schedule import Scheduled
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import FLAGS, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
@@ -212,4 +212,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

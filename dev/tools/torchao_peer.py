@@ -24,7 +24,7 @@ import time
 
 from dev.common.flags import parse_flags
 from dev.tools.benchmark import FIRST, check_gpu, chosen, run_job, tokens_of
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 
 ROWS = [row for row in FIRST if row[:3] in (("d12", "bf16", 32), ("d48", "bf16", 8))]
 RECIPES = "rowwise", "tensorwise"
@@ -85,4 +85,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

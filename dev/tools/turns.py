@@ -24,7 +24,7 @@ from pathlib import Path
 
 from dev.common.flags import parse_flags, split_names
 from dev.tools.benchmark import write_words
-from prepro_tinyshakespeare import UserError, run
+from prepro_tinyshakespeare import UserError, run_main
 
 TOP = Path(__file__).resolve().parents[2]
 FLAGS = [(None, "--rounds", "count", 3, "runs of each version")]
@@ -101,4 +101,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    run(main)
+    run_main(main)

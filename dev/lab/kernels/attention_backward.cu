@@ -258,7 +258,7 @@ __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const 
 
     float dk[HS / 8][4] = {}, dv[HS / 8][4] = {};
     for (int query = first, stage = 0; query < T; query += TILE, stage ^= 1) {
-        copies_arrive<0>();
+        wait_for_copies<0>();
         __syncthreads();  // all copies are here, and no thread reads the other stage any more
         if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
         if (!with_dq && query + TILE <= first + of_warp) continue;  // these queries are before all of the warp's keys
@@ -379,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) a
     }
     int end = min(first + OWN, T);
     for (int key = 0, stage = 0; key < end; key += TILE, stage ^= 1) {
-        copies_arrive<0>();
+        wait_for_copies<0>();
         __syncthreads();
         if (key + TILE < end) load_stage(stage ^ 1, key + TILE);
         if (key >= first + of_warp + 16) continue;  // all of these keys come after the warp's queries

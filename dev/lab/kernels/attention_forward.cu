@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
     float output[HS / 8][4] = {}, maximum[2] = {LOWEST, LOWEST}, total[2] = {};  // a lane has elements of two rows
     float scale2 = scale * LOG2_E;
     for (int key = 0, stage = 0; key <= first; key += TILE, stage ^= 1) {
-        copies_arrive<0>();
+        wait_for_copies<0>();
         __syncthreads();  // all copies are here, and no thread reads the other stage any more
         if (key < first) load_stage(stage ^ 1, key + TILE);
         const real *keys = shared + stage * 2 * TILE * LD, *values = keys + TILE * LD;

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024) classifier_fused4(real* logit
     for (int row = blockIdx.x; row < N; row += gridDim.x) {
         int target = targets[row];
         copies_end();
-        copies_arrive<0>();
+        wait_for_copies<0>();
         float largest = LOWEST, sum = 0.0f;
 #pragma unroll 4
         for (int v = W * threadIdx.x; v < V; v += W * blockDim.x) {

@@ -223,7 +223,7 @@ __device__ __forceinline__ void multiply_on_tensor_cores(const real* __restrict_
     load_stage(0, 0);
     for (int k = 0, stage = 0; k < size; k += STEP, stage ^= 1) {
         copies_end();
-        copies_arrive<0>();
+        wait_for_copies<0>();
         __syncthreads();  // this stage is filled, and no thread reads the other any more
         if (k + STEP < size) load_stage(stage ^ 1, k + STEP);
         tiles::multiply<!left_k>(d, x(stage), r, w(stage), s);

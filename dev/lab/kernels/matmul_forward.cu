@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply_tile(real* __restrict__ out, const real
     load_stage(0, 0);
     for (int c = 0, stage = 0; c < C; c += tiles::STEP, stage ^= 1) {
         copies_end();
-        copies_arrive<0>();
+        wait_for_copies<0>();
         __syncthreads();  // this stage is filled, and no thread reads the other any more
         if (c + tiles::STEP < C) load_stage(stage ^ 1, c + tiles::STEP);
         tiles::multiply_transposed(d, tile(stage, 0), r, tile(stage, 1), s);
@@ -219,12 +219,12 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul_forward6(
     fill(1);
     float d[16][4] = {};  // (64, 128) of the warp group
     for (int step = 0; step < steps; step++) {
-        copies_arrive<1>();
+        wait_for_copies<1>();
         tiles::fence();
         __syncthreads();  // this step's tiles are filled, and no thread reads those of the step before any more
         tiles::start_product(d, x(step) + group * 64 * STEP, w(step));
         fill(step + 2);
-        tiles::products_arrive(d);
+        tiles::wait_for_products(d);
     }
     __syncthreads();  // the tiles are no longer needed
 

@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(1024) softmax_forward5(real* __rest
     for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) copy16(x + v, inp + (size_t)blockIdx.x * Vp + v, true);
     for (int row = blockIdx.x; row < N; row += gridDim.x) {
         copies_end();
-        copies_arrive<0>();
+        wait_for_copies<0>();
         float top = LOWEST, sum = 0.0f;
 #pragma unroll 4
         for (int v = W * threadIdx.x; v < V; v += W * blockDim.x)

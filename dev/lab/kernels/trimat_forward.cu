@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(256) trimat_forward4(real* __restri
         tiles::load<128>(tile(c, 1), head + C, 3 * C, key, T, c, HS);
     }
     copies_end();
-    copies_arrive<0>();
+    wait_for_copies<0>();
     __syncthreads();
     float d[4][4][4] = {};
     for (int c = 0; c < HS; c += tiles::STEP) tiles::multiply_transposed(d, tile(c, 0), r, tile(c, 1), s0);
