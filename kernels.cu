@@ -1499,7 +1499,7 @@ __device__ void store_master(real* params, low_half* low, size_t i, Pack<n> x) {
 //   p -= learning_rate (m correction1 / (sqrt(v correction2) + eps) + weight_decay p)
 // There are at most 32 `tensors`: tensor i lies at [starts[i], starts[i+1]) of the arenas, and
 // decayed[i] says whether it gets weight decay. A thread's W numbers are in one tensor, found by
-// bisection. dev/precision/moments.cu needs the template: it rounds moments by add_noise.
+// bisection. dev/features/moments.cu needs the template: it rounds moments by add_noise.
 template <class moment, class AddNoise>
 __device__ void adamw_step(
     real* __restrict__ params, low_half* __restrict__ low, const float* __restrict__ grads,

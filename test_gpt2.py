@@ -23,8 +23,8 @@ import numpy as np
 
 from dev.common.bf16 import joined, to_bf16
 from dev.common.config import Config, read_parameters
-from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
+from dev.features.seams import GPT2
 from dev.gpt2_numpy import forward, mean_loss
 from dev.gpt2_numpy_backward import loss_and_gradients
 from dev.lab.bench import Bench
@@ -42,7 +42,7 @@ from dev.tests.steps import check_steps
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, HERE, LOW, kept_as, to_float
 
-MOMENTS = HERE / "dev/precision/moments.cu"
+MOMENTS = HERE / "dev/features/moments.cu"
 
 
 # ---- The formulas: each gradient against finite differences; and rounding

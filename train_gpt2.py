@@ -988,7 +988,7 @@ class Cuda:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
         function = self.functions[name]
         self.last_kernel = name
-        # 48 KiB need not be asked for; such a kernel declares up to 16 of them itself
+        # 48 KiB need not be asked for; such a kernel declares up to 16 of them
         if shared > 32 * 1024 and shared > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
@@ -1303,12 +1303,12 @@ def parse_flags(arguments=None):
 def main(arguments=None):
     """Train as the arguments say, with the features of dev/ (such as a CPU) if it is there."""
     try:
-        from dev import features
+        from dev.features import order
     except ModuleNotFoundError as e:
         if e.name != "dev":
             raise
         return Training(parse_flags(arguments)).run()
-    return features.main(arguments)
+    return order.main(arguments)
 
 
 # ---- Faster. A step of the 124M model in bf16 on an H200, with more on each line:

@@ -112,7 +112,7 @@ def mean_loss(targets, logits):
 
 
 def main():
-    from dev.runs.tokenizer import decode, encoding_of_model, words_of
+    from dev.features.tokenizer import decode, encoding_of_model, words_of
     from prepro_tinyshakespeare import UserError
     from dev.common.config import Config, read_parameters
     from train_gpt2 import Parser, to_float

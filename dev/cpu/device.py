@@ -26,7 +26,7 @@ HEADER = Path(__file__).resolve().parent / "cuda.h"
 HEADERS = sorted(HEADER.parent.glob("*.h"))  # cuda.h includes the others
 KERNELS = HEADER.parents[2] / "kernels.cu"
 # Always compiled with it, so that a run with --moments bf16 or --sums bf16 needs no other library than one without.
-ALWAYS = [HEADER.parents[1] / name for name in ("precision/moments.cu", "ranks/sums.cu")]
+ALWAYS = [HEADER.parents[1] / name for name in ("features/moments.cu", "features/ranks/sums.cu")]
 # Of a student's file: a loop without an end stays, what he forgot to set shows, and a stuck block tells its lines.
 FOR_STUDENTS = ("-fno-finite-loops", "-ftrivial-auto-var-init=pattern", "-fno-crossjumping", "-fno-tree-tail-merge")
 ALWAYS_FOR_STUDENTS = ("-g1", "-DTELL_PLACES", "-Wextra", "-Wno-unused-parameter", "-Wno-sign-compare")

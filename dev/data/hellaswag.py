@@ -4,17 +4,17 @@
     python -m dev.data.hellaswag --input hellaswag_val.jsonl
 
 A question is the beginning of a text, the context, and four endings; the label says which is real.
-dev/runs/hellaswag_score.py describes the file. Endings are tokenized with a space before them, and
+dev/features/hellaswag_score.py describes the file. Endings are tokenized with a space before them, and
 there is no <|endoftext|>. The download is 6 MB, which huggingface_hub keeps in its cache.
 """
 import functools
 from pathlib import Path
 
-from dev.common.file_kinds import read_header
 from dev.common.flags import parse_flags
 from dev.data.hub import download, list_files
 from dev.data.parquet_jsonl import read_rows, table_files
-from dev.runs.hellaswag_score import COMPLETIONS, EVAL_FILE, START
+from dev.features.file_kinds import read_header
+from dev.features.hellaswag_score import COMPLETIONS, EVAL_FILE, START
 from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,
                                     replace_file, run_main)
 

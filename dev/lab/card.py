@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dev.common.config import Config
-from dev.common.devices import device_class
 from dev.common.nvrtc import include_flags
 from dev.common.student_text import for_gpu
+from dev.features.devices import device_class
 from dev.lab import timing
 from dev.lab.bench import Bench
 from dev.lab.causes import wrong_number

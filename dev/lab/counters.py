@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from dev.common.config import Config
-from dev.common.devices import make_device
+from dev.features.devices import make_device
 from dev.lab import traffic  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder

@@ -2,10 +2,10 @@
 memory, and how many of its blocks fit on a multiprocessor."""
 import re
 
-from dev.common.devices import Cuda
 from dev.common.gpus import REGISTERS, STATIC, GPUS as ALL_GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, compile_cuda, include_flags
 from dev.common.student_text import for_gpu
+from dev.features.devices import Cuda
 from dev.lab.explain import quoted, shared_lines
 from dev.lab.ladder import LAB, parse_sizes
 from dev.lab.submission import MODEL, code_of, exercise_of, read_submission

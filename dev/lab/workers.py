@@ -11,7 +11,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from dev.common.devices import make_device
+from dev.features.devices import make_device
 from dev.lab import results, timing  # after prepro_tinyshakespeare, which says how NumPy's threads wait
 from dev.lab.bench import Bench, noting
 from dev.lab.ladder import (KERNELS, LAB, MODELS, config_of, describe_choice, find_ladder, launched_by, model_of,
@@ -20,7 +20,7 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import read_kernels
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in (
-    "llama3/llama3", "precision/moments", "variants/outliers", "memory/recompute", "memory/recompute_llama")]
+    "llama3/llama3", "features/moments", "features/outliers", "features/recompute", "features/recompute_llama")]
 
 
 class Task(NamedTuple):

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from dev.common.flags import parse_flags
-from dev.runs.tokenizer import words_of
+from dev.features.tokenizer import words_of
 from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError, call_tiktoken,
                                     gpt2_encoding, prepare, read_text, run_main)
 from train_gpt2 import FileKind

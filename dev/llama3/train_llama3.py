@@ -35,11 +35,11 @@ from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run_
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.common.config import Config, read_parameters
-from dev.common.file_kinds import read_header
-from dev.common.seams import GPT2
-from dev.data.shuffled_loader import paths_of
+from dev.features.file_kinds import read_header
+from dev.features.seams import GPT2
+from dev.features.shuffled_loader import paths_of
+from dev.features.tokenizer import encoding_of_model, words_of_model
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, tokenizer_here, vocabulary
-from dev.runs.tokenizer import encoding_of_model, words_of_model
 from train_gpt2 import (HEADER_BYTES, PARTIAL_ROWS, FileKind, Row, ceil_div, check_size,
                         logit_rows, matrices, to_float)
 
@@ -440,8 +440,8 @@ class Llama3(GPT2):
 
 def main(arguments=None):
     """Train as the arguments say."""
-    from dev import features
-    return features.main(arguments, Llama3)
+    from dev.features import order
+    return order.main(arguments, Llama3)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dev.features import has_gpu
+from dev.features.order import has_gpu
 from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT
 from dev.lab.inputs import f32, stored
 from prepro_tinyshakespeare import UserError

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
-from dev.common.seams import GPT2
+from dev.features.seams import GPT2
 from dev.lab.ladder import find_ladder
 from dev.tests import checks, models, trainings
 from dev.tests.checks import TOP, check
@@ -58,9 +58,10 @@ WITHOUT_KERNELS = (  # while another process compiles the kernels
     Fast("dev.tests.test_recipes", "sizes nodes"),
     Fast("dev.tests.test_plot", "logs tokens_and_speed numbers reference_lines sparklines panels"),
     Fast("dev.tests.test_meeting", "what_launchers_say strangers impostors"),
-    Fast("dev.tests.test_lab", "judging inputs written"),
-    Fast("dev.tests.test_progress", "lists what_is_kept goals_of_figures hints on_gpu standings leaderboards refusals"),
-    Fast("dev.tests.test_judge", "sizes launches order"),
+    Fast("dev.lab.tests.test_lab", "judging inputs written"),
+    Fast("dev.lab.tests.test_progress", "lists what_is_kept goals_of_figures hints on_gpu standings leaderboards "
+         "refusals"),
+    Fast("dev.lab.tests.test_judge", "sizes launches order"),
 )
 WITH_KERNELS = (
     Fast("dev.tests.fast", "kernels pytorch_dump", (DEVICE,)),

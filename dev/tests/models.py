@@ -15,19 +15,19 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.config import check_tokens, checkpoint_parts, read_parameters
-from dev.common.devices import device_class
-from dev.common.file_kinds import read_header
 from dev.common.flags import parse_flags
-from dev.common.seams import GPT2, Training
-from dev.features import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
+from dev.features.devices import device_class
+from dev.features.file_kinds import read_header
+from dev.features.fp8.fp8 import fp8_device
+from dev.features.moments import SOURCE as MOMENTS
+from dev.features.order import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
+from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
+from dev.features.relu_attention import with_relu
+from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import config_of, describe_choice, find_ladder, launched_by, model_of, parse_sizes
-from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
-from dev.precision.fp8 import fp8_device
-from dev.precision.moments import SOURCE as MOMENTS
 from dev.tests.checks import check, run
-from dev.variants.relu_attention import with_relu
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
                         pack_batch, read_kernels, to_float)
@@ -188,7 +188,7 @@ LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # around half a unit 
 # ---- The whole model against a dump
 
 DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
-                                     "llm.c's train_gpt2.py or dev/tools/torch_reference.py writes one")}
+                                     "llm.c's train_gpt2.py or dev/bench/torch_reference.py writes one")}
 
 
 HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")

@@ -2,10 +2,10 @@
 from typing import NamedTuple
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/lab/tiles.cu"
-MOMENTS, FP8, OUTLIERS = "dev/precision/moments.cu", "dev/precision/fp8.cu", "dev/variants/outliers.cu"
-FP8_OUTPUT, BOXES, SUMS = "dev/precision/fp8_output.cuh", "dev/cpu/hopper.h", "dev/ranks/sums.cu"
-FUSED, RECOMPUTE = "dev/gpu/fused_biases.cu", "dev/memory/recompute.cu"
-RECOMPUTE_LLAMA = "dev/memory/recompute_llama.cu"
+MOMENTS, FP8, OUTLIERS = "dev/features/moments.cu", "dev/features/fp8/fp8.cu", "dev/features/outliers.cu"
+FP8_OUTPUT, BOXES, SUMS = "dev/features/fp8/fp8_output.cuh", "dev/cpu/hopper.h", "dev/features/ranks/sums.cu"
+FUSED, RECOMPUTE = "dev/features/fused_biases.cu", "dev/features/recompute.cu"
+RECOMPUTE_LLAMA = "dev/features/recompute_llama.cu"
 FUSED_TESTS = "attention", "rows"  # of test_fused_biases.py
 OUT_OF_BOUNDS = "out of bounds"  # a kind: it reads what it does not use, which only AddressSanitizer sees
 

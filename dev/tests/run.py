@@ -29,16 +29,16 @@ os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 PROGRAMS = (  # the longest first; the other test files follow
     "dev.tests.test_ranks", "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device cpu --dtype bf16",
     "dev.tests.test_llama3", "dev.tests.test_kills", "test_gpt2 --device cpu --dtype fp32",
-    "dev.tests.test_exercise", "dev.tests.test_races", "dev.tests.test_resume",
+    "dev.lab.tests.test_exercise", "dev.tests.test_races", "dev.tests.test_resume",
     "test_gpt2 --device cpu --dtype tf32",
-    "dev.lab --check --dtype bf16", "dev.lab --check --dtype tf32", "dev.tests.test_lab",
+    "dev.lab --check --dtype bf16", "dev.lab --check --dtype tf32", "dev.lab.tests.test_lab",
 )
 IN_TEST_GPT2 = {f"dev.tests.test_{name}" for name in ("files", "cpu", "gpu", "command_line")}
 LONGEST = (
-    "dev.tests.mutants", "dev.tools.compile_kernels", "dev.lab --check --races --dtype bf16",
+    "dev.tests.mutants", "dev.bench.compile_kernels", "dev.lab --check --races --dtype bf16",
     "dev.lab --check --races --dtype tf32", "dev.tests.test_kills --only killed_runs --kills 200",
-    "dev.tests.test_ranks --only killed_ranks --kills 50", "dev.tests.test_first_evening --checked 99",
-    "dev.tests.test_students --all", "dev.tests.test_five --planted",
+    "dev.tests.test_ranks --only killed_ranks --kills 50", "dev.lab.tests.test_first_evening --checked 99",
+    "dev.lab.tests.test_students --all", "dev.tests.test_five --planted",
     "dev.tests.test_gelu_products --only planted --faults 99",
 )
 
@@ -61,7 +61,7 @@ def command_of(program):
 
 def all_programs():
     """PROGRAMS, and then the other test files."""
-    found = sorted(f"dev.tests.{path.stem}" for path in (TOP / "dev/tests").glob("test_*.py"))
+    found = sorted(".".join(path.relative_to(TOP).with_suffix("").parts) for path in TOP.glob("dev/**/tests/test_*.py"))
     return [*PROGRAMS, *(path for path in found if path not in {*PROGRAMS, *IN_TEST_GPT2})]
 
 

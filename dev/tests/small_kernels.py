@@ -4,9 +4,9 @@ NumPy's arrays."""
 import numpy as np
 
 from dev.common.config import Config
-from dev.common.devices import make_device
 from dev.common.student_text import for_gpu
 from dev.cpu.device import Cpu
+from dev.features.devices import make_device
 
 HEAD = """#define BLOCK(threads, ...)
 extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }

@@ -6,7 +6,7 @@ import numpy as np
 
 from dev.common.bf16 import joined, master_numbers
 from dev.common.config import draw_parameters
-from dev.common.seams import GPT2
+from dev.features.seams import GPT2
 from dev.lab.bench import KERNEL_LIMIT
 from dev.lab.heads import launch_trainers
 from dev.lab.inputs import stored

@@ -11,15 +11,15 @@ import numpy as np
 
 from dev.common.bf16 import master_numbers
 from dev.common.config import Config, draw_parameters
-from dev.common.devices import make_device
 from dev.common.flags import parse_flags
-from dev.common.seams import GPT2, Training
-from dev.features import FLAGS as FEATURE_FLAGS, attach
+from dev.features.devices import make_device
+from dev.features.ema import SOURCE
+from dev.features.order import FLAGS as FEATURE_FLAGS, attach
+from dev.features.outliers import SOURCE as OUTLIERS
+from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
 from dev.tests.trainings import call
-from dev.variants.ema import SOURCE
-from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError, write_tokens
 from train_gpt2 import pack_batch
 

@@ -1,4 +1,4 @@
-"""Test dev/tools/benchmark.py without a GPU: its tables from made-up measurements against figures worked out
+"""Test dev/bench/benchmark.py without a GPU: its tables from made-up measurements against figures worked out
 by hand, the order of its jobs, and the work that it counts in a step on the CPU.
 
     python -m dev.tests.test_benchmark
@@ -9,15 +9,15 @@ from unittest import mock
 
 import numpy as np
 
+from dev.bench import benchmark, peers, torchao_peer
+from dev.bench.benchmark import FIRST, ROWS, THEN, Row
+from dev.bench.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
+from dev.bench.step_by_kernel import Recording, by_label, read_table, recorded_steps, work_of_step
 from dev.common.config import Config
-from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
+from dev.features.seams import GPT2
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import FIXTURES
-from dev.tools import benchmark, peers, torchao_peer
-from dev.tools.benchmark import FIRST, ROWS, THEN, Row
-from dev.tools.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
-from dev.tools.step_by_kernel import Recording, by_label, read_table, recorded_steps, work_of_step
 from train_gpt2 import pack_batch
 
 GIB = 2**30

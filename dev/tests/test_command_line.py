@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from dev.common.config import Config, read_parameters
-from dev.features import has_gpu
+from dev.features.order import has_gpu
 from dev.tests.checks import TINY, TOP, check, numbers_of, run_program
 from dev.tests.models import dtypes_of
 from dev.tests.trainings import LLAMA, call, two_token_files

@@ -14,7 +14,7 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, read_parameters
-from dev.common.seams import GPT2
+from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import TINY, check, check_refusal, header_refusal, run_program
 from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve

@@ -17,11 +17,11 @@ import numpy as np
 from dev.common.cache import cache_folder, read_cache, write_cache
 from dev.common.config import Config
 from dev.common.cuda_source import read_kernels
-from dev.common.devices import make_device
+from dev.features.devices import make_device
+from dev.features.outliers import SOURCE as OUTLIERS
 from dev.lab.bench import Bench, noting, orders as thread_orders
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import EXACT, check, check_refusal, refusal, run_program
-from dev.variants.outliers import SOURCE as OUTLIERS
 from prepro_tinyshakespeare import UserError
 
 KERNEL_FILE = """
@@ -73,7 +73,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from dev.common.config import Config
-from dev.common.devices import make_device
+from dev.features.devices import make_device
 from prepro_tinyshakespeare import run_main
 
 def main():

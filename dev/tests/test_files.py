@@ -19,16 +19,16 @@ import train_gpt2
 from dev import gpt2_numpy
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, draw_parameters, read_parameters
-from dev.common.file_kinds import FILES, check_kind
-from dev.common.seams import GPT2, Training
-from dev.data.shuffled_loader import FilesLoader, check_pair, paths_of
+from dev.features.file_kinds import FILES, check_kind
+from dev.features.schedule import Scheduled
+from dev.features.seams import GPT2, Training
+from dev.features.shuffled_loader import FilesLoader, check_pair, paths_of
+from dev.features.tokenizer import TOKENIZER, read_tokenizer
 from dev.lab.kernels.adamw import halves
 from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
-from dev.runs.tokenizer import TOKENIZER, read_tokenizer
 from dev.tests.checks import EXACT, TOP, check, check_refusal, header_refusal, numbers_of, refusal, run_program, words
 from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXTURES, LIMITS, device_of, dtypes_of,
                               dump_limit, read_debug_state, write_checkpoint)
-from dev.variants.schedule import Scheduled
 from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens
 from train_gpt2 import (BF16, TOKENS, DataLoader, batch_table, carve, coins, draw_token,
                         pack_batch, read_header, to_float)
@@ -283,7 +283,7 @@ def numpy_program(device_name, folder):
                              (FIXTURES / "gpt2_tiny.bin", "x", "V = 331 words, and GPT-2 50,257"),
                              (folder / "absent.bin", "x", "dev/tools/convert.py")):
         with (mock.patch.object(sys, "argv", ["gpt2_numpy.py", *map(str, arguments)]),
-              mock.patch("dev.runs.tokenizer.gpt2_encoding", byte_encoding),
+              mock.patch("dev.features.tokenizer.gpt2_encoding", byte_encoding),
               contextlib.redirect_stdout(io.StringIO()) as output):
             try:
                 gpt2_numpy.main()

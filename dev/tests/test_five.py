@@ -1,4 +1,4 @@
-"""Test attention's gradient with five products, dev/gpu/attention_five.cu, for heads of 128 channels on Hopper.
+"""Test attention's gradient with five products, dev/features/hopper/attention_five.cu, for heads of 128 channels.
 
     python -m dev.tests.test_five                      # on the CPU, as on Hopper
     python -m dev.tests.test_five --device cuda        # on a Hopper GPU: also the same bits in ten runs
@@ -17,17 +17,17 @@ from unittest import mock
 
 import numpy as np
 
+from dev.bench import time_five
 from dev.common.bf16 import to_bf16
-from dev.common.seams import GPT2
-from dev.features import FEATURES, capability
-from dev.gpu import attention_five
-from dev.gpu.attention_five import FiveProducts
+from dev.features.fp8.fp8 import fp8_device
+from dev.features.hopper import attention_five
+from dev.features.hopper.attention_five import FiveProducts
+from dev.features.order import FEATURES, capability
+from dev.features.seams import GPT2
 from dev.lab.bench import BF16_LIMIT
-from dev.precision.fp8 import fp8_device
 from dev.tests import checks
 from dev.tests.checks import EXACT, check
 from dev.tests.models import SMALL_MODEL, poisoned_model
-from dev.tools import time_five
 from train_gpt2 import pack_batch, to_float
 
 SECONDS = 150  # time limit for the checks with one fault: some hang

@@ -13,17 +13,17 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
+from dev.bench import roundings
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, read_parameters
-from dev.common.devices import make_device
-from dev.common.seams import GPT2
+from dev.features.devices import make_device
+from dev.features.fp8 import fp8
+from dev.features.fp8.fp8 import fp8_device
+from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from dev.precision import fp8
-from dev.precision.fp8 import fp8_device
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import (FIXTURES, RECOMPUTE, RECOMPUTE_LLAMA, SMALL_MODEL, device_of, gradients, in_each_order,
                               model_class, on_device, poisoned_model, read_debug_state)
-from dev.tools import roundings
 from train_gpt2 import BF16, pack_batch, to_float
 
 SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
@@ -501,7 +501,7 @@ def fixture(device_name):
 
 
 def learned(device_name):
-    """dev/tools/roundings.py says whether a version is in the range of bf16's runs, and whether its loss jumps."""
+    """dev/bench/roundings.py says whether a version is in the range of bf16's runs, and whether its loss jumps."""
     ramp = np.linspace(9, 4, 100)
     spike = np.where(np.arange(100) == 60, 9.0, ramp)
     curves = {"--dtype fp8": ramp + 0.01, "--fp8 head": spike, "--fp8 all": ramp + 0.1,

@@ -1,4 +1,4 @@
-"""Test the sums of rows that kernels take along, dev/gpu/fused_biases.cu, at the sizes of the lab's kernels.
+"""Test the sums of rows that kernels take along, dev/features/fused_biases.cu, at the sizes of the lab's kernels.
 
     python -m dev.tests.test_fused_biases                   # on the CPU, and on a GPU too if there is one
     python -m dev.tests.test_fused_biases --only attention
@@ -8,11 +8,11 @@ import functools
 import os
 from unittest import mock
 
-from dev.common.devices import device_class
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
-from dev.features import capability
-from dev.gpu.fused_biases import SOURCE, SummedOutputs
+from dev.features.devices import device_class
+from dev.features.fused_biases import SOURCE, SummedOutputs
+from dev.features.order import capability
 from dev.lab import heads
 from dev.lab.bench import Bench
 from dev.lab.heads import ATTENTION_LIMITS

@@ -1,4 +1,4 @@
-"""Test the products with GELU of dev/gpu/gelu_products.cu: on a CPU as on Hopper, and on a Hopper
+"""Test the products with GELU of dev/features/hopper/gelu_products.cu: on a CPU as on Hopper, and on a Hopper
 GPU beside cuBLASLt.
 
     python -m dev.tests.test_gelu_products
@@ -10,24 +10,24 @@ from unittest import mock
 
 import numpy as np
 
-from dev import features
+from dev.bench import time_gelu
+from dev.bench.step_by_kernel import work_of
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import has_nvrtc
-from dev.common.seams import GPT2, Training
 from dev.cpu import races
 from dev.cpu.device import Cpu
-from dev.gpu import attention_five, gelu_products
-from dev.gpu.fused_biases import SOURCE as FUSED, with_summed_outputs
-from dev.gpu.gelu_products import HEIGHT, fits, with_own_gelu
+from dev.features import order as features
+from dev.features.fused_biases import SOURCE as FUSED, with_summed_outputs
+from dev.features.hopper import attention_five, gelu_products
+from dev.features.hopper.gelu_products import HEIGHT, fits, with_own_gelu
+from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
+from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.llama3.train_llama3 import Llama3
-from dev.memory.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import gradients, in_each_order, model_class, on_device
-from dev.tools import time_gelu
-from dev.tools.step_by_kernel import work_of
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, to_float
 

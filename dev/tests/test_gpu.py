@@ -18,18 +18,16 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
-from dev import features
-from dev.common import devices
 from dev.common.bf16 import master_numbers
 from dev.common.config import Config
 from dev.common.cuda_source import read_kernels
 from dev.common.host_memory import available_memory
-from dev.common.seams import GPT2, Training
-from dev.gpu import attention_five
-from dev.gpu.late_reports import LateReports
-from dev.gpu.nvtx import DEVICE, MODEL, Annotated, with_ranges
+from dev.features import devices, fit, order
+from dev.features.hopper import attention_five
+from dev.features.late_reports import LateReports
+from dev.features.nvtx import DEVICE, MODEL, Annotated, with_ranges
+from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Llama3
-from dev.memory import fit
 from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
 from dev.tests.models import device_of, model_class, poisoned_model
 from dev.tests.trainings import two_token_files
@@ -297,8 +295,8 @@ def files_of_a_run(device_name, folder):
         with mock.patch.multiple(devices.Beside, __init__=begin, compile=compile), \
                 mock.patch.object(attention_five, "capability", return_value=gpu):
             try:
-                features.main(["--device", "cuda", "-e", model, "--dtype", dtype, *more,
-                               *["-o", f"{folder}/run"] * ("--ema" in more)], Model)
+                order.main(["--device", "cuda", "-e", model, "--dtype", dtype, *more,
+                            *["-o", f"{folder}/run"] * ("--ema" in more)], Model)
             except Compiled as e:
                 sources, flags = e.args
         code = "".join(path.read_text("utf-8") for path in sources)

@@ -15,10 +15,10 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import read_parameters
-from dev.common.devices import make_device
-from dev.common.seams import GPT2
+from dev.features.devices import make_device
+from dev.features.hellaswag_score import EVAL_FILE, Example, count_right, mean_losses, read_examples
+from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from dev.runs.hellaswag_score import EVAL_FILE, Example, count_right, mean_losses, read_examples
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
 from dev.tests.trainings import LENGTHS, call, file_of, random_examples
@@ -26,7 +26,7 @@ from dev.tools.score import progress_line  # before NumPy: it sets how NumPy's t
 from train_gpt2 import FileKind, to_float
 
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
-DEBUG_STATE[Llama3.Config] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/tools/torch_reference.py writes one")
+DEBUG_STATE[Llama3.Config] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/bench/torch_reference.py writes one")
 DEVICE_SIZES = {GPT2: (64, 2), Llama3: (64, 2)}  # C and NH of these
 
 
@@ -137,7 +137,7 @@ def agrees(name, model, examples, truth):
     ordered = np.sort(truth, axis=1)
     near = np.min(ordered[:, 1] - ordered[:, 0])
     right = sum(int(np.argmin(row)) == example.label for row, example in zip(truth, examples))
-    with mock.patch("dev.runs.hellaswag_score.mean_losses", return_value=means):  # do not compute them again
+    with mock.patch("dev.features.hellaswag_score.mean_losses", return_value=means):  # do not compute them again
         found = count_right(model, examples)
     check(f"{name}, score {found}", found == (right, len(examples)) and near > 2e-4, f"{right}, {near:.1e} apart")
 

@@ -17,11 +17,11 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-from dev import features
-from dev.checkpoints import background_writer
-from dev.checkpoints.main_log import MainLog
-from dev.common.seams import GPT2, Training
-from dev.gpu.late_reports import LateReports
+from dev.features import order
+from dev.features.checkpoints import background_writer
+from dev.features.checkpoints.main_log import MainLog
+from dev.features.late_reports import LateReports
+from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.trainings import bytes_of, call, command, same, token_files, train, whole_ones, without
 
@@ -203,7 +203,7 @@ def stopped_at_once(folder):
                     (6, "", GPT2, "train_step", lambda model, *args: model.step == 5),
                     (6, "val loss, generating, ", Training, "validate", lambda run, done: done == 6)):
                 output = folder / f"{base.__name__}, {told[1]}, {step}"
-                with told_in(*told), mock.patch.object(features, "Training", base):
+                with told_in(*told), mock.patch.object(order, "Training", base):
                     text = train("cpu", folder, output, *flags, status=128 + number)
                 said = ", ".join(re.findall(
                     r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of 6|wrote .*model_\d+\.bin"

@@ -11,15 +11,15 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
-from dev.common.devices import make_device
-from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
+from dev.features.devices import make_device
+from dev.features.label_smoothing import SOURCE
+from dev.features.seams import GPT2
 from dev.lab.formulas import cross_entropy
 from dev.lab.inputs import f32
 from dev.tests.checks import TINY, check, finite_difference, normal, run_program, words
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import call, token_files
-from dev.variants.label_smoothing import SOURCE
 from train_gpt2 import to_float
 
 TOP = Path(__file__).resolve().parents[2]

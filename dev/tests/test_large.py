@@ -22,11 +22,11 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import Config
-from dev.common.devices import device_class
-from dev.features import has_gpu
-from dev.gpu.fused_biases import SOURCE, with_summed_outputs
+from dev.features.devices import device_class
+from dev.features.fused_biases import SOURCE, with_summed_outputs
+from dev.features.order import has_gpu
+from dev.features.recompute import SOURCE as RECOMPUTE
 from dev.lab.heads import trainers_backward, trainers_forward
-from dev.memory.recompute import SOURCE as RECOMPUTE
 from dev.tests.checks import TOP, check, run_program, summary
 from train_gpt2 import (ADAMW, BF16, LOW, PARTIAL_ROWS, batch_table, carve, classifier_launch,
                         layernorm_backward_launch, pack_batch, to_float)

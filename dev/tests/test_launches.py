@@ -11,22 +11,22 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
+from dev.bench import launches
+from dev.bench.launches import Launch, faults_of_launches, launches_of, most_tensors
 from dev.common.config import Config
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, Used, compile_cuda, has_nvrtc
-from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
-from dev.gpu.fused_biases import OUTPUT, SOURCE, FusedBiases, output_switches
+from dev.features.fp8.fp8 import SOURCE as FP8
+from dev.features.fused_biases import OUTPUT, SOURCE, FusedBiases, output_switches
+from dev.features.ranks.zero import share_of
+from dev.features.seams import GPT2
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.llama3.train_llama3 import META, Config3, Llama3
-from dev.precision.fp8 import SOURCE as FP8
-from dev.ranks.zero import share_of
 from dev.tests import capped
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import device_of
-from dev.tools import launches
-from dev.tools.launches import Launch, faults_of_launches, launches_of, most_tensors
 
 # As kernels.cu has them for heads of 64 channels in bf16
 ARRAYS = {"attention_sizes": [128, 128, 49152, 49152], "layernorm_sizes": [384, 32, 9216]}

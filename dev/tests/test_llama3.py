@@ -1,7 +1,7 @@
 """Test llama3.cu and train_llama3.py against formulas in NumPy and tensors dumped from PyTorch.
 
     python -m dev.tests.test_llama3                                  # all, on the CPU, and on a GPU if there is one
-    python -m dev.tests.test_llama3 --checkpoint FILE --state FILE   # only this dump, of dev/tools/torch_reference.py
+    python -m dev.tests.test_llama3 --checkpoint FILE --state FILE   # only this dump, of dev/bench/torch_reference.py
     python -m dev.tests.test_llama3 --kernels                        # only the kernels, for a sanitizer
     python -m dev.tests.test_llama3 --only rope_forward              # only one of them, for a debugger
 
@@ -50,7 +50,7 @@ COMPILED_FOR = (64, 2), (32, 16), (96, 16), (768, 24), (1600, 25), (2112, 33), (
 
 # ---- The whole model against dumps, and its steps
 
-DEBUG_STATE[Config3] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/tools/torch_reference.py writes one")
+DEBUG_STATE[Config3] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/bench/torch_reference.py writes one")
 SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
 GQA, TIED = FIXTURES / "llama_gqa.bin", FIXTURES / "llama_tied.bin"
 

@@ -3,7 +3,8 @@
     python -m dev.tests.test_meeting
 
 Meetings are held in threads of this process, or, where one may kill another, in small processes. A stranger knows the
-protocol from dev/ranks/meeting.py's first lines alone. Jobs of the trainer itself are in dev/tests/test_rank_jobs.py.
+protocol from dev/features/ranks/meeting.py's first lines alone. Jobs of the trainer itself are in
+dev/tests/test_rank_jobs.py.
 """
 import contextlib
 import hmac
@@ -21,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from dev.ranks.environment import launched
-from dev.ranks.meeting import Meeting, Point, first_host
+from dev.features.ranks.environment import launched
+from dev.features.ranks.meeting import Meeting, Point, first_host
 from dev.tests.checks import check, check_refusal, run_program
 
 TOP = Path(__file__).resolve().parents[2]
@@ -147,7 +148,7 @@ def children(folder, text, count, *words):
     folder.mkdir()
     path = folder / "child.py"
     path.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(TOP)!r})\n"
-                    f"import dev.ranks.launch, dev.ranks.meeting\nrank = int(sys.argv[1])\n{text}")
+                    f"import dev.features.ranks.launch, dev.features.ranks.meeting\nrank = int(sys.argv[1])\n{text}")
     jobs = [subprocess.Popen([sys.executable, path, str(rank), *words], text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, cwd=folder) for rank in range(count)]
     started.extend(jobs)
@@ -155,8 +156,8 @@ def children(folder, text, count, *words):
 
 
 HANGS = """
-dev.ranks.meeting.SILENCE, dev.ranks.meeting.BEAT, (what, who) = 2, 0.2, sys.argv[2:]
-meeting = dev.ranks.meeting.Meeting(rank, 3, 3, ".")
+dev.features.ranks.meeting.SILENCE, dev.features.ranks.meeting.BEAT, (what, who) = 2, 0.2, sys.argv[2:]
+meeting = dev.features.ranks.meeting.Meeting(rank, 3, 3, ".")
 meeting.exchange(None, "the start")
 print("here", flush=True)
 if what == "late" and rank != int(who):
@@ -196,10 +197,10 @@ def hangs(folder):
 
 
 GPUS = """
-dev.ranks.launch.SILENCE, how = 1, sys.argv[2]
+dev.features.ranks.launch.SILENCE, how = 1, sys.argv[2]
 rank = os.environ.get("RANK")
 if rank is None:
-    sys.exit(dev.ranks.launch.launch(3, "cuda"))
+    sys.exit(dev.features.ranks.launch.launch(3, "cuda"))
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 line = [*map(os.environ.get, names), len(os.environ["TRAIN_GPT2_TOKEN"]), os.getpid()]
 os.write(1, (" ".join(map(str, line)) + chr(10)).encode())

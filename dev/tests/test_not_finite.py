@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import Config
-from dev.runs.replay import largest_gradients, repeat
+from dev.features.replay import largest_gradients, repeat
 from dev.tests.checks import TINY, check, run_program, words
 from dev.tests.models import device_of, gradients, poisoned_model
 from dev.tests.trainings import bytes_of, call, same, token_files, train, whole_ones

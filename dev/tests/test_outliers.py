@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from dev.common.config import Config
-from dev.common.devices import make_device
-from dev.common.seams import GPT2
 from dev.cpu.device import Cpu
+from dev.features.devices import make_device
+from dev.features.outliers import SOURCE, WINDOW
+from dev.features.seams import GPT2
 from dev.tests.checks import EXACT, check, run_program
 from dev.tests.models import FIXTURES, model_class
 from dev.tests.trainings import call
-from dev.variants.outliers import SOURCE, WINDOW
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import Verdict
 

@@ -1,5 +1,5 @@
-"""Test programs whose stdout or stderr is full, broken, closed, or lacks letters: dev/runs/output.py, and run_main() of
-prepro_tinyshakespeare.py.
+"""Test programs whose stdout or stderr is full, broken, closed, or lacks letters: dev/features/output.py, and
+run_main() of prepro_tinyshakespeare.py.
 
     python -m dev.tests.test_output
 """
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from dev.runs.output import steady
+from dev.features.output import steady
 from dev.tests.checks import EXACT, TINY, TOP, check, run_program
 from dev.tests.trainings import two_token_files
 

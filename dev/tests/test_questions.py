@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from dev.data import hellaswag
-from dev.runs.hellaswag_score import Example, read_examples
+from dev.features.hellaswag_score import Example, read_examples
 from dev.tests.checks import check, check_refusal, header_refusal, run_program
 from dev.tests.documents import byte_ids, check_command, command, in_process, write_jsonl, write_parquet
 from dev.tests.fake_hub import a_hub, downloaded, serve

@@ -14,17 +14,17 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import Config
-from dev.common.devices import make_device
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
+from dev.features.devices import make_device
+from dev.features.fp8.fp8 import SOURCE as FP8, with_fp8
 from dev.lab import grade, workers
 from dev.lab.bench import Bench
 from dev.lab.explain import complaint_lines
 from dev.lab.ladder import find_ladder, kernel_names, model_of, parse_sizes
-from dev.precision.fp8 import SOURCE as FP8, with_fp8
+from dev.lab.tests.student import filled, said
 from dev.tests import mutants
 from dev.tests.checks import check, refusal, run_program
-from dev.tests.student import filled, said
 from train_gpt2 import BF16
 
 FLAGS = f"-O1 {races.FLAG}"

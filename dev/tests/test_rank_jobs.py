@@ -16,9 +16,9 @@ import time
 
 import numpy as np
 
-from dev.checkpoints.resume import load_state
 from dev.common.config import read_parameters
-from dev.data.shuffled_loader import FilesLoader
+from dev.features.checkpoints.resume import load_state
+from dev.features.shuffled_loader import FilesLoader
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check, run_program
 from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files, done_steps, end,
@@ -101,7 +101,7 @@ def meeting(*args):
     same, count = os.environ["FIRST"] == str(os.getpid()), len(os.listdir("/proc/self/task"))
     print(f"{same} {count} threads", flush=True)
     os._exit(0)
-dev.ranks.launch.Meeting = meeting
+dev.features.ranks.launch.Meeting = meeting
 """)
     names = dict(RANK="1", SIZE="2", LOCAL_RANK="1", LOCAL_SIZE="2")
     text = train(device_name, 1, folder, folder / "out", trainer=program, environment={
@@ -122,13 +122,13 @@ def lost_ranks(device_name, folder):
     layer = "train_gpt2.GPT2.layer_backward"  # of which a step has two
     for case, (fault, rank, where, number, wish) in enumerate((
             ("os.kill(os.getpid(), 9)", 0, layer, 11, gone),  # the next, while others wait for it
-            ("time.sleep(1); os.kill(os.getpid(), 9)", 1, f"dev.ranks.ranks.{connect}.__init__", 1,
+            ("time.sleep(1); os.kill(os.getpid(), 9)", 1, f"dev.features.ranks.ranks.{connect}.__init__", 1,
              gone),
-            ("1 / 0", 1, "dev.data.shuffled_loader.FilesLoader.batch", 6, ": ZeroDivisionError: division by zero"),
+            ("1 / 0", 1, "dev.features.shuffled_loader.FilesLoader.batch", 6, ": ZeroDivisionError: division by zero"),
             ("os.kill(os.getpid(), signal.SIGSTOP)", 1, layer, 11, late),
             ("time.sleep(99)", 1, layer, 11, None))):
         fault_at = at_call(where, number, fault, rank)
-        program = wrapped(folder, late=f"dev.ranks.meeting.SILENCE = 3\n{fault_at}")
+        program = wrapped(folder, late=f"dev.features.ranks.meeting.SILENCE = 3\n{fault_at}")
         since = time.monotonic()
         text = train(device_name, 2, folder, folder / f"out {case}", *BRIEF, "-x", 10**6,
                      "-i", folder / "part_val_0.bin", "--graph", 0, trainer=program, status=1)
@@ -147,7 +147,7 @@ def signals(device_name, folder):
     flags = *SMALL, "-x", 6, "-z", 1, "--dtype", "bf16", "--moments", "bf16"
     llama = dict(trainer=LLAMA, model=TIED)
     train(device_name, count, folder, folder / "whole", *flags, "-n", 6, **llama)
-    fault = at_call("dev.data.shuffled_loader.FilesLoader.batch", 7, "os.kill(os.getpid(), signal.SIGTERM)")
+    fault = at_call("dev.features.shuffled_loader.FilesLoader.batch", 7, "os.kill(os.getpid(), signal.SIGTERM)")
     program = wrapped(folder, late=fault, Model="dev.llama3.train_llama3.Llama3")
     text = train(device_name, count, folder, output, *flags, trainer=program, model=TIED,
                  status=143)

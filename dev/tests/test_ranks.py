@@ -20,19 +20,19 @@ import time
 
 import numpy as np
 
-from dev import features
-from dev.checkpoints.resume import load_state
-from dev.checkpoints.state_file import state_parts
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, read_parameters
-from dev.common.devices import make_device
 from dev.common.flags import parse_flags
-from dev.common.seams import GPT2, Training
 from dev.cpu.device import Cpu
-from dev.data.shuffled_loader import FilesLoader
+from dev.features import order
+from dev.features.checkpoints.resume import load_state
+from dev.features.checkpoints.state_file import state_parts
+from dev.features.devices import make_device
+from dev.features.ranks.ranks import Ranks
+from dev.features.ranks.sums import SOURCE as SUMS
+from dev.features.seams import GPT2, Training
+from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
-from dev.ranks.ranks import Ranks
-from dev.ranks.sums import SOURCE as SUMS
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, run_program
 from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close, counts_of, curve, data_files,
                             done_steps, end, one_speaks, ranks_of, same, train, wrapped)
@@ -55,8 +55,8 @@ def class_of(rank, count, *flags):
     ranks = Ranks.__new__(Ranks) if count > 1 else None
     if ranks:
         ranks.rank, ranks.count = rank, count
-    parsed = parse_flags("", features.FLAGS, [*map(str, flags)])
-    return features.attach(parsed, Training, GPT2, ranks)[1]
+    parsed = parse_flags("", order.FLAGS, [*map(str, flags)])
+    return order.attach(parsed, Training, GPT2, ranks)[1]
 
 
 def same_losses(device_name, folder):
@@ -427,7 +427,7 @@ def killed_ranks(device_name, folder, kills):
 def full_disk(device_name, folder):
     """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
     program, output = wrapped(folder, late="""
-from dev.checkpoints import background_writer
+from dev.features.checkpoints import background_writer
 real = background_writer.replace_file
 def replace(path, chunks):
     if rank == 1 and "00000002" in str(path):

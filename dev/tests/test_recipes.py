@@ -13,9 +13,9 @@ from pathlib import Path
 import train_gpt2
 from dev.common.config import Config
 from dev.common.flags import parse_flags
-from dev.features import table_of_flags
-from dev.gpu.peak import flops_per_token
-from dev.ranks.environment import launched
+from dev.features.order import table_of_flags
+from dev.features.peak import flops_per_token
+from dev.features.ranks.environment import launched
 from dev.tests.checks import EXACT, check, run_program
 
 TOP = Path(__file__).resolve().parents[2]

@@ -16,11 +16,11 @@ from unittest import mock
 
 import numpy as np
 
-from dev.checkpoints.resume import load_position
-from dev.checkpoints.run_folder import RunFolder
-from dev.checkpoints.state_file import shuffle_record
 from dev.common.config import Config
-from dev.data.shuffled_loader import FilesLoader
+from dev.features.checkpoints.resume import load_position
+from dev.features.checkpoints.run_folder import RunFolder
+from dev.features.checkpoints.state_file import shuffle_record
+from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, run_program
 from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, parse_state, same, token_files, train,

@@ -16,8 +16,8 @@ from pathlib import Path
 from unittest import mock
 
 import train_gpt2
-from dev.checkpoints.state_file import STATE, State
 from dev.common.config import Config
+from dev.features.checkpoints.state_file import STATE, State
 from dev.tests.checks import TINY, check, header_refusal, run_program
 from dev.tests.trainings import NUMBERS, call, token_files
 
@@ -135,7 +135,7 @@ def earlier_runs(folder):
     check("which stay", ok and "main.log.77.tmp" not in contents(harmless))
     before = contents(one)
     for name, *more in (("--dry-run", "--dry-run"), ("--sample", "--sample", "", "-g", 2, "--dtype", "fp32")):
-        with mock.patch("dev.runs.sample.Sampling.run", return_value=0):  # which needs GPT-2's vocabulary
+        with mock.patch("dev.features.sample.Sampling.run", return_value=0):  # which needs GPT-2's vocabulary
             goes_on(name, one, *flags, *more)
         check(f"{name} writes nothing", contents(one) == before)
 

@@ -1,5 +1,5 @@
-"""Test dev/runs/sample.py: the tokens it draws against a formula in NumPy, and the pieces of its text against the
-whole. And dev/runs/tokenizer.py: which vocabulary samples are decoded with.
+"""Test dev/features/sample.py: the tokens it draws against a formula in NumPy, and the pieces of its text against the
+whole. And dev/features/tokenizer.py: which vocabulary samples are decoded with.
 
     python -m dev.tests.test_sample
 """
@@ -13,10 +13,10 @@ from unittest import mock
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.common.config import Config, draw_parameters
+from dev.features.sample import choose, coins_of, generate, stream, texts
+from dev.features.tokenizer import FILE, decode, gpt2_words, vocabulary, words_of, words_of_model
 from dev.llama3.tokens import no_words
 from dev.llama3.train_llama3 import Config3
-from dev.runs.sample import choose, coins_of, generate, stream, texts
-from dev.runs.tokenizer import FILE, decode, gpt2_words, vocabulary, words_of, words_of_model
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.models import device_of, poisoned_model
 from dev.tests.trainings import call
@@ -163,7 +163,7 @@ def small_words(folder):
     os.chdir(folder)
     forget_words()
     try:
-        with mock.patch("dev.runs.tokenizer.gpt2_encoding", byte_encoding):
+        with mock.patch("dev.features.tokenizer.gpt2_encoding", byte_encoding):
             yield
     finally:
         os.chdir(here)
@@ -193,7 +193,7 @@ def vocabularies(folder):
     no_file = r"WARNING: gpt2_tokenizer.bin has 331 words, and the model {}: it is not used"
     llama = r"WARNING: there is no tokenizer.json or tokenizer.model in this folder"
     words_of_gpt2 = {i: b"{%d}" % i for i in range(50304)}
-    with small_words(folder), mock.patch("dev.runs.tokenizer.vocabulary", lambda: words_of_gpt2):
+    with small_words(folder), mock.patch("dev.features.tokenizer.vocabulary", lambda: words_of_gpt2):
         with contextlib.redirect_stdout(None):
             write_tokens("tokens.bin", range(100))
         for V in (331, 50257, 50304, 50265):
@@ -230,7 +230,7 @@ def prompts(folder):
 
     def generate(name, text, program="train_gpt2"):
         asked.clear()
-        with mock.patch("dev.runs.sample.stream", stream):
+        with mock.patch("dev.features.sample.stream", stream):
             return call("--device", "cpu", "-e", f"{name}.bin", "--sample", text, "-g", 2, program=program)
 
     with small_words(folder):

@@ -2,8 +2,8 @@
 
     python -m dev.tests.test_seams
 
-dev/common/seams.py cuts the trainer's longer methods into parts, dev/gpu/fused_biases.py has its own
-layer_backward, dev/memory/recompute.cu and recompute_llama.cu repeat a kernel each. If a line changes
+dev/features/seams.py cuts the trainer's longer methods into parts, dev/features/fused_biases.py has its own
+layer_backward, dev/features/recompute.cu and recompute_llama.cu repeat a kernel each. If a line changes
 in the trainer, it has to change there too.
 """
 import ast
@@ -16,14 +16,14 @@ from pathlib import Path
 from unittest import mock
 
 import train_gpt2
-from dev import features
 from dev.common.config import Config
 from dev.cpu.device import Cpu
+from dev.features import order
 from dev.tests.checks import TINY, check, run_program
 from dev.tests.trainings import two_token_files
 
 TOP = Path(__file__).resolve().parents[2]
-SEAMS, TRAINER = "dev/common/seams.py", "train_gpt2.py"
+SEAMS, TRAINER = "dev/features/seams.py", "train_gpt2.py"
 # (the trainer's class and method; where its lines stand again; its lines that stand there in other words)
 REPEATED = [
     ("GPT2.set_parameters", SEAMS, ["for views in self.master:"]),
@@ -48,7 +48,7 @@ REPEATED = [
         "flags = self.flags", "c = self.config",
         "print(f'data         | {self.train_data} (-i), {self.val_data.path} (-j)')",
         "for arena, table in GPT2.tables(c, self.device, B, T).items():"]),
-    ("GPT2.norm_backward", "dev/gpu/fused_biases.py", [
+    ("GPT2.norm_backward", "dev/features/fused_biases.py", [
         "N, C = inp.shape", "partials = self.back.partials",
         "self.device.launch('layernorm_backward', blocks, dx, partials, dout, inp, weight, mean, rstd, N, "
         "threads=threads, shared=shared)", "blocks, threads, shared = layernorm_backward_launch(self.device, N)",
@@ -90,13 +90,13 @@ def body_of(path, kernel):
 
 
 REPEATED_KERNELS = (
-    ("kernels.cu", "residual_layernorm_forward", "dev/memory/recompute.cu", "residual_layernorm_into"),
-    ("dev/llama3/llama3.cu", "residual_rmsnorm_forward", "dev/memory/recompute_llama.cu", "residual_rmsnorm_into"),
+    ("kernels.cu", "residual_layernorm_forward", "dev/features/recompute.cu", "residual_layernorm_into"),
+    ("dev/llama3/llama3.cu", "residual_rmsnorm_forward", "dev/features/recompute_llama.cu", "residual_rmsnorm_into"),
 )
 
 
 def repeated_kernels():
-    """dev/memory's kernels differ from the usual ones in the line that reads the stream, and in no other."""
+    """Recompute's kernels differ from the usual ones in the line that reads the stream, and in no other."""
     for path, kernel, path_there, kernel_there in REPEATED_KERNELS:
         own, there = body_of(path, kernel), body_of(path_there, kernel_there)
         expected = [line.replace("load<4>(x+", "load<4>((branch?before:x)+") for line in own]
@@ -114,7 +114,7 @@ def plain_program(folder):
     with device, contextlib.redirect_stdout(alone):
         train_gpt2.Training(train_gpt2.parse_flags([*flags, str(folder / "alone")])).run()
     with contextlib.redirect_stdout(featured):
-        features.main(["--device", "cpu", *flags, str(folder / "featured")])
+        order.main(["--device", "cpu", *flags, str(folder / "featured")])
 
     def lines(printed):
         text = re.sub(r" \| lr.*", "", printed.getvalue())

@@ -14,10 +14,10 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import Config, read_tokens as read_tokens_of
-from dev.data.shuffled_loader import FilesLoader
+from dev.features.shuffled_loader import FilesLoader
+from dev.features.tokenizer import decode, words_of
 from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3
-from dev.runs.tokenizer import decode, words_of
 from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
 from dev.tests.folders import BYTES, letters
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens

@@ -1,5 +1,5 @@
-"""Test training beside other programs: each flag beside PyTorch (dev/tools/torch_training.py), where
-PyTorch is installed; validations of several ranks beside one; the share of peak; dev/tools/turns.py.
+"""Test training beside other programs: each flag beside PyTorch (dev/bench/torch_training.py), where
+PyTorch is installed; validations of several ranks beside one; the share of peak; dev/bench/turns.py.
 
     python -m dev.tests.test_training
 """
@@ -18,11 +18,12 @@ import numpy as np
 import train_gpt2
 from dev.common.config import Config
 from dev.common.flags import parse_flags
-from dev.common.seams import GPT2, Training
-from dev.features import attach, set_defaults, table_of_flags
-from dev.gpu.peak import flops_per_token, peak_flops
+from dev.features.seams import GPT2, Training
+from dev.features.order import attach, set_defaults, table_of_flags
+from dev.features.peak import flops_per_token, peak_flops
 from dev.tests.checks import EXACT, check, check_refusal, run_program
-from dev.tools import plot, turns
+from dev.bench import turns
+from dev.tools import plot
 from prepro_tinyshakespeare import write_tokens
 
 TOP = Path(__file__).resolve().parents[2]
@@ -57,7 +58,7 @@ def step_losses(text):
 
 def twins(folder):
     """Both trainers print the same losses and norms, with each flag that changes a step, and log the same steps."""
-    from dev.tools import torch_training
+    from dev.bench import torch_training
 
     for part in range(3):
         tokens = np.random.default_rng(part).integers(257, size=400 + 40 * part)
@@ -149,8 +150,8 @@ def validations(folder):
                 Run(flags, OneToken).run()
 
             jobs = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
-            with (mock.patch("dev.runs.signals.stop_signals", lambda: contextlib.nullcontext([])),
-                  mock.patch("dev.ranks.ranks.RankedTraining.check_same", lambda *args: None)):
+            with (mock.patch("dev.features.signals.stop_signals", lambda: contextlib.nullcontext([])),
+                  mock.patch("dev.features.ranks.ranks.RankedTraining.check_same", lambda *args: None)):
                 text = output_of(lambda jobs=jobs: [*(job.start() for job in jobs), *(job.join() for job in jobs)])
             what, wish = f"{name}, -m {batches}, {count} ranks", first[:sequences].tolist()
             check(f"{what}: its sequences", sorted(OneToken.seen) == sorted(wish), OneToken.seen)
@@ -178,7 +179,7 @@ def share_of_peak(folder):
     write_tokens(folder / "tokens.bin", range(100))
     arguments = (f"--device cpu -e {TINY} -b 2 -t 8 -d 32 -x 3 -v 0 -s 0 -i {folder / 'tokens.bin'} "
                  f"-j {folder / 'tokens.bin'}").split()
-    with mock.patch("dev.gpu.peak.peak_flops", lambda device: 25e7):
+    with mock.patch("dev.features.peak.peak_flops", lambda device: 25e7):
         text = output_of(train_gpt2.main, arguments)
     check("the device's line", re.search(r"^device .*, fp32, peak 0 TFLOP/s \(", text, re.M), text[:99])
     found = re.findall(r"([\d,]+) tok/s \| +([\d.]+)% of peak \| \d+ tokens$", text, re.M)

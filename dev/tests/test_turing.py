@@ -13,11 +13,11 @@ from unittest import mock
 
 import numpy as np
 
-from dev import features
 from dev.common.config import Config
-from dev.common.devices import Cuda, make_device
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu.device import Cpu
+from dev.features import order
+from dev.features.devices import Cuda, make_device
 from dev.tests import checks
 from dev.tests.checks import EXACT, check, check_refusal, run_program
 from dev.tests.small_kernels import launch
@@ -78,11 +78,11 @@ def dtypes():
     in one line."""
     for capability, wish in ((0, "bf16"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (120, "bf16")):
         with mock.patch("ctypes.CDLL", lambda name, capability=capability: driver(capability)):
-            found = features.capability(), features.has_gpu(), features.default_dtype("cuda")
+            found = order.capability(), order.has_gpu(), order.default_dtype("cuda")
             check(f"default on {capability}", found == (capability, capability > 0, wish), found)
-            check(f"default on a CPU beside {capability}", features.default_dtype("cpu") == "fp32")
+            check(f"default on a CPU beside {capability}", order.default_dtype("cpu") == "fp32")
     with mock.patch("ctypes.CDLL", side_effect=OSError):
-        check("no driver", (features.capability(), features.has_gpu()) == (0, False))
+        check("no driver", (order.capability(), order.has_gpu()) == (0, False))
     error = type("Error", (Exception,), {})
     for capability, dtype, wish in (
             (75, "bf16", "bf16 needs .* 8.0, and .* 7.5: try another --dtype"),
@@ -114,7 +114,7 @@ def compiled():
     if not has_nvrtc():
         print("skipped: NVRTC is not installed")
         return
-    from dev.tools import compile_kernels as those
+    from dev.bench import compile_kernels as those
     for more in (those.FEATURES, [path for path in those.FEATURES if path != those.FUSED]):
         report, faults = those.compile_for("sm_75", "fp32", those.SMALL, more, spilled=0)
         check(f"sm_75 fp32, {len(more)} files beside", report and not faults, faults)

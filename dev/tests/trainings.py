@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from dev.common.config import Config
-from dev.runs.hellaswag_score import Example
+from dev.features.hellaswag_score import Example
 from dev.tests.checks import TINY, check, words
 from prepro_tinyshakespeare import UserError, write_tokens
 
@@ -114,7 +114,7 @@ def without(output, copy, *steps):
     return copy
 
 
-# ---- HellaSwag's questions, and their file: dev/runs/hellaswag_score.py describes it
+# ---- HellaSwag's questions, and their file: dev/features/hellaswag_score.py describes it
 
 LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)), (2, (30, 31, 32, 33)),
            (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]  # of a context and its completions: the longest row has 39 tokens

@@ -36,9 +36,9 @@ import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
-from dev.common.file_kinds import ON_HUB, OPENAI, read_header
 from dev.common.flags import argument, parse_flags
 from dev.data.hub import ask
+from dev.features.file_kinds import ON_HUB, OPENAI, read_header
 from dev.llama3.train_llama3 import Config3
 from dev.tools.hf_config import ARCHITECTURES, HEAD, padded, read_config, read_json, write_objects
 from dev.tools.hf_tokenizer import write_tokenizer

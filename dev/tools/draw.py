@@ -5,7 +5,7 @@
     python -m dev.tools.draw loss --run runs/a --resumed 150     # the loss of a run
 
 memory is drawn from the trainer's own tables, and needs no GPU; step from the table of kernels that
-dev/tools/benchmark.py wrote into dev/RESULTS.md; loss from a main.log.
+dev/bench/benchmark.py wrote into dev/RESULTS.md; loss from a main.log.
 """
 import io
 import itertools
@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.bench.step_by_kernel import PRODUCTS, read_table
 from dev.common.config import Config
 from dev.common.flags import parse_flags
-from dev.common.seams import GPT2
+from dev.features.seams import GPT2
 from dev.tools.plot import read_run, smoothed
-from dev.tools.step_by_kernel import PRODUCTS, read_table
 from prepro_tinyshakespeare import UserError, replace_file, run_main
 from train_gpt2 import BF16, HERE
 

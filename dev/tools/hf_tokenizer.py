@@ -3,7 +3,7 @@ vocabulary."""
 import itertools
 import math
 
-from dev.runs.tokenizer import words_of
+from dev.features.tokenizer import words_of
 from dev.tools.hf_config import write_objects
 from prepro_tinyshakespeare import END_OF_TEXT, PRINTING, UserError, replace_file
 

@@ -1,18 +1,18 @@
-"""Score a checkpoint on HellaSwag: see dev/runs/hellaswag_score.py.
+"""Score a checkpoint on HellaSwag: see dev/features/hellaswag_score.py.
 
     python -m dev.tools.score -e gpt2_124M.bin --data data/hellaswag/hellaswag_val.bin
 """
 import sys
 
 from dev.common.config import read_parameters
-from dev.common.devices import make_device
-from dev.common.file_kinds import read_header
 from dev.common.flags import parse_flags
-from dev.common.seams import GPT2
-from dev.features import default_dtype, has_gpu
+from dev.features.devices import make_device
+from dev.features.file_kinds import read_header
+from dev.features.fit import Fitting
+from dev.features.hellaswag_score import PADDING, count_right, read_examples
+from dev.features.order import default_dtype, has_gpu
+from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from dev.memory.fit import Fitting
-from dev.runs.hellaswag_score import PADDING, count_right, read_examples
 from prepro_tinyshakespeare import UserError, run_main
 
 FLAGS = [

@@ -31,7 +31,7 @@ def add_then_normalize(device, a):
 
 
 def trainers(device, a):
-    """The trainer's, or that of --recompute 2, in dev/memory/recompute.cu."""
+    """The trainer's, or that of --recompute 2, in dev/features/recompute.cu."""
     kernel, given = "residual_layernorm_forward", (a.residual,)
     if not in_place(a):
         kernel, given = "residual_layernorm_into", (a.residual, a.before)

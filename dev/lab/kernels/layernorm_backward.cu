@@ -211,4 +211,4 @@ extern "C" __global__ void __launch_bounds__(256) layernorm_backward4(
 // layernorm_backward in kernels.cu: the same sums in registers. There is no room in registers for the next row as well,
 // so asynchronous copies bring it to shared memory. One block of 12 warps fills a multiprocessor, and leaves few
 // partials. add_partials, which matmul_backward_bias needs too, adds these up. The third sum, of the new dresidual, is
-// matmul_backward_bias's: a kernel that does less is easier to read. dev/gpu/fused_biases.cu has it done here.
+// matmul_backward_bias's: a kernel that does less is easier to read. dev/features/fused_biases.cu has it done here.

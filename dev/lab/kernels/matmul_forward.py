@@ -1,5 +1,5 @@
 """out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC)"""
-from dev.common.devices import Cuda
+from dev.features.devices import Cuda
 from dev.lab.ladder import DTYPES, Ladder, Version
 
 # For sums of some thousand products. Tensor cores truncate their sums.

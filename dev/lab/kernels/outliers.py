@@ -1,9 +1,9 @@
 """whether a step is an outlier among the steps before it, by the z-scores of its loss and norm"""
 import numpy as np
 
+from dev.features.outliers import WINDOW
 from dev.lab.inputs import f32
 from dev.lab.ladder import Ladder, Version
-from dev.variants.outliers import WINDOW
 from train_gpt2 import Verdict
 
 KINDS = ("normal", "outlier", "constant")

@@ -26,7 +26,7 @@ def has_branch(a):
 
 
 def trainers(device, a):
-    """The trainer's, or that of --recompute 2, in dev/memory/recompute_llama.cu."""
+    """The trainer's, or that of --recompute 2, in dev/features/recompute_llama.cu."""
     kernel, given = "residual_rmsnorm_forward", (a.residual,)
     if a.before is not None:
         kernel, given = "residual_rmsnorm_into", (a.residual, a.before)

@@ -1,0 +1,96 @@
+"""The files of checkpoints in a folder: their names, which checkpoints are complete or
+damaged, and how old ones are removed.
+"""
+import re
+import shlex
+
+from dev.common.config import read_parameters
+from dev.features.checkpoints.run_json import read_notes
+from dev.features.checkpoints.state_file import Damage, finite, finite_sets, read_states
+from dev.features.file_kinds import check_kind
+from prepro_tinyshakespeare import UserError
+
+# In the order in which they are written
+FILES = {"model": "model_{:08d}.bin", "state": "state_{:08d}_{:05d}.bin", "run": "run_{:08d}.json",
+         "DONE": "DONE_{:08d}"}
+# Names of files that are never overwritten, and of those that a kill leaves behind
+OF_A_RUN = re.compile(r"main\.log(\.old)?|(model|ema|state|run|DONE|replay)_\d{8}(_\d{5})?(\.\w+)?")
+LEFT = re.compile(r"(main\.log.*|(model|ema|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp"
+                  r"|ranks_[0-9a-f]{12}.*")
+
+
+class CheckpointFiles:
+    """Checkpoints in the folder `path`, of models of a Config `kind`, trained with flags of a
+    `table`."""
+
+    def __init__(self, path, kind, table):
+        self.path, self.kind, self.table = path, kind, [*table]
+
+    def file(self, name, step, rank=0):
+        return self.path / FILES[name].format(step, rank)
+
+    def steps(self):
+        """The steps of complete checkpoints, which have a DONE file, in order."""
+        return sorted(int(path.name[5:]) for path in self.path.iterdir()
+                      if re.fullmatch(r"DONE_\d{8}", path.name))
+
+    def check(self, step, numbers=False):
+        """Raise UserError unless a checkpoint's files are there and have their sizes; numbers: and
+        are finite."""
+        for path in (self.file(name, step) for name in ("model", "state")):
+            if not path.exists():
+                raise Damage(f"{self.file('DONE', step)}: is there, and {path.name} is not: "
+                             "restore that")
+        model = self.file("model", step)
+        check_kind(model, self.kind.FILE)
+        c = self.kind.from_file(model)
+        states = read_states(lambda rank: self.file("state", step, rank), c)
+        if states[0].step != step:
+            raise Damage(f"{states[0].path}: of step {states[0].step}; expected {step}, as its "
+                         "name says")
+        read_notes(self.file("run", step), self.table)
+        if numbers:
+            for tensors in (self.parameters(step, c), *finite_sets(states, c)):
+                for _ in tensors:
+                    pass
+
+    def parameters(self, step, c):
+        """(name, values) of a checkpoint's parameters. Raises Damage at a number that is not
+        finite."""
+        path = self.file("model", step)
+        return finite(path, "the parameter", read_parameters(path, c))
+
+    def older(self, step):
+        """The end of an error about a damaged checkpoint, the newest: which older one to use."""
+        damaged = [step]
+        for other in reversed(self.steps()):
+            if other >= step:
+                continue
+            try:
+                self.check(other, numbers=True)
+            except UserError:
+                damaged.append(other)
+                continue
+            command = shlex.join(["rm", *(str(self.file("DONE", each)) for each in damaged)])
+            return (f"; the checkpoint of step {other} is whole: after `{command}`, -y 1 goes on "
+                    "from that")
+        return "; there is no older checkpoint that is whole"
+
+    def remove(self, step):
+        """Remove a checkpoint, DONE first."""
+        for name in reversed(FILES.values()):
+            pattern = name.format(step, 0).replace("_00000.bin", "_?????.bin")
+            pattern = pattern.replace("model_", "*_")  # and what features write, such as ema_*.bin
+            for path in sorted(self.path.glob(pattern)):
+                # run_00000000.json stays: the run needs it to resume without a checkpoint
+                if OF_A_RUN.fullmatch(path.name) and path != self.file("run", 0):
+                    path.unlink(missing_ok=True)
+
+    def remove_leftovers(self):
+        """Remove what a kill has left of files that were being written or removed."""
+        for path in [*self.path.iterdir()]:
+            state = re.fullmatch(r"state_(\d{8})_\d{5}\.bin", path.name)
+            if LEFT.fullmatch(path.name):
+                path.unlink()
+            elif state and not self.file("DONE", int(state[1])).exists():
+                self.remove(int(state[1]))

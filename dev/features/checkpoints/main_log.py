@@ -1,0 +1,44 @@
+"""main.log, in llm.c's form: a line for each step, validation and score.
+
+    s:0 tel:10.8522                                   s: the step, counted from 0; tel: a validation
+    s:0 trl:10.8437 lr:0.000300 norm:5.31             trl: a training loss, with learning rate and
+    s:20 eval:0.2945                                  norm of the gradient; eval: HellaSwag's score
+"""
+import re
+
+from dev.features.terminal import say
+from prepro_tinyshakespeare import replace_file
+
+
+class MainLog:
+    """main.log in a folder, opened to append to it from a step on. Lines that the run will log
+    again, and damaged ones, move to main.log.old."""
+
+    def __init__(self, folder, step, finished):
+        path, old = folder / "main.log", folder / "main.log.old"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        found = [re.match(rb"s:(\d{1,9}) [ -~]*\n", line) for line in lines]
+        stays = [bool(match) and (finished or int(match[1]) < step) for match in found]
+        broken = [i for i, match in enumerate(found[:-1]) if not match]  # a kill may cut the last
+        if broken:
+            say(f"WARNING: {path}: line {broken[0] + 1} is {lines[broken[0]][:40]!r}; expected one "
+                f"such as s:0 trl:10.8522; {len(broken)} such lines move to {old.name}")
+        if not all(stays):
+            gone = [line.rstrip(b"\n") + b"\n" for line, stay in zip(lines, stays) if not stay]
+            with open(old, "ab") as file:
+                file.write(b"".join(gone))
+            replace_file(path, [line for line, stay in zip(lines, stays) if stay])
+        self.file = open(path, "ab", buffering=0)
+        self.unwritten, self.full = b"", False
+
+    def write(self, line):
+        """Append a line. If the disk is full, lines wait until they can be written."""
+        self.unwritten += f"{line}\n".encode()
+        try:
+            self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            self.full = self.full and bool(self.unwritten)
+        except OSError as e:
+            if not self.full:
+                say(f"WARNING: main.log could not be written ({e.strerror}); its lines wait until "
+                    "it can")
+            self.full = True

@@ -1,0 +1,113 @@
+"""run_00000500.json, a checkpoint's notes: what a run needs to resume, and llm.c's files have no
+place for. Its fields are in FIELDS.
+"""
+import argparse
+import json
+import os
+
+import numpy as np
+
+from dev.common.flags import TYPES
+from dev.features.outliers import WINDOW
+from prepro_tinyshakespeare import UserError
+
+# Flags that must be the same when a run resumes, and flags whose value is a path
+MUST_AGREE = {"model": "-e", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",
+              "overfit": "-a"}
+PATHS = {"train_data": "-i", "val_data": "-j", "hellaswag": "--hellaswag", "model": "-e"}
+
+
+def from_anywhere(name, value):
+    """A flag's value; a path or pattern is made absolute, to be found from any folder."""
+    if value is None or name not in PATHS:
+        return value
+    if name == "model" and not (os.path.isfile(value) or value.endswith(".bin")):
+        return value
+    return os.path.join(os.getcwd(), value)
+
+
+def notes_of(training, model, data):
+    """The notes of a run. data: [[name, bytes, hash], ...] of its token files."""
+    device = model.device
+    return dict(step=model.step, ranks=training.count,
+                flags={name: from_anywhere(name, x) for name, x in vars(training.flags).items()},
+                data=data, **training.state(model),
+                products=dict(of=getattr(device, "cache", None),
+                              algorithms=dict(getattr(device, "choices", {}))))
+
+
+# ---- Reading, which checks every field
+
+
+def numbers(values, shape):
+    """Whether values, from JSON, are numbers of this shape."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of several lengths
+        return False
+    return array.dtype.kind in "iuf" and array.shape == shape
+
+
+def is_flag(kind, value):
+    """Whether a flag of this kind, a type or choices, may have a value."""
+    kind = TYPES.get(kind, kind)
+    if value is None or isinstance(kind, tuple):
+        return value is None or value in kind
+    try:
+        return not isinstance(value, bool) and kind(str(value)) == value
+    except (argparse.ArgumentTypeError, ValueError):
+        return False
+
+
+def is_data(files):
+    kinds = [str, int], [str, int, str]
+    return isinstance(files, list) and all(
+        isinstance(file, list) and [type(x) for x in file] in kinds for file in files)
+
+
+def is_choice(products):
+    """Whether these are a device and the algorithms that it chose for products."""
+    if not (isinstance(products, dict) and isinstance(products.get("algorithms"), dict)):
+        return False
+    return isinstance(products.get("of"), str | None) and all(
+        isinstance(x, list) and all(type(number) is int and 0 <= number < 2**64 for number in x)
+        for x in products["algorithms"].values())
+
+
+FIELDS = {  # {name: (whether a value is good, what is expected)}
+    "flags": (lambda x: isinstance(x, dict), "names and values"),
+    "data": (is_data, "[[name, bytes, hash], ...]"),
+    "windows": (lambda x: numbers(x, (2, WINDOW)), f"2 lists of {WINDOW} numbers"),
+    "seen": (lambda x: numbers(x, (1,)), "[a number]"),
+    "products": (is_choice, '{"of": a device, "algorithms": {product: whole numbers}}'),
+    "scales": (lambda x: x == [] or isinstance(x, list) and numbers(x, (len(x),)), "numbers")}
+OF_FEATURES = "windows", "seen", "scales"  # missing without -sl, -sg or FP8
+
+
+def read_notes(path, table):
+    """The notes in a file, or None if it does not exist. table: the rows of all flags. Raises
+    UserError."""
+    def wrong(what):
+        return UserError(f"{path}: {what}: restore it, or remove it to go on without")
+
+    try:
+        notes = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as e:
+        raise wrong(f"could not be read ({e})") from None
+    if not isinstance(notes, dict):
+        raise wrong(f"is {json.dumps(notes):.40}; expected the fields {', '.join(FIELDS)}")
+    fields = [(name, notes.get(name), good(notes.get(name)), wish)
+              for name, (good, wish) in FIELDS.items() if name in notes or name not in OF_FEATURES]
+    for _, long, kind, *_ in table if isinstance(notes.get("flags"), dict) else ():
+        key = long.removeprefix("--").replace("-", "_")
+        value, flag = notes["flags"].get(key), MUST_AGREE.get(key, long)
+        fields.append((f"flags.{key}", value, is_flag(kind, value),
+                       f"a value that {flag} may have"))
+    for name, value, good, wish in fields:
+        if not good:
+            there = name in notes or "." in name
+            found = f"is {json.dumps(value):.40}" if there else "is missing"
+            raise wrong(f"{name} {found}; expected {wish}")
+    return notes

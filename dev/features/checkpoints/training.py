@@ -1,0 +1,70 @@
+"""When a training with -o resumes, logs and saves. run_folder.py does it."""
+from dev.features.checkpoints.checkpoint_files import FILES
+
+
+class Resumed:
+    """A run that starts from its folder's checkpoint, if there is one."""
+
+    def choose_model(self):
+        flags, given = self.flags, self.flags.model
+        flags.model = str(self.folder.checkpoint or given)
+        super().choose_model()
+        flags.model = given  # for run_*.json
+
+
+class Kept(Resumed):
+    """Training that keeps a log and checkpoints in a folder."""
+
+    def data_paths(self):
+        self.flags.train_data, self.flags.val_data = paths = super().data_paths()
+        return paths
+
+    def weights(self, model):
+        """{name of a file: (views of whole parameters, their type)}, which rank 0 writes into each
+        checkpoint. A feature may add to them if OF_A_RUN knows the names."""
+        return {FILES["model"]: (model.params, model.device.real)}
+
+    def make_model(self):
+        model = super().make_model()
+        self.folder.begin(self, model)
+        return model
+
+    def train(self):
+        try:
+            super().train()
+        finally:
+            self.folder.close()
+
+    def next_batches(self):
+        if self.flags.overfit:
+            self.train_data.restart()
+        position = self.train_data.position()
+        batches = super().next_batches()
+        batches.position = position
+        return batches
+
+    def saves(self, done):
+        return super().saves(done) or done > 0 and self.due(done, self.flags.checkpoint_every)
+
+    def save(self, done, batches):
+        if self.model.step != self.folder.step:  # more than -x if a finished run is resumed
+            whole = self.flags.checkpoint_every or self.stopping
+            self.folder.save(self, batches.position, whole)
+
+    def validate(self, done):
+        loss = super().validate(done)
+        self.folder.log(f"s:{done} tel:{loss:.4f}")
+        return loss
+
+    def report(self, queued, verdict):
+        super().report(queued, verdict)
+        self.folder.log(f"s:{queued.number - 1} trl:{verdict.loss:.4f} lr:{queued.rate:.6f} "
+                        f"norm:{verdict.norm:.2f}")
+
+    def give_up(self, queued, verdict):
+        self.model.step = queued.number - 1  # no later one has made an update
+        self.folder.save(self, queued.batches.position, whole=True, prunes=False)
+        super().give_up(queued, verdict)
+
+    def what_is_left(self):
+        return "-y 1 goes on from there"

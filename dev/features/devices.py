@@ -1,0 +1,74 @@
+"""Devices by name, for features, tools and tests: the trainer's GPU with more CUDA files than
+kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
+import train_gpt2
+from dev.cpu.device import Cpu
+from prepro_tinyshakespeare import UserError
+
+
+class Beside:
+    """A mixin in front of the trainer's devices. beside: CUDA files to compile behind those of the
+    config."""
+
+    def __init__(self, dtype, c, beside=()):
+        self.sources = [*c.SOURCES, *beside]
+        try:
+            super().__init__(dtype or "bf16", c)
+        except UserError as e:
+            raise UserError(f"{e}; --device cpu needs no GPU") from None
+
+    def compile(self, sources):
+        _, *more = sources  # kernels.cu is in self.sources
+        super().compile([*self.sources, *more])
+
+
+class Cuda(Beside, train_gpt2.Cuda):
+    """train_gpt2.Cuda with more files."""
+
+
+class FastCuda(Beside, train_gpt2.FastCuda):
+    """train_gpt2.FastCuda with more files."""
+
+
+def device_class(name, plain=False):
+    """The class of the device "cuda" or "cpu"; plain: without train_gpt2.py's section "Faster"."""
+    if name == "cpu":
+        return Cpu
+    from dev.features.products import with_timed_products
+    return Cuda if plain else with_timed_products(FastCuda)
+
+
+def make_device(name, dtype, c, plain=False, beside=()):
+    """A device; for the arguments see Cuda and Cpu."""
+    return device_class(name, plain)(dtype, c, beside)
+
+
+def address_of(array):
+    """Where an array starts in memory, a GPU's or the host's: a number."""
+    return array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data
+
+
+class WithoutGraphs:
+    """A mixin in front of a device that would record a step's launches."""
+
+    def repeat(self, graphs, key, work):
+        work()
+
+
+def one_by_one(device):
+    """The device class that launches kernels one by one."""
+    return type(device.__name__, (WithoutGraphs, device), {})
+
+
+class OneByOne:
+    """Training on such a device."""
+
+    def device_class(self):
+        return one_by_one(super().device_class())
+
+
+class OnCpu:
+    """Training on the CPU device."""
+    longest = 64  # T without -t
+
+    def device_class(self):
+        return Cpu

@@ -1,0 +1,60 @@
+"""--dry-run: print the tables, the bytes of a checkpoint, and an estimate of the time, and exit."""
+import time
+
+import numpy as np
+
+from dev.common.bf16 import to_bf16
+from dev.features.peak import flops_per_token
+from dev.features.terminal import duration
+from train_gpt2 import BF16
+
+# A training step reaches this share of the FLOP/s of one of its matrix products alone: 0.62 for the
+# 124M model in bf16 on an H200, 0.7 for the 1558M model, and 0.4 to 0.7 on two CPU cores.
+SHARE = {"cuda": 0.65, "cpu": 0.5}
+
+
+def product_rate(device, c, B, T):
+    """FLOP/s of the product (B*T, C) @ (C, 4C), the largest of a layer, timed on the device."""
+    real, N = np.dtype(device.real), max(2048, min(B * T, 16384))  # fewer: mostly the launch
+    out, inp, weight = (
+        device.empty(real.itemsize * rows * columns).view(real).reshape(rows, columns)
+        for rows, columns in ((N, 4 * c.C), (N, c.C), (4 * c.C, c.C)))
+    for array in (inp, weight):  # not zeros, which take less power and so run at a higher clock
+        values = np.random.default_rng(0).standard_normal(array.shape, np.float32)
+        device.put(array, to_bf16(values) if real == BF16 else values)
+
+    def seconds(count):
+        device.get(out[:1])  # waits
+        begun = time.perf_counter()
+        for _ in range(count):
+            device.matmul(out, inp, weight.T)
+        device.get(out[:1])
+        return time.perf_counter() - begun
+
+    seconds(1)  # chooses an algorithm
+    count = max(1, min(200, int(0.1 / max(seconds(1), 1e-6))))
+    return 2 * N * 4 * c.C * c.C * count / min(seconds(count) for _ in range(3))
+
+
+class DryRun:
+    """A run that only prints what it would be."""
+
+    def run(self):
+        self.prepare()
+        c, device, flags = self.config, self.device, self.flags
+        B, T = flags.batch_size, flags.seq_len
+        numbers, size = sum(row.size for row in c.file_table()), np.dtype(device.real).itemsize
+        print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} "
+              "GiB of state (-n, -nk)")
+        rate = product_rate(device, c, B, T) * SHARE[device.name]
+        # --recompute 2 does the products of a layer's forward pass again, except the last.
+        again = 2 * sum(row.size for row in c.parameter_table()
+                        if row.decay and row.layers and row.name != "fcprojw")
+        flops = flops_per_token(c, T) + again * (flags.recompute == 2)
+        seconds = flags.total_batch / self.count * flops / rate
+        print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, "
+              f"{flags.total_batch / seconds:,.0f} tok/s, take about "
+              f"{duration(flags.steps * seconds)}, by the speed of a matrix product"
+              + " in bf16" * (flags.dtype == "fp8")
+              + ", without what sums over ranks take" * (self.count > 1))
+        return 0

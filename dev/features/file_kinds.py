@@ -1,0 +1,81 @@
+"""Errors about a file of the wrong kind say what it is, by the first number of its header, and what
+takes it. (The trainer's own error only has the numbers.) Errors about -e name the command that makes
+a checkpoint of what was given.
+"""
+import re
+import shlex
+from pathlib import Path
+
+from dev.common import config
+from dev.features.shuffled_loader import paths_of
+from prepro_tinyshakespeare import UserError
+
+OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
+ON_HUB = r"[\w-][\w.-]*/[\w-][\w.-]*"  # owner/name
+FILES = {  # by the first number
+    20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
+    20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
+    20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",
+    20240520: "a file of GPT-2's tokens, which train_gpt2.py trains on (-i)",
+    20240522: "a file of HellaSwag's questions, which train_gpt2.py scores (--hellaswag)",
+    20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",
+    20240801: "a file of Llama 3's tokens, which dev/llama3/train_llama3.py trains on (-i)",
+    20240803: "a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains (-e)",  # or its state
+}
+
+
+def check_kind(path, *kinds):
+    """Raise UserError if a file is of a known kind, but none of these (train_gpt2.FileKind)."""
+    try:
+        with open(path, "rb") as file:
+            magic = int.from_bytes(file.read(4), "little")
+    except OSError:  # reported by whoever needs the file
+        return
+    if magic in FILES and magic not in {kind.magic for kind in kinds}:
+        names = " or a ".join({kind.name: 0 for kind in kinds})
+        raise UserError(f"{path}: is {FILES[magic]}; expected a {names}: {kinds[0].remedy}")
+
+
+def read_header(path, *kinds):
+    """As train_gpt2.read_header, with the better error."""
+    check_kind(path, *kinds)
+    return config.read_header(path, *kinds)
+
+
+def remedy(name):
+    """What to do about an -e that is no checkpoint, as the end of an error; "" if nobody knows."""
+    path = Path(name)
+    made = "gpt2_124M.bin" if name == "gpt2" else f"{path.resolve().name.removesuffix('.safetensors')}.bin"
+    convert = shlex.join(["python", "-m", "dev.tools.convert", name, made])
+    found = sorted(path.glob("model_*.bin")) if path.is_dir() else []
+    if found:
+        return f"; {name} is a folder: expected one of its checkpoints, such as {found[-1]}"
+    if path.is_dir() and not (path / "config.json").is_file():
+        return f"; {name} is a folder"
+    on_hub = name in OPENAI or re.fullmatch(ON_HUB, name) and not path.parent.is_dir()
+    if path.is_dir() or on_hub or name.endswith(".safetensors"):
+        return f"; `{convert}` makes a checkpoint of this model"
+    return ""
+
+
+class Named:
+    """Training that checks the kinds of -e, -i and -j."""
+
+    def choose_model(self):
+        name = self.flags.model
+        if not (self.folder and self.folder.checkpoint):  # which the folder has checked
+            check_kind(name, self.Model.Config.FILE)
+        try:
+            super().choose_model()
+        except UserError as e:
+            found = self.config is not None  # and something else is wrong
+            raise UserError(str(e) if found or not name else f"{e}{remedy(name)}") from None
+
+    def data_paths(self):
+        train, val = paths = super().data_paths()
+        flags = self.flags
+        opened = [] if flags.overfit else [train]
+        opened += [val] if flags.overfit or flags.val_every else []
+        for path in (path for pattern in opened for path in paths_of(pattern)):
+            check_kind(path, *self.config.TOKEN_FILES)
+        return paths

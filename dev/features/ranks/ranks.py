@@ -1,0 +1,282 @@
+"""Several processes, ranks, train one model (data parallelism). Each has a GPU, or some of a CPU's
+cores.
+
+Each rank has the whole model and its own part of each batch. Gradients are summed over all ranks
+during the backward pass: as soon as a layer's gradients are complete, their sum is queued, and the
+GPU continues with the layer below. The sums are part of the captured graph. The loss is divided by
+the number of ranks before the backward pass, so the sums are means.
+
+    RankedTraining    when the ranks of a run wait for each other, and what they agree on
+    Ranked            the model, which sums gradients in the last micro-batch of a step
+    Ranks             all ranks, as one of them sees them
+
+launch.py turns a process into a rank. collectives.py has the sums, by NCCL or MPI. meeting.py
+carries small messages between ranks, and with --zero 1 zero.py divides AdamW's work among them.
+"""
+import hashlib
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from dev.features.ranks.collectives import Mpi, Nccl
+
+PIECE = 8  # numbers: 16 bytes in bf16, which kernels load together
+EMBEDDINGS = "wte", "wpe"  # their gradients are complete last
+
+
+class Ranks:
+    """All ranks, as one of them sees them. rank: its index; count: how many there are; local: its
+    index on its machine; here: how many are on it; via: the collectives. exchange and agree are
+    Meeting's."""
+
+    def __init__(self, meeting, device, local):
+        self.meeting, self.rank, self.count = meeting, meeting.rank, meeting.count
+        self.local, self.here = local, meeting.here
+        self.exchange, self.agree = meeting.exchange, meeting.agree
+        self.via = (Nccl if device == "cuda" else Mpi)(meeting, local)
+
+    def __str__(self):
+        machines = len({host for host, *_ in self.meeting.people.values()})
+        where = f" of {machines} machines" if machines > 1 else ""
+        return f"{self.count} ranks{where}"
+
+    def in_turn(self, work):
+        """work(), first by one rank of each machine. The others then find what it has compiled or
+        downloaded."""
+        if self.local:
+            self.exchange(None, "what one rank of a machine does first")
+        done = work()
+        if not self.local:
+            self.exchange(None, "what one rank of a machine does first")
+        return done
+
+
+# ---- A step
+
+
+def cut(row, count):
+    """(layers, numbers of a piece, numbers of the tail) of a tensor. Each of its layers is cut into
+    one piece per rank. If the ranks do not divide a layer, pieces are multiples of PIECE, and the
+    rest is the tail."""
+    layers = max(1, row.layers)
+    size = row.size // layers
+    piece = size // count if size % count == 0 else size // (count * PIECE) * PIECE
+    return layers, piece, size - count * piece
+
+
+def cut_layers(c, views, count):
+    """(row, l, all pieces, tail) of each layer of each tensor, from views of whole tensors."""
+    for row in c.parameter_table():
+        layers, piece, _ = cut(row, count)
+        for l, matrix in enumerate(getattr(views, row.name).reshape(layers, -1)):
+            yield row, l, matrix[: count * piece], matrix[count * piece :]
+
+
+class Ranked:
+    """The model of one of several ranks, a mixin of GPT2. The class has an attribute `ranks`."""
+    rank = property(lambda self: self.ranks.rank)
+    count = property(lambda self: self.ranks.count)
+    summing = False  # whether the backward pass sums its gradients over all ranks
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.sums = self.by_layers(self.cut_gradients())  # arrays of sum_part
+
+    def by_layers(self, cuts):
+        """{layer: [(row, *arrays)]} from (row, l, *arrays); None: of the embeddings. What is above
+        the last layer counts as part of it."""
+        found = {}
+        for row, l, *arrays in cuts:
+            if not row.layers:
+                l = None if row.name in EMBEDDINGS else self.config.L - 1
+            found.setdefault(l, []).append((row, *arrays))
+        return found
+
+    def cut_gradients(self):
+        """(row, l, all pieces, where this rank gets sums of them, tail, where it gets those) of
+        each layer of each tensor."""
+        for row, l, pieces, tail in cut_layers(self.config, self.grads, self.count):
+            yield row, l, pieces, pieces, tail, tail
+
+    def micro_step(self):
+        """Gradients are summed only here, in the last micro-batch. Other backward passes are local:
+        a rank may do them alone."""
+        self.summing = self.last_micro
+        super().micro_step()
+        self.summing = False
+
+    def layer_backward(self, l):
+        super().layer_backward(l)
+        if self.summing:
+            self.queue_sums(l)
+
+    def embedding_backward(self):
+        """The end of the backward pass, which waits for all sums."""
+        super().embedding_backward()
+        if self.summing:
+            self.queue_sums(None)
+            self.ranks.via.join()
+
+    def queue_sums(self, part):
+        """Queue the sums of a layer's gradients, in one launch; None: the last of a step."""
+        with self.ranks.via.fork():
+            self.sum_part(part)
+            if part is None:
+                self.sum_last()
+
+    def sum_part(self, part):
+        """The sums of a layer's gradients; None: the embeddings'."""
+        via = self.ranks.via
+        for _, pieces, _, tail, _ in self.sums[part]:
+            if pieces.size:
+                via.sum(pieces)
+            if tail.size:
+                via.sum(tail)
+
+    def sum_last(self):
+        """Extend this with whatever else the ranks share before the update."""
+        self.ranks.via.sum(self.adam.verdict[1:2])  # the loss
+
+    def try_products(self, B, backward):
+        """Do the passes of a step or a validation with B sequences, which chooses algorithms for
+        their products. Extend this for products of a feature."""
+        tokens = np.random.default_rng(0).integers(0, self.config.V, (B, self.T), np.int32)
+        self.forward(tokens, tokens)
+        if backward:
+            self.backward_pass()
+            self.verdict()
+
+
+# ---- A run
+
+
+def partial_hash(path):
+    """A hash of a file's size and 16 parts of it: checkpoints and data take too long to read."""
+    size, digest = os.path.getsize(path), hashlib.sha256()
+    digest.update(str(size).encode())
+    with open(path, "rb") as file:
+        for i in range(16):
+            file.seek(i * size // 16)
+            digest.update(file.read(2**16))
+    return digest.hexdigest()[:12]
+
+
+def flags_of(flags):
+    return {f"--{key.replace('_', '-')}": value for key, value in vars(flags).items()}
+
+
+def modules_of(*objects):
+    """The names of the modules under dev/ that are imported or define the objects' classes, without
+    tests."""
+    names = {kind.__module__ for x in objects for kind in type(x).__mro__} | {*sys.modules}
+    return {name for name in names if name.startswith("dev.") and ".test_" not in name
+            and getattr(sys.modules[name], "__file__", None)}
+
+
+def code_of(modules):
+    """{name of a file: its path} of modules, and of CUDA files beside them."""
+    found = {}
+    for name in modules:
+        path, folder = Path(sys.modules[name].__file__), "/".join(name.split(".")[:-1])
+        for file in (path, *path.parent.glob("*.cu*"), *path.parent.glob("*.h")):
+            found[f"{folder}/{file.name}"] = file
+    return found
+
+
+class RankedTraining:
+    """The run of one of several ranks, a mixin of Training. The class has an attribute `ranks`."""
+    rank, count = Ranked.rank, Ranked.count
+
+    def __init__(self, flags, Model):
+        super().__init__(flags, Model)
+        self.modules = modules_of()  # now, before a rank imports what the others do not need
+
+    def announce(self):
+        super().announce()
+        print(f"ranks        | {self.ranks}")
+
+    def make_device(self, *beside):
+        make = super().make_device
+        return self.ranks.in_turn(lambda: make(*beside))
+
+    def data_paths(self):
+        return self.ranks.in_turn(super().data_paths)
+
+    def make_model(self):
+        model = super().make_model()
+        self.check_same(model)
+        self.choose_products(model)
+        return model
+
+    def check_same(self, model):
+        """Raise UserError, on all ranks, unless they have the same flags, code, data and
+        checkpoint."""
+        program, device = Path(sys.modules["train_gpt2"].__file__), model.device
+        files = [program, program.with_name("prepro_tinyshakespeare.py"), *model.config.SOURCES,
+                 *self.train_data.paths, *(self.val_data.paths if self.flags.val_every else ()),
+                 *filter(os.path.isfile, (sys.argv[0], self.name))]
+        files = {Path(path).name: path for path in files}
+        files |= code_of(self.modules | modules_of(device))
+        self.ranks.meeting.expect_same({
+            "the device": str(device), "the model": str(model.config), "the step": model.step,
+            **flags_of(self.flags),
+            **{f"the file {name}": partial_hash(path) for name, path in files.items()}})
+
+    def choose_products(self, model):
+        """Let rank 0 do the passes of a step and of a validation, which time algorithms, and send
+        its choices to the others. A product that comes up later on another rank alone takes the
+        first algorithm offered."""
+        device = model.device
+        if not hasattr(device, "choices"):
+            return
+        validated = self.val_data.B if self.flags.val_every else model.B
+        for B, backward in {validated: False, model.B: True}.items() if self.rank == 0 else ():
+            model.try_products(B, backward)
+        own = device.choices if self.rank == 0 else None
+        device.choices = self.ranks.exchange(own, "the choice of products")[0]
+        if self.rank:
+            device.CANDIDATES, device.cache = 1, f"{device.cache}_untimed"
+
+    def told_to_stop(self, done):
+        """Whether any rank has a signal. All ranks ask before each step, so they notice one that
+        hangs. They tell each other if something takes longer than a step."""
+        opens = self.train_data.next + self.grad_accum > len(self.train_data.order)  # the next file
+        pauses = self.validates(done) or self.samples(done) or self.saves(done)
+        return self.ranks.agree(self.signals, pauses or opens)
+
+    def total_loss(self, batches):
+        """Each rank takes every N-th batch, possibly none."""
+        own = itertools.islice(batches, self.rank, None, self.count)
+        return sum(self.ranks.exchange(super().total_loss(own), "a validation"))
+
+    def sample(self):
+        if self.rank == 0:
+            super().sample()
+
+
+class RanksExplained:
+    """Joins RankedTraining and replay.py's Explained: each rank looks at its own batches, and the
+    first that finds something reports it."""
+    share = ", in rank 0's part of the batch"
+
+    def give_up(self, queued, verdict):
+        self.ranks.exchange(None, "a look at the step")  # from here on it may take longer
+        super().give_up(queued, verdict)
+
+    def explain_outlier(self, queued, scores):
+        self.ranks.exchange(None, "a look at the step")
+        super().explain_outlier(queued, scores)
+
+    def reports(self, queued):
+        return self.ranks.exchange(*super().reports(queued), "a look at the step")
+
+    def said_by(self, speaker):
+        return f"on rank {speaker}, "
+
+    def advice(self, queued, speaker):
+        advice = super().advice(queued, speaker)
+        self.ranks.exchange(None, "its file")  # which the speaker has written by now
+        return advice

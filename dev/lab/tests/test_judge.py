@@ -1,0 +1,268 @@
+"""Test that the judge's "right" means right: it refuses what only bf16 does, what no GPU compiles or
+launches, arrays fitted to the checks' sizes, and waste; and it accepts right kernels in all dtypes.
+
+    python -m dev.lab.tests.test_judge
+"""
+import re
+from unittest import mock
+
+import numpy as np
+
+from dev.common.bf16 import to_bf16
+from dev.common.nvrtc import Used, has_nvrtc
+from dev.lab import grade, on_gpus
+from dev.lab.bench import compare_output
+from dev.lab.exercises import EXERCISES, checks_of, exercise_names
+from dev.lab.inputs import larger
+from dev.lab.ladder import find_ladder
+from dev.lab.tests.student import filled, said
+from dev.tests.checks import check, run_program
+
+NUMBER = "\n    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;\n"
+RESIDUAL = NUMBER + """
+    if (i >= (size_t)N * C) return;
+    from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));
+"""
+LAST = 'extern "C" __global__ void'
+SOFTMAX = """
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const real* x = inp + (size_t)row * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = 0; v < V; v++) top = fmaxf(top, to_float(x[v]));
+    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - top);
+    for (int v = 0; v < Vp; v++)
+        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
+"""
+BLOCK_A_ROW = """
+    const real* x = inp + (size_t)blockIdx.x * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = threadIdx.x; v < V; v += blockDim.x) top = fmaxf(top, to_float(x[v]));
+    top = block_reduce<warp_max>(top, LOWEST);
+    for (int v = threadIdx.x; v < V; v += blockDim.x) sum += expf(to_float(x[v]) - top);
+    sum = block_reduce<warp_sum>(sum, 0.0f);
+    for (int v = threadIdx.x; v < Vp; v += blockDim.x)
+        from_float(out[(size_t)blockIdx.x * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0);
+"""
+EVERYTHING = NUMBER + """
+    for (size_t j = 0; j < (size_t)N * C; j++)
+        if (j == i) from_float(out[j], to_float(inp1[j]) + to_float(inp2[j]));
+"""
+WHOLE_ROW = BLOCK_A_ROW.replace("v = threadIdx.x; v < V; v += blockDim.x", "v = 0; v < V; v++")
+ADD = "from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));"
+# __shared__ arrays of these sizes, in front of a sum
+SHARED = [RESIDUAL.replace(ADD, f"""{" ".join(f"__shared__ float e{n}[{size}];" for n, size in enumerate(sizes))}
+    e0[threadIdx.x] = to_float(inp1[i]);
+    from_float(out[i], e0[threadIdx.x] + to_float(inp2[i]));
+""") for sizes in ((50304,), (8192, 4097), (8192, 4096))]
+B32, B16, R32, R16 = ((look_for, dtype) for look_for in (grade.BOUNDS, grade.RACES)
+                      for dtype in ("fp32", "bf16"))
+ALL = B32, B16, R32, R16
+TOO_MUCH = r"its __shared__ arrays have {} bytes, and a block may declare 49,152 line \d+: __shared__ .* in {}"
+CASES = (  # exercise, BLOCK, body, and what is said, or None, by the processes that can say it
+    (ALL, "right", "residual_forward", "", RESIDUAL, None),
+    (ALL, "a block a row", "softmax_forward", "BLOCK(256, 1)", BLOCK_A_ROW, None),
+    ((B32, R32), "200 KB", "residual_forward", "", SHARED[0], TOO_MUCH.format("201,216", "fp32")),
+    ((B16, R32), "two arrays, 4 bytes too large", "residual_forward", "", SHARED[1], TOO_MUCH.format("49,156", "")),
+    ((B32, R16), "two arrays of 48 KB", "residual_forward", "", SHARED[2], None),
+    ((R32,), "a block a row of 1,024 threads", "softmax_forward", "BLOCK(1024, 1)", BLOCK_A_ROW, None),
+    ((B16,), "a read too far in bf16", "residual_forward", "", RESIDUAL.replace(
+        ADD, "float more = sizeof(real) == 2 ? to_float(inp1[i + 1]) : 0.0f; "
+        "from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]) + 0 * more);"),
+     r"reads inp1.2592., .*line \d+: float more.* in bf16"),
+    ((B16,), "16 bytes at an address of 8", "residual_forward", "", RESIDUAL.replace(
+        ADD, "if (sizeof(real) == 2 && i % 8 == 0 && i + 12 < (size_t)N * C) "
+        "{ uint4 x = *reinterpret_cast<const uint4*>(inp1 + i + 4); if (x.x == 1) i++; }\n    "
+        + ADD), r"no multiple of 16\..*line \d+: .*uint4.* in bf16"),
+    ((R16,), "two lanes in a word of bf16", "residual_forward", "", RESIDUAL.replace(ADD, """
+#ifdef BF16
+    float x = to_float(inp1[i]) + to_float(inp2[i]);
+    unsigned *word = reinterpret_cast<unsigned*>(out + i / 2 * 2), bits = two_bf16(x, 0.0f);
+    *word = i % 2 ? (*word & 0xffff) | bits << 16 : (*word & 0xffff0000) | bits;
+#else
+    ADD
+#endif
+""".replace("ADD", ADD)), r"race on out.* in bf16"),
+    ((R32,), "a loop over everything", "residual_forward", "", EVERYTHING,
+     r"slow: it takes [\d,]+ times as many steps as version 1.*every thread loops"),
+    ((R32,), "every thread reads its whole row", "softmax_forward", "BLOCK(256, 1)", WHOLE_ROW.replace(
+        "top = block_reduce<warp_max>(top, LOWEST);", "").replace(
+        "sum = block_reduce<warp_sum>(sum, 0.0f);", ""),
+     r"slow: it reads each number of its inputs [\d,]+ times on average, and version 1 .* [\d.]+ ti"),
+    ((R32,), "a block a number", "residual_forward", "BLOCK(256, 1)", RESIDUAL,
+     r"slow: 2,581 of 2,592 blocks do nothing BLOCK says .* covers 1, so .* 236 items each"),
+    ((R32,), "a thread of each block", "residual_forward", "BLOCK(256, 1)", f"""
+    size_t i = blockIdx.x;
+    if (threadIdx.x == 0) {ADD}
+""", r"slow: of the 256 threads of a block 255 do nothing BLOCK.256, threads. would give"),
+    ((B32,), "an array for the checks' C", "layernorm_forward", "", """
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    float x[1600], m = 0.0f, variance = 0.0f;
+    for (int c = 0; c < C; c++) m += x[c] = residual[(size_t)row * C + c];
+    m /= C;
+    for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
+    float s = 1.0f / sqrtf(variance / C + 1e-5f);
+    for (int c = 0; c < C; c++) {
+        from_float(copy[(size_t)row * C + c], x[c]);
+        from_float(out[(size_t)row * C + c], (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
+    }
+    mean[row] = m, rstd[row] = s;
+""", r"index 1600 is out of bounds.*line \d+: for .*m \+= x\[c\].*,C=1[6-9]\d\d"),
+)
+GPU_CASES = (  # the same, of what NVRTC sees
+    ("std::vector", SOFTMAX.replace("float top", "std::vector<float> e(V); float top"),
+     r"compile for a GPU: .*std.*vector.* line \d+: std::vector.*C\+\+ library"),
+    ("a size at run time", SOFTMAX.replace("float top", "float e[V]; e[0] = 0; float top"),
+     r"compile for a GPU: .*constant.* line \d+: float e\[V\].*the compiler knows"),
+    ("try", SOFTMAX.replace("float top = LOWEST, sum", "float top = LOWEST; try { top = LOWEST; } "
+                            "catch (int) {}\n    float sum"),
+     r"compile for a GPU: .*exception.* line \d+: .*try.*test with an if"),
+    ("200 KB", SOFTMAX.replace("float top", "__shared__ float e[50304];\n    float top").replace(
+        "sum += expf", "sum += e[v] = expf").replace("? expf(to_float(x[v]) - top)", "? e[v]"),
+     r"__shared__ arrays have 201,\d+ bytes, and a block may declare 49,152 line \d+: .*e\[50304"),
+)
+
+
+def cases(folder):
+    """Right kernels are accepted, and each fault is refused, by the process that looks for it."""
+    variables = {grade.BOUNDS: grade.sanitizer_variables(), grade.RACES: grade.race_variables()}
+    if not all(variables.values()):
+        print("skipped: this compiler has no sanitizers")
+        return
+    for job in ALL:
+        look_for, dtype = job
+        some = [case for case in CASES if job in case[0]]
+        paths = [folder / f"my_{case[2]}_{i}_{look_for}_{dtype}.cu" for i, case in enumerate(some)]
+        for path, (_, _, exercise, block, body, _) in zip(paths, some):
+            suffix = path.stem.removeprefix(f"my_{exercise}")
+            path.write_text(filled(exercise, body, suffix, block=block))
+        every = [str(path) for path in paths]
+        for path, (_, name, _, _, _, wish) in zip(paths, some):  # they are compiled together, once
+            result = grade.run_child(dict(compile=every, run=[str(path)], look_for=look_for,
+                                          dtypes=[dtype], limit=20, compare=True, waste=True),
+                                     variables[look_for])
+            complaint, _ = grade.complaint_of(path, result, look_for)
+            lines = complaint and complaint[1]
+            check(f"{look_for} in {dtype}: {name}", not lines and result[0][-1]["event"] == "right"
+                  if wish is None else re.search(wish, said(lines)), lines or result[2][-300:])
+
+
+def gpus(folder):
+    """What NVRTC refuses, with the student's line; what it says of a right kernel."""
+    if not has_nvrtc():
+        print("skipped: CuPy and NVRTC are not installed")
+        return
+    for name, body, wish in GPU_CASES:
+        path = folder / "my_softmax_forward.cu"
+        path.write_text(filled("softmax_forward", body))
+        lines, _ = on_gpus.judge(path, ["fp32", "bf16"])
+        check(f"NVRTC: {name}", re.search(wish, said(lines)), lines)
+    helper = "float twice(float x) { return 2 * x; }\n"
+    path.write_text(filled("softmax_forward", SOFTMAX.replace("float top", "float top", 1),
+                           before=helper))
+    lines, _ = on_gpus.judge(path, ["fp32"])
+    check("NVRTC: a helper without __device__", re.search(
+        r"host function line \d+: float twice.*__device__ in front", said(lines)), lines)
+    path.write_text(filled("softmax_forward", BLOCK_A_ROW, block="BLOCK(256, 1)"))
+    lines, facts = on_gpus.judge(path, ["fp32", "bf16"])
+    check("both GPUs, both dtypes", not lines and [(f["gpu"], f["dtype"]) for f in facts] == [
+        (gpu, dtype) for gpu in ("sm_80", "sm_90a") for dtype in ("fp32", "bf16")], facts)
+    check("shared memory of block_reduce", {f["shared"] for f in facts} <= {128, 256}, facts[0])
+    check("the line", re.fullmatch(
+        r"\d+ registers, no spills, (128|256) bytes of shared memory: \d blocks of 256 threads fit on "
+        r"a multiprocessor of an H100 \(occupancy \d+%\)", on_gpus.remark(facts)), on_gpus.remark(facts))
+
+
+def launches(folder):
+    """How many blocks fit on a multiprocessor, by CUDA's rules, worked out by hand."""
+    a100, h100 = on_gpus.GPUS["sm_80"], on_gpus.GPUS["sm_90a"]
+    for gpu, used, threads, dynamic, wish in (
+            (h100, Used(32, 0, 0), 256, 0, 8),  # 64 warps are the limit
+            (h100, Used(40, 0, 0), 256, 0, 6),  # 51 warps of 1,280 registers: 48 in four quarters
+            (h100, Used(33, 0, 0), 256, 0, 6),  # registers go by eights, so 33 are 40
+            (h100, Used(16, 0, 0), 32, 0, 32),  # 32 blocks are the limit
+            (h100, Used(64, 0, 0), 1024, 0, 1),  # all registers
+            (h100, Used(65, 0, 0), 1024, 0, 0),  # and one more
+            (h100, Used(168, 0, 0), 1024, 0, 0),
+            (h100, Used(255, 0, 0), 250, 0, 1),  # 250 threads are 8 warps
+            (h100, Used(16, 0, 48 * 1024), 256, 0, 4), (h100, Used(16, 0, 48 * 1024 + 4), 256, 0, 0),
+            (a100, Used(16, 0, 48 * 1024), 256, 0, 3),
+            (h100, Used(16, 0, 0), 256, 227 * 1024, 1), (a100, Used(16, 0, 0), 256, 227 * 1024, 0)):
+        found = on_gpus.blocks_that_fit(gpu, used, threads, dynamic)
+        check(f"{gpu.name}: {tuple(used)}, {threads} threads, {dynamic} bytes", found == wish, found)
+    path = folder / "my_softmax_forward.cu"
+    path.write_text(filled("softmax_forward", SOFTMAX, block="BLOCK(1024, threads)"))
+    facts = [dict(gpu="sm_90a", dtype="fp32", threads=1024, dynamic=0, registers=168, spilled=0, shared=0,
+                  blocks=0)]
+    lines = on_gpus.launch_lines(path, facts)
+    check("too many registers", re.search(
+        r"168 registers, so 1024 threads need 172,032, .*65,536 line \d+: BLOCK.*__launch_bounds__.1024",
+        said(lines)), lines)
+
+
+def sizes():
+    """The last sizes of a check are larger than all others, of the same kind, and drawn by the text."""
+    for name in exercise_names():
+        checks = checks_of(EXERCISES[name], find_ladder(name))
+        drawn, again, *others = (larger(checks, text) for text in "aabcde")
+        most = {key: max((sizes.get(key, 0) for sizes in checks if sizes.get(key, 0) < 10000), default=0)
+                for key in drawn}  # a whole vocabulary takes too long
+        fixed = {key for key in drawn if len({sizes.get(key) for sizes in checks}) == 1}
+        rows = [sizes["B"] * sizes["T"] for sizes in (drawn, *checks) if "B" in sizes]
+        ok = (drawn == again and others.count(drawn) < 4 and all(drawn[key] > most[key] for key in drawn.keys() - fixed
+                                              if key in ("C", "OC", "V", "H", "n", "NH"))
+              and all(drawn[key] == most[key] for key in fixed - {"B", "T", "NKV", "NH"})
+              and (not rows or rows[0] > max(rows[1:])) and
+              (drawn.get("C", 32) % 32 == 0 or any(sizes["C"] % 32 for sizes in checks))
+              and drawn.get("Vp", 0) >= drawn.get("V", 0) * ("Vp" in drawn)
+              and drawn.get("NH", 1) % drawn.get("NKV", 1) == 0)
+        check(f"{name}: {drawn}", ok, most)
+
+
+def roundings():
+    """Where all numbers round to bf16 in the same way, as 1/30 does, the rounded truth is right; one that
+    is cut off is not."""
+    truth = np.full((4, 8), 1 + 0.6 / 128)
+    right, cut = to_bf16(truth), (np.float32(truth).view(np.uint32) >> 16).astype(np.uint16)
+    assert (right != cut).any()
+    for name, array, wish in (("rounded", right, True), ("cut off", cut, False)):
+        found = compare_output(np, name, array, truth, 1e-5)
+        check(f"the same number in bf16, {name}", (found.place is None) == wish, found)
+
+
+def order():
+    """The surest explanation is said, and nobody waits for a process that cannot have a better one."""
+    jobs = [(grade.GPU, ["fp32"], 0), (grade.BOUNDS, ["fp32"], 0), (grade.RACES, ["fp32"], 0),
+            (grade.BOUNDS, ["bf16"], 0), (grade.RACES, ["bf16"], 0)]
+    compiling, running = grade.COMPILER, grade.ACCESS
+    for name, complaint, waiting, wish in (
+            ("a compiler error", (grade.COMPILER, 1), {3: compiling, 2: grade.RACE}, True),
+            ("NVRTC's, while g++ compiles", (grade.GPU_COMPILER, 0), {1: compiling}, False),
+            ("NVRTC's, when g++ has done it", (grade.GPU_COMPILER, 0), {1: running, 2: grade.RACE}, True),
+            ("out of bounds", (grade.ACCESS, 1), {2: grade.RACE, 3: running}, True),
+            ("a wrong number, while races are looked for", (grade.RESULT, 1), {2: grade.RACE}, False),
+            ("a race, while accesses are looked at", (grade.RACE, 2), {1: running}, False),
+            ("waste", (grade.WASTE, 2), {1: running, 3: compiling}, True),
+            ("too slow, while steps are counted", (grade.SLOW, 1), {2: grade.RACE}, False),
+            ("too slow", (grade.SLOW, 1), {3: running, 4: grade.RACE}, True)):
+        check(f"sure: {name}", grade.is_sure(complaint, waiting, jobs) == wish)
+
+
+def facts(folder):
+    """The judge as a function: facts for other programs, and what was not looked for."""
+    path = folder / "my_residual_forward.cu"
+    path.write_text(filled("residual_forward", RESIDUAL))
+    with mock.patch.multiple("dev.lab.grade", sanitizer_variables=lambda: None,
+                             race_variables=lambda: None, has_nvrtc=lambda: False):
+        found = grade.grade_file(path)
+        lines = said(grade.looked_for(found))
+    check("right, and nothing was looked for", found.lines == [] and not any(found.looked.values())
+          and found.gpu == [] and found.dtypes == ["fp32", "bf16"], found)
+    check("  and it says so", re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
+    path.write_text(filled("matmul_forward", NUMBER + "    if (i == 0) mma_tf32;\n"))
+    check("tensor cores bring tf32", grade.dtypes_of(path) == ["fp32", "bf16", "tf32"])
+
+
+if __name__ == "__main__":
+    run_program((sizes, roundings, launches, order, gpus, facts, cases))
