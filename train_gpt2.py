@@ -7,7 +7,7 @@ gradients: begin there. Then read this file from top to bottom, with kernels.cu 
 all tensors; the model, each layer's forward, then its backward; the update; the loop. You may stop
 there. The rest is what these use: the GPU, files and batches, a sample, the flags. "Faster", at the
 end, adds only speed: `--plain 1` leaves it out. With dev/ at hand, the command above has other
-defaults, and attaches chapters of dev/ that make it faster; it prints both.
+defaults, and attaches chapters of dev/ for speed; it prints both.
 
 Sizes:
 
@@ -56,8 +56,8 @@ KERNELS = HERE / "kernels.cu"
 BF16 = np.uint16
 LOW = np.int16
 
-ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps, as in a checkpoint.
-LOGIT_ROWS = 8192  # the logits of many tokens take gigabytes: they are computed in parts
+ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps: adamw needs one index.
+LOGIT_ROWS = 8192  # many tokens' logits take gigabytes: they are computed in parts
 PARTIAL_ROWS = 256  # the most blocks with partial sums
 NORM_BLOCKS = 1024  # the most blocks of global_norm
 
@@ -141,16 +141,16 @@ class Config:
             Row("ln1_inp", (N, C), **each),  # copies of x before attention: 12 x 3.1M = 37.7M
             Row("ln1_mean", (N,), **statistic),  # 12 x 4096
             Row("ln1_rstd", (N,), **statistic),  # 12 x 4096
-            Row("ln1", (N, C), **each),  # 12 x 4096 x 768 = 37.7M
-            Row("qkv", (N, 3 * C), **each),  # queries, keys, values: 12 x 4096 x 2304 = 113M
+            Row("ln1", (N, C), **each),  # 37.7M
+            Row("qkv", (N, 3 * C), **each),  # queries, keys, values: 113M
             Row("lse", (B * self.NH, T), **statistic),  # log2 of softmax's denominators: 0.6M
-            Row("atty", (N, C), **each),  # attention's output: 12 x 4096 x 768 = 37.7M
+            Row("atty", (N, C), **each),  # attention's output: 37.7M
             Row("ln2_inp", (N, C), **each),  # copies of x after attention: 37.7M
             Row("ln2_mean", (N,), **statistic),  # 12 x 4096
             Row("ln2_rstd", (N,), **statistic),  # 12 x 4096
-            Row("ln2", (N, C), **each),  # 12 x 4096 x 768 = 37.7M
-            Row("fch", (N, 4 * C), **each),  # hidden channels, before GELU: 12 x 4096 x 3072 = 151M
-            Row("fch_gelu", (N, 4 * C), **each),  # after GELU; becomes the gradient of fch: 151M
+            Row("ln2", (N, C), **each),  # 37.7M
+            Row("fch", (N, 4 * C), **each),  # hidden channels, before GELU: 151M
+            Row("fch_gelu", (N, 4 * C), **each),  # after GELU; becomes dfch: 151M
             Row("lnf_inp", (N, C), real),  # a copy of x after the last layer: 3.1M
             Row("lnf_mean", (N,)),  # 4096
             Row("lnf_rstd", (N,)),  # 4096
@@ -297,17 +297,17 @@ class GPT2:
         self.params = self.whole_views("parameters")
         self.grads = self.whole_views("gradients")  # of the parameters
         self.adam = carve(self.arenas["update"], tables["update"])
-        self.batch = None  # tokens and targets
+        self.batch = None  # tokens, targets, and tokens sorted
         self.acts = None  # activations, which the forward pass makes
         self.back = None  # the gradients of activations
         self.layers = None  # for each layer its part of params, of grads and of acts
-        self.parts = None  # slices of the N tokens: logits are computed part by part
+        self.parts = None  # slices of the N tokens, which get logits in turn
         self.BT = None  # (B,T) that these five are laid out for: see set_batch
         self.master = [self.params]  # what holds all of a parameter: in bf16 also the low halves
         if "low bits" in tables:
             self.master.append(self.whole_views("low bits"))
 
-        self.step = 0  # steps done
+        self.step = 0  # steps begun
         self.micro = 0  # index of the micro-batch in the step
         self.micros = 1  # micro-batches of a step, of all processes
         self.last_micro = True  # is this the last of this process?
@@ -334,8 +334,8 @@ class GPT2:
 
     def layer_backward(self, l):
         """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
-        and makes those of the twin's inputs. (GELU, which fc's call applies, is in fcproj's here.)
-        dx is the gradient of the stream x, and so of each branch that was added to it."""
+        and makes those of the twin's inputs. (fc's call ends with GELU there, so fcproj's with its
+        derivative here.) dx is the gradient of the stream x, and so of each branch added to it."""
         p, g, a = self.layers[l]  # g: the gradients of p
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
@@ -370,8 +370,8 @@ class GPT2:
         adds = self.micro > 0
         device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
         N, OC = dout.shape
-        shares = max(1, min(128, N // 32))  # each is some rows, which a block sums
-        partials = self.back.partials  # here (shares,OC), which add_partials sums
+        shares = max(1, min(128, N // 32))  # of the rows; a block sums some columns of one
+        partials = self.back.partials  # (shares,OC) fits: it has 2 x 256 x C numbers
         device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
         device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
         device.matmul(dinp, dout, weight, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
@@ -401,9 +401,9 @@ class GPT2:
 
     def attention_forward(self, out, lse, qkv):
         """For each head, out (N,C) = P v with P = softmax(S) and S = q k' / sqrt(HS), where a token
-        sees itself and those before it. Attention is the only part of a layer that mixes tokens.
-        P (T,T) is never stored. It keeps lse (B*NH,T), log2 of the softmax's denominators, from
-        which the backward pass computes it again: P = 2^(S * log2(e) - lse)."""
+        sees itself and those before it (' transposes). Attention is the only part of a layer that
+        mixes tokens. P (T,T) is not stored: from lse (B*NH,T), log2 of the softmax's denominators,
+        the backward pass computes it again, P = 2^(S * log2(e) - lse)."""
         B, T = self.BT
         NH = self.config.NH
         sizes = self.device.attention_sizes  # a block has `rows` tokens of a head
@@ -671,7 +671,7 @@ class Training:
         self.epoch = 1  # steps, as llm.c counts them
 
     def train(self):
-        """Run the remaining steps. After the last step the loop comes round once more, to validate,
+        """Run the remaining steps. After the last the loop comes round once more, to validate,
         sample and save."""
         flags = self.flags
         adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
@@ -752,7 +752,7 @@ class Training:
     # ---- Before the first step
 
     def run(self):
-        """Train as the flags say. Returns the exit status."""
+        """Train as the flags say."""
         self.prepare()
         try:
             self.model = self.make_model()
@@ -760,14 +760,15 @@ class Training:
         except self.device.Fault as e:
             raise UserError(f"the GPU stopped ({e}) at {self.device.last_kernel} or before: find "
                             "the fault with --plain 1 and compute-sanitizer") from None
-        return 0
 
     def prepare(self):
         """What can go wrong before memory is allocated."""
         self.choose_model()
         kind = Cuda if self.flags.plain else FastCuda
         self.device = device = kind(self.flags.dtype, self.config)
-        needed = max(device.attention_sizes.shared_backward, device.layernorm_sizes.shared_of_row)
+        sizes = device.attention_sizes
+        needed = max(sizes.shared_forward, sizes.shared_backward,
+                     device.layernorm_sizes.shared_of_row)
         if needed > device.max_shared:
             raise UserError(f"{self.config}: a block needs {needed:,} bytes of shared memory, and "
                             f"{device} has {device.max_shared:,}: try another -e")
@@ -834,8 +835,8 @@ SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}  # of kern
 
 class Kernel(NamedTuple):
     """What kernels.cu says of a kernel: BLOCK(threads, items along x, items along y), and its
-    parameters. gelu_forward has BLOCK(256, W * threads): each thread takes W numbers, 8 in bf16. So
-    10,000 numbers are ceil(10000 / 2048) = 5 blocks of 256 threads."""
+    parameters. gelu_forward has BLOCK(256, W * threads): its items are numbers, of which a thread
+    takes W, 8 in bf16. So 10,000 are ceil(10000 / 2048) = 5 blocks."""
     name: str
     threads: int  # of a block
     covers: list  # functions of threads and W: a block's items along x, and along y
@@ -884,9 +885,9 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits that a block caches, bytes of shared memory). One block per multiprocessor
-    caches its row, and the next if there is room. The loss alone reads a row once: it needs a cache
-    only to load ahead."""
+    """(blocks, logits that a block caches, bytes of shared memory). A gradient reads a row twice:
+    one block per multiprocessor caches it, and loads the next if both fit. The loss alone needs a
+    cache only for that; else each row has a block."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     loads_ahead = room == 2 * Vp
     if device.name == "cpu" or not (with_gradient or loads_ahead):
@@ -1013,6 +1014,7 @@ class Cuda:
         transposed_l, stride_l = stride_of(left)
         transposed_r, stride_r = stride_of(right)
         type_l, type_r, type_out = (self.CUDA_TYPES[x.dtype.str[1:]] for x in (left, right, out))
+        # m, n, k are J, I, K; A is right. A matrix: address, type, stride.
         self.cublas.gemmEx(
             self.gpu.cublas_handle, transposed_r, transposed_l, J, I, len(right),
             self.ONE.ctypes.data, right.data.ptr, type_r, stride_r, left.data.ptr, type_l, stride_l,
@@ -1125,8 +1127,8 @@ def draw_parameters(c, seed):
 
 
 def kept_as(x, dtype):
-    """fp32 numbers as fp32, BF16 or LOW. (BF16 << 16) + LOW gives all bits back, if ties round away
-    from zero: with ties to even, a LOW of 0x8000 would not say whether BF16 was rounded up."""
+    """fp32 numbers as fp32, BF16 or LOW. (BF16 << 16) + LOW gives all bits back: a lower half from
+    0x8000 on rounds BF16 up, and is negative in LOW. With ties to even, 0x8000 might be either."""
     bits = x.view(np.uint32)
     if dtype == BF16:
         return np.where(x == x, (bits + 0x8000) >> 16, 0x7FFF).astype(BF16)
@@ -1256,16 +1258,16 @@ ADAMW_FLAGS = ("beta1", "beta2", "eps", "weight_decay", "clip")
 # A flag's letter, long name, type or choices, default, and what it is.
 FLAGS = [
     ("-i", "--train-data", "name", None, "token file to train on (default: tinyshakespeare)"),
-    ("-j", "--val-data", "name", None, "token file to validate on (default: the one next to -i)"),
+    ("-j", "--val-data", "name", None, "token file to validate on (default: beside -i)"),
     ("-e", "--model", "name", None, "checkpoint, or d12, d24 ... (default: gpt2_124M.bin or d12)"),
-    ("-o", "--output", "name", None, "folder for the weights (default: none)"),
+    ("-o", "--output", "name", None, "folder for the weights"),
     ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
     ("-d", "--total-batch", "count", None, "tokens in a step of micro-batches (default: B*T)"),
     ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024)"),
     ("-l", "--learning-rate", "rate", 3e-4, "learning rate"),
     ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises"),
     ("-q", "--final-fraction", "rate", 1.0, "what the rate falls to, as a fraction of it"),
-    ("-c", "--weight-decay", "rate", 0.0, "weight decay, of matrices and embeddings only"),
+    ("-c", "--weight-decay", "rate", 0.0, "weight decay, of matrices and embeddings"),
     (None, "--beta1", "share", 0.9, "AdamW's decay of the first moment"),
     (None, "--beta2", "share", 0.999, "AdamW's decay of the second moment"),
     (None, "--eps", "eps", 1e-8, "AdamW's epsilon"),
@@ -1362,11 +1364,11 @@ class FastCuda(Cuda):
 
     def __init__(self, dtype, c):
         self.HS = c.C // c.NH
-        self.hopper = False  # whether kernels are compiled with -DHOPPER
-        super().__init__(dtype, c)
+        self.hopper = False  # whether kernels are compiled with -DHOPPER; switches sets it
+        super().__init__(dtype, c)  # compiles, and so calls switches
         self.fused_gelu = dtype == "bf16"  # whether GELU is part of its product
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # the default one cannot capture
-        self.maps = {}  # {array: its tensor map}
+        self.maps = {}  # {(T, HS, array's address, its shape): tensor map}
         self.plans = {}  # {product: how to do it}
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
@@ -1522,7 +1524,7 @@ class FastCuda(Cuda):
             box = numbers(ctypes.c_uint32, 64, 1, 64, 1)
             steps = numbers(ctypes.c_uint32, 1, 1, 1, 1)
             status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-                ctypes.c_void_p(made.ctypes.data), 9, 4,  # bf16, four dimensions
+                ctypes.c_void_p(made.ctypes.data), 9, 4,  # bf16; channel, head, token, sequence
                 address(array), sizes, strides, box, steps,
                 0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time, zeros beyond
             if status:

@@ -326,8 +326,8 @@ def faults_of_a_gpu(device_name, folder):
         if name == "global_norm":
             raise Broken("an illegal address")
 
-    arguments = ["--device", device_name, "--plain", "1", "-e", TINY, "-b", "2", "-t", "8", "-x", "3", "-v", "0", "-s", "0",
-                 "-i", folder / "tokens.bin", "-j", folder / "tokens.bin", "-o", folder / "fault"]
+    arguments = ["--device", device_name, "--plain", "1", "-e", TINY, "-b", "2", "-t", "8", "-x", "3",
+                 "-v", "0", "-s", "0", "-i", folder / "tokens.bin", "-j", folder / "tokens.bin", "-o", folder / "fault"]
     with (contextlib.redirect_stdout(None), mock.patch.object(Training, "make_device", return_value=device),
           mock.patch.multiple(device, create=True, launch=launch, last_kernel=None, Fault=Broken)):
         check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or before",
