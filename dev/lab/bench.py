@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dev.lab.inputs import ANY, COPIED, Draw, as_stored, stored
-from dev.lab.ladder import DTYPES
+from dev.lab.ladder import ANY, COPIED, DTYPES, Draw, as_stored, stored
 from train_gpt2 import BF16, to_float
 
 # The largest relative errors of a tensor, by Frobenius norm. A right kernel has 1e-7 to 2e-6, and one that misses a

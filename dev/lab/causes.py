@@ -1,6 +1,6 @@
 """What is wrong with a result, and its cause, from the numbers.
 
-An exercise's own mistakes are recognised by their numbers: see mistakes/. For all exercises there is a short
+An exercise's own mistakes are recognised by their numbers: see mistakes.py. For all exercises there is a short
 list of causes, GENERAL, from the places and kinds of the wrong numbers.
 """
 import re
@@ -10,7 +10,7 @@ import numpy as np
 
 from dev.lab.bench import HANDFUL
 from dev.lab.exercises import EXERCISES
-from dev.lab.inputs import ANY
+from dev.lab.ladder import ANY
 from dev.lab.mistakes import MISTAKES
 from train_gpt2 import to_float
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dev.common.config import Config
 from dev.features.devices import make_device
-from dev.lab import traffic  # after prepro_tinyshakespeare, which says how NumPy's threads wait
+from dev.lab import traffic
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder
 from dev.lab.workers import sources_of

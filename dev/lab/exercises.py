@@ -54,7 +54,7 @@ class Exercise(NamedTuple):
     plane: str = ""  # the items along x and y, for a BLOCK with both
     checks: tuple = ()  # sizes, if not the Ladder's
     note: tuple = ()  # a remark on NumPy's formula
-    # For causes.py; the exercise's usual mistakes are in mistakes/.
+    # For causes.py; the exercise's usual mistakes are in mistakes.py.
     rows: tuple = ()  # (the input whose rows count, the outputs with a number or a row for each, what rows differ in)
     padded: str = ""  # the outputs whose columns from V on must be 0
     axes: str = ""  # the axes of an output of more than two; "head" of queries, keys and values side by side

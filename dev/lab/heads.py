@@ -2,7 +2,7 @@
 import numpy as np
 
 from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
-from dev.lab.inputs import f32, in_parts
+from dev.lab.ladder import f32, in_parts
 from prepro_tinyshakespeare import UserError
 
 # Sizes for every version: a single token, tiles that are not full, and tiles of several kinds.

@@ -26,7 +26,7 @@ from pathlib import Path
 from dev.cpu import races
 from dev.cpu.device import compiler_of
 from dev.features.order import capability, has_gpu  # after prepro_tinyshakespeare, which says how NumPy's threads wait
-from dev.lab import results
+from dev.lab import timing
 from dev.lab.ladder import DTYPES, KERNELS, LAB, asked_sizes, find_ladder, kernel_names
 from dev.lab.workers import Failure, Task, failures_only, one_line, run_ladders
 from prepro_tinyshakespeare import UserError
@@ -138,7 +138,7 @@ def main(arguments=None):
     total, out, ran = failures_only(), flags.out or (None if flags.kernel else LAB), []
 
     if timed and flags.all and out:
-        results.write(out, [], total)  # refuses now what it would refuse after the first kernel
+        timing.write(out, [], total)  # refuses now what it would refuse after the first kernel
 
     def report(name, found, lines):  # what was measured is on disk before the next kernel begins
         nonlocal total
@@ -149,9 +149,9 @@ def main(arguments=None):
             wrong = f"{len(found.failures)} wrong" if found.failures else "all right"
             print(f"{name}: {found.checks} checks, {wrong}", flush=True)
         if timed and flags.all:
-            print(f"\n{name}: {find_ladder(name).summary}\n{results.table(name, total)}", flush=True)
+            print(f"\n{name}: {find_ladder(name).summary}\n{timing.table(name, total)}", flush=True)
         if timed and flags.all and out and total.device:
-            results.write(out, ran, total)
+            timing.write(out, ran, total)
 
     failures = run_ladders(chosen, task, report)
     if not (flags.kernel or flags.dtype or timed or total.failures or failures):

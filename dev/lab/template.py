@@ -13,8 +13,7 @@ import numpy as np  # after prepro_tinyshakespeare, which says how its threads w
 from dev import gpt2_numpy
 from dev.lab import formulas
 from dev.lab.exercises import EXERCISES, HELPERS, PREFIX, command, version_of
-from dev.lab.inputs import Draw
-from dev.lab.ladder import find_ladder, parse_sizes
+from dev.lab.ladder import Draw, find_ladder, parse_sizes
 from dev.lab.submission import signature
 from prepro_tinyshakespeare import UserError
 

@@ -25,8 +25,7 @@ from dev.lab import on_gpus, waste
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of
-from dev.lab.inputs import larger
-from dev.lab.ladder import LAB
+from dev.lab.ladder import LAB, larger
 from dev.lab.submission import MODEL, code_of, exercise_of, read_submission
 from prepro_tinyshakespeare import UserError
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from dev.features.devices import make_device
-from dev.lab import results, timing  # after prepro_tinyshakespeare, which says how NumPy's threads wait
+from dev.lab import timing
 from dev.lab.bench import Bench, noting
 from dev.lab.ladder import (KERNELS, LAB, MODELS, config_of, describe_choice, find_ladder, launched_by, model_of,
                             parse_sizes)
@@ -50,7 +50,7 @@ class Report(NamedTuple):
     timings: list
     library: dict  # {(kernel, dtype): (name, seconds)}
     launched: set  # the names of all kernels that were launched
-    device: dict  # see results.describe_gpu
+    device: dict  # see timing.describe_gpu
 
     def plus(self, other):
         return Report(*(a | b if isinstance(a, (set, dict)) else a + b for a, b in zip(self, other)))
@@ -157,7 +157,7 @@ def run_ladder(ladder, task, say, doing, ceilings):
                 return report._replace(checks=checks)
             if task.device == "cuda":
                 with contextlib.suppress(Exception):
-                    report.device.update(results.describe_gpu(device, ceilings))
+                    report.device.update(timing.describe_gpu(device, ceilings))
                     device.cupy.get_default_memory_pool().free_all_blocks()
                     device.cupy.get_default_pinned_memory_pool().free_all_blocks()
     return report._replace(checks=checks)

@@ -4,8 +4,7 @@ import functools
 import numpy as np
 
 from dev.common.bf16 import joined
-from dev.lab.inputs import ANY, f32, in_parts
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ANY, Ladder, Version, f32, in_parts
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, to_float
 
 NORM = 2.5

@@ -2,9 +2,8 @@
 import numpy as np
 
 from dev.common.bf16 import to_bf16
-from dev.lab.inputs import ANY, bf16, in_parts
 from dev.lab.kernels import adamw
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ANY, Ladder, Version, bf16, in_parts
 
 
 def splitmix64(seed, i):

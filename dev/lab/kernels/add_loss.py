@@ -1,6 +1,5 @@
 """verdict's loss = share * the sum of losses (N), or += that with accumulate"""
-from dev.lab.inputs import f32
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, f32
 from train_gpt2 import Verdict
 
 LOSS = Verdict._fields.index("loss")

@@ -2,10 +2,9 @@
 import numpy as np
 
 from dev.lab.formulas import cross_entropy, dcross_entropy
-from dev.lab.inputs import in_parts
 from dev.lab.kernels.crossentropy_forward import classifier_problem, fused_classifier
 from dev.lab.kernels.softmax_forward import WORDS, padded
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 
 
 def problem(draw, B, T, V, Vp):

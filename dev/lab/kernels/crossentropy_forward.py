@@ -2,9 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import cross_entropy
-from dev.lab.inputs import in_parts
 from dev.lab.kernels.softmax_forward import WORDS, logits_of
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 from train_gpt2 import classifier_launch
 
 

@@ -1,8 +1,7 @@
 """dwte (V,C)[tokens (B,T)] and dwpe (maxT,C)[t] += dout (B,T,C)"""
 import numpy as np
 
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 from train_gpt2 import batch_table, carve, pack_batch
 
 

@@ -1,6 +1,5 @@
 """out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C, V, positions=1):

@@ -2,8 +2,7 @@
 import numpy as np
 
 from dev.lab.formulas import layernorm, moments
-from dev.lab.inputs import ODD_SHAPES, f32
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version, f32
 
 
 def problem(draw, B, T, C, apart=0):

@@ -1,8 +1,7 @@
 """dinp (N,4C), the gradient of gelu(inp), becomes that of inp"""
 from dev.lab.formulas import dgelu
-from dev.lab.inputs import ODD_SHAPES, in_parts
 from dev.lab.kernels.gelu_forward import gelu_inputs
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version, in_parts
 
 
 def problem(draw, B, T, C):

@@ -2,8 +2,7 @@
 import numpy as np
 
 from dev.lab.formulas import gelu
-from dev.lab.inputs import ODD_SHAPES, in_parts
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version, in_parts
 
 
 def gelu_inputs(draw, N, OC):

@@ -1,8 +1,7 @@
 """norm[0] = the square root of the sum of the squares of grads (n)"""
 import numpy as np
 
-from dev.lab.inputs import ANY, f32
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ANY, Ladder, Version, f32
 from train_gpt2 import NORM_BLOCKS
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200

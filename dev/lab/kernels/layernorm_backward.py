@@ -2,9 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import dlayernorm, moments
-from dev.lab.inputs import ODD_SHAPES
 from dev.lab.kernels.matmul_backward_bias import bias_shares
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200

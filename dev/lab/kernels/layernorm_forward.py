@@ -1,7 +1,6 @@
 """out (N,C) = the layernorm of residual, with its mean and rstd, and copy = residual as a real"""
 from dev.lab.formulas import layernorm, moments
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
+from dev.lab.ladder import LAUNCH_GAP, ODD_SHAPES, Ladder, Version
 
 TRAINERS_ARGS = "out mean rstd copy residual branch weight bias N"
 

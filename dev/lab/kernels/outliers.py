@@ -2,8 +2,7 @@
 import numpy as np
 
 from dev.features.outliers import WINDOW
-from dev.lab.inputs import f32
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, f32
 from train_gpt2 import Verdict
 
 KINDS = ("normal", "outlier", "constant")

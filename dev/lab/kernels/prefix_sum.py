@@ -1,6 +1,5 @@
 """out (N,C) = the running sums of each row of inp: out[n,c] = inp[n,0] + ... + inp[n,c]"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C):

@@ -2,8 +2,7 @@
 import numpy as np
 
 from dev.lab.heads import GROUPS
-from dev.lab.inputs import COPIED
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import COPIED, Ladder, Version
 
 
 def problem(draw, B, T, NH, NKV, HS):

@@ -1,8 +1,7 @@
 """dinp (N,C) and dweight (C) += the gradients of rmsnorm, from dout (N,C)"""
 from dev.lab.formulas import drmsnorm, root
-from dev.lab.inputs import f32
 from dev.lab.kernels.rmsnorm_forward import LONG_ROWS, ODD_ROWS
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, f32
 from dev.llama3.train_llama3 import rmsnorm_backward_launch
 from train_gpt2 import PARTIAL_ROWS
 

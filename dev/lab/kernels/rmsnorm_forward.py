@@ -2,8 +2,7 @@
 import numpy as np
 
 from dev.lab.formulas import rmsnorm, root
-from dev.lab.inputs import ODD_SHAPES, f32
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version, f32
 
 LONG_ROWS = (*ODD_SHAPES, "B=1,T=5,C=4096")
 ODD_ROWS = ("B=1,T=1,C=32", "B=1,T=7,C=2112", "B=1,T=1,C=4096", "B=1,T=5,C=8192")  # the trainer's alone

@@ -2,9 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import rotate
-from dev.lab.inputs import COPIED, f32
 from dev.lab.kernels.rope_table import angles, cosines_and_sines
-from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
+from dev.lab.ladder import COPIED, LAUNCH_GAP, Ladder, Version, f32
 
 # With such a theta, all pairs of a head turn by large angles. Their two channels are neighbours, or half a head apart.
 TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in (

@@ -1,6 +1,5 @@
 """out (N) = the sum of each row of inp (N,C)"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C):

@@ -1,8 +1,7 @@
 """out (N,C) = inp, one place to the right: out[n,c] = inp[n,c-1], and out[n,0] = 0"""
 import numpy as np
 
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C):

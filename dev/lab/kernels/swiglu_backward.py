@@ -2,9 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import dswiglu, sigmoid
-from dev.lab.inputs import in_parts
 from dev.lab.kernels.swiglu_forward import ODD_ROWS_H, ROWS_H, swiglu_inputs
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 
 
 def problem(draw, B, T, H, in_place=0):

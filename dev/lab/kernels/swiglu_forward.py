@@ -2,8 +2,7 @@
 import numpy as np
 
 from dev.lab.formulas import swiglu
-from dev.lab.inputs import in_parts
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 
 ROWS_H = ("B=1,T=1,H=264", "B=3,T=9,H=96", "B=1,T=5,H=2048")
 ODD_ROWS_H = ("B=1,T=1,H=2056", "B=1,T=9,H=264")  # the trainer's alone

@@ -3,8 +3,7 @@ import numpy as np
 
 from dev.lab.formulas import transposed
 from dev.lab.heads import draw_heads, pairs_seen, split
-from dev.lab.inputs import ANY, in_parts, stored
-from dev.lab.ladder import DTYPES, Ladder, Version
+from dev.lab.ladder import ANY, DTYPES, Ladder, Version, in_parts, stored
 
 
 def problem(draw, B, T, NH, HS):

@@ -14,8 +14,7 @@ from dev.lab.bench import Bench, Comparison
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
 from dev.lab.explain import order_lines, own_names, sanitizer_lines, stuck_lines
-from dev.lab.inputs import ANY, stored
-from dev.lab.ladder import LAB, find_ladder
+from dev.lab.ladder import ANY, LAB, find_ladder, stored
 from dev.lab.mistakes import MISTAKES
 from dev.lab.submission import code_of, exercise_of, read_submission
 from dev.lab.tests.student import said, solution

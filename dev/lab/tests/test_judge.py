@@ -13,8 +13,7 @@ from dev.common.nvrtc import Used, has_nvrtc
 from dev.lab import grade, on_gpus
 from dev.lab.bench import compare_output
 from dev.lab.exercises import EXERCISES, checks_of, exercise_names
-from dev.lab.inputs import larger
-from dev.lab.ladder import find_ladder
+from dev.lab.ladder import find_ladder, larger
 from dev.lab.tests.student import filled, said
 from dev.tests.checks import check, run_program
 
