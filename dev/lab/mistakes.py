@@ -437,7 +437,6 @@ PRODUCT = [
 
 # ---- A thread computes a number: a sum, GELU, SwiGLU, AdamW
 
-
 ROOT = math.sqrt(8 / math.pi)
 
 
@@ -856,7 +855,6 @@ GROUPED = (MODULO, dict(head=modulo))
 
 
 # ---- All exercises
-
 
 MISTAKES = dict(
     shift=SHIFT, row_sum=ROW_SUM, transpose=TRANSPOSE, group_scale=GROUP_SCALE, prefix_sum=PREFIX_SUM,

@@ -136,7 +136,6 @@ def timing_of(bench, version, number, choice, own, seconds, ceilings):
 
 # ---- Tables, RESULTS.md and the chart
 
-
 HEADER = ("| | dtype | what it is | launched with | time | speed-up | rate | of the ceiling | of a library |\n"
           "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n")
 IMAGES = LAB.parent / "images"
