@@ -324,7 +324,7 @@ def sanitizer(folder):
 
     def said_of(memcheck, racecheck, status=0):
         texts = dict(memcheck=memcheck, racecheck=racecheck)
-        wish = [sys.executable, "-m", "dev.lab.card", "once", str(path)]
+        wish = [sys.executable, "-m", "dev.lab.on_gpus", "once", str(path)]
         program.write_text(f"#!{sys.executable}\nimport sys\nassert sys.argv[3:] == {wish}\nprint("
                            f"dict({texts})[sys.argv[sys.argv.index('--tool') + 1]])\n"
                            f"sys.exit({status})\n")
