@@ -5,8 +5,8 @@ sentence, and a function that computes the wrong numbers; causes.py compares. Wh
 the numbers, it has the places that the mistake makes wrong.
 
 The functions get the problem, a: its sizes, its inputs in float64, and a.truth {output: numbers}.
-They return {output: numbers} for the outputs that the mistake changes. A mistake in a formula is one
-of its pieces replaced: layernorm(a, rstd=lambda v: v**-0.5) has no eps.
+They return {output: numbers} for the outputs that the mistake changes. A mistake in a formula is
+one of its pieces replaced: layernorm(a, rstd=lambda v: v**-0.5) has no eps.
 """
 import math
 from collections.abc import Callable
@@ -25,7 +25,8 @@ from train_gpt2 import ADAMW
 
 
 class Mistake(NamedTuple):
-    """numbers(a) -> {output: wrong numbers}; or places(a, found) -> {output: True where it is wrong}."""
+    """numbers(a) -> {output: wrong numbers}; or places(a, found) -> {output: True where it is
+    wrong}."""
     why: str
     numbers: Callable = None
     places: Callable = None
@@ -48,8 +49,8 @@ def average(x):
 
 
 def by_lanes(x, f=np.sum, width=1):
-    """At each place of a row the sum (or maximum) of the numbers of its lane. A lane has `width` numbers next to each
-    other, and then those that come 32 * width later."""
+    """At each place of a row the sum (or maximum) of the numbers of its lane. A lane has `width`
+    numbers next to each other, and then those that come 32 * width later."""
     C = x.shape[-1]
     turns = -(-C // (32 * width))
     rows = np.full((*x.shape[:-1], turns * 32 * width), 0.0 if f is np.sum else -np.inf)
@@ -128,7 +129,8 @@ SHIFT = [
     Mistake("nothing moved: out[n,c] must be inp[n,c-1]",
             lambda a: dict(out=a.inp))]
 ROW_SUM = [*parts(row_sums, "the sum"),
-           Mistake("this is the average: do not divide by C", lambda a: dict(out=average(a.inp)[:, 0]))]
+           Mistake("this is the average: do not divide by C",
+                   lambda a: dict(out=average(a.inp)[:, 0]))]
 TRANSPOSE = [Mistake("nothing is transposed: column c of inp must become row c of out",
                      lambda a: dict(out=a.inp.reshape(a.truth["out"].shape)))]
 GROUP_SCALE = of(
@@ -136,7 +138,8 @@ GROUP_SCALE = of(
     ("it multiplies by the group's largest |inp| instead of dividing", dict(divide=np.multiply)),
     ("this is divided by the sum of the group, and not by its largest", dict(top=np.sum)))
 PREFIX_SUM = [
-    Mistake("each sum leaves out its own number: out[n,c] must include inp[n,c]", lambda a: running(a, 1)),
+    Mistake("each sum leaves out its own number: out[n,c] must include inp[n,c]",
+            lambda a: running(a, 1)),
     Mistake("these are inp's numbers: nothing is added up", lambda a: dict(out=a.inp)),
     Mistake("the sum runs on into the next row: each row must start again from 0",
             lambda a: dict(out=np.cumsum(a.inp.reshape(-1)).reshape(a.inp.shape)))]
@@ -152,8 +155,7 @@ def softmax(a, total=whole, top=largest, last=lambda e, s: e / s):
 
 
 OVERFLOW = ("in fp32 e^x is infinite from x = 89 on, and 0 below x = -104. Subtract the row's "
-            "largest "
-            "number before exp")
+            "largest number before exp")
 
 
 def lane_top(x):
@@ -251,14 +253,24 @@ def flat(x):
 
 
 def cancels(a, found):
-    """Rows whose mean is many deviations, and whose numbers are a little off: E[x^2] - E[x]^2 cancels there."""
+    """Rows whose mean is many deviations, and whose numbers are a little off: E[x^2] - E[x]^2
+    cancels there."""
     rows = flat(a.truth["copy"])
     return {name: abs(numbers - a.truth[name]) < 0.3 * (abs(a.truth[name]) + (name == "out")) *
-            (rows[:, None] if name == "out" else rows) for name, numbers in found.items() if name in ("out", "rstd")}
+            (rows[:, None] if name == "out" else rows) for name, numbers in found.items()
+            if name in ("out", "rstd")}
 
 
 EPS = "eps (1e-5) is left out: it is added to the {of}, inside the root"
 OUTSIDE = "eps (1e-5) is added to the root: it belongs inside, to the {of}"
+
+
+def lane_average(x, width):
+    return by_lanes(x, width=width) / x.shape[-1]
+
+
+def lane_average_of_squares(d, width):
+    return lane_average(d * d, width)
 
 
 def layernorm_mistakes(formula):
@@ -282,12 +294,11 @@ def layernorm_mistakes(formula):
                 lambda a: formula(a,
                                   rstd=lambda v: (average(a.truth["copy"] ** 2) + 1e-5) ** -0.5)),
         Mistake("only rows with a mean of many deviations are wrong: the average of x^2 minus "
-                "mean^2 cancels "
-                "there. Take the average of (x - mean)^2", places=cancels),
+                "mean^2 cancels there. Take the average of (x - mean)^2", places=cancels),
         *(Mistake("each lane has only its own sums: is warp_sum missing?",
-                  partial(formula, mean=lambda x, n=width: by_lanes(x, width=n) / x.shape[-1],
-                          variance=lambda d, n=width: by_lanes(d * d,
-                                                               width=n) / d.shape[-1])) for width in (1, 4)),
+                  partial(formula, mean=partial(lane_average, width=width),
+                          variance=partial(lane_average_of_squares, width=width)))
+          for width in (1, 4)),
         *sums(formula, "mean", "the sum for the mean", divide=True),
         *(m._replace(numbers=partial(formula, variance=squares(m.numbers.keywords["variance"])))
           for m in sums(formula, "variance", "the sum of squares", divide=True))]
@@ -562,7 +573,8 @@ ADAMW_STEP = of(
     ("correction1 and correction2 are left out", dict(correction=lambda m, v, s: (m, v))),
     ("correction1 is left out", dict(correction=lambda m, v, s: (m, v * s["correction2"]))),
     ("correction2 is left out", dict(correction=lambda m, v, s: (m * s["correction1"], v))),
-    ("eps is added inside the root: it belongs outside, sqrtf(v) + eps", dict(root=lambda v, eps: np.sqrt(v + eps))),
+    ("eps is added inside the root: it belongs outside, sqrtf(v) + eps",
+     dict(root=lambda v, eps: np.sqrt(v + eps))),
     ("eps is left out", dict(root=lambda v, eps: np.sqrt(v))),
     ("v's root is missing", dict(root=lambda v, eps: v + eps)))
 
@@ -579,7 +591,8 @@ def back(x, axes, shape):
     return x.reshape([shape[i] for i in axes]).transpose(np.argsort(axes))
 
 
-ORDER = "they are inp's numbers in the order of inp: build another index for reading than for writing"
+ORDER = ("they are inp's numbers in the order of inp: build another index for reading than for "
+         "writing")
 BACK = "the numbers go the other way: take the index of out apart, and build that of inp"
 
 
@@ -718,7 +731,8 @@ def turned(name, sign, a, half=lambda half: half, heads=lambda a: a.heads, overw
         first = (slice(0, a.HS // 2), slice(a.HS // 2, None)) if a.half else (slice(0, None, 2),
                                                                               slice(1, None, 2))
         left, right = new[:, :, :heads, first[0]], x[:, :, :heads, first[1]]
-        new[:, :, :heads, first[1]] = sign * left * np.sin(angle)[:, None] + right * np.cos(angle)[:, None]
+        new[:, :, :heads, first[1]] = (sign * left * np.sin(angle)[:, None] + right *
+                                       np.cos(angle)[:, None])
     return {name: new}
 
 
@@ -857,8 +871,9 @@ GROUPED = (MODULO, dict(head=modulo))
 # ---- All exercises
 
 MISTAKES = dict(
-    shift=SHIFT, row_sum=ROW_SUM, transpose=TRANSPOSE, group_scale=GROUP_SCALE, prefix_sum=PREFIX_SUM,
-    residual_forward=RESIDUAL, gelu_forward=GELU, swiglu_forward=SWIGLU, encoder_forward=EMBEDDING,
+    shift=SHIFT, row_sum=ROW_SUM, transpose=TRANSPOSE, group_scale=GROUP_SCALE,
+    prefix_sum=PREFIX_SUM, residual_forward=RESIDUAL, gelu_forward=GELU, swiglu_forward=SWIGLU,
+    encoder_forward=EMBEDDING,
     permute=permutation((2, 0, 3, 1, 4), ("t and h are exchanged", (2, 0, 1, 3, 4)),
                         ("b and which are exchanged: out is (3,B,NH,T,HS)", (0, 2, 3, 1, 4))),
     unpermute=permutation((0, 2, 1, 3)), repeat_kv_forward=REPEATED, gelu_backward=GELU_GRADIENT,

@@ -296,11 +296,10 @@ def template(name):
     exercise, ladder = EXERCISES[name], find_ladder(name)
     block, parameters = signature(exercise)
     threads = re.search(r"\d+", block)[0]
-    first = importlib.import_module(f"dev.lab.kernels.{name}").__doc__.strip().splitlines()
+    summary = ladder.summary
     if "OC" in version_of(exercise, ladder).args.split():
-        first = [line.replace("4C", "OC") for line in first]
-    comment = [f"Exercise {name}: {exercise.teaches}", "", "Compute",
-               *(f"    {line}" for line in first)]
+        summary = summary.replace("4C", "OC")
+    comment = [f"Exercise {name}: {exercise.teaches}", "", "Compute", f"    {summary}"]
     formula = formula_lines(ladder) if exercise.numpy else []
     if formula:
         comment += ["", "In NumPy", *(f"    {line}" for line in formula)]

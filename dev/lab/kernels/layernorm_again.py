@@ -12,7 +12,8 @@ def problem(draw, B, T, C):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32",), fp32="mean rstd", sums="out", versions=(
-        Version("16 bytes per lane: the trainer's", "layernorm_again", "N*C", args="out inp mean rstd weight bias N C",
-                trainer=True, held_back=LAUNCH_GAP),
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32",), fp32="mean rstd",
+    sums="out", versions=(
+        Version("16 bytes per lane: the trainer's", "layernorm_again", "N*C",
+                args="out inp mean rstd weight bias N C", trainer=True, held_back=LAUNCH_GAP),
     ))

@@ -9,7 +9,8 @@ def problem(draw, B, T, C):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=2048", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32", "B=1,T=5,C=8192"), fp32="rstd",
-    args="out inp rstd weight N C", versions=(
-        Version("16 bytes per lane: the trainer's", "rmsnorm_again", "N*C", trainer=True, held_back=LAUNCH_GAP),
+    problem, "B=8,T=1024,C=2048", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32", "B=1,T=5,C=8192"),
+    fp32="rstd", args="out inp rstd weight N C", versions=(
+        Version("16 bytes per lane: the trainer's", "rmsnorm_again", "N*C", trainer=True,
+                held_back=LAUNCH_GAP),
     ))
