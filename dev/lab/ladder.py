@@ -143,7 +143,7 @@ def launched_by(names, known):
         paths = [path for path in (KERNELS / f"{name}.py", LAB / f"{name}.py") if path.exists()]
         if paths and name not in texts:
             texts[name] = paths[0].read_text(encoding="utf-8")
-            imports = re.findall(r"from dev\.lab(?:\.kernels)?(?:\.(\w+))? import \(?(\w+)",
+            imports = re.findall(r"from dev\.lab(?:\.kernels)?(?:\.(\w+))? import [(\s]*(\w+)",
                                  texts[name])
             missing += [module or name for module, name in imports]
     text = "".join(texts.values())
