@@ -582,10 +582,6 @@ ADAMW_STEP = of(
 # ---- Indices: permutations, copies of heads, embeddings, rotations
 
 
-def same_numbers(a, axes, shape):
-    return dict(out=a.inp.transpose(axes).reshape(shape))
-
-
 def back(x, axes, shape):
     """x (with the numbers of shape) seen as the result of a transposition, and turned back."""
     return x.reshape([shape[i] for i in axes]).transpose(np.argsort(axes))
@@ -879,16 +875,13 @@ MISTAKES = dict(
     unpermute=permutation((0, 2, 1, 3)), repeat_kv_forward=REPEATED, gelu_backward=GELU_GRADIENT,
     swiglu_backward=SWIGLU_GRADIENT, crossentropy_softmax_backward=LOSS_GRADIENT, rope_table=TABLE,
     rope_forward=turns("qkv", 1, "backward"), rope_backward=turns("dqkv", -1, "forward"),
-    adamw=ADAMW_STEP,
-    matmul_backward_bias=parts(column_sums, "the sum over rows"), softmax_forward=SOFTMAX,
-    rmsnorm_forward=RMSNORM, layernorm_forward=layernorm_mistakes(layernorm),
-    fused_residual_forward=FUSED,
+    adamw=ADAMW_STEP, matmul_backward_bias=parts(column_sums, "the sum over rows"),
+    softmax_forward=SOFTMAX, rmsnorm_forward=RMSNORM,
+    layernorm_forward=layernorm_mistakes(layernorm), fused_residual_forward=FUSED,
     crossentropy_forward=LOSS, classifier_fused=CLASSIFIER, global_norm=NORM_OF,
-    matmul_forward=PRODUCT,
-    repeat_kv_backward=SUMMED, encoder_backward=EMBEDDING_GRADIENT,
-    rmsnorm_backward=RMSNORM_GRADIENT,
-    layernorm_backward=LAYERNORM_GRADIENT, relu_attention_forward=RELU_ATTENTION,
-    trimat_forward=SCORES,
+    matmul_forward=PRODUCT, repeat_kv_backward=SUMMED, encoder_backward=EMBEDDING_GRADIENT,
+    rmsnorm_backward=RMSNORM_GRADIENT, layernorm_backward=LAYERNORM_GRADIENT,
+    relu_attention_forward=RELU_ATTENTION, trimat_forward=SCORES,
     attention_forward=ATTENTION, gqa_forward=[*ATTENTION, *of(attend, GROUPED)],
     attention_backward=ATTENTION_GRADIENT, gqa_backward=[*ATTENTION_GRADIENT,
                                                          *of(attention_gradient, GROUPED)])
