@@ -167,8 +167,8 @@ def end_of(f):
     or None."""
     columns = columns_of(f)
     for name, size in f.sizes.items():
-        if columns and size > 2 and columns == list(range(columns[0],
-                                                          size)) and len(columns) <= size // 3:
+        last = columns and columns == list(range(columns[0], size))
+        if last and size > 2 and len(columns) <= size // 3:
             return name
     return None
 

@@ -354,16 +354,19 @@ def version_of(exercise, ladder):
     """The lab's Version with the exercise's signature, or a new one, with the exercise's own
     fields."""
     own = [version for version in ladder.versions if version.run == exercise.like]
-    version = own[0] if own else Version(exercise.kernel, exercise.like, dtypes=(
-        "fp32",) if exercise.zeroed or exercise.kernel == "global_norm" else ("fp32", "bf16"))
-    return version._replace(items=exercise.items or version.items, args=exercise.args or
-                            version.args or ladder.args, trainer=False, library="")
+    fp32 = exercise.zeroed or exercise.kernel == "global_norm"
+    dtypes = ("fp32",) if fp32 else ("fp32", "bf16")
+    version = own[0] if own else Version(exercise.kernel, exercise.like, dtypes=dtypes)
+    args = exercise.args or version.args or ladder.args
+    return version._replace(items=exercise.items or version.items, args=args, trainer=False,
+                            library="")
 
 
 def checks_of(exercise, ladder):
     """The sizes to check, as dicts: those that fit kernels.cu as it is compiled here."""
     checks = [parse_sizes(text) for text in exercise.checks or ladder.checks]
-    # a message about many rows says more than one about one row
+    # A message about many rows says more than one about one row.
     checks.sort(key=lambda sizes: sizes.get("T") == 1)
-    return ([sizes for sizes in checks if sizes.get("HS", 64) == 64]
-            if ladder.compiled_for.startswith("HS") else checks)
+    if ladder.compiled_for.startswith("HS"):
+        checks = [sizes for sizes in checks if sizes.get("HS", 64) == 64]
+    return checks

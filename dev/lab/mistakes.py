@@ -205,8 +205,8 @@ def both(first, second):
 CLASSIFIER = [
     Mistake(OVERFLOW, both(partial(loss, top=nought), partial(classifier, top=nought))),
     Mistake("the target's logit was read when the gradient stood there already. Read it before",
-            lambda a: dict(losses=loss(a, target=0)["losses"] - at_target(classifier(a)["logits"],
-                                                                          a.targets))),
+            lambda a: dict(losses=(loss(a, target=0)["losses"] -
+                                   at_target(classifier(a)["logits"], a.targets)))),
     *LOSS[1:],
     *of(classifier, ("the 1 at the target is not subtracted", dict(hot=0)),
         ("the sign is the other one: it is softmax minus 1 at the target", dict(sign=-1)),
@@ -602,9 +602,8 @@ def permutation(axes, *rows):
     def other(order, a):
         return dict(out=a.inp.transpose(order).reshape(a.truth["out"].shape))
 
-    return [Mistake(ORDER, unchanged), *(Mistake(why, partial(other,
-                                                              order)) for why, order in rows),
-            Mistake(BACK, backward)]
+    others = [Mistake(why, partial(other, order)) for why, order in rows]
+    return [Mistake(ORDER, unchanged), *others, Mistake(BACK, backward)]
 
 
 def repeated(a, head=lambda h, a: h // (a.NH // a.NKV), which=(0, 1)):
@@ -634,8 +633,8 @@ def summed(a, part=slice(None), axis=4):
                                   a.HS)
     if axis == 4:
         kv = kv[:, :, :, :, part]
-    return dict(dinp=np.concatenate([a.dout[:, :, 0], kv.sum(axis).reshape(a.B, a.T, 2 * a.NKV,
-                                                                           a.HS)], 2))
+    kv = kv.sum(axis).reshape(a.B, a.T, 2 * a.NKV, a.HS)
+    return dict(dinp=np.concatenate([a.dout[:, :, 0], kv], 2))
 
 
 SUMMED = [
@@ -724,8 +723,8 @@ def turned(name, sign, a, half=lambda half: half, heads=lambda a: a.heads, overw
     new[:, :, :heads] = rotate(x[:, :, :heads], (sign if turn is None else turn) * angle,
                                half(a.half))
     if overwritten:
-        first = (slice(0, a.HS // 2), slice(a.HS // 2, None)) if a.half else (slice(0, None, 2),
-                                                                              slice(1, None, 2))
+        both = slice(0, a.HS // 2), slice(a.HS // 2, None)
+        first = both if a.half else (slice(0, None, 2), slice(1, None, 2))
         left, right = new[:, :, :heads, first[0]], x[:, :, :heads, first[1]]
         new[:, :, :heads, first[1]] = (sign * left * np.sin(angle)[:, None] + right *
                                        np.cos(angle)[:, None])
@@ -812,8 +811,8 @@ def relu_attend(a, **pieces):
 
 RELU_ATTENTION = of(
     relu_attend, *CAUSAL, KEYS,
-    ("max(0, score) is missing", dict(weights=lambda score: np.where(np.isfinite(score), score,
-                                                                     0))),
+    ("max(0, score) is missing",
+     dict(weights=lambda score: np.where(np.isfinite(score), score, 0))),
     ("this is softmax: here a weight is max(0, score)", dict(weights=softmax32)))
 
 
