@@ -22,8 +22,8 @@ def moments(x):  # (N,C) -> mean (N,1), rstd (N,1)
 def dlayernorm(dout, x, weight, bias):
     mean, rstd = moments(x)
     norm, dnorm = (x - mean) * rstd, dout * weight
-    dx = rstd * (dnorm - dnorm.mean(-1, keepdims=True) - norm *
-                 (dnorm * norm).mean(-1, keepdims=True))
+    dx = rstd * (dnorm - dnorm.mean(-1, keepdims=True) -
+                 norm * (dnorm * norm).mean(-1, keepdims=True))
     return [dx, (dout * norm).sum(0), dout.sum(0)]
 
 
@@ -90,10 +90,10 @@ def frequencies(HS, theta, factor):
 
 
 def rotate(x, angle, half):
-    """x (B,T,heads,HS) with its pairs of channels as complex numbers, each turned by its angle
-    (T,HS/2)."""
-    pairs = (x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2)
-             if half else x.reshape(*x.shape[:-1], -1, 2))
+    """x (B,T,heads,HS): its pairs of channels, as complex numbers, turned by angles (T,HS/2)."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    if half:
+        pairs = x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle[:, None])
     return np.stack([turned.real, turned.imag], -2 if half else -1).reshape(x.shape)
 
