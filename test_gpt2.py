@@ -30,9 +30,8 @@ from dev.gpt2_numpy_backward import loss_and_gradients
 from dev.lab.bench import Bench
 from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu,
                               dlayernorm, gelu, layernorm)
-from dev.lab.inputs import bf16, f32, stored
 from dev.lab.kernels.adamw import halves
-from dev.lab.ladder import config_of, find_ladder, model_of, parse_sizes
+from dev.lab.ladder import bf16, config_of, f32, find_ladder, model_of, parse_sizes, stored
 from dev.tests.checks import (EXACT, TINY, check, finite_difference, normal, run, run_tests,
                               summary, words)
 from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, check_kernels,

@@ -24,8 +24,7 @@ from dev.features.hopper.attention_five import HOPPER, ROWS, SOURCES, five_table
 from dev.features.order import capability
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
-from dev.lab.inputs import ANY
-from dev.lab.ladder import Ladder, SwitchedConfig, Version, parse_sizes
+from dev.lab.ladder import ANY, Ladder, SwitchedConfig, Version, parse_sizes
 from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import read_kernels, to_float
 

@@ -1,7 +1,7 @@
 """What is wrong with a result, and its cause, from the numbers.
 
-An exercise's own mistakes are recognised by their numbers: see mistakes/. For all exercises there is a short
-list of causes, GENERAL, from the places and kinds of the wrong numbers.
+An exercise's own mistakes are recognised by their numbers: see mistakes.py. For all exercises there
+is a short list of causes, GENERAL, from the places and kinds of the wrong numbers.
 """
 import re
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import numpy as np
 
 from dev.lab.bench import HANDFUL
 from dev.lab.exercises import EXERCISES
-from dev.lab.inputs import ANY
+from dev.lab.ladder import ANY
 from dev.lab.mistakes import MISTAKES
 from train_gpt2 import to_float
 
@@ -45,9 +45,9 @@ def facts_of(bench, comparison, code):
              if isinstance(value, np.ndarray) and value.dtype.kind == "f"}
     before = np.zeros_like(truth) if exercise.zeroed == name else given.get(name)
     f = SimpleNamespace(
-        name=name, exercise=exercise, shape=truth.shape, place=comparison.place, found=comparison.found,
-        expected=comparison.expected, bf16=array.itemsize == 2, in_bf16=bench.device.dtype == "bf16", code=code,
-        cares=int(cared.sum()),
+        name=name, exercise=exercise, shape=truth.shape, place=comparison.place,
+        found=comparison.found, expected=comparison.expected, bf16=array.itemsize == 2,
+        in_bf16=bench.device.dtype == "bf16", code=code, cares=int(cared.sum()),
         never=int(never.sum()), never_there=bool(never[comparison.place]) and not shared_in(code),
         sizes={key: value for key, value in vars(bench.given).items() if type(value) is int},
         at={key: float(value[comparison.place]) for key, value in given.items()
@@ -68,8 +68,9 @@ def facts_of(bench, comparison, code):
         def is_now(numbers):
             return bool(alike(found, numbers)[wrong].all())
 
-        f.as_before, f.not_added, f.twice = (before is not None and is_now(numbers()) for numbers in (
-            lambda: before, lambda: truth - before, lambda: 2 * truth - before))
+        f.as_before = before is not None and is_now(before)
+        f.not_added = before is not None and is_now(truth - before)
+        f.twice = before is not None and is_now(2 * truth - before)
         ratio = (found / truth)[wrong & np.isfinite(found) & (truth != 0)]
         steady = ratio.size > 3 and float(np.ptp(ratio)) < 0.02 * abs(float(np.median(ratio)))
         f.ratio = float(np.median(ratio)) if steady and abs(np.median(ratio) - 1) > 0.02 else None
@@ -83,14 +84,16 @@ def facts_of(bench, comparison, code):
 
 
 def shared_in(code):
-    """The names of the __shared__ variables and arrays of a text, and their lines. They start with the bits of memory
-    that nobody wrote, as outputs do, and a sum with them keeps those bits."""
+    """The names of the __shared__ variables and arrays of a text, and their lines. They start with
+    the bits of memory that nobody wrote, as outputs do, and a sum with them keeps those bits."""
     found = re.finditer(r"__shared__\s+\w+\s+(\w+)|DYNAMIC_SHARED\(\s*\w+\s*,\s*(\w+)", code)
-    return " and ".join(f"{name[1] or name[2]} (line {code[: name.start()].count(chr(10)) + 1})" for name in found)
+    return " and ".join(f"{name[1] or name[2]} (line {code[: name.start()].count(chr(10)) + 1})"
+                        for name in found)
 
 
 def wrong_places(bench, comparison, found, cared):
-    """True where a number is wrong, by the rule of compare_output, but with the limit of the whole."""
+    """True where a number is wrong, by the rule of compare_output, but with the limit of the
+    whole."""
     name, truth = comparison.name, bench.truth[comparison.name]
     size = np.where(cared & np.isfinite(truth), abs(truth), 0)
     terms = bench.terms.get(name, 0)
@@ -103,10 +106,11 @@ def wrong_places(bench, comparison, found, cared):
 
 
 def own_mistake(bench, name, arrays, wrong):
-    """The sentence of the exercise's mistake that explains an output, or "". One that explains the other outputs too
-    comes first: whether only the mean is wrong says which sum was."""
+    """The sentence of the exercise's mistake that explains an output, or "". One that explains the
+    other outputs too comes first: whether only the mean is wrong says which sum was."""
     a, fits = SimpleNamespace(**vars(bench.given)), []
-    a.truth, results = bench.truth, {each: np.float64(to_float(array)) for each, array in arrays.items()}
+    a.truth, results = bench.truth, {each: np.float64(to_float(array))
+                                     for each, array in arrays.items()}
     alike = {each: likeness(array, bench.truth[each]) for each, array in arrays.items()}
     for mistake in MISTAKES.get(bench.ladder.name, ()):
         if mistake.places:
@@ -115,7 +119,8 @@ def own_mistake(bench, name, arrays, wrong):
                 fits.append((0, mistake.why))
             continue
         numbers = {**bench.truth, **mistake.numbers(a)}
-        fit = {each: alike[each](results[each], numbers[each]) | (truth == ANY) for each, truth in bench.truth.items()}
+        fit = {each: alike[each](results[each], numbers[each]) | (truth == ANY)
+               for each, truth in bench.truth.items()}
         shows = ~alike[name](numbers[name], bench.truth[name]) & (bench.truth[name] != ANY)
         if shows.any() and fit[name][shows].mean() > 0.95 and fit[name][wrong].mean() > 0.95:
             fits.append((sum(each.mean() < 0.95 for each in fit.values()), mistake.why))
@@ -123,8 +128,8 @@ def own_mistake(bench, name, arrays, wrong):
 
 
 def rows_of(x, wrong, first):
-    """(the finite numbers of the first wrong row of an input, whether the wrong rows are those of the smallest
-    deviations), where some rows are right; else (no numbers, False)."""
+    """(the finite numbers of the first wrong row of an input, whether the wrong rows are those of
+    the smallest deviations), where some rows are right; else (no numbers, False)."""
     right = np.setdiff1d(np.arange(len(x)), wrong)
     if not right.size:
         return np.array([]), False
@@ -141,10 +146,12 @@ def every_nth(places):
 def shifts(found):
     """(in words, the numbers moved back) for numbers that are all a place or a row off."""
     for by, where in ((1, "behind"), (-1, "before")):
-        yield f"one place {where} where they belong", np.roll(found.reshape(-1), -by).reshape(found.shape)
+        yield (f"one place {where} where they belong",
+               np.roll(found.reshape(-1), -by).reshape(found.shape))
         if found.ndim > 1:
             width = found.shape[-1]
-            yield f"one row {where} where they belong", np.roll(found.reshape(-1), -by * width).reshape(found.shape)
+            yield (f"one row {where} where they belong",
+                   np.roll(found.reshape(-1), -by * width).reshape(found.shape))
 
 
 def columns_of(f):
@@ -156,10 +163,12 @@ def in_padding(f):
 
 
 def end_of(f):
-    """The name of the size at which the wrong columns end, if they are a row's last ones before it; or None."""
+    """The name of the size at which the wrong columns end, if they are a row's last ones before it;
+    or None."""
     columns = columns_of(f)
     for name, size in f.sizes.items():
-        if columns and size > 2 and columns == list(range(columns[0], size)) and len(columns) <= size // 3:
+        last = columns and columns == list(range(columns[0], size))
+        if last and size > 2 and len(columns) <= size // 3:
             return name
     return None
 
@@ -167,58 +176,70 @@ def end_of(f):
 def factor(f):
     """"4, which is NH": a factor, and the size that it is."""
     names = {**f.sizes, **{f"1/{name}": 1 / size for name, size in f.sizes.items() if size}}
-    same = [name for name, size in names.items() if abs(f.ratio - size) < 0.002 * abs(size) and size not in (0, 1)]
+    same = [name for name, size in names.items()
+            if abs(f.ratio - size) < 0.002 * abs(size) and size not in (0, 1)]
     return f"{f.ratio:.4g}{f', which is {same[0]},' if same else ''}"
 
 
-# What usually causes a wrong result in any exercise: (condition, sentence). The first whose condition holds is said.
+# What usually causes a wrong result in any exercise: (condition, sentence). The first whose
+# condition holds is said.
 GENERAL = [
-    (lambda f: f.never == f.wrong and f.shared and (f.never == f.cares or not f.tail), "these are the bits of memory "
-     "that nobody wrote. Is {f.name} stored? Is {f.shared} set before it is read? Shared memory does not start at 0."),
-    (lambda f: f.never == f.cares, "nothing was written to {f.name}. Is there a line that stores to it, and do the "
-     "threads reach it?"),
-    (lambda f: f.never and "blockIdx" not in f.code and f.exercise.items != "1", "the end of {f.name} was never "
-     "written. The index leaves out blockIdx.x, so every block does the work of the first."),
-    (lambda f: f.never and in_padding(f), "the columns from V on were never written. They must become 0."),
-    (lambda f: f.never and end_of(f), "the last columns were never written. Does the loop over a row stop too early?"),
-    (lambda f: f.never == f.wrong and f.tail, "the end of {f.name} was never written. Is the bound of the if right? "
-     "Or does BLOCK claim more items for a block than its threads do?"),
-    (lambda f: f.never, "these numbers were never written, or come from memory that no thread wrote. Check the "
-     "index, and which threads store."),
-    (lambda f: f.as_before, "{f.name} still has the value from before the launch. Which line should change it?"),
+    (lambda f: f.never == f.wrong and f.shared and (f.never == f.cares or not f.tail),
+     "these are the bits of memory that nobody wrote. Is {f.name} stored? Is {f.shared} set before "
+     "it is read? Shared memory does not start at 0."),
+    (lambda f: f.never == f.cares, "nothing was written to {f.name}. Is there a line that stores "
+     "to it, and do the threads reach it?"),
+    (lambda f: f.never and "blockIdx" not in f.code and f.exercise.items != "1",
+     "the end of {f.name} was never written. The index leaves out blockIdx.x, so every block does "
+     "the work of the first."),
+    (lambda f: f.never and in_padding(f),
+     "the columns from V on were never written. They must become 0."),
+    (lambda f: f.never and end_of(f),
+     "the last columns were never written. Does the loop over a row stop too early?"),
+    (lambda f: f.never == f.wrong and f.tail, "the end of {f.name} was never written. Is the bound "
+     "of the if right? Or does BLOCK claim more items for a block than its threads do?"),
+    (lambda f: f.never, "these numbers were never written, or come from memory that no thread "
+     "wrote. Check the index, and which threads store."),
+    (lambda f: f.as_before,
+     "{f.name} still has the value from before the launch. Which line should change it?"),
     (lambda f: f.not_added, "the value that {f.name} had before is lost: write += and not =."),
     (lambda f: f.twice, "each number was added twice."),
-    (lambda f: f.zero and re.search(r"(?<![\w.])\d+ */ *\d+(?![\w.])", f.code), "{f.name} is 0 everywhere. In C a "
-     "quotient of integers is an integer: 1/2 is 0, and 0.5f is a half."),
+    (lambda f: f.zero and re.search(r"(?<![\w.])\d+ */ *\d+(?![\w.])", f.code), "{f.name} is 0 "
+     "everywhere. In C a quotient of integers is an integer: 1/2 is 0, and 0.5f is a half."),
     (lambda f: f.zero, "{f.name} is 0 everywhere. Does each loop run, and is each factor set?"),
-    (lambda f: f.ratio, "all wrong numbers are {factor} times what they should be. Is a factor missing, or one too "
-     "many?"),
+    (lambda f: f.ratio, "all wrong numbers are {factor} times what they should be. Is a factor "
+     "missing, or one too many?"),
     (lambda f: f.shifted, "all numbers are {f.shifted}. Check the index."),
     (in_padding, "only the padding is wrong, the columns from V on. They must be 0."),
-    (lambda f: 1.6e38 < abs(f.found) < 1.8e38, "this comes from a variable without a first value: write sum = 0.0f."),
-    (lambda f: f.nan, "NaN is 0/0, infinity - infinity, infinity/infinity, the root of a negative number, or memory "
-     "that no thread wrote."),
-    (lambda f: f.infinite, "a number overflowed: e^x is infinite in fp32 from x = 89 on, and x/0 is too."),
-    (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-7 * abs(f.expected) and f.cut, "bf16 was cut off where it "
-     "should be rounded; from_float rounds."),
-    (lambda f: f.in_bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result is right in fp32, and "
-     "here off by roundings to bf16. Compute in float, and round once, at the end."),
-    (end_of, "only the last columns are wrong. Does the loop over a row end right: < or <=, and {end} or another "
-     "size?"),
-    (lambda f: f.smallest and "deviation" in f.exercise.rows, "only the rows with the smallest deviations are wrong. "
-     "Is it the right eps, inside the root?"),
-    (lambda f: f.tail, "the beginning is right, and from some number on all are wrong. Check the number of items in "
-     "BLOCK, and the index."),
-    (lambda f: f.exercise.rows and f.name in f.exercise.rows[1].split(), "compare the sums over the row with the "
-     "formula, and then the line that writes each number."),
+    (lambda f: 1.6e38 < abs(f.found) < 1.8e38,
+     "this comes from a variable without a first value: write sum = 0.0f."),
+    (lambda f: f.nan, "NaN is 0/0, infinity - infinity, infinity/infinity, the root of a negative "
+     "number, or memory that no thread wrote."),
+    (lambda f: f.infinite,
+     "a number overflowed: e^x is infinite in fp32 from x = 89 on, and x/0 is too."),
+    (lambda f: f.bf16 and abs(f.found - f.expected) <= 2**-7 * abs(f.expected) and f.cut,
+     "bf16 was cut off where it should be rounded; from_float rounds."),
+    (lambda f: f.in_bf16 and abs(f.found - f.expected) <= 2**-6 * abs(f.expected), "the result is "
+     "right in fp32, and here off by roundings to bf16. Compute in float, and round once, at the "
+     "end."),
+    (end_of, "only the last columns are wrong. Does the loop over a row end right: < or <=, and "
+     "{end} or another size?"),
+    (lambda f: f.smallest and "deviation" in f.exercise.rows,
+     "only the rows with the smallest deviations are wrong. Is it the right eps, inside the root?"),
+    (lambda f: f.tail, "the beginning is right, and from some number on all are wrong. Check the "
+     "number of items in BLOCK, and the index."),
+    (lambda f: f.exercise.rows and f.name in f.exercise.rows[1].split(),
+     "compare the sums over the row with the formula, and then the line that writes each number."),
     (lambda f: f.wrong == f.cares, "compare the line that computes it with the formula."),
     (lambda f: f.wrong == 1, "follow the thread that writes this number."),
-    (lambda f: True, "see what these places have in common, and follow the thread that writes the first of them."),
+    (lambda f: True,
+     "see what these places have in common, and follow the thread that writes the first of them."),
 ]
 
 
 def place_of(f):
-    """Where the first wrong number is: "row 3 of 27, column 5 of 96", or the exercise's own axes."""
+    """Where the first wrong number is: "row 3 of 27, column 5 of 96", or the exercise's own
+    axes."""
     axes = f.exercise.axes.split()
     if len(axes) == len(f.place):
         return ", ".join(head_of(f, index) if axis == "head" else f"{axis} = {index}"
@@ -228,7 +249,8 @@ def place_of(f):
         return row if f.row.size else ""
     column = f.place[1]
     ends = [name for name, size in f.sizes.items() if size == column + 1 > 4]
-    return f"{row}, column {column}" + (f", the last before {ends[0]} = {column + 1}" if ends else f" of {f.shape[1]}")
+    return f"{row}, column {column}" + (f", the last before {ends[0]} = {column + 1}"
+                                        if ends else f" of {f.shape[1]}")
 
 
 def head_of(f, index):
@@ -240,7 +262,8 @@ def head_of(f, index):
 
 
 def note_on(f):
-    """What is special about the row, where others are right; or the inputs at the place, where they may say more."""
+    """What is special about the row, where others are right; or the inputs at the place, where they
+    may say more."""
     if f.row.size:
         mean, deviation = float(f.row.mean()), float(f.row.std())
         name, _, kind = f.exercise.rows
@@ -254,18 +277,20 @@ def note_on(f):
     return "" if f.why and np.isfinite(f.found) or not known else f"{' and '.join(known)} there"
 
 
-AXES = dict(b="sequences", t="positions", h="heads", head="heads", c="channels", s="keys", which="parts (q, k, v)",
-            row="rows", column="columns")
+AXES = dict(b="sequences", t="positions", h="heads", head="heads", c="channels", s="keys",
+            which="parts (q, k, v)", row="rows", column="columns")
 
 
 def spread(f):
     """In which rows and columns, or along which axes, the wrong numbers are, where not in all."""
     own = f.exercise.axes.split()
     names = own if len(own) == len(f.shape) else ["row", "column"] if len(f.shape) == 2 else []
-    one = [f"{name} {indices[0]}" for name, indices, size in zip(names, f.axes, f.shape) if len(indices) == 1 < size]
-    some = [f"{len(indices)} of {size} {AXES[name]}" for name, indices, size in zip(names, f.axes, f.shape)
-            if 1 < len(indices) < size]
-    return (f", all in {', '.join(one)}" if one else "") + (f", in {' and '.join(some)}" if some else "")
+    one = [f"{name} {indices[0]}" for name, indices, size in zip(names, f.axes, f.shape)
+           if len(indices) == 1 < size]
+    some = [f"{len(indices)} of {size} {AXES[name]}"
+            for name, indices, size in zip(names, f.axes, f.shape) if 1 < len(indices) < size]
+    where = f", all in {', '.join(one)}" if one else ""
+    return where + (f", in {' and '.join(some)}" if some else "")
 
 
 def how_many(f):
@@ -286,4 +311,5 @@ def describe_wrong(f):
     if f.why:
         return [*lines, f"why: {f.why}"]
     cause = next(text for condition, text in GENERAL if condition(f))
-    return [*lines, "usually: " + cause.format(f=f, factor=factor(f) if f.ratio else "", end=end_of(f))]
+    return [*lines,
+            "usually: " + cause.format(f=f, factor=factor(f) if f.ratio else "", end=end_of(f))]

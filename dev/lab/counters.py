@@ -1,10 +1,11 @@
-"""What the CPU counts of some kernels of the lab, beside what a GPU's own counters say, by NVIDIA's ncu.
+"""What the CPU counts of some kernels of the lab, beside what a GPU's own counters say, by NVIDIA's
+ncu.
 
-    python -m dev.lab.counters --out FOLDER   # needs a GPU and ncu; FOLDER gets what ncu has printed
+    python -m dev.lab.counters --out FOLDER   # needs a GPU and ncu, and keeps what ncu says
     python -m dev.lab.counters --read FOLDER  # compares again, without a GPU
 
-Each kernel runs once, at the sizes and in the blocks of dev/lab/traffic.py, in fp32. The table has what the CPU and ncu
-counted, and their difference in percent. NOTES says why some differ.
+Each kernel runs once, at the sizes and in the blocks of dev/lab/traffic.py, in fp32. The table has
+what the CPU and ncu counted, and their difference in percent. NOTES says why some differ.
 """
 import argparse
 import csv
@@ -17,15 +18,17 @@ from pathlib import Path
 
 from dev.common.config import Config
 from dev.features.devices import make_device
-from dev.lab import traffic  # after prepro_tinyshakespeare, which says how NumPy's threads wait
+from dev.lab import traffic
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError, run_main
 
-KERNELS = (("residual_forward", 3), ("permute", 1), ("unpermute", 2), ("softmax_forward", 1), ("softmax_forward", 3),
-           ("layernorm_forward", 4), ("layernorm_backward", 2), ("encoder_backward", 1), ("matmul_backward_bias", 2),
-           ("matmul_forward", 2), ("matmul_forward", 4), ("trimat_forward", 1), ("attention_forward", 3))
+KERNELS = (
+    ("residual_forward", 3), ("permute", 1), ("unpermute", 2), ("softmax_forward", 1),
+    ("softmax_forward", 3), ("layernorm_forward", 4), ("layernorm_backward", 2),
+    ("encoder_backward", 1), ("matmul_backward_bias", 2), ("matmul_forward", 2),
+    ("matmul_forward", 4), ("trimat_forward", 1), ("attention_forward", 3))
 DTYPE, MODEL = "fp32", Config(C=768, NH=12)
 
 
@@ -42,7 +45,8 @@ def turns(*kinds):
     return [f"l1tex__data_pipe_lsu_wavefronts_mem_shared_op_{kind}.sum" for kind in kinds]
 
 
-# what is compared, the kinds that are counted on the CPU, in shared memory?, its field, ncu's counters, which add up
+# what is compared, the kinds that are counted on the CPU, in shared memory?, its field, ncu's
+# counters, which add up
 COMPARED = (
     ("loads", ("load",), False, "requests", lsu("requests", "ld")),
     ("their sectors", ("load",), False, "cost", lsu("sectors", "ld")),
@@ -58,16 +62,21 @@ COMPARED = (
     ("their turns", ("atomic",), True, "cost", turns("atom")),
 )
 # These are only kept, to explain differences.
-MORE = [*(f"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{kind}.sum" for kind in ("ld", "st", "atom")),
+MORE = [*(f"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_{kind}.sum"
+          for kind in ("ld", "st", "atom")),
         *(f"smsp__inst_executed_op_global_{kind}.sum" for kind in ("ld", "st", "red", "atom")),
         *(f"l1tex__t_requests_pipe_lsu_mem_local_op_{kind}.sum" for kind in ("ld", "st")),
-        *lsu("requests", "ldgsts"), *lsu("sectors", "ldgsts"), "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
-        "smsp__inst_executed_op_ldgsts.sum", "smsp__inst_executed_op_ldsm.sum", "smsp__inst_executed.sum",
+        *lsu("requests", "ldgsts"), *lsu("sectors", "ldgsts"),
+        "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+        "smsp__inst_executed_op_ldgsts.sum", "smsp__inst_executed_op_ldsm.sum",
+        "smsp__inst_executed.sum",
         "smsp__thread_inst_executed.sum", "smsp__sass_branch_targets_threads_divergent.sum"]
 NOTES = {  # {(kernel, version): why they differ}
-    ("softmax_forward", 3): "NVRTC unrolls the loops by 4, and lanes with fewer than 4 rounds run them apart",
-    ("layernorm_backward", 2): "GPUs do not add floats in shared memory: each atomic is a load, and then an exchange "
-                               "that takes two turns and is repeated if another lane came between",
+    ("softmax_forward", 3):
+        "NVRTC unrolls the loops by 4, and lanes with fewer than 4 rounds run them apart",
+    ("layernorm_backward", 2):
+        "GPUs do not add floats in shared memory: each atomic is a load, and then an exchange that "
+        "takes two turns and is repeated if another lane came between",
 }
 
 
@@ -75,7 +84,8 @@ NOTES = {  # {(kernel, version): why they differ}
 
 
 def launch(out):
-    """Run each kernel once; ncu watches only that. Writes launched.json: [[kernel, version, [kernels launched]]]."""
+    """Run each kernel once; ncu watches only that. Writes launched.json: [[kernel, version,
+    [kernels launched]]]."""
     names = list(dict.fromkeys(name for name, _ in KERNELS))
     device = make_device("cuda", DTYPE, MODEL, plain=True, beside=sources_of(names))
     runtime, launched, done = device.cupy.cuda.runtime, [], []
@@ -120,12 +130,15 @@ def known_metrics(metrics):
 
 def profile(out):
     """Run ncu; its CSV goes to ncu.csv. Raises UserError."""
-    metrics = known_metrics(list(dict.fromkeys([*(m for *_, names in COMPARED for m in names), *MORE])))
+    metrics = known_metrics(list(dict.fromkeys([*(m for *_, names in COMPARED for m in names),
+                                                *MORE])))
     child = [sys.executable, "-m", "dev.lab.counters", "--launch", "--out", str(out)]
     options = ["--profile-from-start", "off", "--clock-control", "none"]
     for _ in range(4):
-        done = subprocess.run(["ncu", "--csv", "--print-units", "base", *options, "--log-file", str(out / "ncu.csv"),
-                               "--metrics", ",".join(metrics), *child], capture_output=True, text=True)
+        done = subprocess.run(["ncu", "--csv", "--print-units", "base", *options, "--log-file",
+                               str(out / "ncu.csv"),
+                               "--metrics", ",".join(metrics), *child], capture_output=True,
+                              text=True)
         log = (out / "ncu.csv").read_text() if (out / "ncu.csv").exists() else ""
         said = done.stdout + done.stderr + log
         print(done.stdout.strip())
@@ -138,10 +151,10 @@ def profile(out):
         print(f"again, without {', '.join(named)}")
         metrics = [metric for metric in metrics if metric not in named]
     try:  # by instruction, to explain differences
-        subprocess.run(["ncu", *options, "-f", "-o", str(out / "by_line"), "--section", "SourceCounters", *child],
-                       capture_output=True, timeout=200)
-        done = subprocess.run(["ncu", "--import", str(out / "by_line.ncu-rep"), "--page", "source", "--csv"],
-                              capture_output=True, text=True, timeout=100)
+        subprocess.run(["ncu", *options, "-f", "-o", str(out / "by_line"), "--section",
+                        "SourceCounters", *child], capture_output=True, timeout=200)
+        done = subprocess.run(["ncu", "--import", str(out / "by_line.ncu-rep"), "--page", "source",
+                               "--csv"], capture_output=True, text=True, timeout=100)
         (out / "by_line.csv").write_text(done.stdout)
         print(f"by_line.csv: {len(done.stdout)} characters {done.stderr.strip()[-300:]}")
     except (OSError, subprocess.SubprocessError) as e:
@@ -153,8 +166,8 @@ def profile(out):
 
 
 def read_ncu(text):
-    """[(kernel, {counter: number})] of ncu's CSV, in the order of launches: a row for each counter, or one for each
-    launch."""
+    """[(kernel, {counter: number})] of ncu's CSV, in the order of launches: a row for each counter,
+    or one for each launch."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -163,7 +176,8 @@ def read_ncu(text):
     for row in csv.DictReader(lines[start:]):
         if not (row["ID"] or "").isdecimal():
             continue  # units
-        _, numbers = found.setdefault(int(row["ID"]), (row["Kernel Name"].split("(")[0].split()[-1], {}))
+        _, numbers = found.setdefault(int(row["ID"]),
+                                      (row["Kernel Name"].split("(")[0].split()[-1], {}))
         pairs = [(row["Metric Name"], row["Metric Value"])] if "Metric Name" in row else row.items()
         for name, value in pairs:
             try:
@@ -194,7 +208,8 @@ def on_cpu(name, number):
 
 
 def compare(gpu, cpu):
-    """The lines of the table. gpu: as of_versions returns; cpu: {(kernel, version): as on_cpu returns}."""
+    """The lines of the table. gpu: as of_versions returns; cpu: {(kernel, version): as on_cpu
+    returns}."""
     notes, lines = [], [f"{'kernel':28} {'':26} {'CPU':>10} {'ncu':>10} {'difference':>11}"]
     for key in cpu:
         title = f"{key[0]} {key[1]}"
@@ -205,7 +220,8 @@ def compare(gpu, cpu):
                 continue
             off = "unknown" if theirs is None else "equal" if mine == theirs else (
                 f"{100 * (mine / theirs - 1):+.1f}%" if theirs else "only CPU")
-            lines.append(f"{title:28} {what:26} {mine:10,} {'-' if theirs is None else f'{theirs:,.0f}':>10} {off:>11}")
+            lines.append(f"{title:28} {what:26} {mine:10,} "
+                         f"{'-' if theirs is None else f'{theirs:,.0f}':>10} {off:>11}")
             title = ""
             if off not in ("equal", "unknown") and key in NOTES:
                 notes.append(f"{key[0]} {key[1]}: {NOTES[key]}")
@@ -214,10 +230,14 @@ def compare(gpu, cpu):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m dev.lab.counters", allow_abbrev=False,
-                                     description="Compare the traffic that the CPU counts with ncu's counters.")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="run on the GPU, and keep what ncu says here")
-    parser.add_argument("--read", type=Path, metavar="FOLDER", help="compare with what ncu has said")
-    parser.add_argument("--launch", action="store_true", help="only run the kernels, for ncu to watch")
+                                     description="Compare the traffic that the CPU counts with "
+                                     "ncu's counters.")
+    parser.add_argument("--out", type=Path, metavar="FOLDER",
+                        help="run on the GPU, and keep what ncu says here")
+    parser.add_argument("--read", type=Path, metavar="FOLDER",
+                        help="compare with what ncu has said")
+    parser.add_argument("--launch", action="store_true",
+                        help="only run the kernels, for ncu to watch")
     flags = parser.parse_args(arguments)
     out = flags.out or flags.read
     if not out:
@@ -234,7 +254,8 @@ def main(arguments=None):
     try:
         launched, said = ((out / name).read_text() for name in ("launched.json", "ncu.csv"))
     except OSError as e:
-        raise UserError(f"{e.filename}: could not be read ({e.strerror}); --out writes it") from None
+        raise UserError(
+            f"{e.filename}: could not be read ({e.strerror}); --out writes it") from None
     gpu = of_versions(json.loads(launched), read_ncu(said))
     cpu = {}
     for name, number in KERNELS:

@@ -1,12 +1,13 @@
 """The formulas of kernels in NumPy and float64: the truths that kernels are compared with.
 
-df(dout, x) is the gradient of sum(dout * f(x)), or a list of gradients if there are several x. test_gpt2.py and
-dev/tests/test_llama3.py compare each gradient with finite differences of its function. Those of GPT-2's forward pass
-are in dev/gpt2_numpy.py, and imported here.
+df(dout, x) is the gradient of sum(dout * f(x)), or a list of gradients if there are several x.
+test_gpt2.py and dev/tests/test_llama3.py compare each gradient with finite differences of its
+function. Those of GPT-2's forward pass are in dev/gpt2_numpy.py, and imported here.
 """
 import numpy as np
 
-from dev.gpt2_numpy import causal, cross_entropy, gelu, layernorm, sigmoid, softmax  # noqa: F401  (others import them from here)
+from dev.gpt2_numpy import (  # noqa: F401  (others import them from here)
+    causal, cross_entropy, gelu, layernorm, sigmoid, softmax)
 
 
 def dgelu(dout, x):
@@ -21,7 +22,8 @@ def moments(x):  # (N,C) -> mean (N,1), rstd (N,1)
 def dlayernorm(dout, x, weight, bias):
     mean, rstd = moments(x)
     norm, dnorm = (x - mean) * rstd, dout * weight
-    dx = rstd * (dnorm - dnorm.mean(-1, keepdims=True) - norm * (dnorm * norm).mean(-1, keepdims=True))
+    dx = rstd * (dnorm - dnorm.mean(-1, keepdims=True) -
+                 norm * (dnorm * norm).mean(-1, keepdims=True))
     return [dx, (dout * norm).sum(0), dout.sum(0)]
 
 
@@ -37,7 +39,8 @@ def attention_weights(kind, score):  # (...,T,T) -> (...,T,T), whose row t sees 
     return softmax(causal(score)) if kind == "softmax" else np.maximum(causal(score), 0)
 
 
-def dattention_weights(kind, datt, att, delta):  # (...,T,T) twice, (...,T,1) -> the gradient of the scores (...,T,T)
+# (...,T,T) twice, (...,T,1) -> the gradient of the scores (...,T,T)
+def dattention_weights(kind, datt, att, delta):
     return att * (datt - delta) if kind == "softmax" else np.where(att > 0, datt, 0)
 
 
@@ -46,7 +49,8 @@ def attention(kind, q, k, v):  # (...,T,HS) three times -> (...,T,HS)
 
 
 def dattention(kind, dout, q, k, v, delta=None):
-    """delta (...,T,1), which the gradient of softmax needs, is the average of dout @ v.T over a row of att."""
+    """delta (...,T,1), which the gradient of softmax needs, is the average of dout @ v.T over a row
+    of att."""
     att = attention_weights(kind, q @ transposed(k) / np.sqrt(q.shape[-1]))
     delta = (dout * (att @ v)).sum(-1, keepdims=True) if delta is None else delta
     dscore = dattention_weights(kind, dout @ transposed(v), att, delta) / np.sqrt(q.shape[-1])
@@ -70,22 +74,26 @@ def rmsnorm(eps, x, weight):  # (N,C), (C) -> (N,C)
 
 def drmsnorm(eps, dout, x, weight):
     rstd, dnorm = root(x, eps), dout * weight
-    return [rstd * (dnorm - x * rstd**2 * np.mean(dnorm * x, -1, keepdims=True)), (dout * x * rstd).sum(0)]
+    return [rstd * (dnorm - x * rstd**2 * np.mean(dnorm * x, -1, keepdims=True)),
+            (dout * x * rstd).sum(0)]
 
 
 def frequencies(HS, theta, factor):
-    """Radians per token of each pair of channels (HS/2), rounded to fp32 where PyTorch rounds. Llama 3.1 scales
-    them by their wavelengths, in tokens."""
+    """Radians per token of each pair of channels (HS/2), rounded to fp32 where PyTorch rounds.
+    Llama 3.1 scales them by their wavelengths, in tokens."""
     exponent = np.float32(np.arange(0, HS, 2)) / np.float32(HS)
     frequency = np.float32(1) / np.float32(np.float64(np.float32(theta)) ** exponent)
     wavelength = 2 * np.pi / np.float64(frequency)
     smooth = np.clip((8192 / wavelength - 1) / (4 - 1), 0, 1)
-    return np.float32((1 - smooth) * frequency / factor + smooth * frequency) if factor > 1 else frequency
+    return (np.float32((1 - smooth) * frequency / factor + smooth * frequency)
+            if factor > 1 else frequency)
 
 
 def rotate(x, angle, half):
-    """x (B,T,heads,HS) with its pairs of channels as complex numbers, each turned by its angle (T,HS/2)."""
-    pairs = x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2) if half else x.reshape(*x.shape[:-1], -1, 2)
+    """x (B,T,heads,HS): its pairs of channels, as complex numbers, turned by angles (T,HS/2)."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2)
+    if half:
+        pairs = x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle[:, None])
     return np.stack([turned.real, turned.imag], -2 if half else -1).reshape(x.shape)
 

@@ -1,13 +1,21 @@
-"""Judging a student's kernel on the CPU, in several processes (trial.py). card.py runs it on a GPU.
+"""Judging a student's kernel on the CPU, in several processes, one for each thing to look for and
+each dtype.
 
-For each dtype one process compares the results with NumPy, with the threads in several orders, under the compiler's
-sanitizers, which see accesses out of bounds. Another one looks for races: see dev/cpu/races.py. One more compiles the
-file for GPUs, where NVRTC is installed. As soon as a complaint is sure and no other process can have a better one, all
-end, and the student reads it.
+    python -m dev.lab.grade JOB  # JSON in, a line of JSON for each event out
 
+JOB: {"compile": paths of files to compile together, "run": those to run, "look_for": BOUNDS, RACES,
+GPU or None, "compare": whether to compare results with NumPy too, "races": whether another process
+looks for races, "dtypes", "limit": seconds for one size}.
+
+For each dtype one process compares the results with NumPy, with the threads in several orders,
+under the compiler's sanitizers, which see accesses out of bounds. Another one looks for races: see
+dev/cpu/races.py. One more compiles the file for GPUs, where NVRTC is installed. As soon as a
+complaint is sure and no other process can have a better one, all end, and the student reads it.
 """
 import contextlib
+import ctypes
 import json
+import math
 import os
 import queue
 import re
@@ -16,41 +24,51 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+import numpy as np
+
+from dev.common.cache import read_cache, write_cache
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
-from dev.cpu.device import compiler_of
-from dev.lab import on_gpus, waste
-from dev.lab.explain import complaint_lines, printed_lines, quoted, warning_lines
-from dev.lab.ladder import LAB
-from dev.lab.submission import code_of, read_submission
-from dev.lab.trial import BOUNDS, GPU, RACES
+from dev.cpu.device import Cpu, compiler_of
+from dev.lab import on_gpus
+from dev.lab.bench import GUARD, Bench
+from dev.lab.causes import describe_wrong, facts_of, wrong_number
+from dev.lab.exercises import EXERCISES, checks_of, version_of
+from dev.lab.explain import LOOP, complaint_lines, printed_lines, warning_lines
+from dev.lab.ladder import LAB, larger
+from dev.lab.submission import MODEL, Submission
+from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
 
 TOP = LAB.parents[1]
+BOUNDS, RACES, GPU = "bounds", "races", "gpu"  # what a process looks for
 LIMITS = {None: 6, BOUNDS: 6, RACES: 10, GPU: 60}  # seconds of the processor for one size
 GRACE = 20  # seconds in which other processes may still find a better explanation than the first
 # What UBSan looks for and AddressSanitizer sees anyway: a quarter of the time to compile.
 SEEN_BY_ASAN = "null,object-size,pointer-overflow,vptr,nonnull-attribute,returns-nonnull-attribute"
-TENSOR_CORES = r"\b(mma\w*|load_matrices\w*|multiply_transposed|TF32)\b|\btiles::"  # words for which tf32 is not fp32
 
 # ---- In front of the processes
 
 
 def sanitizer_variables():
-    """The environment variables for a run under the sanitizers, or None if the compiler has none."""
+    """The environment variables for a run under the sanitizers, or None if the compiler has
+    none."""
     compiler, found = compiler_of() or "g++", []
     for library in ("libasan.so", "libubsan.so"):
         with contextlib.suppress(OSError):
-            done = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True, text=True)
+            done = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True,
+                                  text=True)
             path = done.stdout.strip()
             if os.path.isabs(path) and os.path.exists(path):
                 found.append(path)
     if len(found) < 2:
         return None
-    return {"CXXFLAGS": f"-Og -g1 -fsanitize=address,undefined -fno-sanitize={SEEN_BY_ASAN} -fno-sanitize-recover=all",
+    return {"CXXFLAGS": f"-Og -g1 -fsanitize=address,undefined -fno-sanitize={SEEN_BY_ASAN} "
+            "-fno-sanitize-recover=all",
             "LD_PRELOAD": " ".join(found),
             "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=0:malloc_context_size=1",
             "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -58,8 +76,9 @@ def sanitizer_variables():
 
 def race_variables():
     """The environment variables for a run that finds races, or None if the compiler cannot."""
-    compiler = compiler_of()
-    return {"CXXFLAGS": f"-Og {races.FLAG} {races.STEPS}"} if compiler and races.finds_races(compiler) else None
+    if (compiler := compiler_of()) and races.finds_races(compiler):
+        return {"CXXFLAGS": f"-Og {races.FLAG} {races.STEPS}"}
+    return None
 
 
 class Processes:
@@ -69,16 +88,16 @@ class Processes:
         self.running, self.over, self.lock = set(), False, threading.Lock()
 
     def run(self, job, variables=None, begun=lambda: None):
-        """(events, exit status, stderr) of a job in a process of its own; None if it was stopped. begun() is called
-        when it has compiled the file."""
+        """(events, exit status, stderr) of a job in a process of its own; None if it was stopped.
+        begun() is called when it has compiled the file."""
         environment = {**os.environ, "LC_ALL": "C.UTF-8",
                        **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
         with self.lock, tempfile.TemporaryFile() as said:
             if self.over:
                 return None
-            process = subprocess.Popen([sys.executable, "-m", "dev.lab.trial", json.dumps(job)], cwd=TOP,
-                                       env=environment, stdout=subprocess.PIPE, stderr=said.fileno(),
-                                       start_new_session=True)
+            process = subprocess.Popen([sys.executable, "-m", "dev.lab.grade", json.dumps(job)],
+                                       cwd=TOP, env=environment, stdout=subprocess.PIPE,
+                                       stderr=said.fileno(), start_new_session=True)
             self.running.add(process)
             said = os.fdopen(os.dup(said.fileno()), "rb")
         events = []
@@ -108,14 +127,16 @@ def run_child(job, variables=None):
     return Processes().run(job, variables)
 
 
-# What a complaint is about. What comes first may be the cause of what comes later, and is said before it.
+# What a complaint is about. What comes first may be the cause of what comes later, and is said
+# before it.
 COMPILER, GPU_COMPILER, LAUNCH, ACCESS, RACE, RESULT, WASTE, SLOW = range(8)
-KINDS = {"stuck": ACCESS, "found race": RACE, "waste": WASTE, "outside": RESULT, "race": RESULT, "wrong": RESULT}
+KINDS = {"stuck": ACCESS, "found race": RACE, "waste": WASTE, "outside": RESULT, "race": RESULT,
+         "wrong": RESULT}
 
 
-def complaint_of(path, result, look_for):
-    """((its place in the list above, lines) of a process's complaint; None if it has none), and whether it got to its
-    end. Raises UserError."""
+def complaint_of(file, result, look_for):
+    """((its place in the list above, lines) of a process's complaint; None if it has none), and
+    whether it got to its end. Raises UserError."""
     events, status, stderr = result
     if look_for == GPU:
         said = next((event for event in events if event["event"] == "gpu"), None)
@@ -126,16 +147,15 @@ def complaint_of(path, result, look_for):
     if status == -signal.SIGXCPU:
         begun = [event for event in events if event["event"] == "begins"][-1]
         one = begun["one"] and races.Work(*begun["one"])
-        loops = [quoted(path, i) for i, line in enumerate(code_of(path).splitlines(), 1)
-                 if re.search(r"\b(for|while)\b", line)]
-        return (WASTE, [*waste.too_long_lines(one, loops), f"at the sizes {begun['sizes']}, in {begun['dtype']}"]), True
-    lines = complaint_lines(path, events, status, stderr, look_for == BOUNDS)
+        return (WASTE, [*too_long_lines(one, file.quoted_with(LOOP)),
+                        f"at the sizes {begun['sizes']}, in {begun['dtype']}"]), True
+    lines = complaint_lines(file, events, status, stderr, look_for == BOUNDS)
     if not lines:
         return None, lines is not None
     told = [event for event in events if event["event"] == "complaint"]
     if told and KINDS[told[0]["kind"]] in (ACCESS, RESULT):
         warnings = [event["warnings"] for event in events if event["event"] == "compiled"]
-        lines += warning_lines(path, max(warnings, default=""))[:4]
+        lines += warning_lines(file, max(warnings, default=""))[:4]
     if any(event["event"] == "compiler" for event in events):
         return (COMPILER, lines), True
     if status in (-signal.SIGALRM, -signal.SIGVTALRM):
@@ -148,31 +168,27 @@ class Judgement(NamedTuple):
     lines: list  # what is wrong; [] if the file is right
     looked: dict  # {BOUNDS, RACES, GPU: whether it was looked for, to the end}
     dtypes: list  # in which it was judged
-    gpu: list  # for each GPU and dtype the facts of on_gpus.judge: registers, spilled, shared, blocks, ...
+    gpu: list  # for each GPU and dtype the facts of on_gpus.judge: registers, blocks and others
     remarks: list = ()  # lines to print after "right"
     warnings: str = ""  # what g++ says of a right file, for explain.py to put into lines
     printed: list = ()  # what the kernel has printed, in one of the processes
 
 
-def dtypes_of(path):
-    """The dtypes to check a file in: tf32 is fp32 unless the file uses tensor cores."""
-    _, version = read_submission(path)
-    return [*version.dtypes, *["tf32"] * ("fp32" in version.dtypes and bool(re.search(TENSOR_CORES, code_of(path))))]
-
-
-def grade_file(path):
-    """The Judgement of a student's file. Raises UserError."""
-    path = path.resolve()
-    dtypes = dtypes_of(path)
+def grade_file(file):
+    """The Judgement of a Submission. Raises UserError."""
+    path, dtypes = str(file.path), file.dtypes
     variables = {BOUNDS: sanitizer_variables(), RACES: race_variables()}
-    job = dict(compile=[str(path)], run=[str(path)], compare=True, waste=True, races=bool(variables[RACES]))
+    job = dict(compile=[path], run=[path], compare=True, waste=True, races=bool(variables[RACES]))
     # (what to look for, its dtypes, the first kind of complaint that may come of it)
     jobs = [*[(GPU, dtypes, GPU_COMPILER)] * has_nvrtc(),
             *((look_for if variables[look_for] else None, [dtype], kind) for dtype in dtypes
-              for look_for, kind in ((BOUNDS, COMPILER), (RACES, RACE)) if variables[look_for] or look_for == BOUNDS)]
+              for look_for, kind in ((BOUNDS, COMPILER), (RACES, RACE))
+              if variables[look_for] or look_for == BOUNDS)]
     looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
-    processes, news, found, facts, remarks, warnings, printed = Processes(), queue.SimpleQueue(), [], [], [], [], []
-    waiting = {i: kind for i, (_, _, kind) in enumerate(jobs)}  # the first kind of complaint that may still come
+    processes, news = Processes(), queue.SimpleQueue()
+    found, facts, remarks, warnings, printed = [], [], [], [], []
+    # the first kind of complaint that may still come
+    waiting = {i: kind for i, (_, _, kind) in enumerate(jobs)}
 
     def work(i):
         look_for, some, _ = jobs[i]
@@ -184,11 +200,13 @@ def grade_file(path):
 
     with ThreadPoolExecutor(max(2, os.cpu_count())) as pool:
         try:
-            for i in sorted(waiting, key=lambda i: jobs[i][:2] != (RACES, ["fp32"])):  # it counts version 1's work, too
+            # it counts version 1's work, too
+            for i in sorted(waiting, key=lambda i: jobs[i][:2] != (RACES, ["fp32"])):
                 pool.submit(work, i)
             while waiting:
+                explained = found and not may_be_race(min(found))
                 try:
-                    i, result = news.get(timeout=GRACE if found and not may_be_race(min(found)) else None)
+                    i, result = news.get(timeout=GRACE if explained else None)
                 except queue.Empty:
                     return Judgement(min(found)[2], looked, dtypes, facts, printed=printed)
                 look_for = jobs[i][0]
@@ -198,15 +216,17 @@ def grade_file(path):
                     raise result
                 else:
                     del waiting[i]
-                    complaint, ended = complaint_of(path, result, look_for)
+                    complaint, ended = complaint_of(file, result, look_for)
                     if complaint and not (complaint[0] == SLOW and look_for == RACES):
                         found.append((complaint[0], i, complaint[1]))
                     elif not ended and look_for in looked:
                         looked[look_for] = False
                     if not (ended or complaint) and look_for in (BOUNDS, None):
-                        raise UserError(f"{path}: could not be checked: {' '.join(result[2].split())[-300:]}")
+                        raise UserError(f"{file}: could not be checked: "
+                                        f"{' '.join(result[2].split())[-300:]}")
                     facts += [fact for event in result[0] for fact in event.get("facts", ())]
-                    warnings += [event["warnings"] for event in result[0] if event["event"] == "compiled"]
+                    warnings += [event["warnings"] for event in result[0]
+                                 if event["event"] == "compiled"]
                     remarks += [event["text"] for event in result[0] if event["event"] == "remark"]
                     printed = printed or printed_lines(result[2])
                 if found and is_sure(min(found)[:2], waiting, jobs):
@@ -218,12 +238,14 @@ def grade_file(path):
 
 
 def may_be_race(complaint):
-    """Whether results varied with the order of threads: what the race finder will say is worth waiting for."""
+    """Whether results varied with the order of threads: what the race finder will say is worth
+    waiting for."""
     return complaint[2][0].startswith("its result depends on the order")
 
 
 def is_sure(complaint, waiting, jobs):
-    """Whether no process that still runs may have a better complaint than this (kind, number of its job)."""
+    """Whether no process that still runs may have a better complaint than this (kind, number of its
+    job)."""
     if complaint[0] == WASTE:  # the others take too long
         return True
     if complaint[0] == SLOW:  # the counts of steps may say why
@@ -235,12 +257,324 @@ def looked_for(judged):
     """The lines that say in what a file is right, what was looked for, and what was not."""
     dtypes, looked = judged.dtypes, judged.looked
     return [
-        f"right, at all sizes, in {', '.join(dtypes[:-1])}{' and ' * (len(dtypes) > 1)}{dtypes[-1]}",
+        "right, at all sizes, in "
+        f"{', '.join(dtypes[:-1])}{' and ' * (len(dtypes) > 1)}{dtypes[-1]}",
         "no access is out of bounds" if looked[BOUNDS] else
         "accesses were not checked: this compiler has no AddressSanitizer",
         "no two threads are in a race" if looked[RACES] else
-        "races were looked for, but not to the end, since that took too long" if race_variables() else
-        "races were not looked for, which needs g++ 11: only other orders of the threads were tried",
+        "races were looked for, but not to the end, since that took too long"
+        if race_variables() else
+        "races were not looked for, which needs g++ 11: only other orders of the threads were "
+        "tried",
         *judged.remarks,
-        *([] if looked[GPU] else ["whether a GPU's compiler takes it was not checked: pip install -r requirements.txt "
-                                  "brings CuPy and NVRTC"])]
+        *([] if looked[GPU] else ["whether a GPU's compiler takes it was not checked: pip install "
+                                  "-r requirements.txt brings CuPy and NVRTC"])]
+
+
+# ---- Waste: does a kernel do far more work than the lab's first version of the same signature? The
+# race finder counts it, exactly: bytes of arrays that are read and written, and steps. Both kernels
+# run at the same sizes. What version 1 does is kept in ~/.cache/train_gpt2.
+
+READS, STEPS = 16, 64  # refused above this many times version 1's work
+# So many times as many bytes are said; and a quarter of the steps or idle blocks that are refused.
+REMARK = 4
+OF_THREAD = 64, 4000  # bytes and steps of a thread that do not count: index, sums over the block
+IDLE = 1 / 16  # of the blocks, and of their threads, at least this part must touch an array;
+FEW = 4  # or more than so many of each block
+SPARE = 10**8  # steps that any kernel may take: a few seconds
+CACHE = "version1_work"
+
+
+class Reference:
+    """Version 1 of an exercise, in a library of its own that finds races."""
+
+    def __init__(self, ladder):
+        self.exercise, self.ladder = EXERCISES[ladder.name], ladder._replace(compiled_for="")
+        with contextlib.redirect_stdout(None):
+            self.device = Cpu("fp32", MODEL, sources_of([ladder.name]), {self.exercise.like})
+
+    def work(self, sizes):
+        """The races.Work of a launch at these sizes; None if it does not fit them."""
+        key = f"{self.device.path.stem} {self.exercise.like} {sizes}"
+        if key not in (cached := read_cache(CACHE)):
+            cached = {key: self.counted(sizes)}
+            write_cache(CACHE, cached)
+        return races.Work(*cached[key]) if cached[key] else None
+
+    def counted(self, sizes):
+        version = version_of(self.exercise, self.ladder)
+        bench = Bench(self.ladder, self.device, sizes)
+        if not bench.fits(version):
+            return None
+        if self.exercise.zeroed:
+            self.device.zero(getattr(bench.sets[0], self.exercise.zeroed))
+        threads = min(self.device.kernels[self.exercise.like].threads, self.device.max_threads)
+        launch = next(bench.launches(version, dict(threads=threads)))
+        races.work(self.device.library)
+        launch()
+        return races.work(self.device.library)
+
+
+def step_limits(one):
+    """(the steps from which on races are not looked for, those at which the process ends) beside
+    version 1's Work."""
+    enough = STEPS // 2 * (one.steps if one else 0) + SPARE
+    return enough, 4 * enough
+
+
+def times(x):
+    return "once" if round(x, 1) == 1 else f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times"
+
+
+def wasted(bench, kernel, threads, items, own, one):
+    """What is wasted in a launch: (the share of what would be refused, lines), the worst first. own
+    and one: the Work of the student's kernel and of version 1; items: how many, along x, or (along
+    x, along y)."""
+    a = bench.sets[0]
+    numbers = sum(array.nbytes for name, array in vars(a).items()
+                  if isinstance(array, np.ndarray) and name in bench.inputs) or 1
+    covered = [int(covers(threads, bench.device.W)) for covers in kernel.covers]
+    counts = items if isinstance(items, tuple) else (items,)
+    blocks = math.prod(-(-count // cover) for count, cover in zip(counts, covered))
+    busy = max(own.blocks, 1)
+    free_bytes, free_steps = (free * blocks * threads for free in OF_THREAD)
+
+    def share(own, one, limit, free):
+        return max(own - free, 0) / (limit * max(one, 1))
+
+    rows = [
+        (share(own.read, one.read, READS, free_bytes), [
+            f"it reads each number of its inputs {times(own.read / numbers)} on average, and "
+            f"version 1 of the lab {times(one.read / numbers)}",
+            "usually: every thread loops over what one of them should do, or over all rows"]),
+        (share(own.written, one.written, READS, free_bytes), [
+            f"it writes {times(own.written / max(one.written, 1))} as many bytes as version 1 of "
+            "the lab",
+            "usually: it stores in a loop what it could add up in a variable"]),
+        (share(own.steps, one.steps, STEPS, free_steps), [
+            f"it takes {times(own.steps / max(one.steps, 1))} as many steps as version 1 of the "
+            "lab",
+            "usually: every thread loops over everything, to do a part of it"])]
+    if blocks >= 32 and one.blocks:
+        rows.insert(0, (blocks * IDLE / busy, [
+            f"{blocks - own.blocks:,} of {blocks:,} blocks do nothing",
+            f"BLOCK says that a block covers {math.prod(covered):,}, so {blocks:,} blocks are "
+            f"launched. But {busy:,} of them do all the work, {round(math.prod(counts) / busy):,} "
+            "items each: write that in BLOCK"]))
+        few = own.threads <= FEW * busy
+        rows.insert(1, (few * busy * threads * IDLE / max(own.threads, 1), [
+            f"of the {threads} threads of a block {threads - round(own.threads / busy)} do nothing",
+            f"BLOCK({threads}, threads) would give each of them an item. Or let them share the "
+            "block's"]))
+    return sorted(rows, key=lambda row: -min(row[0], 1))
+
+
+def waste_of(*facts):
+    """What is refused, as a dict with lines, or None; and a remark on less, or None."""
+    share, lines = wasted(*facts)[0]
+    if share > 1:
+        return dict(kind="waste", lines=[f"it is slow: {lines[0]}", lines[1]]), None
+    return None, lines[0] if share > REMARK / READS else None
+
+
+def too_long_lines(one, loops):
+    """The lines on a launch that came to the limit of steps. loops: the student's lines with
+    one."""
+    most = step_limits(one)[1]
+    many = f"{most / max(one.steps, 1):,.0f} times as many" if one else f"{most:,}"
+    beside = " as version 1 of the lab" if one else ""
+    return [f"it is slow: it takes more than {many} steps{beside}", *loops,
+            "usually: a loop has no end, or every thread loops over everything, to do a part of it"]
+
+
+# ---- In a process of its own, since a kernel may crash or never end
+
+# Orders of a block's threads in which results are compared; the last is a shuffle.
+ORDERS = "forward", "reverse", 1
+# Seconds of the processor after which no other order is tried, if the race finder runs too.
+PATIENCE = 0.5
+
+
+def build(paths, dtype, only):
+    """The CPU with these students' kernels. Raises UserError."""
+    with contextlib.redirect_stdout(None):
+        return Cpu(dtype, MODEL, [LAB / "tiles.cu", *paths], only, paths)
+
+
+@contextlib.contextmanager
+def unreadable(bench):
+    """A context in which AddressSanitizer treats the guards around outputs as out of bounds."""
+    ours = ctypes.CDLL(None)
+    parts = [(memory.ctypes.data + at, GUARD) for memory in bench.guarded.values()
+             for at in (0, memory.nbytes - GUARD)]
+    for address, size in parts:
+        ours.__asan_poison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
+    try:
+        yield
+    finally:
+        for address, size in parts:
+            ours.__asan_unpoison_memory_region(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+
+def send(**what):
+    print(json.dumps(what), flush=True)
+
+
+def child(job):
+    """Do a job. Prints a line of JSON for each event."""
+    files = {path: Submission(path) for path in job["compile"]}
+    if job["look_for"] == GPU:
+        for path, file in files.items():
+            lines, facts = on_gpus.judge(file, job["dtypes"])
+            send(event="gpu", file=path, refused=lines, launch=on_gpus.launch_lines(file, facts),
+                 facts=facts)
+        return
+    wrong, only = set(), {file.run for file in files.values()}
+    for dtype in job["dtypes"]:
+        if wrong.issuperset(job["run"]):
+            return
+        try:
+            device = build([file.path for file in files.values()], dtype, only)
+        except UserError as e:
+            send(event="compiler" if "could not compile" in str(e) else "refusal", text=str(e),
+                 dtype=dtype)
+            return
+        send(event="compiled", dtype=dtype, warnings=getattr(device, "warnings", ""))
+        for path in job["run"]:
+            if dtype not in files[path].version.dtypes or path in wrong:
+                continue
+            if complaint := run_all(job, device, files[path]):
+                send(event="complaint", file=path, dtype=dtype, **complaint)
+                wrong.add(path)
+            else:
+                send(event="right", file=path, dtype=dtype)
+
+
+def run_all(job, device, file):
+    """What is wrong with a student's kernel, as a dict, or None."""
+    ladder, version = file.ladder, file.version
+    drawn = larger(checks_of(file.exercise, ladder), file.code)
+    kernel, remarks = device.kernels[file.run], {}
+    if device.races and "fence" in file.code:
+        device.library.races_fences()
+    counts = job.get("waste") and device.races and device.dtype == "fp32"
+    reference = Reference(ladder) if counts else None
+    for bench, sizes, threads in launches_of(file, device, kernel):
+        choice = dict(threads=threads)
+        where = ",".join(f"{key}={value}" for key, value in sizes.items())
+        where += f", in blocks of {threads} threads" * (threads != kernel.threads)
+        one = reference and reference.work(sizes)
+        arrays = {name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
+                  for name, array in vars(bench.sets[0]).items() if isinstance(array, np.ndarray)}
+        send(event="begins", file=str(file.path), sizes=where, dtype=device.dtype,
+             limit=job["limit"], one=one, arrays=arrays)
+        # of this process, however busy the computer is
+        signal.setitimer(signal.ITIMER_VIRTUAL, job["limit"])
+        complaint = None
+        if job["look_for"] == RACES or not job.get("compare", not job["look_for"]):
+            if device.races:
+                races.work(device.library, *step_limits(one))
+            complaint = launched(bench, version, choice, job["look_for"])
+            if one and not complaint:
+                items = eval(version.items, {}, vars(bench.given))
+                own = races.work(device.library)
+                complaint, remark = waste_of(bench, kernel, threads, items, own, one)
+                # the sizes of the last checks are larger
+                remarks = {remark: where} if remark else remarks
+        else:
+            seconds = PATIENCE if job.get("races") else math.inf
+            complaint = checked(bench, version, choice, file.code, job["look_for"], drawn == sizes,
+                                seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        if complaint:
+            return complaint
+    for remark, where in remarks.items():
+        send(event="remark", file=str(file.path), text=f"{remark} (at the sizes {where})")
+    return None
+
+
+def launches_of(file, device, kernel):
+    """(Bench, sizes, threads) to check: the exercise's sizes, one with several blocks if none of
+    these has them, and the one with most blocks with another block size too, if the file allows it.
+    Last sizes that are larger than all of these, drawn by the code: nobody can know them, and a
+    second check has them again."""
+    covers, many, most = int(kernel.covers[0](kernel.threads, device.W)), None, 0
+    ladder, version = file.ladder, file.version
+    checks, given = checks_of(file.exercise, ladder), ladder._replace(compiled_for="")
+    drawn = larger(checks, file.code)
+    if device.races:  # it takes 50 times as long
+        checks = [sizes for sizes in checks if sizes.get("T", 0) <= 150] or checks
+    for sizes in checks:
+        bench = Bench(given, device, sizes)
+        if not bench.fits(version):
+            continue
+        items = eval(version.items.split(",")[0], {}, vars(bench.given))
+        if items > most:
+            many, most = sizes, items
+        yield bench, sizes, kernel.threads
+        name = "OC" if version.items == "OC" else "B"
+        if sizes is checks[-1] and most <= 2 * covers and name in many:  # more of it is more items
+            checks.append({**many, name: -(-(2 * covers + 1) // most) * many[name]})
+    for threads in version.threads[1:]:
+        yield Bench(given, device, many), many, threads
+    bench = None if device.races else Bench(given, device, drawn)
+    if bench and bench.fits(version):
+        yield bench, drawn, kernel.threads
+
+
+def launched(bench, version, choice, look_for):
+    """Launch once. The sanitizers end this process if they find something; a race is returned."""
+    work = next(bench.launches(version, choice))
+    with unreadable(bench) if look_for == BOUNDS else contextlib.nullcontext():
+        try:
+            work()
+        except races.Race as e:
+            return dict(kind="found race", what=e.what, why=e.why,
+                        sides=[[side.told(False), side.places] for side in (e.first, e.second)])
+        except UserError as e:
+            return dict(kind="stuck", text=str(e))
+    return None
+
+
+def orders_within(seconds):
+    """ORDERS, until these seconds of the processor are over."""
+    begun = time.process_time()
+    for order in ORDERS:
+        if order == ORDERS[0] or time.process_time() - begun < seconds:
+            yield order
+
+
+def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=math.inf):
+    """What is wrong with a version, as a dict, or None. drawn: at sizes for which no limit was
+    tried. seconds: after which no other order of the threads is tried."""
+    around = (lambda: unreadable(bench)) if look_for == BOUNDS else contextlib.nullcontext
+    try:
+        comparison = bench.check(version, choice, orders_within(seconds), around, 8 if drawn else 1)
+    except UserError as e:
+        return dict(kind="stuck", text=str(e))
+    except AssertionError as e:
+        text = str(e)
+        name = re.sub(r"wrote outside of ", "", text)
+        if name in bench.guarded:
+            return dict(kind="outside", **outside(bench, name))
+        return dict(kind="race", text=text)
+    if comparison.place is None:
+        return None
+    facts = facts_of(bench, comparison, code)
+    return dict(kind="wrong", text=wrong_number(comparison, facts.never_there),
+                lines=describe_wrong(facts))
+
+
+def outside(bench, name):
+    """The number outside of an array that was written: {"name", "number", "shape"}."""
+    memory = bench.guarded[name]
+    array = getattr(bench.sets[0], name, None)
+    array = getattr(bench.scratch, name) if array is None else array
+    changed = np.flatnonzero(memory != 255)
+    before, after = changed[changed < GUARD], changed[changed >= memory.nbytes - GUARD]
+    at = after[0] - GUARD if after.size else before[-1] - GUARD
+    return dict(name=name, number=int(at // array.itemsize), shape=array.shape)
+
+
+if __name__ == "__main__":
+    child(json.loads(sys.argv[1]))

@@ -1,8 +1,9 @@
-"""Heads of attention: the inputs, truths, sizes and launches that the kernels of attention share."""
+"""Heads of attention: the inputs, truths, sizes and launches that the kernels of attention
+share."""
 import numpy as np
 
 from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
-from dev.lab.inputs import f32, in_parts
+from dev.lab.ladder import f32, in_parts
 from prepro_tinyshakespeare import UserError
 
 # Sizes for every version: a single token, tiles that are not full, and tiles of several kinds.
@@ -12,30 +13,34 @@ GROUPS = ("B=1,T=1,NH=1,NKV=1,HS=64", "B=2,T=33,NH=6,NKV=2,HS=64", "B=1,T=130,NH
           "B=1,T=70,NH=3,NKV=3,HS=64")
 LONG_GROUPS = (*GROUPS, "B=1,T=150,NH=4,NKV=2,HS=128")
 # For the trainer's version only: heads of odd sizes, and more of them than SECTION in kernels.cu.
-ODD_HEADS = ("B=1,T=40,NH=2,HS=32", "B=1,T=64,NH=3,HS=32", "B=2,T=70,NH=33,HS=32", "B=1,T=300,NH=2,HS=64",
+ODD_HEADS = ("B=1,T=40,NH=2,HS=32", "B=1,T=64,NH=3,HS=32", "B=2,T=70,NH=33,HS=32",
+             "B=1,T=300,NH=2,HS=64",
              "B=1,T=150,NH=5,HS=72", "B=1,T=130,NH=4,HS=100")
-SOME_HEADS = (*LONG_HEADS, "B=2,T=70,NH=33,HS=32", "B=1,T=150,NH=5,HS=72")  # of ReLU, which is compiled for each
+# Of ReLU, which is compiled for each.
+SOME_HEADS = (*LONG_HEADS, "B=2,T=70,NH=33,HS=32", "B=1,T=150,NH=5,HS=72")
 ODD_GROUPS = ("B=3,T=5,NH=44,NKV=22,HS=3", "B=2,T=27,NH=8,NKV=1,HS=6", "B=1,T=40,NH=2,NKV=1,HS=32",
               "B=1,T=260,NH=2,NKV=1,HS=128")
 
 
 SOME_GROUPS = (GROUPS[1], LONG_GROUPS[-1], ODD_GROUPS[1])
 
-# Attention in fp32 on a GPU is sums that tensor cores truncate: 1e-5 for a head of 128 channels. In tf32 and bf16
-# weights are rounded on the way.
+# Attention in fp32 on a GPU is sums that tensor cores truncate: 1e-5 for a head of 128 channels. In
+# tf32 and bf16 weights are rounded on the way.
 ATTENTION_LIMITS = dict(fp32=2e-5, tf32=5e-4, bf16=3e-3)
-LSE_LIMITS = dict(fp32=2e-5, tf32=5e-4, bf16=2e-5)  # its weights are added up in fp32, before they are rounded
+# Its weights are added up in fp32, before they are rounded.
+LSE_LIMITS = dict(fp32=2e-5, tf32=5e-4, bf16=2e-5)
 # Why the trainer's attention is below its ceiling: see Version.held_back.
 FORWARD_GAP = {
-    "tf32": "mma.sync has 60% of wgmma's rate, and the threads load and round all that it multiplies",
-    "bf16": "a tile's second product waits for its exponentials, which alone take some 13 us, and four blocks overlap "
-            "only a part"}
+    "tf32": "mma.sync has 60% of wgmma's rate, and the threads load and round all that it "
+            "multiplies",
+    "bf16": "a tile's second product waits for its exponentials, which alone take some 13 us, and "
+            "four blocks overlap only a part"}
 BACKWARD_GAP = {
     "fp32": "it does seven products where five are counted",
-    "tf32": "seven products for the five that are counted, by mma.sync, from operands that threads load and round, two "
-            "blocks a multiprocessor",
-    "bf16": "it does seven products where five are counted, exponentials lie between them, and registers allow only "
-            "three or four blocks"}
+    "tf32": "seven products for the five that are counted, by mma.sync, from operands that threads "
+    "load and round, two blocks a multiprocessor",
+    "bf16": "it does seven products where five are counted, exponentials lie between them, and "
+    "registers allow only three or four blocks"}
 
 
 def pairs_seen(a):
@@ -55,13 +60,15 @@ def join(*heads):
 
 
 def draw_heads(draw, B, T, NH, NKV, HS, coarse=False):
-    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS), of two kinds that alternate between groups of heads.
+    """qkv (B,T,NH+2NKV,HS) and dout (B,T,NH,HS), of two kinds that alternate between groups of
+    heads.
 
-    The first has scores of up to some hundreds: its queries are 2^-3 to 2^3 times as large as normal numbers, its keys
-    are 4 times as large, and its values a quarter, so that dq, dk and dv are alike in size. All of its numbers have few
-    bits, sixteenths before that, and are exact in each dtype, since an exponential multiplies the error of a large
-    score. The second has small scores, its queries being 2^-3 to 1 times as large, and all bits of its numbers count.
-    With coarse, all groups are of the first kind. Raises UserError.
+    The first has scores of up to some hundreds: its queries are 2^-3 to 2^3 times as large as
+    normal numbers, its keys are 4 times as large, and its values a quarter, so that dq, dk and dv
+    are alike in size. All of its numbers have few bits, sixteenths before that, and are exact in
+    each dtype, since an exponential multiplies the error of a large score. The second has small
+    scores, its queries being 2^-3 to 1 times as large, and all bits of its numbers count. With
+    coarse, all groups are of the first kind. Raises UserError.
     """
     if NH % NKV:
         raise UserError(f"expected NKV = {NKV} to divide NH = {NH}")
@@ -89,7 +96,8 @@ def size_of(a, b):
 
 
 def by_heads(f, q, k, v, *more):
-    """f of each head, (1,T,HS), with the key and value of its group. Returns a list of (B,NH,...)."""
+    """f of each head, (1,T,HS), with the key and value of its group. Returns a list of
+    (B,NH,...)."""
     k, v = (x.repeat(q.shape[1] // x.shape[1], 1) for x in (k, v))
     arrays = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *more))
     return [x.reshape(*q.shape[:2], *x.shape[1:]) for x in in_parts(f, *arrays, step=1)]
@@ -100,7 +108,8 @@ def sizes_of(B, T, NH, NKV, HS, relu):
 
 
 def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
-    """Attention from qkv; with relu, max(0, score) in place of softmax; with_lse, lse is an output too."""
+    """Attention from qkv; with relu, max(0, score) in place of softmax; with_lse, lse is an output
+    too."""
     kind = "relu" if relu else "softmax"
     qkv, _ = draw_heads(draw, B, T, NH, NKV, HS)
     out, lse = by_heads(lambda *x: forward_of(kind, *x), *split(qkv, NH, NKV))
@@ -117,9 +126,10 @@ def forward_problem(draw, B, T, NH, NKV, HS, relu=0, with_lse=0):
 
 
 def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
-    """The gradients of attention. out is slightly wrong, or dscore would be 0 with T = 1. With relu all scores are
-    exact in each dtype, or one near 0 could change its sign. With cold all scores of the last query are so low that a
-    weight would be infinite if a kernel took padding for a query."""
+    """The gradients of attention. out is slightly wrong, or dscore would be 0 with T = 1. With relu
+    all scores are exact in each dtype, or one near 0 could change its sign. With cold all scores of
+    the last query are so low that a weight would be infinite if a kernel took padding for a
+    query."""
     kind = "relu" if relu else "softmax"
     qkv, dout = draw_heads(draw, B, T, NH, NKV, HS, coarse=bool(relu))
     if cold:
@@ -134,20 +144,23 @@ def backward_problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
         # The size of the terms of dscore, and of its products: dout v' and delta nearly cancel.
         size = np.where(att > 0, size_of(dout, transposed(v)), 0) if relu else att * (
             size_of(dout, transposed(v)) + abs(delta))
-        terms = scale * size_of(size, k), scale * size_of(transposed(size), q), size_of(transposed(att), dout)
+        terms = (scale * size_of(size, k), scale * size_of(transposed(size), q),
+                 size_of(transposed(att), dout))
         return *dattention(kind, dout, q, k, v, delta), *terms
 
     dq, dk, dv, *terms = by_heads(gradients, *heads, dout_heads, out)
     dk, dv, *terms[1:] = (x.reshape(B, NKV, NH // NKV, T, HS).sum(2) for x in (dk, dv, *terms[1:]))
-    inputs = dict(sizes_of(B, T, NH, NKV, HS, relu), qkv=qkv, dout=dout, out=join(out), lse=f32(lse))
+    inputs = dict(sizes_of(B, T, NH, NKV, HS, relu), qkv=qkv, dout=dout, out=join(out),
+                  lse=f32(lse))
     return inputs, dict(dqkv=join(dq, dk, dv)), dict(dqkv=join(*terms))
 
 
 def launch_trainers(device, a, kernel, heads, shared, *arrays, tiled):
-    """Launch an attention kernel of kernels.cu as the trainer does. tiled: the arrays that it reads in tiles."""
+    """Launch an attention kernel of kernels.cu as the trainer does. tiled: the arrays that it reads
+    in tiles."""
     blocks = a.B * heads * -(-a.T // device.attention_sizes.rows)
-    device.launch(kernel, blocks, *arrays, *(x.reshape(a.B * a.T, -1) for x in tiled), a.scale, a.T, a.NH,
-                  threads=device.attention_sizes.threads, shared=shared)
+    device.launch(kernel, blocks, *arrays, *(x.reshape(a.B * a.T, -1) for x in tiled), a.scale, a.T,
+                  a.NH, threads=device.attention_sizes.threads, shared=shared)
 
 
 def trainers_forward(device, a):
@@ -163,7 +176,8 @@ def trainers_backward_q(device, a):
 
 def trainers_backward_kv(device, a):
     shared = device.attention_sizes.shared_backward
-    launch_trainers(device, a, "attention_backward_kv", a.NKV, shared, a.dqkv, a.delta, a.lse, tiled=(a.qkv, a.dout))
+    launch_trainers(device, a, "attention_backward_kv", a.NKV, shared, a.dqkv, a.delta, a.lse,
+                    tiled=(a.qkv, a.dout))
 
 
 def trainers_backward(device, a):
@@ -190,13 +204,18 @@ def torch_heads(x):
     return [t.transpose(1, 2) for t in x.qkv.split([x.NH, x.NKV, x.NKV], 2)]
 
 
+def torch_attention(torch, x, q, k, v):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, is_causal=True, enable_gqa=x.NKV < x.NH)
+
+
 def torch_forward(torch, x):
     q, k, v = torch_heads(x)
-    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=x.NKV < x.NH)
+    return lambda: torch_attention(torch, x, q, k, v)
 
 
 def torch_backward(torch, x):
     q, k, v = (t.detach().requires_grad_() for t in torch_heads(x))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=x.NKV < x.NH)
+    out = torch_attention(torch, x, q, k, v)
     dout = x.dout.transpose(1, 2)
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)

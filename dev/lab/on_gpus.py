@@ -1,15 +1,32 @@
-"""What GPUs say of a student's kernel, without having one: NVRTC's errors, registers, spills and shared
-memory, and how many of its blocks fit on a multiprocessor."""
-import re
+"""A student's kernel on GPUs. Without one: NVRTC's errors, registers, spills and shared memory, and
+how many of its blocks fit on a multiprocessor. On one: its time beside the lab's versions, and what
+compute-sanitizer says.
 
-from dev.common.gpus import REGISTERS, STATIC, GPUS as ALL_GPUS, blocks_that_fit
+    python -m dev.lab.on_gpus time FILE  # checks and times it; prints a line of JSON
+    python -m dev.lab.on_gpus once FILE  # launches it once at a small size, for compute-sanitizer
+"""
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from dev.common.gpus import GPUS as ALL_GPUS, REGISTERS, STATIC, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, compile_cuda, include_flags
 from dev.common.student_text import for_gpu
-from dev.features.devices import Cuda
-from dev.lab.explain import quoted, shared_lines
-from dev.lab.ladder import LAB, parse_sizes
-from dev.lab.submission import MODEL, code_of, exercise_of, read_submission
-from train_gpt2 import read_kernels
+from dev.features.devices import Cuda, device_class
+from dev.lab import timing
+from dev.lab.bench import Bench
+from dev.lab.causes import wrong_number
+from dev.lab.exercises import checks_of
+from dev.lab.explain import shared_lines
+from dev.lab.ladder import LAB, config_of, model_of, parse_sizes
+from dev.lab.submission import MODEL, Submission
+from dev.lab.workers import sources_of
+from prepro_tinyshakespeare import UserError
 
 WARPS = 64  # of a multiprocessor, on both GPUs
 GPUS = {"sm_80": ALL_GPUS["8.0"], "sm_90a": ALL_GPUS["9.0"]}
@@ -27,7 +44,7 @@ CAUSES = (
 )
 
 
-def program(path, run):
+def program(file):
     """CUDA text with the student's kernel as the only one: of kernels.cu and the lab's tiles only
     functions are left, so that it compiles in a fraction of a second."""
     def without_kernels(text):
@@ -35,8 +52,9 @@ def program(path, run):
                       "__device__ inline void ", text)
         return text.replace("__grid_constant__", "")
 
-    texts = {each: without_kernels(each.read_text("utf-8")) for each in (*MODEL.SOURCES, LAB / "tiles.cu")}
-    texts[path] = for_gpu(path.read_text("utf-8-sig"))
+    texts = {each: without_kernels(each.read_text("utf-8"))
+             for each in (*MODEL.SOURCES, LAB / "tiles.cu")}
+    texts[file.path] = for_gpu(file.text)
     return "".join(f'#line 1 "{each}"\n{text}\n' for each, text in texts.items())
 
 
@@ -45,58 +63,58 @@ def switches(gpu, dtype):
     return [*Cuda.OPTIONS, f"-D{dtype.upper()}", *hopper, *MODEL.switches(), *include_flags()]
 
 
-def judge(path, dtypes):
-    """Compile a student's file for both GPUs. Returns (the lines that say why a GPU does not compile it, or [];
-    [the facts of each GPU and dtype])."""
-    ladder, version = read_submission(path)
-    run = exercise_of(path)[1]
-    text, threads, found = program(path, run), read_kernels([path])[run].threads, []
+def judge(file, dtypes):
+    """Compile a Submission for both GPUs. Returns (the lines that say why a GPU does not compile
+    it, or []; [the facts of each GPU and dtype])."""
+    text, threads, found = program(file), file.kernel.threads, []
     for gpu in GPUS:
         for dtype in dtypes:
             try:
                 _, used, _ = compile_cuda(text, gpu, switches(gpu, dtype))
             except NotCompiled as e:
-                return error_lines(path, str(e), dtype), []
-            sizes = {**parse_sizes(ladder.shape), "HS": 64, "threads": threads,
+                return error_lines(file, str(e), dtype), []
+            sizes = {**parse_sizes(file.ladder.shape), "HS": 64, "threads": threads,
                      "itemsize": 2 if dtype == "bf16" else 4}
-            dynamic = eval(version.shared, {}, sizes)
-            found.append(dict(gpu=gpu, dtype=dtype, threads=threads, dynamic=dynamic, **used[run]._asdict(),
-                              blocks=blocks_that_fit(GPUS[gpu], used[run], threads, dynamic)))
+            dynamic, own = eval(file.version.shared, {}, sizes), used[file.run]
+            found.append(dict(gpu=gpu, dtype=dtype, threads=threads, dynamic=dynamic,
+                              **own._asdict(),
+                              blocks=blocks_that_fit(GPUS[gpu], own, threads, dynamic)))
     return [], found
 
 
-def error_lines(path, log, dtype):
+def error_lines(file, log, dtype):
     """The lines on NVRTC's first error in a student's file."""
     if too_much := re.search(r"uses too much shared data \((0x[0-9a-f]+) bytes", log):
-        return [*shared_lines(path, int(too_much[1], 16)), f"in {dtype}"]
-    match = re.search(rf"{re.escape(str(path))}\((\d+)\): (?:catastrophic )?error: (.*)", log)
+        return [*shared_lines(file, int(too_much[1], 16)), f"in {dtype}"]
+    match = re.search(rf"{re.escape(str(file.path))}\((\d+)\): (?:catastrophic )?error: (.*)", log)
     if not match:
         other = re.search(r"error\s*: (.*)", log)
-        return ["it does not compile for a GPU: " + (other[1] if other else log.strip().splitlines()[-1])]
+        said = other[1] if other else log.strip().splitlines()[-1]
+        return [f"it does not compile for a GPU: {said}"]
     cause = next((text for words, text in CAUSES if re.search(words, match[2])), None)
     message = re.split(r"\. Consider|, and host functions are", match[2])[0]
-    lines = [f"it does not compile for a GPU{' in bf16' if dtype == 'bf16' else ''}: {message}",
-             quoted(path, int(match[1]))]
+    in_bf16 = " in bf16" if dtype == "bf16" else ""
+    lines = [f"it does not compile for a GPU{in_bf16}: {message}", file.quoted(int(match[1]))]
     return [*lines, *([f"usually: {cause}"] if cause else [])]
 
 
-def launch_lines(path, facts):
+def launch_lines(file, facts):
     """The lines that say why a GPU cannot launch the kernel, or []."""
     worst = next((each for each in facts if not each["blocks"]), None)
     if not worst:
         return []
     threads, registers, shared = worst["threads"], worst["registers"], worst["shared"]
-    at = f"on {GPUS[worst['gpu']].name}s, in {worst['dtype']}"
-    code = code_of(path).splitlines()
-    declared = [quoted(path, i) for i, line in enumerate(code, 1) if "__shared__" in line]
+    dynamic, gpu = worst["dynamic"], GPUS[worst["gpu"]]
+    at = f"on {gpu.name}s, in {worst['dtype']}"
     if shared > STATIC:
-        return [*shared_lines(path, shared), at]
-    if shared + worst["dynamic"] > GPUS[worst["gpu"]].of_block:
-        return [f"it cannot be launched: a block has {shared:,} bytes in __shared__ arrays and {worst['dynamic']:,} of "
-                f"dynamic shared memory, and {GPUS[worst['gpu']].of_block:,} are there", *declared, at]
-    return [f"no GPU can launch it: a thread needs {registers} registers, so {threads} threads need "
-            f"{registers * threads:,}, and a multiprocessor has {REGISTERS:,}",
-            *(quoted(path, i) for i, line in enumerate(code, 1) if re.match(r"\s*BLOCK\(", line)),
+        return [*shared_lines(file, shared), at]
+    if shared + dynamic > gpu.of_block:
+        return [f"it cannot be launched: a block has {shared:,} bytes in __shared__ arrays and "
+                f"{dynamic:,} of dynamic shared memory, and {gpu.of_block:,} are there",
+                *file.quoted_with("__shared__"), at]
+    return [f"no GPU can launch it: a thread needs {registers} registers, so {threads} threads "
+            f"need {registers * threads:,}, and a multiprocessor has {REGISTERS:,}",
+            *file.quoted_with(r"^\s*BLOCK\("),
             f"try fewer threads in BLOCK, or __launch_bounds__({threads}) after void, with "
             "which the compiler uses fewer registers", at]
 
@@ -107,11 +125,177 @@ def occupancy(facts):
 
 
 def remark(facts):
-    """A line on registers, spills, shared memory and occupancy on an H100, of the dtype that needs most."""
-    worst = max((each for each in facts if each["gpu"] == "sm_90a"), key=lambda f: (-f["blocks"], f["registers"]))
+    """A line on registers, spills, shared memory and occupancy on an H100, of the dtype that needs
+    most."""
+    worst = max((each for each in facts if each["gpu"] == "sm_90a"),
+                key=lambda f: (-f["blocks"], f["registers"]))
     spilled = max(each["spilled"] for each in facts)
     blocks, shared = worst["blocks"], worst["shared"] + worst["dynamic"]
-    return (f"{worst['registers']} registers, {f'{spilled} bytes of spills' if spilled else 'no spills'}, {shared:,} "
-            f"bytes of shared memory: {blocks} {'blocks' if blocks > 1 else 'block'} of {worst['threads']} threads "
-            f"{'fit' if blocks > 1 else 'fits'} on a multiprocessor of an H100 (occupancy "
+    return (f"{worst['registers']} registers, "
+            f"{f'{spilled} bytes of spills' if spilled else 'no spills'}, {shared:,} bytes of "
+            f"shared memory: {blocks} {'blocks' if blocks > 1 else 'block'} of {worst['threads']} "
+            f"threads {'fit' if blocks > 1 else 'fits'} on a multiprocessor of an H100 (occupancy "
             f"{100 * occupancy(worst):.0f}%)")
+
+
+# ---- On a GPU
+
+
+class Times(NamedTuple):
+    """How long a student's kernel takes, in fp32 at the sizes of the ladder."""
+    card: str  # the GPU's name
+    own: float  # seconds
+    rungs: list  # [seconds, number, what it is] of each version of the lab
+
+    @property
+    def slower(self):
+        """The rung that is next slower, or None."""
+        return min((rung for rung in self.rungs if rung[0] >= self.own), default=None)
+
+    @property
+    def faster(self):
+        """The rung that is next faster, or None."""
+        return max((rung for rung in self.rungs if rung[0] < self.own), default=None)
+
+    @property
+    def noted(self):
+        """(card, [microseconds, the number of the slower and of the faster version])."""
+        beside = self.slower, self.faster
+        return self.card, [1e6 * self.own, *(rung and rung[1] for rung in beside)]
+
+
+# ---- In a process of its own, since a wrong kernel may spoil the GPU for the process
+
+
+def compiled(Cuda, c, sources, file):
+    """A device with these files and a student's, made ready for NVRTC, with the numbers of its
+    lines."""
+    options = *Cuda.OPTIONS, "-lineinfo", *include_flags()
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / file.path.name
+        ready.write_text(for_gpu(file.text), encoding="utf-8")
+        return type("Compiled", (Cuda,), dict(OPTIONS=options))("fp32", c, [*sources, ready])
+
+
+def time_file(file):
+    """Check a student's kernel on the GPU, and time it beside the lab's versions. Returns its
+    Times. Raises UserError."""
+    ladder, mine = file.ladder, file.version
+    sizes = parse_sizes(ladder.shape)
+    c = config_of(*model_of(ladder, sizes))
+    device = compiled(device_class("cuda"), c, sources_of([ladder.name]), file)
+    with device.cupy.cuda.Stream(non_blocking=True):
+        bench = Bench(ladder, device, sizes, timing.cold(device))
+
+        def seconds(version, choice):
+            return timing.time_rounds(device, list(bench.launches(version, choice)))
+
+        choice = dict(threads=mine.threads[0])
+        comparison = bench.check(mine, choice, loose=8)  # the limits are those of small sizes
+        if comparison.place is not None:
+            raise UserError(f"wrong on the GPU: {wrong_number(comparison, False)}")
+        own = seconds(mine, choice)
+        rungs = [(min(seconds(version, choice) for choice in version.choices(device)), number,
+                  version.what)
+                 for number, version in enumerate(ladder.versions, 1) if bench.fits(version)]
+    return Times(str(device).split(",")[0], own, rungs)
+
+
+def launch_once(file):
+    """Launch a student's kernel once, at the check with most items."""
+    ladder, mine = file.ladder, file.version
+    device = compiled(device_class("cuda", plain=True), MODEL, [LAB / "tiles.cu"], file)
+    device.cupy.cuda.set_allocator(None)  # each array by itself, so that memcheck sees its end
+    benches = [Bench(ladder._replace(compiled_for=""), device, sizes, lambda nbytes: 2)
+               for sizes in checks_of(file.exercise, ladder)]
+    bench = max((bench for bench in benches if bench.fits(mine)),
+                key=lambda bench: eval(mine.items.split(",")[0], {}, vars(bench.given)))
+    [*bench.launches(mine, dict(threads=mine.threads[0]))][1]()  # the first set has guards
+    bench.wait()
+
+
+# ---- In front of these processes
+
+
+def run_self(what, file, before=()):
+    """(stdout, stderr, exit status) of `python -m dev.lab.on_gpus what FILE`; before: the words of
+    a program that runs it."""
+    command = [*before, sys.executable, "-m", "dev.lab.on_gpus", what, str(file.path)]
+    done = subprocess.run(command, cwd=LAB.parents[1], capture_output=True, text=True,
+                          errors="replace")
+    return done.stdout, done.stderr, done.returncode
+
+
+def measure(file):
+    """The Times of a Submission. Raises UserError if it is wrong on the GPU, or fails there."""
+    out, err, _ = run_self("time", file)
+    found = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
+    if not found:
+        last = (err.strip().splitlines() or ["it ended without a word"])[-1]
+        raise UserError(f"{file}, on the GPU: {last}")
+    return Times(*found[0])
+
+
+def standing(times):
+    """The lines that compare a time with those of the versions."""
+    slower, faster = times.slower, times.faster
+    between = [f"version {number} ({1e6 * time:.1f} us)"
+               for time, number, _ in filter(None, (slower, faster))]
+    line = f"your {1e6 * times.own:.1f} us "
+    if not faster:
+        return [line + f"are faster than all versions; the best is {between[0]}"]
+    line += (f"are between {between[0]} and {between[1]}" if slower else
+             f"are slower than {between[0]}")
+    return [line, f"what version {faster[1]} does better: {faster[2]}; the comment above it in the "
+            ".cu says why"]
+
+
+# What compute-sanitizer prints, and the same in words; {0} is the pattern's first group.
+SAID = (
+    (r"Race reported between (read|write) access.*?and (read|write) access",
+     "a race in shared memory: a thread {0}s and another one {1}s, with no barrier between them"),
+    (r"Invalid __(\w+)__ (read|write|atomic) of size (\d+) bytes\n(?s:.*)misaligned",
+     "a thread {1}s {2} bytes of {0} memory at an address that is not a multiple of {2}"),
+    (r"Invalid __(\w+)__ (read|write|atomic) of size (\d+)",
+     "a thread {1}s {2} bytes of {0} memory where there is no array"),
+    (r"Error: (.*)", "{0}"),
+)
+
+
+def complaint(file, tool, text):
+    """The lines on the first error that compute-sanitizer prints, with the student's own lines; []
+    if there is none."""
+    for part in re.split(r"\n\s*\n", re.sub(r"^=+ ?", "", text, flags=re.M)):
+        for pattern, words in SAID:
+            if match := re.search(pattern, part, re.I | re.S if "access" in pattern else re.I):
+                said = words.format(*(group.lower() for group in match.groups()))
+                numbers = re.findall(rf"{re.escape(file.path.name)}:(\d+)", part)
+                return [f"compute-sanitizer ({tool}): {said}",
+                        *(file.quoted(int(number)) for number in dict.fromkeys(numbers))]
+    return []
+
+
+def sanitize(file):
+    """(the lines on what compute-sanitizer finds in a student's kernel, or []; what to say if it
+    finds nothing)."""
+    program = shutil.which("compute-sanitizer")
+    if not program:
+        return [], "compute-sanitizer is not in PATH, so it was not asked"
+    for tool in ("memcheck", "racecheck"):
+        out, err, status = run_self("once", file, (program, "--tool", tool))
+        if lines := complaint(file, tool, out):
+            return lines, ""
+        if status or "SUMMARY" not in out:
+            last = [line.strip("= ") for line in (out + err).splitlines() if line.strip("= ")][-1:]
+            return [], f"compute-sanitizer ({tool}) did not get to its end: {' '.join(last)}"
+    return [], "compute-sanitizer: memcheck and racecheck find nothing"
+
+
+if __name__ == "__main__":
+    what, path = sys.argv[1:]
+    try:
+        file = Submission(path)
+        print(json.dumps(time_file(file))) if what == "time" else launch_once(file)
+    except Exception as e:
+        kind = "" if isinstance(e, UserError) else f"{type(e).__name__}: "
+        sys.exit(f"{kind}{' '.join(str(e).split())}")

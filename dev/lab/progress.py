@@ -1,15 +1,27 @@
-"""What a student has solved, and what comes next: the list of exercises, and hints one at a time.
+"""What a student has solved, and what comes next: the list of exercises, hints and solutions, the
+next goal, and a leaderboard for each GPU.
 
-It is kept in my_progress.json in the folder where the commands are typed, beside the files that
-they write. So it moves with these files, and two students with a folder each do not share it. For
-each exercise that was right once it holds the best that was reached; editing a file later takes
-nothing away.
+What is solved is kept in my_progress.json in the folder where the commands are typed, beside the
+files that they write. So it moves with these files, and two students with a folder each do not
+share it. For each exercise that was right once it holds the best that was reached; editing a file
+later takes nothing away.
 """
+import datetime
+import difflib
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
-from dev.lab.exercises import EXERCISES, command, exercise_names
+from dev.common.config import Config
+from dev.common.cuda_source import without_comments
+from dev.lab.exercises import EXERCISES, PREFIX, command, exercise_names
+from dev.lab.ladder import LAB, find_ladder
+from dev.lab.submission import DECLARATION, Submission, signature
+from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError, replace_file
 
 FILE, VERSION = Path("my_progress.json"), 1
@@ -108,3 +120,268 @@ def hint(name):
     if shown + 1 >= len(hints):
         lines.append(f"There are no more. {command(name)} --solution shows a solution.")
     return [*lines, *[trouble] * bool(trouble)]
+
+
+# ---- Solutions: the difference between a student's file and a version of the lab
+
+
+def lines_of_kernel(text, run):
+    """(a kernel's first line, BLOCK's; the line behind its last; its parameters), or None. Where a
+    brace is missing it reaches to the end."""
+    code = without_comments(text)
+    match = re.search(DECLARATION % run, code, re.S)
+    if not match:
+        return None
+    first, depth = code[: match.start()].count("\n"), 0
+    for i, line in enumerate(code.splitlines()[first:], first + 1):
+        depth += line.count("{") - line.count("}")
+        if depth == 0 and "}" in line:
+            return first, i, match[2]
+    return first, len(text.splitlines()), match[2]
+
+
+def version_text(name, number, own):
+    """(The lines of a version's helpers and comment; those of its kernel, which gets the name
+    `own`; its parameters). Raises UserError."""
+    run = find_ladder(name).versions[number - 1].run
+    run = f"{name}{number}" if callable(run) else run
+    for path in (*sources_of([name]), *Config.SOURCES):
+        text = path.read_text(encoding="utf-8")
+        found = lines_of_kernel(text, run)
+        if found:
+            break
+    else:
+        raise UserError(f"--solution {number}: version {number} has several kernels; read them in "
+                        f"dev/lab/kernels/{name}.cu")
+    lines, (first, end, parameters) = text.splitlines(), found
+    above = first
+    while above and lines[above - 1].startswith("//"):
+        above -= 1
+    before, kernel = "\n".join(lines[above:first]), "\n".join(lines[first:end])
+    if path not in Config.SOURCES:  # those are compiled before a student's file
+        helpers = re.findall(r"^(namespace (\w+) \{\n.*?^\}  // namespace \2\n)",
+                             "\n".join(lines[:above]), re.M | re.S)
+        used = [(whole, name) for whole, name in helpers if re.search(rf"\b{name}\b", kernel)]
+        before = "\n".join([*(whole for whole, _ in used), before])
+        for _, name in used:  # on a GPU the lab's .cu is compiled beside it
+            before, kernel = (re.sub(rf"\b{name}\b", PREFIX + name, text)
+                              for text in (before, kernel))
+    kernel = re.sub(rf"\b{run}\b", own, kernel)
+    return before.splitlines(), kernel.splitlines(), parameters
+
+
+def types_of(parameters):
+    return [re.findall(r"\w+", text.replace("__restrict__", "").replace("*", " pointer "))[:-1]
+            for text in parameters]
+
+
+def solution(file, number=0):
+    """The lines of --solution: a diff from a student's file to a version of the lab; 0: the one
+    that the exercise has its parameters from. Raises UserError."""
+    exercise, name, versions = file.exercise, file.exercise.kernel, file.ladder.versions
+    like = int(re.search(r"\d+$", exercise.like)[0])
+    number = number or like
+    if not 1 <= number <= len(versions):
+        raise UserError(f"--solution {number}: {name} has versions 1 to {len(versions)}")
+    before, kernel, parameters = version_text(name, number, file.run)
+    old, (first, end, _) = file.lines, lines_of_kernel(file.text, file.run)
+    if old[:first][-len(before) :] == before:  # it is there already
+        before = []
+    diff = [*difflib.unified_diff(old, [*old[:first], *before, *kernel, *old[end:]], str(file),
+                                  f"version {number}", n=2, lineterm="")]
+    if not diff:
+        return [f"{file} is version {number} of the lab."]
+    same = types_of(parameters.split(",")) == types_of(signature(exercise)[1])
+    alone = any(version.run == exercise.like for version in versions) or (
+        exercise.zeroed and exercise.items != "1")  # one block does all of it only in the exercise
+    return [f"This is a solution: version {number} of the lab. - is a line of yours, + one of it.",
+            *["Its parameters are not those of the exercise. Keep yours."] * (not same),
+            *["The lab launches it together with other kernels: see "
+              f"dev/lab/kernels/{name}.py. Yours has to do all of it."] * (not alone), "", *diff]
+
+
+def file_of(name):
+    """The Submission for the name of an exercise. Raises UserError."""
+    path = Path(f"{PREFIX}{name}.cu")
+    if not path.exists():
+        raise UserError(f"--solution compares with your file, and there is no {path}; "
+                        f"{command(name)} writes it")
+    return Submission(path)
+
+
+# ---- Goals: what to reach after "right", one at a time. A goal asks for what the lab's best
+# version of the kernel does, within 10%. It is computed from that version's own figures: sectors
+# and passes as traffic.py counts them on the CPU, and on a GPU times.
+
+NEAR = 1.1  # times the version's figure is near enough
+
+
+class Goal(NamedTuple):
+    """A goal that is not reached yet."""
+    wish: str
+    why: str  # what was measured, and what the version does
+
+    @property
+    def line(self):
+        return f"Next goal: {self.wish}. {self.why}."
+
+
+def of_registers(facts):
+    """facts: what NVRTC says for each GPU and dtype, {"spilled": bytes, ...}."""
+    spilled = max((each["spilled"] for each in facts), default=0)
+    if spilled:
+        yield Goal("no spills", "A thread has more variables than registers, so "
+                   f"{spilled} bytes go to memory. Keep fewer at a time, or take smaller blocks")
+
+
+NEIGHBOURS = "neighbouring lanes at neighbouring numbers"
+# Rows of traffic.py's table: what a request costs, the least that it could cost, and how.
+REQUESTS = (
+    ("sectors a load", "sectors a load, if side by side", NEIGHBOURS),
+    ("sectors a store", "sectors a store, if side by side", NEIGHBOURS),
+    ("turns a request of shared memory, at worst", "the same without bank conflicts",
+     "no two lanes in one bank"),
+)
+MOVED = "sectors moved, times the fewest possible"
+
+
+def of_lanes(mine, best, number):
+    """Where lanes should touch neighbouring memory. mine, best: {row of the table: number}. Wider
+    loads cost more each, so versions are compared by how many times the least they cost."""
+    for row, least, advice in REQUESTS:
+        if mine[row]:
+            there = mine[least] * max(1, best[row] / best[least] if best[row] else 1)
+            if mine[row] > NEAR * there:
+                yield Goal(f"at most {NEAR * there:.1f} {row}",
+                           f"Yours takes {mine[row]:.1f}; with {advice}, as in version {number}, "
+                           f"it takes {there:.1f}")
+
+
+def of_passes(mine, best, number):
+    """Where numbers should be moved less often."""
+    there = max(1, best[MOVED])
+    if mine[MOVED] > NEAR * there:
+        wish = ("one pass, in which each number is read once" if there < NEAR else
+                f"at most {NEAR * there:.1f} times the fewest sectors possible")
+        yield Goal(wish, f"Yours moves {mine[MOVED]:.1f} times the fewest sectors possible, and "
+                   f"version {number} {there:.1f} times")
+
+
+def of_time(times):
+    """The next version that is more than 10% faster. times: a Times of on_gpus.py."""
+    ahead = max((rung for rung in times.rungs if times.own > NEAR * rung[0]), default=None)
+    if ahead:
+        seconds, number, what = ahead
+        yield Goal(f"within 10% of version {number}: at most {1e6 * NEAR * seconds:,.1f} us",
+                   f"Yours takes {1e6 * times.own:,.1f}, and version {number} "
+                   f"{1e6 * seconds:,.1f}: {what}")
+
+
+def count(file):
+    """{"report": lines, "rows": [those of the student's file, those of the lab's best version],
+    "number": the version's}. Without "rows" they cannot be counted. Raises UserError."""
+    from dev.lab.traffic import figures_of, figures_of_version, report, sizes_of, traffic_of
+    ladder, found = file.ladder, dict(report=report(file))
+    for number in range(len(ladder.versions), 0, -1):
+        best = figures_of_version(ladder.name, number, sizes_of(ladder), "fp32")
+        if best:
+            return found | dict(rows=[figures_of(traffic_of(file)), best], number=number)
+    return found
+
+
+def counted(file):
+    """The same, in a process of its own, since at these sizes the kernel runs for the first time.
+    """
+    done = subprocess.run([sys.executable, "-m", "dev.lab.progress", str(file)], text=True,
+                          capture_output=True, errors="replace")
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    return found[0] if found else dict(report=[f"memory traffic was not counted: {last}"])
+
+
+def goals_of(counts, facts=(), times=None):
+    """[Goal] that a right file has not reached, the first to try first. counts: what counted()
+    returns."""
+    traffic = (*counts["rows"], counts["number"]) if "rows" in counts else ()
+    return [*of_registers(facts), *(of_lanes(*traffic) if traffic else ()),
+            *(of_passes(*traffic) if traffic else ()), *(of_time(times) if times else ())]
+
+
+def sectors_of(counts):
+    """The sectors of a load, or None."""
+    return counts["rows"][0]["sectors a load"] if "rows" in counts else None
+
+
+# ---- Leaderboards: for each GPU the times of the exercises, one line for each name and exercise.
+# They hold the times of several people, so they belong to the repository and not to a student's
+# folder.
+
+BOARDS = LAB / "leaderboard"
+HEAD = """# {card}
+
+The times of the exercises in fp32, at the sizes of the lab. One command enters a time:
+`{command} --record NAME`
+
+| exercise | time | the lab's | card | name | date |
+| --- | ---: | ---: | --- | --- | --- |
+"""
+
+
+class Row(NamedTuple):
+    exercise: str
+    time: float  # microseconds
+    lab: str  # the version of the lab that is next faster, or else the best, and its time
+    card: str
+    name: str
+    date: str
+
+    @property
+    def line(self):
+        return f"| {' | '.join((self.exercise, f'{self.time:,.1f} us', *self[2:]))} |"
+
+
+def known_name(name):
+    """A name that fits into the table. Raises UserError."""
+    if not re.fullmatch(r"(?! )[\w .+@-]{1,40}(?<! )", name):
+        raise UserError(f"--record {name!r}: expected a name of at most 40 letters, digits, spaces "
+                        "and . + - @ _")
+    return name
+
+
+def read_board(path):
+    """The Rows of a leaderboard. Raises UserError."""
+    rows, lines = [], path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for i, line in enumerate(lines, 1):
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if not line.startswith("|") or cells[0] in ("exercise", "---"):
+            continue
+        time = re.fullmatch(r"([\d,]+\.\d) us", cells[1]) if len(cells) == 6 else None
+        if not time:
+            raise UserError(f"{path}, line {i}: expected six cells, the second a time such as 61.0 "
+                            "us; mend the line, or take it out")
+        rows.append(Row(cells[0], float(time[1].replace(",", "")), *cells[2:]))
+    return rows
+
+
+def record(exercise, times, name):
+    """Enter a time into its card's file, unless the name has a better one there. times: a Times of
+    on_gpus.py. Returns lines on what was written."""
+    path = BOARDS / f"{re.sub('[^A-Za-z0-9.]+', '_', times.card)}.md"
+    rows, rung = read_board(path), times.faster or min(times.rungs)
+    own = Row(exercise, round(1e6 * times.own, 1), f"version {rung[1]} {1e6 * rung[0]:,.1f} us",
+              times.card.removeprefix("NVIDIA "), name, datetime.date.today().isoformat())
+    before = next((row for row in rows if (row.exercise, row.name) == (exercise, name)), None)
+    if before and before.time <= own.time:
+        return [f"{path}: your {before.time:,.1f} us of {before.date} stay, since they are better"]
+    rows = sorted([*(row for row in rows if row != before), own], key=lambda row: row[:2])
+    head = HEAD.format(card=times.card, command=command("FILE"))
+    replace_file(path, [(head + "".join(f"{row.line}\n" for row in rows)).encode()])
+    place = [row for row in rows if row.exercise == exercise].index(own) + 1
+    return [f"wrote into {path}, place {place} of {exercise}:", own.line]
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(count(Submission(sys.argv[1]))))
+    except UserError as e:
+        sys.exit(str(e))

@@ -1,6 +1,7 @@
 """Processes that check and time the versions of kernels, one kernel after the other.
 
-A kernel that crashes ends its worker only. The error is reported, and the next kernel gets a new worker.
+A kernel that crashes ends its worker only. The error is reported, and the next kernel gets a new
+worker.
 """
 import contextlib
 import functools
@@ -12,21 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from dev.features.devices import make_device
-from dev.lab import results, timing  # after prepro_tinyshakespeare, which says how NumPy's threads wait
+from dev.lab import timing
 from dev.lab.bench import Bench, noting
-from dev.lab.ladder import (KERNELS, LAB, MODELS, config_of, describe_choice, find_ladder, launched_by, model_of,
-                            parse_sizes)
+from dev.lab.ladder import (KERNELS, LAB, MODELS, config_of, describe_choice, find_ladder,
+                            launched_by, model_of, parse_sizes)
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import read_kernels
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in (
-    "llama3/llama3", "features/moments", "features/outliers", "features/recompute", "features/recompute_llama")]
+    "llama3/llama3", "features/moments", "features/outliers", "features/recompute",
+    "features/recompute_llama")]
 
 
 class Task(NamedTuple):
     """What to do with a kernel."""
     device: str  # "cpu" or "cuda"
-    compiled: dict  # {(dtype, *Compiled): the names of the kernels whose files are compiled together}
+    # {(dtype, *Compiled): the names of the kernels whose files are compiled together}.
+    compiled: dict
     sizes: dict | None  # as asked for; None takes the kernel's own
     number: int | None  # of the version; None takes all
     dtypes: tuple
@@ -50,10 +53,11 @@ class Report(NamedTuple):
     timings: list
     library: dict  # {(kernel, dtype): (name, seconds)}
     launched: set  # the names of all kernels that were launched
-    device: dict  # see results.describe_gpu
+    device: dict  # see timing.describe_gpu
 
     def plus(self, other):
-        return Report(*(a | b if isinstance(a, (set, dict)) else a + b for a, b in zip(self, other)))
+        return Report(*(a | b if isinstance(a, (set, dict)) else a + b
+                        for a, b in zip(self, other)))
 
 
 def failures_only(*failures):
@@ -70,8 +74,8 @@ def sources_of(names):
 
 @functools.cache
 def device_of(name, dtype, C, NH, group, relu, compiled):
-    """A device with kernels.cu, the features' files and the lab's files of some kernels. On a CPU only the kernels that
-    they may launch are compiled, which halves the time."""
+    """A device with kernels.cu, the features' files and the lab's files of some kernels. On a CPU
+    only the kernels that they may launch are compiled, which halves the time."""
     files, c = sources_of(compiled), config_of(C, NH, group, relu)
     if name == "cuda":
         return make_device(name, dtype, c, beside=files)
@@ -90,10 +94,13 @@ def shapes_of(ladder, task):
 
 
 def shape_for_races(ladder):
-    """A small size with several blocks: of those that kernels.cu is compiled for anyway, the one with most rows."""
+    """A small size with several blocks: of those that kernels.cu is compiled for anyway, the one
+    with most rows."""
     checks = [parse_sizes(text) for text in ladder.checks]
-    checks = [sizes for sizes in checks if model_of(ladder, sizes)[:2] in [model[:2] for model in MODELS[:2]]
-              and all(sizes.get(name, 0) <= most for name, most in (("T", 130), ("V", 300), ("OC", 300)))]
+    checks = [sizes for sizes in checks
+              if model_of(ladder, sizes)[:2] in [model[:2] for model in MODELS[:2]] and
+              all(sizes.get(name, 0) <= most
+                  for name, most in (("T", 130), ("V", 300), ("OC", 300)))]
     if "T" not in checks[0]:
         return checks[:2][-1]
     return max(checks, key=lambda sizes: sizes.get("B", 1) * sizes["T"])
@@ -101,11 +108,13 @@ def shape_for_races(ladder):
 
 def numbers_of(ladder, dtype, number=None):
     """The numbers of the versions that have a dtype; with a number, only that one."""
-    return [n for n, version in enumerate(ladder.versions, 1) if dtype in version.dtypes and number in (None, n)]
+    return [n for n, version in enumerate(ladder.versions, 1)
+            if dtype in version.dtypes and number in (None, n)]
 
 
 def is_lost(device):
-    """Whether a kernel's fault, such as an address that does not exist, has taken the GPU from this process."""
+    """Whether a kernel's fault, such as an address that does not exist, has taken the GPU from this
+    process."""
     try:
         if device.name == "cuda":
             device.gpu.synchronize()
@@ -115,17 +124,19 @@ def is_lost(device):
 
 
 def run_ladder(ladder, task, say, doing, ceilings):
-    """Do a task with one kernel. say(line) prints; doing(what) tells the parent what comes next, in case it ends this
-    process. Returns a Report."""
+    """Do a task with one kernel. say(line) prints; doing(what) tells the parent what comes next, in
+    case it ends this process. Returns a Report."""
     report, stream, checks, device = failures_only(), None, 0, None
 
     def fail(number, dtype, line):
-        if line not in {failure.line for failure in report.failures}:  # a mistake in the .py fails in each dtype
+        # A mistake in the .py fails in each dtype.
+        if line not in {failure.line for failure in report.failures}:
             report.failures.append(Failure(ladder.name, number, dtype, line))
             say(f"error: {line}")
 
     def failed(number, dtype):
-        return any((number, dtype) == (failure.number, failure.dtype) for failure in report.failures)
+        return any((number, dtype) == (failure.number, failure.dtype)
+                   for failure in report.failures)
 
     for sizes in shapes_of(ladder, task):
         for dtype in task.dtypes:
@@ -137,16 +148,18 @@ def run_ladder(ladder, task, say, doing, ceilings):
             try:
                 key = dtype, *model_of(ladder, sizes)
                 device = device_of(task.device, *key, task.compiled[key])
-                if task.device == "cuda" and not stream:  # the lab's own, since CuPy's default one cannot be recorded
+                # The lab's own, since CuPy's default one cannot be recorded.
+                if task.device == "cuda" and not stream:
                     stream = device.cupy.cuda.Stream(non_blocking=True)
                 with stream or contextlib.nullcontext():
-                    bench = Bench(ladder, device, sizes, *([timing.cold(device)] if task.timed else []))
+                    bench = Bench(ladder, device, sizes,
+                                  *([timing.cold(device)] if task.timed else []))
                     for number in numbers:
                         version = ladder.versions[number - 1]
                         if bench.fits(version) and not failed(number, dtype):
                             doing(f"{ladder.name} {number}, {where}")
-                            checks += run_version(bench, number, task, f"{ladder.name} {number}", where, fail, say,
-                                                  report, ceilings)
+                            checks += run_version(bench, number, task, f"{ladder.name} {number}",
+                                                  where, fail, say, report, ceilings)
                         if is_lost(device):
                             raise RuntimeError("a kernel's fault")
                     if task.timed:
@@ -157,7 +170,7 @@ def run_ladder(ladder, task, say, doing, ceilings):
                 return report._replace(checks=checks)
             if task.device == "cuda":
                 with contextlib.suppress(Exception):
-                    report.device.update(results.describe_gpu(device, ceilings))
+                    report.device.update(timing.describe_gpu(device, ceilings))
                     device.cupy.get_default_memory_pool().free_all_blocks()
                     device.cupy.get_default_pinned_memory_pool().free_all_blocks()
     return report._replace(checks=checks)
@@ -169,7 +182,8 @@ def one_line(e):
 
 
 def run_version(bench, number, task, title, where, fail, say, report, ceilings):
-    """Check a version with each choice and, in a timed task, time it. Returns the number of checks."""
+    """Check a version with each choice and, in a timed task, time it. Returns the number of
+    checks."""
     version, device, timings, checks = bench.ladder.versions[number - 1], bench.device, [], 0
     with noting(device, report.launched):
         choices = version.choices(device, few=not task.timed)
@@ -184,9 +198,12 @@ def run_version(bench, number, task, title, where, fail, say, report, ceilings):
                     break
                 line = f"{setting}: {comparison}"
                 if task.timed:
-                    seconds = timing.time_rounds(device, list(bench.launches(version, choice)), version.recorded)
-                    timings.append(timing.timing_of(bench, version, number, choice, own, seconds, ceilings))
-                    line += f", {1e6 * seconds:,.1f} us, {timings[-1].rate}, {timings[-1].share:.1%} of the ceiling"
+                    seconds = timing.time_rounds(device, list(bench.launches(version, choice)),
+                                                 version.recorded)
+                    timings.append(timing.timing_of(bench, version, number, choice, own, seconds,
+                                                    ceilings))
+                    line += (f", {1e6 * seconds:,.1f} us, {timings[-1].rate}, "
+                             f"{timings[-1].share:.1%} of the ceiling")
                 if task.verbose:
                     say(line)
             except Exception as e:  # the other versions still run
@@ -213,7 +230,8 @@ def time_library(bench, report, say):
 
 
 def serve(connection):
-    """A worker's loop: receives a kernel's name and a Task; sends lines, what it is doing, and a Report."""
+    """A worker's loop: receives a kernel's name and a Task; sends lines, what it is doing, and a
+    Report."""
     ceilings = {}
 
     def say(line):
@@ -229,7 +247,8 @@ def serve(connection):
             return
         if task.device == "cuda":  # NVRTC takes half a minute and a core for each
             with ThreadPoolExecutor() as pool:
-                for done in [pool.submit(device_of, "cuda", *key, names) for key, names in task.compiled.items()]:
+                for done in [pool.submit(device_of, "cuda", *key, names)
+                             for key, names in task.compiled.items()]:
                     done.exception()  # raised again when that kernel runs
         try:
             report = run_ladder(find_ladder(name), task, say, doing, ceilings)
@@ -249,8 +268,10 @@ class Worker:
     def start(self):
         self.connection, theirs = multiprocessing.Pipe()
         if self.threads:
-            os.environ.update(OMP_NUM_THREADS=str(self.threads), OPENBLAS_NUM_THREADS=str(self.threads))
-        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+            os.environ.update(OMP_NUM_THREADS=str(self.threads),
+                              OPENBLAS_NUM_THREADS=str(self.threads))
+        spawn = multiprocessing.get_context("spawn")
+        self.process = spawn.Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -295,13 +316,14 @@ def first_error(e):
 def keys_of(name, task):
     """The keys that a task compiles a kernel for: {(dtype, *Compiled): True}."""
     ladder = find_ladder(name)
-    return {(dtype, *model_of(ladder, sizes)): True for sizes in shapes_of(ladder, task) for dtype in task.dtypes
-            if numbers_of(ladder, dtype, task.number)}
+    return {(dtype, *model_of(ladder, sizes)): True for sizes in shapes_of(ladder, task)
+            for dtype in task.dtypes if numbers_of(ladder, dtype, task.number)}
 
 
 def compile_together(names, task):
-    """The names of the kernels that can run, {key: the names compiled together}, and the Failures of the others. Those
-    of a CPU are compiled here, so that the workers find them in the cache. A GPU's worker compiles for itself."""
+    """The names of the kernels that can run, {key: the names compiled together}, and the Failures
+    of the others. Those of a CPU are compiled here, so that the workers find them in the cache. A
+    GPU's worker compiles for itself."""
     def plan(names):
         compiled = {}
         for name in names:
@@ -327,7 +349,8 @@ def compile_together(names, task):
             failures.append(Failure(name, None, "", f"{name}.py: {one_line(e)}"))
     error = compile_all(plan(good)) if task.device == "cpu" else None
     if error:  # compile each one alone, to see which is wrong
-        alone = {name: compile_all(dict.fromkeys([*keys_of(name, task)][:1], (name,))) for name in good}
+        alone = {name: compile_all(dict.fromkeys([*keys_of(name, task)][:1], (name,)))
+                 for name in good}
         good = [name for name in good if not alone[name]]
         failures += [Failure(name, None, "", first_error(e)) for name, e in alone.items() if e]
         if not good or compile_all(plan(good)):
@@ -336,8 +359,8 @@ def compile_together(names, task):
 
 
 def run_ladders(names, task, report):
-    """Do a task with several kernels, on a CPU several at a time. Calls report(name, Report, lines) after each, in this
-    order. Returns the Failures of those that cannot run."""
+    """Do a task with several kernels, on a CPU several at a time. Calls report(name, Report, lines)
+    after each, in this order. Returns the Failures of those that cannot run."""
     names, compiled, failures = compile_together(names, task)
     task = task._replace(compiled=compiled)
     count = 1 if task.device == "cuda" or len(names) == 1 else min(len(names), os.cpu_count())

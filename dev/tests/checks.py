@@ -16,7 +16,7 @@ import numpy as np
 
 from dev.features.order import has_gpu
 from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT
-from dev.lab.inputs import f32, stored
+from dev.lab.ladder import f32, stored
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, to_float
 

@@ -16,7 +16,7 @@ from dev.features.devices import make_device
 from dev.features.label_smoothing import SOURCE
 from dev.features.seams import GPT2
 from dev.lab.formulas import cross_entropy
-from dev.lab.inputs import f32
+from dev.lab.ladder import f32
 from dev.tests.checks import TINY, check, finite_difference, normal, run_program, words
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import call, token_files

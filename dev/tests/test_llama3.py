@@ -21,7 +21,7 @@ import numpy as np  # after prepro_tinyshakespeare, which sets how its threads w
 
 from dev.common.config import Config, draw_parameters, read_parameters
 from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
-from dev.lab.inputs import stored
+from dev.lab.ladder import stored
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import (EXACT, TINY, check, check_refusal, finite_difference, header_refusal, normal, numbers_of,
                               run, summary)

@@ -22,6 +22,7 @@ from dev.lab import grade, workers
 from dev.lab.bench import Bench
 from dev.lab.explain import complaint_lines
 from dev.lab.ladder import find_ladder, kernel_names, model_of, parse_sizes
+from dev.lab.submission import Submission
 from dev.lab.tests.student import filled, said
 from dev.tests import mutants
 from dev.tests.checks import check, refusal, run_program
@@ -433,7 +434,7 @@ def exercises(folder):
     job = dict(compile=every, run=every, look_for=grade.RACES, dtypes=["fp32"], limit=60)
     result = grade.run_child(job, grade.race_variables())
     for number, (name, kernel, _, wish) in enumerate(EXERCISES):
-        lines = complaint_lines(paths[number], *result, False)
+        lines = complaint_lines(Submission(paths[number]), *result, False)
         check(f"{kernel}: {name}", re.search(wish, said(lines)) if wish else lines == [], lines)
 
 

@@ -1,38 +1,41 @@
-"""a step of AdamW on n fp32 numbers with clipped gradients; in bf16, params and low hold the halves of their bits"""
+"""a step of AdamW on n fp32 numbers with clipped gradients; in bf16, params and low hold the halves
+of their bits"""
 import functools
 
 import numpy as np
 
 from dev.common.bf16 import joined
-from dev.lab.inputs import ANY, f32, in_parts
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ANY, Ladder, Version, f32, in_parts
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, to_float
 
 NORM = 2.5
-# Numbers, as bits, that do not change without weight decay: two ties, one with an even number below it; one that rounds
-# up to a power of 2; zeros and their neighbours; and a NaN whose sum with 0x8000 would be zero.
+# Numbers, as bits, that do not change without weight decay: two ties, one with an even number below
+# it; one that rounds up to a power of 2; zeros and their neighbours; and a NaN whose sum with
+# 0x8000 would be zero.
 STAY = np.uint32([0x3C808000, 0xBC818000, 0xBCFF8001, 0x3CFF7FFF, 0, 0x80000000, 1, 0x7FFFFFFF])
 
 
 def halves(x):
-    """For fp32 numbers in float64: the bits of the nearest bfloat16, ties away from zero, and the distance in steps of
-    fp32."""
+    """For fp32 numbers in float64: the bits of the nearest bfloat16, ties away from zero, and the
+    distance in steps of fp32."""
     _, exponent = np.frexp(x)
-    last = np.ldexp(1.0, np.maximum(exponent, -125) - 8)  # of a bfloat16's bits; below 2**-126 all have the same
+    # Of a bfloat16's bits; below 2**-126 all have the same.
+    last = np.ldexp(1.0, np.maximum(exponent, -125) - 8)
     upper = np.copysign(np.floor(abs(x / last) + 0.5) * last, x)
     with np.errstate(over="ignore"):  # to infinity
-        bits, of_upper = (np.float32(values).view(np.uint32).astype(np.int64) for values in (x, upper))
+        bits, of_upper = (np.float32(values).view(np.uint32).astype(np.int64)
+                          for values in (x, upper))
     return (of_upper >> 16).astype(BF16), (bits - of_upper).astype(LOW)
 
 
 def problem(draw, n, tensors=16, clip=1, step=3, update=1, moment=f32):
-    """Gradients over ten decades, the smallest so small that eps counts, after `step` - 1 such steps. Every third
-    tensor decays. They are clipped to clip / 2 of their norm, unless clip is 0. Without update, nothing changes. moment
-    rounds to what m and v are stored in."""
+    """Gradients over ten decades, the smallest so small that eps counts, after `step` - 1 such
+    steps. Every third tensor decays. They are clipped to clip / 2 of their norm, unless clip is 0.
+    Without update, nothing changes. moment rounds to what m and v are stored in."""
     rate1, rate2 = f32([0.1, 0.001])
     values = dict.fromkeys(ADAMW, 0) | dict(
-        learning_rate=0.01, rate1=rate1, rate2=rate2, eps=1e-8, weight_decay=0.1, clip=clip * NORM / 2,
-        correction1=1 / (1 - (1 - rate1) ** step), correction2=1 / (1 - (1 - rate2) ** step))
+        learning_rate=0.01, rate1=rate1, rate2=rate2, eps=1e-8, weight_decay=0.1, clip=clip * NORM /
+        2, correction1=1 / (1 - (1 - rate1) ** step), correction2=1 / (1 - (1 - rate2) ** step))
     settings = f32([values[name] for name in ADAMW])
     s = dict(zip(ADAMW, settings))
     verdict = np.float64(Verdict(norm=NORM, loss=0, update=update, stopped=1 - update))
@@ -41,7 +44,8 @@ def problem(draw, n, tensors=16, clip=1, step=3, update=1, moment=f32):
     normal = [draw.pool(n) for _ in range(4)]
     size = 10 ** draw.rng.uniform(-10, 0, normal[0].size)
     master, grads = (np.resize(f32(x), n) for x in (0.02 * normal[0], size * normal[1]))
-    m, v = (np.resize(moment(x * (step > 1)), n) for x in (size * normal[2], (size * (0.5 + abs(normal[3]))) ** 2))
+    m, v = (np.resize(moment(x * (step > 1)), n)
+            for x in (size * normal[2], (size * (0.5 + abs(normal[3]))) ** 2))
     master[-8:], grads[-8:], m[-8:], v[-8:] = STAY.view(np.float32), 0, 0, 0
 
     def new(p, g, m, v, decayed):
@@ -51,17 +55,20 @@ def problem(draw, n, tensors=16, clip=1, step=3, update=1, moment=f32):
         return p - s["learning_rate"] * (change + s["weight_decay"] * decayed * p), m, v
 
     before = master, grads, m, v, np.repeat(decayed.astype(bool), np.diff(starts.astype(np.int64)))
-    after = (x.reshape(-1) for x in in_parts(new, *(x.reshape(-1, 32) for x in before))) if update else (master, m, v)
+    after = ((x.reshape(-1) for x in in_parts(new, *(x.reshape(-1, 32) for x in before)))
+             if update else (master, m, v))
     truth = dict(zip(("params", "m", "v"), after))
-    inputs = dict(tensors=tensors, settings=settings, verdict=verdict, starts=starts, decayed=decayed, params=master,
-                  low=None, grads=grads, m=m, v=v)
+    inputs = dict(tensors=tensors, settings=settings, verdict=verdict, starts=starts,
+                  decayed=decayed, params=master, low=None, grads=grads, m=m, v=v)
     if draw.in_bf16:
         upper, low = in_parts(halves, master)
         upper[-1], low[-1] = 0x8000, -1  # the NaN's
         inputs |= dict(params=upper, low=low)
         truth["master"] = truth["params"]
-        # With another last bit of the sum, all of low may be another.
-        truth |= dict(low=np.full(n, ANY)) if update else dict(params=f32(to_float(upper)), low=low.astype(np.float64))
+        if update:  # with another last bit of the sum, all of low may be another
+            truth["low"] = np.full(n, ANY)
+        else:
+            truth |= dict(params=f32(to_float(upper)), low=low.astype(np.float64))
     terms = np.nan_to_num(abs(master))
     return inputs, truth, dict(master=terms, params=terms, m=abs(m))
 
@@ -76,13 +83,14 @@ def line_by_line(device, a):
 
 
 LADDER = Ladder(
-    problem, "n=124475904", ("n=32,tensors=1,clip=0,step=1", "n=9600,tensors=14,clip=1", "n=300032,tensors=32,clip=4"),
-    trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0", "n=1024,tensors=32,step=1"),
-    args="params low grads m v starts decayed tensors n settings verdict",
-    fp32="grads clipped m v settings verdict", sums="master params m",
+    problem, "n=124475904",
+    ("n=32,tensors=1,clip=0,step=1", "n=9600,tensors=14,clip=1", "n=300032,tensors=32,clip=4"),
+    trainer_checks=("n=9600,tensors=14,update=0", "n=9600,tensors=3,clip=0",
+                    "n=1024,tensors=32,step=1"), args="params low grads m v starts decayed tensors "
+    "n settings verdict", fp32="grads clipped m v settings verdict", sums="master params m",
     made_of=dict(master=lambda a: joined(a.params, a.low)), versions=(
-        Version("five kernels, a line of the algorithm each", line_by_line, threads=(256, 512, 1024),
-                scratch=lambda a: dict(clipped=(a.n,))),
+        Version("five kernels, a line of the algorithm each", line_by_line,
+                threads=(256, 512, 1024), scratch=lambda a: dict(clipped=(a.n,))),
         Version("one kernel, one thread per number", "adamw2", "n"),
         Version("16 bytes per lane: the trainer's", "adamw", "n", trainer=True),
     ))

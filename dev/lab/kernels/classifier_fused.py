@@ -2,23 +2,23 @@
 import numpy as np
 
 from dev.lab.formulas import cross_entropy, dcross_entropy
-from dev.lab.inputs import in_parts
 from dev.lab.kernels.crossentropy_forward import classifier_problem, fused_classifier
 from dev.lab.kernels.softmax_forward import WORDS, padded
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 
 
 def problem(draw, B, T, V, Vp):
     def both(targets, x):
         dlosses = np.full(len(targets), dloss)
-        return cross_entropy(targets, x[:, :V]), padded(dcross_entropy(targets, dlosses, x[:, :V]), Vp)
+        return cross_entropy(targets, x[:, :V]), padded(dcross_entropy(targets, dlosses, x[:, :V]),
+                                                        Vp)
 
     N = B * T
     logits, targets, terms = classifier_problem(draw, N, V, Vp)
     dloss = float(np.float32(1 / N))
     losses, dlogits = in_parts(both, targets, logits)
-    return (dict(N=N, dloss=dloss, logits=logits, targets=targets), dict(losses=losses, logits=dlogits),
-            dict(losses=terms))
+    return (dict(N=N, dloss=dloss, logits=logits, targets=targets),
+            dict(losses=losses, logits=dlogits), dict(losses=terms))
 
 
 def trainers(device, a):
@@ -26,16 +26,18 @@ def trainers(device, a):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=1,T=3,V=257,Vp=257", "B=1,T=3,V=128256,Vp=128256"),
-    trainer_checks=("B=1,T=5,V=384,Vp=384", "B=1,T=7,V=4096,Vp=4224"), args="logits losses targets dloss N V Vp",
-    fp32="losses", sums="losses", versions=(
+    problem, "B=8,T=1024,V=50257,Vp=50304",
+    (*WORDS, "B=1,T=3,V=257,Vp=257", "B=1,T=3,V=128256,Vp=128256"),
+    trainer_checks=("B=1,T=5,V=384,Vp=384", "B=1,T=7,V=4096,Vp=4224"),
+    args="logits losses targets dloss N V Vp", fp32="losses", sums="losses", versions=(
         Version("one thread per row, four passes", "classifier_fused1", "N", threads=(32, 128),
                 limits=dict(fp32=1e-4, bf16=1e-4)),  # a sum of 50,257 numbers one by one
-        Version("one block per row, three passes", "classifier_fused2", "N", threads=(256, 512, 1024)),
+        Version("one block per row, three passes", "classifier_fused2", "N",
+                threads=(256, 512, 1024)),
         Version("two passes", "classifier_fused3", "N", threads=(256, 512, 1024)),
-        Version("16 bytes per lane, one row in shared memory", "classifier_fused4", "min(blocks, N)",
-                threads=(512, 1024), shared="Vp*itemsize", more=dict(blocks=(2, 132, 264)),
-                fits=lambda a: a.Vp <= 50304 and a.Vp % a.W == 0),
+        Version("16 bytes per lane, one row in shared memory", "classifier_fused4",
+                "min(blocks, N)", threads=(512, 1024), shared="Vp*itemsize",
+                more=dict(blocks=(2, 132, 264)), fits=lambda a: a.Vp <= 50304 and a.Vp % a.W == 0),
         Version("two rows in shared memory, or as much of one as fits: the trainer's", trainers,
                 threads=(256, 512, 1024), more=dict(rows=(None, 0, 0.7, 1, 2)), trainer=True),
     ))

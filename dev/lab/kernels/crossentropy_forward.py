@@ -2,15 +2,14 @@
 import numpy as np
 
 from dev.lab.formulas import cross_entropy
-from dev.lab.inputs import in_parts
 from dev.lab.kernels.softmax_forward import WORDS, logits_of
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 from train_gpt2 import classifier_launch
 
 
 def classifier_problem(draw, N, V, Vp):
-    """(logits, targets, the size of the terms of a loss): as in logits_of; the logit of the first target is -200, so
-    that its probability is 0 in fp32, but not its loss."""
+    """(logits, targets, the size of the terms of a loss): as in logits_of; the logit of the first
+    target is -200, so that its probability is 0 in fp32, but not its loss."""
     logits, targets = logits_of(draw, N, V, Vp), draw.words(V, N)
     targets[-1] = V - 1
     if N > 1:
@@ -22,17 +21,20 @@ def problem(draw, B, T, V, Vp):
     N = B * T
     logits, targets, terms = classifier_problem(draw, N, V, Vp)
     losses = in_parts(lambda targets, x: cross_entropy(targets, x[:, :V]), targets, logits)
-    return dict(N=N, dloss=0.0, logits=logits, targets=targets), dict(losses=losses), dict(losses=terms)
+    return (dict(N=N, dloss=0.0, logits=logits, targets=targets), dict(losses=losses),
+            dict(losses=terms))
 
 
 def fused_classifier(device, a, with_gradient):
-    """With the trainer's own grid, or with a block for two rows, and shared memory for `rows` rows if they fit."""
+    """With the trainer's own grid, or with a block for two rows, and shared memory for `rows` rows
+    if they fit."""
     blocks, room, shared = classifier_launch(device, a.N, a.Vp, with_gradient)
     if a.rows is not None:
-        blocks, room = -(-a.N // 2), min(int(a.rows * a.Vp) // a.W * a.W, device.max_shared // 16 * a.W)
+        blocks, room = -(-a.N // 2), min(int(a.rows * a.Vp) // a.W * a.W,
+                                         device.max_shared // 16 * a.W)
         shared = room * 16 // a.W
-    device.launch("fused_classifier", blocks, a.logits, a.losses, a.targets, a.dloss, a.N, a.V, a.Vp, with_gradient,
-                  room, threads=a.threads, shared=shared)
+    device.launch("fused_classifier", blocks, a.logits, a.losses, a.targets, a.dloss, a.N, a.V,
+                  a.Vp, with_gradient, room, threads=a.threads, shared=shared)
 
 
 def torch_cross_entropy(torch, x):
@@ -52,6 +54,6 @@ LADDER = Ladder(
         Version("one block per row", "crossentropy_forward2", "N", threads=(256, 512, 1024)),
         Version("one pass, 16 bytes per lane: the trainer's", trainers, threads=(256, 512, 1024),
                 more=dict(rows=(None, 0, 2)), trainer=True, held_back={
-                    "bf16": "with 1,024 threads per multiprocessor has two rows, and idles where they end: "
-                            "blocks of 256 take 203 us"}),
+                    "bf16": "with 1,024 threads per multiprocessor has two rows, and idles where "
+                    "they end: blocks of 256 take 203 us"}),
     ), torch=torch_cross_entropy)

@@ -1,9 +1,8 @@
 """dlogits (N,Vp) = (probs - 1 at the target) * dlosses (N)"""
 import numpy as np
 
-from dev.lab.inputs import in_parts
 from dev.lab.kernels.softmax_forward import WORDS, in_packs, padded
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 from prepro_tinyshakespeare import UserError
 
 

@@ -1,6 +1,5 @@
 """out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C, V, positions=1):
@@ -17,7 +16,8 @@ LADDER = Ladder(
     traffic=lambda a: (a.N + a.T) * a.C * a.itemsize + 4 * a.N * (a.C + 1), versions=(
         Version("one thread per token", "encoder_forward1", "N", threads=(32, 64, 128, 256)),
         Version("one thread per channel", "encoder_forward2", "N*C"),
-        Version("4 channels per lane: the trainer's", "encoder_forward", "N*C", trainer=True, held_back={
-                    "bf16": "a thread has 4 channels in either dtype, so it waits as often as in fp32, for "
-                            "half the bytes"}),
+        Version("4 channels per lane: the trainer's", "encoder_forward", "N*C", trainer=True,
+                held_back={
+                    "bf16": "a thread has 4 channels in either dtype, so it waits as often as in "
+                    "fp32, for half the bytes"}),
     ))

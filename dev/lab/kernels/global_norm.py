@@ -1,16 +1,15 @@
 """norm[0] = the square root of the sum of the squares of grads (n)"""
 import numpy as np
 
-from dev.lab.inputs import ANY, f32
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ANY, Ladder, Version, f32
 from train_gpt2 import NORM_BLOCKS
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
 
 
 def problem(draw, n, last=0, again=0):
-    """grads over nine decades. last: with 1 the last one is infinite, with 2 NaN. again=1: it is done twice, and the
-    second time needs the counter that the first left in norm[1], at 0."""
+    """grads over nine decades. last: with 1 the last one is infinite, with 2 NaN. again=1: it is
+    done twice, and the second time needs the counter that the first left in norm[1], at 0."""
     pool = draw.pool(n)
     grads = np.resize(f32(pool * 10 ** draw.rng.uniform(-6, 3, pool.size)), n)
     grads[-1] = (1, np.inf, np.nan)[last]
@@ -37,17 +36,19 @@ def trainers(device, a):
         device.launch("global_norm", blocks, a.norm, a.grads, a.n, threads=a.threads)
 
 
-LONG_SUMS = dict(fp32=2e-4)  # of up to two million numbers one by one; the trainer's three blocks sum 160,000 each
+# Of up to two million numbers one by one; the trainer's three blocks sum 160,000 each.
+LONG_SUMS = dict(fp32=2e-4)
 
 LADDER = Ladder(
     problem, "n=124475904", ("n=32", "n=9600,last=1", "n=9600,last=2", "n=300032"),
     trainer_checks=("n=4,again=1", "n=49380,again=1"), fp32="grads norm", traffic=lambda a: 4 * a.n,
     versions=(
-        Version("one thread per number, an atomic per block", norm_with_atomics("global_norm1", lambda a: a.n),
-                dtypes=("fp32",), atomics=True, limits=LONG_SUMS),
-        Version("as many blocks as run at once", norm_with_atomics("global_norm2", lambda a: a.blocks),
-                dtypes=("fp32",), threads=(256, 512), more=dict(blocks=(3, *BLOCKS)), atomics=True,
-                limits=LONG_SUMS),
-        Version("16 bytes per lane, no float atomics: the trainer's", trainers, dtypes=("fp32",), threads=(256, 512),
-                more=dict(blocks=(None, 3, *BLOCKS)), limits=dict(fp32=5e-5), trainer=True),
+        Version("one thread per number, an atomic per block", norm_with_atomics(
+            "global_norm1", lambda a: a.n), dtypes=("fp32",), atomics=True, limits=LONG_SUMS),
+        Version("as many blocks as run at once",
+                norm_with_atomics("global_norm2", lambda a: a.blocks), dtypes=("fp32",),
+                threads=(256, 512), more=dict(blocks=(3, *BLOCKS)), atomics=True, limits=LONG_SUMS),
+        Version("16 bytes per lane, no float atomics: the trainer's", trainers, dtypes=("fp32",),
+                threads=(256, 512), more=dict(blocks=(None, 3, *BLOCKS)), limits=dict(fp32=5e-5),
+                trainer=True),
     ), torch=lambda torch, x: lambda: torch.linalg.vector_norm(x.grads))

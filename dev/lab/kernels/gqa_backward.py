@@ -6,8 +6,8 @@ from dev.lab.ladder import DTYPES, Ladder, Version
 
 def with_atomics(device, a):
     device.zero(a.dqkv)
-    device.launch("gqa_backward1", a.B * a.NH * a.T, a.dqkv, a.dout, a.out, a.qkv, a.lse, a.scale, a.B, a.T, a.NH,
-                  a.NKV, threads=a.threads)
+    device.launch("gqa_backward1", a.B * a.NH * a.T, a.dqkv, a.dout, a.out, a.qkv, a.lse, a.scale,
+                  a.B, a.T, a.NH, a.NKV, threads=a.threads)
 
 
 def by_rows(device, a):
@@ -17,16 +17,16 @@ def by_rows(device, a):
 
 
 LADDER = Ladder(
-    backward_problem, "B=8,T=1024,NH=12,NKV=4,HS=64", heads.LONG_GROUPS, compiled_for="HS, GROUP, RELU",
-    fp32="lse delta",
-    sums="dqkv",
+    backward_problem, "B=8,T=1024,NH=12,NKV=4,HS=64", heads.LONG_GROUPS,
+    compiled_for="HS, GROUP, RELU", fp32="lse delta", sums="dqkv",
     trainer_checks=(*heads.ODD_GROUPS, *(f"{sizes},relu=1" for sizes in heads.SOME_GROUPS)),
     limits=ATTENTION_LIMITS | dict(tf32=1e-3),  # a product more than in the forward pass
     flops=lambda a: 10 * pairs_seen(a) * a.HS, versions=(
-        Version("one thread per query, with atomics", with_atomics, threads=(64, 256), dtypes=("fp32",), atomics=True,
-                fits=plain_softmax),
-        Version("one thread per query, or a key and a value", by_rows, threads=(64, 128), scratch=heads.delta_scratch,
-                fits=plain_softmax),
-        Version("a block's keys meet the queries of all heads of a group: the trainer's", heads.trainers_backward,
-                threads=(), dtypes=DTYPES, scratch=heads.delta_scratch, trainer=True, held_back=heads.BACKWARD_GAP),
+        Version("one thread per query, with atomics", with_atomics, threads=(64, 256),
+                dtypes=("fp32",), atomics=True, fits=plain_softmax),
+        Version("one thread per query, or a key and a value", by_rows, threads=(64, 128),
+                scratch=heads.delta_scratch, fits=plain_softmax),
+        Version("a block's keys meet the queries of all heads of a group: the trainer's",
+                heads.trainers_backward, threads=(), dtypes=DTYPES, scratch=heads.delta_scratch,
+                trainer=True, held_back=heads.BACKWARD_GAP),
     ), torch=heads.torch_backward)

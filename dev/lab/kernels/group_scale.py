@@ -14,7 +14,8 @@ def problem(draw, B, T, C):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=768", ("B=3,T=11,C=45", "B=2,T=10,C=768", "B=1,T=1,C=20"), args="out inp n", versions=(
+    problem, "B=8,T=1024,C=768", ("B=3,T=11,C=45", "B=2,T=10,C=768", "B=1,T=1,C=20"),
+    args="out inp n", versions=(
         Version("one thread per number, which looks at its group", "group_scale1", "n"),
         Version("one warp per group, by shuffles", "group_scale2", "n"),
     ))

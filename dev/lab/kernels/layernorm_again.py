@@ -1,6 +1,5 @@
 """out (N,C) = (inp - mean) * rstd * weight + bias, once more"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
+from dev.lab.ladder import LAUNCH_GAP, ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C):
@@ -13,7 +12,8 @@ def problem(draw, B, T, C):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32",), fp32="mean rstd", sums="out", versions=(
-        Version("16 bytes per lane: the trainer's", "layernorm_again", "N*C", args="out inp mean rstd weight bias N C",
-                trainer=True, held_back=LAUNCH_GAP),
+    problem, "B=8,T=1024,C=768", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32",), fp32="mean rstd",
+    sums="out", versions=(
+        Version("16 bytes per lane: the trainer's", "layernorm_again", "N*C",
+                args="out inp mean rstd weight bias N C", trainer=True, held_back=LAUNCH_GAP),
     ))

@@ -1,10 +1,10 @@
-"""dresidual (N,C), dweight and dbias (C) += layernorm's gradients; before (C) += the sum of dresidual's rows"""
+"""dresidual (N,C), dweight and dbias (C) += layernorm's gradients; before (C) += the sum of
+dresidual's rows"""
 import numpy as np
 
 from dev.lab.formulas import dlayernorm, moments
-from dev.lab.inputs import ODD_SHAPES
 from dev.lab.kernels.matmul_backward_bias import bias_shares
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
@@ -18,10 +18,11 @@ def problem(draw, B, T, C, linear=1):
     mean, rstd = moments(inp)
     dx, sum_dweight, sum_dbias = dlayernorm(dout, inp, weight, 0)
     new = dresidual + dx
-    inputs = dict(N=N, inp=inp, dout=dout, dresidual=dresidual, weight=weight, dweight=dweight, dbias=dbias,
-                  before=before if linear else None, mean=mean[:, 0], rstd=rstd[:, 0],
+    inputs = dict(N=N, inp=inp, dout=dout, dresidual=dresidual, weight=weight, dweight=dweight,
+                  dbias=dbias, before=before if linear else None, mean=mean[:, 0], rstd=rstd[:, 0],
                   counters=np.zeros(64, np.int32))  # which must be 0 again at the end
-    truth = dict(dresidual=new, dweight=dweight + sum_dweight, dbias=dbias + sum_dbias, counters=inputs["counters"])
+    truth = dict(dresidual=new, dweight=dweight + sum_dweight, dbias=dbias + sum_dbias,
+                 counters=inputs["counters"])
     return inputs, truth | (dict(before=before + new.sum(0)) if linear else {})
 
 
@@ -37,15 +38,15 @@ def blocks_and_partials(device, a):
 
 
 def trainers(device, a):
-    """With the trainer's own grid, or with the blocks and rows that were chosen, if they fit. As the trainer does, it
-    reads dresidual again for `before`."""
+    """With the trainer's own grid, or with the blocks and rows that were chosen, if they fit. As
+    the trainer does, it reads dresidual again for `before`."""
     blocks, threads, shared = layernorm_backward_launch(device, a.N)
     if a.grid:
         sizes = device.layernorm_sizes
         blocks, rows = a.grid[0], min(a.grid[1], threads // sizes.row_threads)
         threads, shared = rows * sizes.row_threads, rows * sizes.shared_of_row
-    device.launch("layernorm_backward", blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
-                  threads=threads, shared=shared)
+    device.launch("layernorm_backward", blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight,
+                  a.mean, a.rstd, a.N, threads=threads, shared=shared)
     add_partials(device, a, blocks)
     if a.before is not None:
         shares = bias_shares(a.N)
@@ -58,25 +59,29 @@ LADDER = Ladder(
     problem, "B=8,T=1024,C=768", ODD_SHAPES,
     trainer_checks=("B=1,T=1,C=32", "B=3,T=100,C=96", "B=1,T=70,C=1600", "B=2,T=20,C=768,linear=0"),
     args="dresidual dweight dbias before dout inp weight mean rstd N C", compiled_for="C",
-    fp32="mean rstd dweight dbias before partials", sums="dresidual dweight dbias before", versions=(
-        Version("one thread per row, with atomics", "layernorm_backward1", "N", threads=(32, 64, 128, 256),
+    fp32="mean rstd dweight dbias before partials", sums="dresidual dweight dbias before",
+    versions=(
+        Version("one thread per row, with atomics", "layernorm_backward1", "N",
+                threads=(32, 64, 128, 256), atomics=True),
+        Version("one warp per row, atomics in shared memory", "layernorm_backward2", "blocks",
+                threads=(128, 256, 512), shared="4 * 3*C", more=dict(blocks=(2, *BLOCKS)),
                 atomics=True),
-        Version("one warp per row, atomics in shared memory", "layernorm_backward2", "blocks", threads=(128, 256, 512),
-                shared="4 * 3*C", more=dict(blocks=(2, *BLOCKS)), atomics=True),
-        Version("one block per row, sums in registers, and a second launch", blocks_and_partials, threads=(),
-                more=dict(blocks=(2, *BLOCKS)), scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
-        Version("one warp per row, sums in registers, and the last block adds up", "layernorm_backward4", "blocks",
-                threads=(128, 256),
+        Version("one block per row, sums in registers, and a second launch", blocks_and_partials,
+                threads=(), more=dict(blocks=(2, *BLOCKS)),
+                scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
+        Version("one warp per row, sums in registers, and the last block adds up",
+                "layernorm_backward4", "blocks", threads=(128, 256),
                 args="dresidual dweight dbias before partials counters dout inp weight mean rstd N",
                 shared="threads // 32 * 4*C", more=dict(blocks=(2, 132, 264)),
                 scratch=lambda a: dict(partials=(3, a.blocks, a.C))),
-        Version("sums in registers, rows by asynchronous copies: the trainer's", trainers, threads=(),
-                more=dict(grid=(None, (1, 12), (2, 4), (5, 3), (9, 1))), trainer=True,
+        Version("sums in registers, rows by asynchronous copies: the trainer's", trainers,
+                threads=(), more=dict(grid=(None, (1, 12), (2, 4), (5, 3), (9, 1))), trainer=True,
                 limits=dict(bf16=5e-3),  # `before` sums what was stored, rounded
                 scratch=lambda a: dict(partials=(3, PARTIAL_ROWS, a.C)), held_back={
-                    "fp32": "the wait for the first row, the sums over the warps and the second launch take the other "
-                            "nine",
-                    "bf16": "the wait for the first row, the sums over the warps and the second launch weigh nearly as "
-                            "much as the rows"}),
+                    "fp32": "the wait for the first row, the sums over the warps and the second "
+                    "launch take the other nine",
+                    "bf16": "the wait for the first row, the sums over the warps and the second "
+                    "launch weigh nearly as much as the rows"}),
     ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
-        x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight, [True, True, True]))
+        x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight,
+        [True, True, True]))

@@ -19,7 +19,8 @@ def problem(draw, B, T, OC):
 
 
 def shares_of(a):
-    """The number of shares that the rows are divided into, by default as in GPT2.linear_backward."""
+    """The number of shares that the rows are divided into, by default as in
+    GPT2.linear_backward."""
     return a.shares or bias_shares(a.N)
 
 
@@ -34,13 +35,13 @@ LADDER = Ladder(
     trainer_checks=("B=1,T=1,OC=2304", "B=1,T=256,OC=768", "B=2,T=300,OC=96", "B=1,T=2100,OC=32"),
     args="dbias dout N OC", fp32="dbias partials", sums="dbias", versions=(
         Version("one thread per column", "matmul_backward_bias1", "OC", threads=(32, 64, 128)),
-        Version("the rows shared out, with atomics", "matmul_backward_bias2", "OC, shares", threads=(128, 256),
-                more=dict(shares=(16, 64, 256)), atomics=True),
-        Version("16 bytes per lane, and the last block adds up the shares", "matmul_backward_bias3", "OC, shares",
-                threads=(), args="dbias partials counters dout N OC", more=dict(shares=(16, 32, 64)),
-                scratch=lambda a: dict(partials=(a.shares, a.OC))),
-        Version("512 neighbouring bytes of a row, no atomics: the trainer's", trainers, threads=(), trainer=True,
-                more=dict(shares=(None, 1, 3, 16, 32, 64, 128)),
-                scratch=lambda a: dict(partials=(shares_of(a), a.OC)),
-                held_back="the rest is the start of the first kernel, and the second kernel, which adds up the shares"),
+        Version("the rows shared out, with atomics", "matmul_backward_bias2", "OC, shares",
+                threads=(128, 256), more=dict(shares=(16, 64, 256)), atomics=True),
+        Version("16 bytes per lane, and the last block adds up the shares", "matmul_backward_bias3",
+                "OC, shares", threads=(), args="dbias partials counters dout N OC",
+                more=dict(shares=(16, 32, 64)), scratch=lambda a: dict(partials=(a.shares, a.OC))),
+        Version("512 neighbouring bytes of a row, no atomics: the trainer's", trainers, threads=(),
+                trainer=True, more=dict(shares=(None, 1, 3, 16, 32, 64, 128)),
+                scratch=lambda a: dict(partials=(shares_of(a), a.OC)), held_back="the rest is the "
+                "start of the first kernel, and the second kernel, which adds up the shares"),
     ), torch=lambda torch, x: lambda: x.dout.sum(0))

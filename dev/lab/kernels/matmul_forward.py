@@ -4,18 +4,21 @@ from dev.lab.ladder import DTYPES, Ladder, Version
 
 # For sums of some thousand products. Tensor cores truncate their sums.
 MATMUL_LIMITS = dict(fp32=2e-5, tf32=1e-3, bf16=1e-4)
-LIBRARY_LIMITS = MATMUL_LIMITS | dict(bf16=3e-3)  # it may round the product before it adds the bias, and then again
+# It may round the product before it adds the bias, and then again.
+LIBRARY_LIMITS = MATMUL_LIMITS | dict(bf16=3e-3)
 
 
 def problem(draw, B, T, C, OC):
     N = B * T
-    inp, weight, bias = draw(N, C), draw(OC, C), draw(OC, scale=C**0.5)  # the bias counts as much as the products
+    # The bias counts as much as the products.
+    inp, weight, bias = draw(N, C), draw(OC, C), draw(OC, scale=C**0.5)
     return dict(N=N, inp=inp, weight=weight, bias=bias), dict(out=inp @ weight.T + bias)
 
 
 def by_cublas(device, a):
     """As on the trainer's plain device; on the CPU by NumPy's BLAS."""
-    (Cuda.matmul if device.name == "cuda" else type(device).matmul)(device, a.out, a.inp, a.weight.T, bias=a.bias)
+    matmul = Cuda.matmul if device.name == "cuda" else type(device).matmul
+    matmul(device, a.out, a.inp, a.weight.T, bias=a.bias)
 
 
 def by_cublaslt(device, a):
@@ -23,20 +26,25 @@ def by_cublaslt(device, a):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=768,OC=3072", ("B=1,T=1,C=32,OC=1", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=257"),
-    args="out inp weight bias N C OC", sums="out", limits=MATMUL_LIMITS, flops=lambda a: 2 * a.N * a.C * a.OC,
-    versions=(
+    problem, "B=8,T=1024,C=768,OC=3072",
+    ("B=1,T=1,C=32,OC=1", "B=3,T=9,C=96,OC=288", "B=1,T=140,C=160,OC=257"),
+    args="out inp weight bias N C OC", sums="out", limits=MATMUL_LIMITS,
+    flops=lambda a: 2 * a.N * a.C * a.OC, versions=(
         Version("one thread per element", "matmul_forward1", "N*OC", threads=(256, 1024)),
         Version("tiles of 32 x 32 in shared memory", "matmul_forward2", "OC, N", threads=(1024,)),
-        Version("8 x 8 elements a thread, in registers", "matmul_forward3", "OC, N", threads=(256,)),
-        Version("16 bytes per load, and the next tile on its way", "matmul_forward4", "OC, N", threads=(256,)),
+        Version("8 x 8 elements a thread, in registers", "matmul_forward3", "OC, N",
+                threads=(256,)),
+        Version("16 bytes per load, and the next tile on its way", "matmul_forward4", "OC, N",
+                threads=(256,)),
         Version("tensor cores, by mma.sync", "matmul_forward5", "OC, N", threads=(256,),
                 shared="2 * 2*128 * (128 + 8*itemsize)", dtypes=DTYPES,
                 limits=dict(fp32=1e-4)),  # three products of TF32 halves, each truncated
-        Version("Hopper's tensor cores, by wgmma", "matmul_forward6", "OC, N", threads=(), dtypes=("tf32", "bf16"),
-                shared="3 * 2*128 * 128", limits=dict(tf32=2e-3)),  # TF32 is cut off there, not rounded
-        Version("cuBLAS and a kernel for the bias, as the plain device", by_cublas, threads=(), dtypes=DTYPES,
-                library="cuBLAS", recorded=False, limits=LIBRARY_LIMITS),
-        Version("cuBLASLt, which adds the bias, as the trainer", by_cublaslt, threads=(), dtypes=DTYPES,
-                library="cuBLASLt", limits=LIBRARY_LIMITS),
+        Version("Hopper's tensor cores, by wgmma", "matmul_forward6", "OC, N", threads=(),
+                dtypes=("tf32", "bf16"),
+                # TF32 is cut off there, not rounded.
+                shared="3 * 2*128 * 128", limits=dict(tf32=2e-3)),
+        Version("cuBLAS and a kernel for the bias, as the plain device", by_cublas, threads=(),
+                dtypes=DTYPES, library="cuBLAS", recorded=False, limits=LIBRARY_LIMITS),
+        Version("cuBLASLt, which adds the bias, as the trainer", by_cublaslt, threads=(),
+                dtypes=DTYPES, library="cuBLASLt", limits=LIBRARY_LIMITS),
     ), torch=lambda torch, x: lambda: torch.nn.functional.linear(x.inp, x.weight, x.bias))

@@ -1,6 +1,5 @@
 """out (N,C) = the running sums of each row of inp: out[n,c] = inp[n,0] + ... + inp[n,c]"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C):
@@ -10,7 +9,8 @@ def problem(draw, B, T, C):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=768", ("B=3,T=11,C=145", *ODD_SHAPES), args="out inp N C", fp32="out", sums="out", versions=(
+    problem, "B=8,T=1024,C=768", ("B=3,T=11,C=145", *ODD_SHAPES), args="out inp N C", fp32="out",
+    sums="out", versions=(
         Version("one thread per row", "prefix_sum1", "N"),
         Version("one block per row, in steps that double", "prefix_sum2", "N"),
         Version("one warp per row, by shuffles", "prefix_sum3", "N"),

@@ -14,10 +14,11 @@ LADDER = Ladder(
     flops=lambda a: 4 * pairs_seen(a) * a.HS, versions=(
         Version("one thread per query", "relu_attention_forward1", "B*NH*T", threads=(64, 256),
                 args="out qkv scale B T NH"),
-        Version("tiles of keys in shared memory", "relu_attention_forward2", "T, B*NH", threads=(64, 128, 256),
-                args="out qkv scale T NH"),
-        Version("tensor cores, by mma.sync or wgmma: the trainer's", heads.trainers_forward, threads=(), dtypes=DTYPES,
-                scratch=heads.lse_scratch, trainer=True, held_back=heads.FORWARD_GAP | {
-                    "bf16": "each product waits for the one before, with weights and masks between, and "
-                            "tiles on the diagonal are computed whole"}),
+        Version("tiles of keys in shared memory", "relu_attention_forward2", "T, B*NH",
+                threads=(64, 128, 256), args="out qkv scale T NH"),
+        Version("tensor cores, by mma.sync or wgmma: the trainer's", heads.trainers_forward,
+                threads=(), dtypes=DTYPES, scratch=heads.lse_scratch, trainer=True,
+                held_back=heads.FORWARD_GAP | {
+                    "bf16": "each product waits for the one before, with weights and masks "
+                    "between, and tiles on the diagonal are computed whole"}),
     ))

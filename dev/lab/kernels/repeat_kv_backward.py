@@ -2,8 +2,7 @@
 import numpy as np
 
 from dev.lab.heads import GROUPS
-from dev.lab.inputs import COPIED
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import COPIED, Ladder, Version
 
 
 def problem(draw, B, T, NH, NKV, HS):
@@ -18,15 +17,17 @@ def problem(draw, B, T, NH, NKV, HS):
 
 def with_atomics(device, a):
     device.zero(a.dinp)
-    device.launch("repeat_kv_backward1", a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.NKV, a.HS,
-                  threads=a.threads)
+    device.launch("repeat_kv_backward1", a.N * 3 * a.NH * a.HS, a.dinp, a.dout, a.N, a.NH, a.NKV,
+                  a.HS, threads=a.threads)
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="dinp dout N NH NKV HS", sums="dinp", versions=(
-        Version("one thread per number of dout, with atomics", with_atomics, dtypes=("fp32",), atomics=True),
+    problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="dinp dout N NH NKV HS", sums="dinp",
+    versions=(
+        Version("one thread per number of dout, with atomics", with_atomics, dtypes=("fp32",),
+                atomics=True),
         Version("one thread per number of dinp", "repeat_kv_backward2", "N*(NH + 2*NKV)*HS"),
         Version("16 bytes per lane", "repeat_kv_backward3", "(NH + 2*NKV)*HS, N", held_back={
-                    "bf16": "a row is 160 packs of 16 bytes: 24,576 blocks of 64 threads, each with little "
-                            "on its way"}),
+                    "bf16": "a row is 160 packs of 16 bytes: 24,576 blocks of 64 threads, each "
+                    "with little on its way"}),
     ))

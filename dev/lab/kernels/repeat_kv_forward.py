@@ -12,7 +12,8 @@ def problem(draw, B, T, NH, NKV, HS):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="out inp N NH NKV HS", exact="out", versions=(
+    problem, "B=8,T=1024,NH=12,NKV=4,HS=64", GROUPS, args="out inp N NH NKV HS", exact="out",
+    versions=(
         Version("one thread per number", "repeat_kv_forward1", "N*3*NH*HS"),
         Version("16 bytes per lane", "repeat_kv_forward2", "3*NH*HS, N", held_back=LAUNCH_GAP),
     ))

@@ -1,6 +1,5 @@
 """out (N,C) = inp1 + inp2"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
+from dev.lab.ladder import LAUNCH_GAP, ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C):

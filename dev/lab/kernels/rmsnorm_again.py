@@ -1,6 +1,5 @@
 """out (N,C) = inp * rstd * weight once more, for a backward pass that has not kept it"""
-from dev.lab.inputs import ODD_SHAPES
-from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
+from dev.lab.ladder import LAUNCH_GAP, ODD_SHAPES, Ladder, Version
 
 
 def problem(draw, B, T, C):
@@ -10,7 +9,8 @@ def problem(draw, B, T, C):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=2048", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32", "B=1,T=5,C=8192"), fp32="rstd",
-    args="out inp rstd weight N C", versions=(
-        Version("16 bytes per lane: the trainer's", "rmsnorm_again", "N*C", trainer=True, held_back=LAUNCH_GAP),
+    problem, "B=8,T=1024,C=2048", ODD_SHAPES, trainer_checks=("B=1,T=1,C=32", "B=1,T=5,C=8192"),
+    fp32="rstd", args="out inp rstd weight N C", versions=(
+        Version("16 bytes per lane: the trainer's", "rmsnorm_again", "N*C", trainer=True,
+                held_back=LAUNCH_GAP),
     ))

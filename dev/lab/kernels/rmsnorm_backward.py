@@ -1,8 +1,7 @@
 """dinp (N,C) and dweight (C) += the gradients of rmsnorm, from dout (N,C)"""
 from dev.lab.formulas import drmsnorm, root
-from dev.lab.inputs import f32
 from dev.lab.kernels.rmsnorm_forward import LONG_ROWS, ODD_ROWS
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, f32
 from dev.llama3.train_llama3 import rmsnorm_backward_launch
 from train_gpt2 import PARTIAL_ROWS
 
@@ -15,7 +14,8 @@ def problem(draw, B, T, C):
     rstd, weight = root(inp, 1e-5), draw.real(1 + draw.normal(C))
     dout = draw.real(draw.normal(N, C) + inp * rstd)  # so that dnorm * norm has an average
     dx, dw = drmsnorm(1e-5, dout, inp, weight)
-    inputs = dict(N=N, inp=inp, dout=dout, dinp=dinp, weight=weight, dweight=dweight, rstd=f32(rstd[:, 0]))
+    inputs = dict(N=N, inp=inp, dout=dout, dinp=dinp, weight=weight, dweight=dweight,
+                  rstd=f32(rstd[:, 0]))
     return inputs, dict(dinp=dinp + dx, dweight=dweight + dw)
 
 
@@ -24,15 +24,16 @@ def add_partials(device, a, blocks):
 
 
 def in_registers(device, a):
-    device.launch("rmsnorm_backward3", a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N, a.C,
-                  threads=a.threads, shared=a.threads // 32 * 4 * a.C)
+    device.launch("rmsnorm_backward3", a.blocks, a.dinp, a.partials, a.dout, a.inp, a.weight,
+                  a.rstd, a.N, a.C, threads=a.threads, shared=a.threads // 32 * 4 * a.C)
     add_partials(device, a, a.blocks)
 
 
 def trainers(device, a):
     blocks, shared = rmsnorm_backward_launch(device, a.N)
     blocks = a.blocks or blocks
-    device.launch("rmsnorm_backward", blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd, a.N, shared=shared)
+    device.launch("rmsnorm_backward", blocks, a.dinp, a.partials, a.dout, a.inp, a.weight, a.rstd,
+                  a.N, shared=shared)
     add_partials(device, a, blocks)
 
 
@@ -41,18 +42,23 @@ def partials(a):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,C=2048", LONG_ROWS, compiled_for="C", fp32="rstd dweight partials", sums="dinp dweight",
-    trainer_checks=(*ODD_ROWS, "B=3,T=100,C=96", "B=1,T=70,C=1600", "B=1,T=37,C=4096", "B=1,T=23,C=8192"),
+    problem, "B=8,T=1024,C=2048", LONG_ROWS, compiled_for="C", fp32="rstd dweight partials",
+    sums="dinp dweight", trainer_checks=(*ODD_ROWS, "B=3,T=100,C=96", "B=1,T=70,C=1600",
+                                         "B=1,T=37,C=4096", "B=1,T=23,C=8192"),
     args="dinp dweight dout inp weight rstd N C", versions=(
-        Version("one thread per row, with atomics", "rmsnorm_backward1", "N", threads=(32, 64, 128, 256), atomics=True),
-        Version("one warp per row, atomics in shared memory", "rmsnorm_backward2", "blocks", threads=(128, 256, 512),
-                shared="4*C", more=dict(blocks=(2, *BLOCKS)), atomics=True),
-        Version("16 bytes per lane, sums in registers, C up to 1,024", in_registers, threads=(128, 256),
-                more=dict(blocks=(2, *BLOCKS)), scratch=partials, fits=lambda a: a.C <= 1024),
-        Version("several warps per row, rows by asynchronous copies: the trainer's", trainers, threads=(),
-                more=dict(blocks=(132, 256)), scratch=partials, trainer=True, held_back={
-                    "fp32": "an fp32 row is loaded only when the one before is done, and a second launch "
-                            "adds up partials",
-                    "bf16": "two blocks have one row each on its way while warps meet for a sum, and a "
-                            "second launch adds up partials"}),
+        Version("one thread per row, with atomics", "rmsnorm_backward1", "N",
+                threads=(32, 64, 128, 256), atomics=True),
+        Version("one warp per row, atomics in shared memory", "rmsnorm_backward2", "blocks",
+                threads=(128, 256, 512), shared="4*C", more=dict(blocks=(2, *BLOCKS)),
+                atomics=True),
+        Version("16 bytes per lane, sums in registers, C up to 1,024", in_registers,
+                threads=(128, 256), more=dict(blocks=(2, *BLOCKS)), scratch=partials,
+                fits=lambda a: a.C <= 1024),
+        Version("several warps per row, rows by asynchronous copies: the trainer's", trainers,
+                threads=(), more=dict(blocks=(132, 256)), scratch=partials, trainer=True,
+                held_back={
+                    "fp32": "an fp32 row is loaded only when the one before is done, and a second "
+                    "launch adds up partials",
+                    "bf16": "two blocks have one row each on its way while warps meet for a sum, "
+                    "and a second launch adds up partials"}),
     ))

@@ -1,17 +1,18 @@
-"""residual (N,C) += branch, copy = residual as a real, and out = residual * rstd * weight, with rstd of each row"""
+"""residual (N,C) += branch, copy = residual as a real, and out = residual * rstd * weight, with
+rstd of each row"""
 import numpy as np
 
 from dev.lab.formulas import rmsnorm, root
-from dev.lab.inputs import ODD_SHAPES, f32
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import ODD_SHAPES, Ladder, Version, f32
 
 LONG_ROWS = (*ODD_SHAPES, "B=1,T=5,C=4096")
-ODD_ROWS = ("B=1,T=1,C=32", "B=1,T=7,C=2112", "B=1,T=1,C=4096", "B=1,T=5,C=8192")  # the trainer's alone
+# The trainer's alone.
+ODD_ROWS = ("B=1,T=1,C=32", "B=1,T=7,C=2112", "B=1,T=1,C=4096", "B=1,T=5,C=8192")
 
 
 def problem(draw, B, T, C, eps_exponent=5, branch=1, apart=0):
-    """eps is 10^-eps_exponent. Without a branch, residual does not change. apart: the branch is added to `before`,
-    which does not change, and not to residual."""
+    """eps is 10^-eps_exponent. Without a branch, residual does not change. apart: the branch is
+    added to `before`, which does not change, and not to residual."""
     N, eps = B * T, 10.0**-eps_exponent
     residual, weight = draw.rows(N, C), draw(C)
     added = draw.real(np.logspace(1, -3, N)[:, None] * draw.normal(N, C)) if branch else None
@@ -35,15 +36,18 @@ def trainers(device, a):
 
 LADDER = Ladder(
     problem, "B=8,T=1024,C=2048", (*LONG_ROWS, "B=2,T=10,C=768,eps_exponent=3"), compiled_for="C",
-    trainer_checks=(*ODD_ROWS, *(f"{sizes},branch=0,eps_exponent=3" for sizes in (*LONG_ROWS, *ODD_ROWS)),
+    trainer_checks=(*ODD_ROWS,
+                    *(f"{sizes},branch=0,eps_exponent=3" for sizes in (*LONG_ROWS, *ODD_ROWS)),
                     "B=3,T=9,C=96,apart=1", "B=1,T=7,C=2112,apart=1"),
-    fp32="residual before rstd", exact="residual copy", args="out rstd copy residual branch weight eps N C", versions=(
-        Version("one thread per row", "rmsnorm_forward1", "N", threads=(32, 64, 128, 256), fits=has_branch,
-                limits=dict(fp32=3e-5)),  # sums of up to 4,096 squares one by one
+    fp32="residual before rstd", exact="residual copy",
+    args="out rstd copy residual branch weight eps N C", versions=(
+        Version("one thread per row", "rmsnorm_forward1", "N", threads=(32, 64, 128, 256),
+                fits=has_branch, limits=dict(fp32=3e-5)),  # sums of up to 4,096 squares one by one
         Version("one warp per row", "rmsnorm_forward2", "N", fits=has_branch),
         Version("16 bytes per lane", "rmsnorm_forward3", "N", fits=has_branch),
-        Version("the row in registers: the trainer's", trainers, threads=(), trainer=True, held_back={
-                    "bf16": "the warps of a row meet at a barrier between its load and its store, and four "
-                            "blocks overlap only a part"}),
+        Version("the row in registers: the trainer's", trainers, threads=(), trainer=True,
+                held_back={
+                    "bf16": "the warps of a row meet at a barrier between its load and its store, "
+                    "and four blocks overlap only a part"}),
     ), torch=lambda torch, x: lambda: torch.nn.functional.rms_norm(
         x.residual.add_(x.branch).to(x.weight.dtype), x.weight.shape, x.weight, x.eps))

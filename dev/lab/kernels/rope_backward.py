@@ -9,9 +9,10 @@ def problem(draw, B, T, NH, NKV, HS, theta=500000, half=0):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,NH=32,NKV=8,HS=64", TURNS, trainer_checks=ODD_TURNS, compiled_for="HS", fp32="table",
-    sums="dqkv", args="dqkv table N T heads row half", traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize,
-    versions=(
+    problem, "B=8,T=1024,NH=32,NKV=8,HS=64", TURNS, trainer_checks=ODD_TURNS, compiled_for="HS",
+    fp32="table", sums="dqkv", args="dqkv table N T heads row half",
+    traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize, versions=(
         Version("one thread per pair", "rope_backward1", "N*heads*HS // 2"),
-        Version("16 bytes per lane: the trainer's", "rope_backward", "N*heads*HS", trainer=True, held_back=LAUNCH_GAP),
+        Version("16 bytes per lane: the trainer's", "rope_backward", "N*heads*HS", trainer=True,
+                held_back=LAUNCH_GAP),
     ))

@@ -1,16 +1,19 @@
-"""the queries and keys of qkv (B,T,NH+2NKV,HS), in place, pairs of channels turned by an angle for each position"""
+"""the queries and keys of qkv (B,T,NH+2NKV,HS), in place, pairs of channels turned by an angle for
+each position"""
 import numpy as np
 
 from dev.lab.formulas import rotate
-from dev.lab.inputs import COPIED, f32
 from dev.lab.kernels.rope_table import angles, cosines_and_sines
-from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
+from dev.lab.ladder import COPIED, LAUNCH_GAP, Ladder, Version, f32
 
-# With such a theta, all pairs of a head turn by large angles. Their two channels are neighbours, or half a head apart.
+# With such a theta, all pairs of a head turn by large angles. Their two channels are neighbours, or
+# half a head apart.
 TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in (
     "B=1,T=1,NH=1,NKV=1,HS=64", "B=2,T=33,NH=6,NKV=2,HS=32", "B=1,T=70,NH=4,NKV=1,HS=80"))
-ODD_TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in (  # the trainer's alone
-    "B=70,T=2,NH=1,NKV=1,HS=2", "B=2,T=5,NH=5,NKV=5,HS=2", "B=3,T=7,NH=3,NKV=1,HS=6", "B=1,T=70,NH=8,NKV=1,HS=64",
+# The trainer's alone.
+ODD_TURNS = tuple(f"{sizes},theta=3,half={half}" for half in (0, 1) for sizes in (
+    "B=70,T=2,NH=1,NKV=1,HS=2", "B=2,T=5,NH=5,NKV=5,HS=2", "B=3,T=7,NH=3,NKV=1,HS=6",
+    "B=1,T=70,NH=8,NKV=1,HS=64",
     "B=2,T=9,NH=2,NKV=1,HS=80", "B=3,T=17,NH=4,NKV=2,HS=128"))
 
 
@@ -34,10 +37,12 @@ def problem(draw, B, T, NH, NKV, HS, theta=500000, half=0):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,NH=32,NKV=8,HS=64", TURNS, trainer_checks=ODD_TURNS, compiled_for="HS", fp32="table",
-    sums="qkv", args="qkv table N T heads row half", traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize, versions=(
+    problem, "B=8,T=1024,NH=32,NKV=8,HS=64", TURNS, trainer_checks=ODD_TURNS, compiled_for="HS",
+    fp32="table", sums="qkv", args="qkv table N T heads row half",
+    traffic=lambda a: 2 * a.N * a.heads * a.HS * a.itemsize, versions=(
         Version("one thread per pair, which computes its angle", "rope_forward1", "N*heads*HS // 2",
                 args="qkv theta N T heads row half"),
         Version("a table of cosines and sines", "rope_forward2", "N*heads*HS // 2"),
-        Version("16 bytes per lane: the trainer's", "rope_forward", "N*heads*HS", trainer=True, held_back=LAUNCH_GAP),
+        Version("16 bytes per lane: the trainer's", "rope_forward", "N*heads*HS", trainer=True,
+                held_back=LAUNCH_GAP),
     ))

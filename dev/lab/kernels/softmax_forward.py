@@ -2,17 +2,16 @@
 import numpy as np
 
 from dev.lab.formulas import softmax
-from dev.lab.inputs import in_parts
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 from prepro_tinyshakespeare import UserError
 
 WORDS = "B=1,T=1,V=17,Vp=32", "B=3,T=9,V=257,Vp=384", "B=1,T=3,V=50257,Vp=50304"
 
 
 def logits_of(draw, N, V, Vp):
-    """(N,Vp): rows of deviation 3, the last of them 200 higher, where exponentials are infinite in fp32, and, if there
-    are others, the second to last 200 lower, where they are all 0. What is beyond V is NaN: no kernel is to use it.
-    Raises UserError."""
+    """(N,Vp): rows of deviation 3, the last of them 200 higher, where exponentials are infinite in
+    fp32, and, if there are others, the second to last 200 lower, where they are all 0. What is
+    beyond V is NaN: no kernel is to use it. Raises UserError."""
     if V > Vp:
         raise UserError(f"expected V = {V} not to exceed Vp = {Vp}")
     logits = draw(N, Vp, scale=3)
@@ -37,13 +36,16 @@ def in_packs(a):
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=3,T=9,V=257,Vp=257"), args="out inp N V Vp", versions=(
+    problem, "B=8,T=1024,V=50257,Vp=50304", (*WORDS, "B=3,T=9,V=257,Vp=257"), args="out inp N V Vp",
+    versions=(
         Version("one thread per row, three passes", "softmax_forward1", "N", threads=(32, 128),
                 limits=dict(fp32=1e-4)),  # a sum of 50,257 numbers one by one
-        Version("one block per row, three passes", "softmax_forward2", "N", threads=(256, 512, 1024)),
+        Version("one block per row, three passes", "softmax_forward2", "N",
+                threads=(256, 512, 1024)),
         Version("online, one warp per row: two passes, 16 bytes per lane", "softmax_forward3", "N",
                 threads=(128, 256, 1024), fits=in_packs),
-        Version("online, one block per row", "softmax_forward4", "N", threads=(256, 512, 1024), fits=in_packs),
-        Version("one pass, the next row on its way", "softmax_forward5", "min(blocks, N)", threads=(512, 1024),
-                shared="Vp*itemsize", more=dict(blocks=(2, 132, 264)), fits=in_packs),
+        Version("online, one block per row", "softmax_forward4", "N", threads=(256, 512, 1024),
+                fits=in_packs),
+        Version("one pass, the next row on its way", "softmax_forward5", "min(blocks, N)", threads=(
+            512, 1024), shared="Vp*itemsize", more=dict(blocks=(2, 132, 264)), fits=in_packs),
     ), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))

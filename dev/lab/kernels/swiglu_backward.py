@@ -2,9 +2,8 @@
 import numpy as np
 
 from dev.lab.formulas import dswiglu, sigmoid
-from dev.lab.inputs import in_parts
 from dev.lab.kernels.swiglu_forward import ODD_ROWS_H, ROWS_H, swiglu_inputs
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 
 
 def problem(draw, B, T, H, in_place=0):
@@ -13,7 +12,8 @@ def problem(draw, B, T, H, in_place=0):
         up, gate = np.split(inp, 2, -1)
         s = sigmoid(gate)
         # 1 + gate * (1 - s) cancels where the gradient of silu is 0
-        terms = np.concatenate([abs(dout * gate * s), abs(dout * up * s) * (1 + abs(gate) * (1 - s))], -1)
+        terms = np.concatenate([abs(dout * gate * s),
+                                abs(dout * up * s) * (1 + abs(gate) * (1 - s))], -1)
         return *dswiglu(dout, inp), terms
 
     inp, dout = swiglu_inputs(draw, B * T, H), draw(B * T, H)
@@ -29,7 +29,8 @@ def trainers(device, a):
 
 LADDER = Ladder(
     problem, "B=8,T=1024,H=8192", ROWS_H, sums="dinp", args="dinp dout inp N H",
-    trainer_checks=(*ODD_ROWS_H, *(f"{sizes},in_place=1" for sizes in (*ROWS_H, *ODD_ROWS_H))), versions=(
+    trainer_checks=(*ODD_ROWS_H, *(f"{sizes},in_place=1" for sizes in (*ROWS_H, *ODD_ROWS_H))),
+    versions=(
         Version("one thread per number", "swiglu_backward1", "N*H", fits=lambda a: not a.in_place),
         Version("16 bytes per lane: the trainer's", trainers, trainer=True),
     ))

@@ -2,16 +2,15 @@
 import numpy as np
 
 from dev.lab.formulas import swiglu
-from dev.lab.inputs import in_parts
-from dev.lab.ladder import Ladder, Version
+from dev.lab.ladder import Ladder, Version, in_parts
 
 ROWS_H = ("B=1,T=1,H=264", "B=3,T=9,H=96", "B=1,T=5,H=2048")
 ODD_ROWS_H = ("B=1,T=1,H=2056", "B=1,T=9,H=264")  # the trainer's alone
 
 
 def swiglu_inputs(draw, N, H):
-    """(N,2H): gates of four kinds, small, negative, positive, and in every 64th row so large that exponentials overflow
-    or vanish; and one NaN among up and one among gate."""
+    """(N,2H): gates of four kinds, small, negative, positive, and in every 64th row so large that
+    exponentials overflow or vanish; and one NaN among up and one among gate."""
     kinds = draw.rng.integers(4, size=39989)
     low, high = np.array([(-4, 4), (-20, -1), (1, 20), (-100, 100)]).T
     gate = draw.rng.uniform(low[kinds], high[kinds])

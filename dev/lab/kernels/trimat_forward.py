@@ -3,8 +3,7 @@ import numpy as np
 
 from dev.lab.formulas import transposed
 from dev.lab.heads import draw_heads, pairs_seen, split
-from dev.lab.inputs import ANY, in_parts, stored
-from dev.lab.ladder import DTYPES, Ladder, Version
+from dev.lab.ladder import ANY, DTYPES, Ladder, Version, in_parts, stored
 
 
 def problem(draw, B, T, NH, HS):
@@ -24,37 +23,44 @@ def by_library(device, a):
     C = a.NH * a.HS
     if device.name == "cpu":
         for b, h in np.ndindex(a.B, a.NH):
-            q, k = (a.qkv.reshape(a.B, a.T, -1)[b, :, start : start + a.HS] for start in (h * a.HS, C + h * a.HS))
+            q, k = (a.qkv.reshape(a.B, a.T, -1)[b, :, start : start + a.HS]
+                    for start in (h * a.HS, C + h * a.HS))
             scores = np.empty((a.T, a.T), np.float32)
             device.matmul(scores, q, k.T)
             a.att[b, h] = stored(np.float32(a.scale) * scores, a.att.dtype)
         return
-    lib, kind, scale = device.cublas, device.TYPES[a.att.dtype.str[1:]], np.array([a.scale], np.float32)
-    for b in range(a.B):  # cuBLAS sees matrices transposed: so this asks for the transpose of the square, k q'
+    lib, kind, scale = (device.cublas, device.TYPES[a.att.dtype.str[1:]],
+                        np.array([a.scale], np.float32))
+    # cuBLAS sees matrices transposed: so this asks for the transpose of the square, k q'.
+    for b in range(a.B):
         q, out = a.qkv[b].data.ptr, a.att[b].data.ptr
         lib.gemmStridedBatchedEx(device.gpu.cublas_handle, 1, 0, a.T, a.T, a.HS, scale.ctypes.data,
-                                 q + C * a.itemsize, kind, 3 * C, a.HS, q, kind, 3 * C, a.HS, device.NOUGHT.ctypes.data,
-                                 out, kind, a.T, a.T * a.T, a.NH, device.compute, lib.CUBLAS_GEMM_DEFAULT)
+                                 q + C * a.itemsize, kind, 3 * C, a.HS, q, kind, 3 * C, a.HS,
+                                 device.NOUGHT.ctypes.data, out, kind, a.T, a.T * a.T, a.NH,
+                                 device.compute, lib.CUBLAS_GEMM_DEFAULT)
 
 
 LADDER = Ladder(
-    problem, "B=8,T=1024,NH=12,HS=64", ("B=1,T=5,NH=3,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64"),
+    problem, "B=8,T=1024,NH=12,HS=64",
+    ("B=1,T=5,NH=3,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64"),
     args="att qkv scale T NH", compiled_for="HS", sums="att",
     limits=dict(fp32=1e-4, tf32=2e-3, bf16=1e-4),  # tensor cores truncate their sums
     flops=lambda a: 2 * pairs_seen(a) * a.HS,
     traffic=lambda a: (2 * a.B * a.T * a.NH * a.HS + pairs_seen(a)) * a.itemsize, versions=(
         Version("one thread per element", "trimat_forward1", "B*NH*T*T", threads=(256, 1024),
                 args="att qkv scale B T NH"),
-        Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T", threads=(1024,)),
-        Version("8 x 8 elements a thread, in registers", "trimat_forward3", "B*NH * -(-T // 128), T", threads=(256,)),
-        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,), dtypes=DTYPES,
-                shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
-        Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=DTYPES, library="cuBLAS",
-                recorded=False, held_back={
-                    "fp32": "it multiplies the whole square, twice what counts, and sums of 64 terms are "
-                            "too short to hide the stores",
-                    "tf32": "it writes the whole square, 403 MB where 202 count, by eight calls that no "
-                            "graph holds",
-                    "bf16": "it writes the whole square, 201 MB where 101 count, by eight calls that no "
-                            "graph holds"}),
+        Version("tiles of 32 x 32 in shared memory", "trimat_forward2", "B*NH * -(-T // 32), T",
+                threads=(1024,)),
+        Version("8 x 8 elements a thread, in registers", "trimat_forward3",
+                "B*NH * -(-T // 128), T", threads=(256,)),
+        Version("tensor cores", "trimat_forward4", "B*NH * -(-T // 128), T", threads=(256,),
+                dtypes=DTYPES, shared="-(-HS*itemsize // 128) * 2*128 * (128 + 8*itemsize)"),
+        Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=DTYPES,
+                library="cuBLAS", recorded=False, held_back={
+                    "fp32": "it multiplies the whole square, twice what counts, and sums of 64 "
+                    "terms are too short to hide the stores",
+                    "tf32": "it writes the whole square, 403 MB where 202 count, by eight calls "
+                    "that no graph holds",
+                    "bf16": "it writes the whole square, 201 MB where 101 count, by eight calls "
+                    "that no graph holds"}),
     ))

@@ -11,5 +11,6 @@ def problem(draw, B, T, NH, HS):
 LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", HEADS, args="out inp B T NH HS", exact="out", versions=(
         Version("one thread per number", "unpermute1", "B*NH*T*HS"),
-        Version("16 bytes per lane, 32-bit divisions", "unpermute2", "NH*T*HS, B", held_back=LAUNCH_GAP),
+        Version("16 bytes per lane, 32-bit divisions", "unpermute2", "NH*T*HS, B",
+                held_back=LAUNCH_GAP),
     ), torch=lambda torch, x: lambda: x.inp.transpose(1, 2).contiguous())

@@ -3,7 +3,7 @@ import re
 
 from dev.lab.exercises import EXERCISES
 from dev.lab.ladder import KERNELS
-from dev.lab.template import template
+from dev.lab.submission import template
 
 # One block adds everything up; the lab's version has many blocks, atomics, and a second kernel for the root.
 OWN = {"global_norm": """

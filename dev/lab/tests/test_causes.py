@@ -14,10 +14,9 @@ from dev.lab.bench import Bench, Comparison
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
 from dev.lab.explain import order_lines, own_names, sanitizer_lines, stuck_lines
-from dev.lab.inputs import ANY, stored
-from dev.lab.ladder import LAB, find_ladder
+from dev.lab.ladder import ANY, LAB, find_ladder, stored
 from dev.lab.mistakes import MISTAKES
-from dev.lab.submission import code_of, exercise_of, read_submission
+from dev.lab.submission import Submission
 from dev.lab.tests.student import said, solution
 from dev.tests.checks import check, run_program
 from train_gpt2 import BF16
@@ -275,7 +274,7 @@ def build(folder, plants):
     paths = [folder / f"{i}.cu" for i in range(len(plants))]
     for i, (path, each) in enumerate(zip(paths, plants)):
         path.write_text(solution(each.name, f"_{i}", *each.changes))
-    only = {exercise_of(path)[1] for path in paths}
+    only = {Submission(path).run for path in paths}
     return Cpu("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", *paths], only), paths
 
 
@@ -283,12 +282,13 @@ def planted(folder):
     """Kernels with the usual mistakes, and with others, compiled and judged."""
     cpu, paths = build(folder, PLANTS + UNUSUAL)
     for path, each in zip(paths, PLANTS + UNUSUAL):
-        ladder, version = read_submission(path)
+        file = Submission(path)
+        ladder, version = file.ladder, file.version
         version, lines = version._replace(atomics=True), []
         for sizes in checks_of(EXERCISES[each.name], ladder):
             if not lines:
                 bench = Bench(ladder._replace(compiled_for=""), cpu, sizes)
-                lines = told(bench, version, dict(threads=version.threads[0]), code_of(path))
+                lines = told(bench, version, dict(threads=version.threads[0]), file.code)
         found, usual = re.search(each.wish, said(lines)), each in PLANTS
         check(f"{each.name}: {'' if usual else 'not '}{each.wish}",
               lines and bool(found) == usual and len(lines) < 5,
@@ -335,28 +335,28 @@ def sentences(folder):
     path = folder / "my_softmax_forward.cu"
     path.write_text(solution("softmax_forward", "", (", sum = 0.0f", ", sum")))
     for n, kind in ((8, "uint2"), (16, "uint4")):
-        lines = sanitizer_lines(path, {}, MISALIGNED.format("load", kind,
+        lines = sanitizer_lines(Submission(path), {}, MISALIGNED.format("load", kind,
                                                             n) + f" alignment\n    #0 {path}:3")
         check(f"sentence: {n} bytes at once",
               f"reads {n} bytes at once, at an address that is no multiple of {n}" in
               lines[0] and lines[1].startswith("line 3"), lines)
-    lines = order_lines(path, OUT_OF_ORDER)
+    lines = order_lines(Submission(path), OUT_OF_ORDER)
     check("sentence: another order",
           "race" not in said(lines) and "in a random order" in lines[0] and re.match(
         r"line \d+: float top = LOWEST, sum;", lines[1]) and "gets a value" in lines[2], lines)
     path.write_text(solution("softmax_forward"))
-    lines = order_lines(path, OUT_OF_ORDER)
+    lines = order_lines(Submission(path), OUT_OF_ORDER)
     check("sentence: another order, and all have values",
           "no barrier" in said(lines) and len(lines) == 2, lines)
-    lines = order_lines(path, "changed inp, which is only to be read")
+    lines = order_lines(Submission(path), "changed inp, which is only to be read")
     check("sentence: a changed input", "it changed inp" in lines[0] and "left of an =" in lines[1],
           lines)
     path = folder / "my_gqa_forward.cu"
     path.write_text(solution("gqa_forward"))
-    lines = own_names(path, ["it reads qkv[9]", "line 1: qkv"])
+    lines = own_names(Submission(path), ["it reads qkv[9]", "line 1: qkv"])
     check("sentence: the student's names", lines == ["it reads inp[9]", "line 1: qkv"], lines)
     path.write_text(solution("gqa_forward"))
-    lines = stuck_lines(path,
+    lines = stuck_lines(Submission(path),
                         "kernels.cu: my_gqa_forward: block (0, 0, 0): threads 0-9 wait in "
                         "warp_max at line 3 of "
                         "my_gqa_forward.cu, called at line 5; threads 10-63 have returned")

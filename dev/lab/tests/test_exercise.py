@@ -10,7 +10,7 @@ from unittest import mock
 from dev.lab import grade
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
-from dev.lab.template import template
+from dev.lab.submission import Submission, template
 from dev.lab.tests.student import filled, said, solution
 from dev.tests.checks import TOP, check, run_program
 from dev.tests.trainings import call
@@ -24,7 +24,7 @@ def grade_together(folder, texts, dtypes=("fp32",)):
         (folder / f"{name}.cu").write_text(text)
     every = [str(folder / f"{name}.cu") for name in texts]
     result = grade.run_child(dict(compile=every, run=every, look_for=None, dtypes=list(dtypes), limit=60))
-    return {name: complaint_lines(folder / f"{name}.cu", *result, False) for name in texts}
+    return {name: complaint_lines(Submission(folder / f"{name}.cu"), *result, False) for name in texts}
 
 
 def solutions(folder):
@@ -318,7 +318,7 @@ def mistakes(folder):
     def bound(path):
         job = dict(compile=[str(each) for each in paths], run=[str(path)], look_for=grade.BOUNDS, dtypes=["fp32"],
                    limit=60)
-        return complaint_lines(path, *grade.run_child(job, variables), True)
+        return complaint_lines(Submission(path), *grade.run_child(job, variables), True)
 
     found = [bound(path) for path in paths[:1]]  # which compiles
     with ThreadPoolExecutor(2) as pool:
@@ -329,7 +329,7 @@ def mistakes(folder):
         path = folder / f"alone_{key}.cu"
         path.write_text(text(key, m))
         job = dict(compile=[str(path)], run=[str(path)], look_for=None, dtypes=m.dtypes, limit=2)
-        check_lines(m, complaint_lines(path, *grade.run_child(job), False))
+        check_lines(m, complaint_lines(Submission(path), *grade.run_child(job), False))
 
 
 # ---- Files and the command line
@@ -338,7 +338,7 @@ def mistakes(folder):
 def exercise(folder, *arguments):
     """(exit status, what is printed, the line of an error) of `python -m dev.lab --exercise` in a folder."""
     os.chdir(folder)
-    return call("--exercise", *arguments, "--device", "cpu", program="dev.lab.lab")
+    return call("--exercise", *arguments, "--device", "cpu", program="dev.lab.__main__")
 
 
 def refused(folder, name, wish, *arguments):

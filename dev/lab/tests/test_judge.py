@@ -13,8 +13,8 @@ from dev.common.nvrtc import Used, has_nvrtc
 from dev.lab import grade, on_gpus
 from dev.lab.bench import compare_output
 from dev.lab.exercises import EXERCISES, checks_of, exercise_names
-from dev.lab.inputs import larger
-from dev.lab.ladder import find_ladder
+from dev.lab.ladder import find_ladder, larger
+from dev.lab.submission import Submission
 from dev.lab.tests.student import filled, said
 from dev.tests.checks import check, run_program
 
@@ -142,7 +142,7 @@ def cases(folder):
             result = grade.run_child(dict(compile=every, run=[str(path)], look_for=look_for,
                                           dtypes=[dtype], limit=20, compare=True, waste=True),
                                      variables[look_for])
-            complaint, _ = grade.complaint_of(path, result, look_for)
+            complaint, _ = grade.complaint_of(Submission(path), result, look_for)
             lines = complaint and complaint[1]
             check(f"{look_for} in {dtype}: {name}", not lines and result[0][-1]["event"] == "right"
                   if wish is None else re.search(wish, said(lines)), lines or result[2][-300:])
@@ -156,16 +156,16 @@ def gpus(folder):
     for name, body, wish in GPU_CASES:
         path = folder / "my_softmax_forward.cu"
         path.write_text(filled("softmax_forward", body))
-        lines, _ = on_gpus.judge(path, ["fp32", "bf16"])
+        lines, _ = on_gpus.judge(Submission(path), ["fp32", "bf16"])
         check(f"NVRTC: {name}", re.search(wish, said(lines)), lines)
     helper = "float twice(float x) { return 2 * x; }\n"
     path.write_text(filled("softmax_forward", SOFTMAX.replace("float top", "float top", 1),
                            before=helper))
-    lines, _ = on_gpus.judge(path, ["fp32"])
+    lines, _ = on_gpus.judge(Submission(path), ["fp32"])
     check("NVRTC: a helper without __device__", re.search(
         r"host function line \d+: float twice.*__device__ in front", said(lines)), lines)
     path.write_text(filled("softmax_forward", BLOCK_A_ROW, block="BLOCK(256, 1)"))
-    lines, facts = on_gpus.judge(path, ["fp32", "bf16"])
+    lines, facts = on_gpus.judge(Submission(path), ["fp32", "bf16"])
     check("both GPUs, both dtypes", not lines and [(f["gpu"], f["dtype"]) for f in facts] == [
         (gpu, dtype) for gpu in ("sm_80", "sm_90a") for dtype in ("fp32", "bf16")], facts)
     check("shared memory of block_reduce", {f["shared"] for f in facts} <= {128, 256}, facts[0])
@@ -195,7 +195,7 @@ def launches(folder):
     path.write_text(filled("softmax_forward", SOFTMAX, block="BLOCK(1024, threads)"))
     facts = [dict(gpu="sm_90a", dtype="fp32", threads=1024, dynamic=0, registers=168, spilled=0, shared=0,
                   blocks=0)]
-    lines = on_gpus.launch_lines(path, facts)
+    lines = on_gpus.launch_lines(Submission(path), facts)
     check("too many registers", re.search(
         r"168 registers, so 1024 threads need 172,032, .*65,536 line \d+: BLOCK.*__launch_bounds__.1024",
         said(lines)), lines)
@@ -255,13 +255,13 @@ def facts(folder):
     path.write_text(filled("residual_forward", RESIDUAL))
     with mock.patch.multiple("dev.lab.grade", sanitizer_variables=lambda: None,
                              race_variables=lambda: None, has_nvrtc=lambda: False):
-        found = grade.grade_file(path)
+        found = grade.grade_file(Submission(path))
         lines = said(grade.looked_for(found))
     check("right, and nothing was looked for", found.lines == [] and not any(found.looked.values())
           and found.gpu == [] and found.dtypes == ["fp32", "bf16"], found)
     check("  and it says so", re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
     path.write_text(filled("matmul_forward", NUMBER + "    if (i == 0) mma_tf32;\n"))
-    check("tensor cores bring tf32", grade.dtypes_of(path) == ["fp32", "bf16", "tf32"])
+    check("tensor cores bring tf32", Submission(path).dtypes == ["fp32", "bf16", "tf32"])
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ from unittest import mock
 
 import numpy as np
 
-from dev.lab import results
+from dev.lab import timing as results
 from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT, compare_output
-from dev.lab.inputs import ANY, Draw, as_stored, bf16, f32, stored
-from dev.lab.ladder import find_ladder
+from dev.lab.ladder import ANY, Draw, as_stored, bf16, f32, find_ladder, stored
 from dev.lab.timing import Timing
 from dev.lab.workers import Failure, Report
 from dev.tests.checks import check, check_refusal, summary

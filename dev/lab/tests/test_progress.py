@@ -12,12 +12,11 @@ from unittest import mock
 
 from dev.common.config import Config
 from dev.cpu.device import Cpu
-from dev.lab import card, goals, grade, leaderboard, progress, solution
+from dev.lab import grade, on_gpus, progress
 from dev.lab.bench import Bench
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.ladder import LAB, parse_sizes
-from dev.lab.submission import exercise_of, read_submission, signature
-from dev.lab.template import template
+from dev.lab.submission import Submission, signature, template
 from dev.lab.tests.student import said
 from dev.tests.checks import check, check_refusal, run_program
 from dev.tests.trainings import call
@@ -31,7 +30,7 @@ RUNGS = [[3e-4, 1, "naive"], [5e-5, 2, "better"], [2e-5, 3, "best"]]
 def exercise(folder, *arguments, device="cpu"):
     """(exit status, what is printed, the line of an error) of `python -m dev.lab --exercise`."""
     os.chdir(folder)
-    return call("--exercise", *arguments, "--device", device, program="dev.lab.lab")
+    return call("--exercise", *arguments, "--device", device, program="dev.lab.__main__")
 
 
 def written(folder, name):
@@ -51,12 +50,12 @@ def ok(name, good, said=""):
 
 def rows(load=(3.7, 3.7), store=(4, 4), shared=(None, None), moved=1):
     """Rows of traffic.py's table, in which a request costs (this, and at least this)."""
-    names = [name for row in goals.REQUESTS for name in row[:2]]
-    return dict(zip((*names, goals.MOVED), (*load, *store, *shared, moved)))
+    names = [name for row in progress.REQUESTS for name in row[:2]]
+    return dict(zip((*names, progress.MOVED), (*load, *store, *shared, moved)))
 
 
 def counts(*two):
-    """What goals.counted returns, for the student's rows and those of version 5."""
+    """What progress.counted returns, for the student's rows and those of version 5."""
     return dict(report=["a report"], **(dict(rows=two, number=5) if two else {}))
 
 
@@ -65,7 +64,7 @@ def wishes(*two, **more):
 
 
 def wishes_of(found, **more):
-    return [goal.line for goal in goals.goals_of(found, **more)]
+    return [goal.line for goal in progress.goals_of(found, **more)]
 
 
 # ---- The list
@@ -118,7 +117,7 @@ def what_is_kept(folder):
             (RIGHT, (), "right in fp32, bf16; 3.7 sectors a load"),
             (WRONG, (), "right in fp32, bf16; 3.7 sectors a load")):
         with mock.patch("dev.lab.grade.grade_file", return_value=judged), \
-                mock.patch("dev.lab.goals.counted", return_value=counts(*two)):
+                mock.patch("dev.lab.progress.counted", return_value=counts(*two)):
             status, text, _ = exercise(folder, path.name)
         ok("status", status == (judged is WRONG), text)
         goal = "Next goal: at most 4.1 sectors a load" in text
@@ -169,10 +168,10 @@ def goals_of_figures():
             ("spills first", ["no spills", "sectors a load", "one pass"],
              wishes(rows((27, 4), moved=3), rows(), facts=[dict(spilled=8)])),
             ("the next version", ["within 10% of version 2: at most 55.0 us. Yours takes 61.0, .* "
-                                  "50.0: better"], wishes(times=card.Times("H200", 6.1e-5, RUNGS))),
+                                  "50.0: better"], wishes(times=on_gpus.Times("H200", 6.1e-5, RUNGS))),
             ("the one after", ["within 10% of version 3: at most 22.0 us"],
-             wishes(times=card.Times("H200", 5.4e-5, RUNGS))),
-            ("the best", [], wishes(times=card.Times("H200", 2.1e-5, RUNGS)))):
+             wishes(times=on_gpus.Times("H200", 5.4e-5, RUNGS))),
+            ("the best", [], wishes(times=on_gpus.Times("H200", 2.1e-5, RUNGS)))):
         ok(f"goal: {name}", len(lines) == len(wish) and all(map(re.search, wish, lines)), lines)
 
 
@@ -180,14 +179,14 @@ def traffic_of_softmax(folder):
     """The same from the program's own counts: a block for each row reads 32 numbers side by side,
     that is 4 sectors, but all three times."""
     path = written(folder, "softmax_forward")
-    path.write_text(applied(path.read_text(), solution.solution(path, 2)[2:]))
-    found = goals.counted(path)
+    path.write_text(applied(path.read_text(), progress.solution(Submission(path), 2)[2:]))
+    found = progress.counted(Submission(path))
     if "rows" in found:
         lines = wishes_of(found)
         ok("three passes", len(lines) == 1 and "one pass" in lines[0], lines)
-        ok("  the sectors of a load", abs(goals.sectors_of(found) - 4) < 0.2, found)
+        ok("  the sectors of a load", abs(progress.sectors_of(found) - 4) < 0.2, found)
     path.write_text("int main() {}\n")
-    ok("what cannot be counted", "was not counted: " in said(goals.counted(path)["report"]))
+    ok("what cannot be counted", "was not counted: " in said(progress.counted(Submission(path))["report"]))
 
 
 # ---- Hints and solutions
@@ -231,32 +230,33 @@ def solutions(folder):
     """A diff turns any exercise's file into the lab's version, which is right."""
     for name in NAMES:
         path = written(folder, name)
-        lines = solution.solution(path)
+        lines = progress.solution(Submission(path))
         path.write_text(applied(path.read_text(), lines[lines.index("") + 1 :]))
-        read_submission(path)
+        _ = Submission(path).version
         own, lab = (re.sub(r"\s+", "", text[text.index("{") :]) for text in (
             path.read_text().split("extern")[-1].replace(f"my_{name}_", f"{name}_"),
             (LAB / f"kernels/{name}.cu").read_text().split(f"{EXERCISES[name].like}(")[1]))
         ok(f"{name}: the lab's kernel", lab.startswith(own) and
            own.count("{") == own.count("}") > 0, own)
         ok(f"{name}: your own lines stay", path.read_text().startswith("// mine\n\n"))
-        lines = solution.solution(path)
+        lines = progress.solution(Submission(path))
         ok(f"{name}: and then nothing differs", "is version" in lines[0], lines)
-    ok("a kernel of several", "together with other kernels" in said(solution.solution(
-        written(folder, "global_norm"))))
+    ok("a kernel of several", "together with other kernels" in said(progress.solution(
+        Submission(written(folder, "global_norm")))))
     for name, number, wish in (("residual_forward", 3, True), ("softmax_forward", 1, False),
                                ("softmax_forward", 3, True)):
-        text = "".join(solution.solution(written(folder, name), number))
+        text = "".join(progress.solution(Submission(written(folder, name)), number))
         ok(f"{name} {number}: its helpers", (f"namespace my_{name}_ {{" in text) == wish, text)
     path = written(folder, "encoder_forward")
-    ok("the same parameters", "parameters are not" not in said(solution.solution(path, 1)))
+    ok("the same parameters", "parameters are not" not in said(progress.solution(Submission(path), 1)))
     path = written(folder, "rope_forward")
-    ok("other parameters", "parameters are not" in said(solution.solution(path, 1)))
+    ok("other parameters", "parameters are not" in said(progress.solution(Submission(path), 1)))
     for name, number, change in (("softmax_forward", 3, ""), ("rmsnorm_forward", 1, "_again")):
         path = written(folder, name)
         path.write_text(path.read_text().replace(f"my_{name}(", f"my_{name}{change}("))
-        path.write_text(applied(path.read_text(), solution.solution(path, number)[2:]))
-        run, (ladder, version) = exercise_of(path)[1], read_submission(path)
+        path.write_text(applied(path.read_text(), progress.solution(Submission(path), number)[2:]))
+        file = Submission(path)
+        run, ladder, version = file.run, file.ladder, file.version
         device = Cpu("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", path], {run})
         bench = Bench(ladder, device, parse_sizes(ladder.checks[1]))
         comparison = bench.check(version, dict(threads=version.threads[0]))
@@ -264,7 +264,7 @@ def solutions(folder):
            comparison)
     broken = written(folder, "gelu_forward")
     broken.write_text(broken.read_text().replace("{\n\n}", "{\n    if (N) {\n"))
-    lines = solution.solution(broken)
+    lines = progress.solution(Submission(broken))
     ok("a missing brace", "-    if (N) {" in lines and lines[-1] == "+}", lines)
     status, text, _ = exercise(folder, "gelu_forward", "--solution", "1")
     ok("the command", status == 0 and text.startswith("This is a solution: version 1"), text)
@@ -278,11 +278,11 @@ def on_gpu(folder):
     for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu", "attention_forward.cu"], None),
                           ("layernorm_forward", ["layernorm_forward.cu"], 768)):
         path = written(folder, name)
-        with mock.patch("dev.lab.card.compiled", side_effect=KeyboardInterrupt) as made:
+        with mock.patch("dev.lab.on_gpus.compiled", side_effect=KeyboardInterrupt) as made:
             with contextlib.suppress(KeyboardInterrupt):
-                card.time_file(path)
+                on_gpus.time_file(Submission(path))
         _, c, beside, own = made.call_args.args
-        files = [file.name for file in (*beside, own)]
+        files = [file.name for file in (*beside, own.path)]
         features = ["moments.cu", "outliers.cu", "recompute.cu", "recompute_llama.cu"]
         wish = ["llama3.cu", *features, "tiles.cu", *wish, path.name]
         ok(f"on a GPU: {name}", files == wish and C in (None, c.C), files)
@@ -295,8 +295,8 @@ def standings():
             (4e-5, r"between version 2 \(50.0 us\) and version 3 \(20.0 us\).*version 3 .*: best",
              [2, 3]),
             (1e-5, r"faster.* version 3 \(20.0 us\)", [3, None])):
-        times = card.Times("H200", own, RUNGS)
-        ok(f"standing of {own}", re.search(wish, said(card.standing(times))))
+        times = on_gpus.Times("H200", own, RUNGS)
+        ok(f"standing of {own}", re.search(wish, said(on_gpus.standing(times))))
         ok("  as it is noted", times.noted == ("H200", [1e6 * own, *noted]), times.noted)
 
 
@@ -324,13 +324,13 @@ def sanitizer(folder):
 
     def said_of(memcheck, racecheck, status=0):
         texts = dict(memcheck=memcheck, racecheck=racecheck)
-        wish = [sys.executable, "-m", "dev.lab.card", "once", str(path)]
+        wish = [sys.executable, "-m", "dev.lab.on_gpus", "once", str(path)]
         program.write_text(f"#!{sys.executable}\nimport sys\nassert sys.argv[3:] == {wish}\nprint("
                            f"dict({texts})[sys.argv[sys.argv.index('--tool') + 1]])\n"
                            f"sys.exit({status})\n")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         with mock.patch.dict(os.environ, PATH=f"{program.parent}:{os.environ['PATH']}"):
-            return card.sanitize(path)
+            return on_gpus.sanitize(Submission(path))
 
     none = END.format("ERROR", 0)
     for name, found, wish in (
@@ -349,20 +349,20 @@ def sanitizer(folder):
         ok(f"compute-sanitizer: {name}",
            len(lines) == wish[0] and re.search(wish[1], said(lines) + remark), found)
     with mock.patch.dict(os.environ, PATH=""):
-        lines, remark = card.sanitize(path)
+        lines, remark = on_gpus.sanitize(Submission(path))
     ok("compute-sanitizer is absent", lines == [] and "not in PATH" in remark, remark)
 
 
 def measured(folder):
     """A time goes from the GPU's process to the list and the leaderboard."""
-    path, times = written(folder, "gelu_forward"), card.Times("NVIDIA H200", 6.1e-5, RUNGS)
+    path, times = written(folder, "gelu_forward"), on_gpus.Times("NVIDIA H200", 6.1e-5, RUNGS)
 
     def graded(sanitized, out, *arguments):
         with mock.patch("dev.lab.grade.grade_file", return_value=RIGHT), \
-                mock.patch("dev.lab.card.sanitize", return_value=sanitized), \
-                mock.patch("dev.lab.card.run_self", return_value=out), \
-                mock.patch("dev.lab.goals.counted", return_value=counts()), \
-                mock.patch("dev.lab.leaderboard.BOARDS", folder / "boards"):
+                mock.patch("dev.lab.on_gpus.sanitize", return_value=sanitized), \
+                mock.patch("dev.lab.on_gpus.run_self", return_value=out), \
+                mock.patch("dev.lab.progress.counted", return_value=counts()), \
+                mock.patch("dev.lab.progress.BOARDS", folder / "boards"):
             return exercise(folder, path.name, *arguments, device="cuda")
 
     good = (json.dumps(times) + "\n", "", 0)
@@ -382,10 +382,10 @@ def measured(folder):
 def leaderboards(folder):
     """One line for each name and exercise, sorted, the best kept."""
     def record(name, own, exercise="gelu_forward", gpu="NVIDIA H200"):
-        return leaderboard.record(exercise, card.Times(gpu, own, RUNGS), name)
+        return progress.record(exercise, on_gpus.Times(gpu, own, RUNGS), name)
 
     path = folder / "NVIDIA_H200.md"
-    with mock.patch("dev.lab.leaderboard.BOARDS", folder):
+    with mock.patch("dev.lab.progress.BOARDS", folder):
         record("Ada", 6.1e-5)
         record("Bob", 6e-5)
         record("Ada", 1234.5e-6, "adamw")
@@ -407,8 +407,8 @@ def leaderboards(folder):
         check_refusal("a damaged row", "H200.md, line 11: expected six cells", record, "Ada", 1e-6)
         ok("  which stays", path.read_text() == before + "| gelu_forward | fast |\n")
     for name in ("", " a", "a ", "a|b", "a\nb", "a" * 41):
-        check_refusal(f"name {name!r}", "name of at most 40", leaderboard.known_name, name)
-    ok("a good name", leaderboard.known_name("Zoë K.-2") == "Zoë K.-2")
+        check_refusal(f"name {name!r}", "name of at most 40", progress.known_name, name)
+    ok("a good name", progress.known_name("Zoë K.-2") == "Zoë K.-2")
 
 
 def refusals(folder):
@@ -417,7 +417,7 @@ def refusals(folder):
 
     def refused(wish, *arguments):
         os.chdir(folder)
-        status, _, error = call(*arguments, program="dev.lab.lab")
+        status, _, error = call(*arguments, program="dev.lab.__main__")
         ok(f"refused: {' '.join(arguments)}",
            status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error), error)
 

@@ -8,6 +8,7 @@ import re
 
 from dev.lab import grade
 from dev.lab.explain import complaint_lines
+from dev.lab.submission import Submission
 from dev.lab.tests.student import filled, said
 from dev.tests.checks import check, run_program
 
@@ -141,7 +142,7 @@ def tries(folder):
             result = grade.run_child(job, variables)
             for path in together:
                 what, wish = files[path]
-                lines = complaint_lines(path, *result, looks_for == BOUNDS)
+                lines = complaint_lines(Submission(path), *result, looks_for == BOUNDS)
                 ok = lines is not None and re.search(wish, said(lines)) if wish else lines == []
                 check(f"{what}, {looks_for or 'compared with NumPy'}", ok, "" if ok else lines)
 

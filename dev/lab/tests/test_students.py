@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from dev.lab import grade
+from dev.lab.submission import Submission
 from dev.lab.tests.student import said
 from dev.tests.checks import check, run_tests, summary
 from prepro_tinyshakespeare import UserError
@@ -35,7 +36,7 @@ def expected(path):
 def judged(path):
     """The lines that the judge says of a file, and none if it is right."""
     try:
-        return grade.grade_file(path).lines
+        return grade.grade_file(Submission(path)).lines
     except UserError as e:
         return [f"error: {e}"]
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from dev.common.config import Config
 from dev.cpu import traffic as counted
-from dev.lab import counters, draw_traffic, traffic
+from dev.lab import counters, traffic
 from dev.lab.ladder import find_ladder
+from dev.lab.submission import Submission
 from dev.lab.tests.student import filled
 from dev.tests.checks import check, check_refusal, run_program
 
@@ -247,7 +248,7 @@ def an_exercise(folder):
     path.write_text(filled("softmax_forward", ROW))
     at = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if "largest = fmaxf" in line)
     sizes = dict(B=3, T=9, V=257, Vp=384)
-    found = traffic.traffic_of(path, sizes)
+    found = traffic.traffic_of(Submission(path), sizes)
     count = next(c for c in found.counts if c.line == at)
     check("a thread a row", (count.requests, count.each, count.kind) == (257, 27, "load"), count)
     check("the fewest sectors", (found.read, found.written) == (27 * (-(-257 // 8)), 27 * 384 // 8), found[1:])
@@ -256,18 +257,18 @@ def an_exercise(folder):
         other = folder / "my_softmax_forward_as_for_nvcc.cu"
         row = ROW.replace("LOWEST", "-FLT_MAX" if "float" in head else "-INFINITY")
         other.write_text(filled("softmax_forward", row, "_as_for_nvcc", head))
-        again = traffic.traffic_of(other, sizes).total("load")
+        again = traffic.traffic_of(Submission(other), sizes).total("load")
         check(f"as for nvcc: {head.splitlines()}", again[4:] == found.total("load")[4:], again)
     with mock.patch.object(traffic, "figures_of_version", lambda name, number, *_: {
             **traffic.figures_of(found), "sectors a load": float(number)}):
-        said = traffic.report(path, sizes)
+        said = traffic.report(Submission(path), sizes)
     wish = [f"  line {at}: 27.0 sectors a load (4.0 would do)   for (int v = 0; v < V; v++) largest",
             f"yours  version 1  version {len(find_ladder('softmax_forward').versions)}", "  sectors a load  "]
     check("the report", all(any(part in line for line in said) for part in wish), " ".join(said)[:300])
     readme = (traffic.LAB / "README.md").read_text(encoding="utf-8")
     strange = [row for row in traffic.figures_of(found) if f"| {row} |" not in readme]
     check("the README explains each row of the table", not strange, strange)
-    lines = draw_traffic.as_text(count)
+    lines = traffic.as_text(count)
     check("a drawing has a row for each sector", len(lines) == 3 + 27 and lines[-1].split() == [
         f"inp[{26 * 384}]", "26", *"......."], " ".join(lines)[:80])
     out = io.StringIO()
@@ -283,7 +284,7 @@ def drawings():
     """Bank turns, drawn."""
     def drawn(at, nbytes, kind="load"):
         sample = counted.Sample("tile", 0, 0, nbytes, 4, [at(lane) for lane in range(32)])
-        return draw_traffic.as_text(counted.Count("", 1, kind, True, 1, 32, 0, 1, 1, sample))[2:]
+        return traffic.as_text(counted.Count("", 1, kind, True, 1, 32, 0, 1, 1, sample))[2:]
     check("side by side: one turn", [line.split()[2:] for line in drawn(lambda i: 4 * i, 4)] == [
         [str(i) for i in range(32)]])
     check("a column: 32 turns", [line.split()[2:] for line in drawn(lambda i: 128 * i, 4)] == [

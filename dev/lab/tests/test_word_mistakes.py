@@ -14,6 +14,7 @@ from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
 from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
+from dev.lab.submission import Submission
 from dev.lab.tests.student import said
 from dev.tests.checks import check, refusal, run_program
 from dev.tests.small_kernels import HEAD, built, kernel, launch
@@ -344,7 +345,7 @@ def messages(folder):
     """What is said of words that are not there."""
 
     def told(body, text, wish, place):
-        lines = compiler_lines(path, text, "fp32")
+        lines = compiler_lines(Submission(path), text, "fp32")
         ok = re.search(wish, said(lines)) and any(
             re.search(rf"line \d+: .*{place}", line) for line in lines
         )
@@ -386,7 +387,7 @@ def warnings(folder):
     )
     for _ in range(2):  # the second time from the cache
         device, said_of_it = compiled(path, HEAD + text)
-        lines = warning_lines(path, said_of_it)
+        lines = warning_lines(Submission(path), said_of_it)
         for wish in ("sum.* uninitialized line \\d+: .*sum", "empty body .*line \\d+: if .n"):
             check(f"a warning: {wish}", re.search(wish, said(lines)), lines)
     check("a brace in a string is none", unbalanced(text) == "", unbalanced(text))
