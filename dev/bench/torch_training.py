@@ -15,9 +15,9 @@ To compare the mean loss of the last 50 steps:
     flags that change a step but are not implemented here, such as --attention relu, are refused
     bf16 is autocast: parameters and the residual stream in fp32, products and attention in bfloat16
 
-The model below is written from its formulas (Radford et al. 2019) and uses PyTorch's own attention.
-It shares no kernel, gradient or update with the trainer, only the inputs: the initial weights,
-batches, flags and learning rates, each of which has tests of its own.
+The model is the one of dev/bench/torch_reference.py, with PyTorch's own attention. It shares no
+kernel, gradient or update with the trainer, only the inputs: the initial weights, batches, flags and
+learning rates, each of which has tests of its own.
 """
 import math
 import os
@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
+from dev.bench.torch_reference import GPT2, fused_attention
 from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
 from dev.common.flags import parse_flags
 from dev.features.devices import OnCpu
@@ -60,22 +60,6 @@ def parameters_of(c, tensors, place):
     return weights
 
 
-def loss_of(weights, NH, x, y):
-    """The mean cross entropy, in nats, of tokens x and targets y, both (B,T)."""
-    [wte], [wpe], *layers, [lnfw], [lnfb] = weights.values()
-    (B, T), C = x.shape, wte.shape[1]
-    stream = F.embedding(x, wte) + wpe[:T]  # (B,T,C)
-    for ln1w, ln1b, qkvw, qkvb, attprojw, attprojb, ln2w, ln2b, fcw, fcb, fcprojw, fcprojb in zip(*layers):
-        norm = F.layer_norm(stream, (C,), ln1w, ln1b, 1e-5)
-        q, k, v = F.linear(norm, qkvw, qkvb).view(B, T, 3, NH, C // NH).permute(2, 0, 3, 1, 4)  # (B,NH,T,HS) each
-        att = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, C)
-        stream = stream + F.linear(att, attprojw, attprojb)
-        norm = F.layer_norm(stream, (C,), ln2w, ln2b, 1e-5)
-        stream = stream + F.linear(F.gelu(F.linear(norm, fcw, fcb), approximate="tanh"), fcprojw, fcprojb)
-    logits = F.linear(F.layer_norm(stream, (C,), lnfw, lnfb, 1e-5), wte)  # (B,T,V)
-    return F.cross_entropy(logits.view(B * T, -1), y.reshape(B * T))
-
-
 # ---- A step
 
 
@@ -99,13 +83,22 @@ def clip_gradients(parameters, clip):
 def train(c, weights, train_data, val_data, steps, place, flags, log):
     """The loop. Lines for main.log go to log. Raises UserError if the loss is not finite."""
     parameters = [p for of_name in weights.values() for p in of_name]
-    optimizer, micros = make_adamw(c, weights, flags), flags.total_batch // (train_data.B * train_data.T)
-    loss_function = torch.compile(loss_of) if flags.compile else loss_of
+    optimizer = make_adamw(c, weights, flags)
+    micros = flags.total_batch // (train_data.B * train_data.T)
+    shape = GPT2(c.maxT, c.V, c.L, c.NH, c.C, c.V)  # without padding
+    weights = {row.name: weights[row.name] if row.layers else weights[row.name][0]
+               for row in c.parameter_table()}
+
+    def loss_of(weights, x, y):
+        return shape.forward(weights, x, y, fused_attention)[1]
+
+    if flags.compile:
+        loss_of = torch.compile(loss_of)
 
     def loss_of_next(data):
         x, y = (torch.from_numpy(part.astype(np.int64)).to(place) for part in data.next_batch())
         with torch.autocast(place, torch.bfloat16, enabled=flags.dtype == "bf16"):
-            return loss_function(weights, c.NH, x, y)
+            return loss_of(weights, x, y)
 
     for done in range(steps + 1):
         if flags.val_every and (done % flags.val_every == 0 or done == steps):
