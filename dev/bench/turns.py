@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 
 from dev.bench.benchmark import write_words
-from dev.common.flags import parse_flags, split_names
+from dev.common.flags import parse_flags, split_versions
 from prepro_tinyshakespeare import UserError, run_main
 
 TOP = Path(__file__).resolve().parents[2]
@@ -69,11 +69,7 @@ def time_run(top, flags):
 
 def main(arguments=None):
     """Everything from the flags to the table. Raises UserError."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    own, shared = arguments, []
-    if "--" in arguments:
-        own, shared = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    names, own = split_names(own, FLAGS)
+    names, own, shared = split_versions(arguments, FLAGS)
     rounds = parse_flags(__doc__, FLAGS, own).rounds
     try:
         versions = [(name, flags) for name, *flags in map(shlex.split, names)]

@@ -10,7 +10,6 @@ licence or a text in two versions appears once. Code, tables and lists of change
 documents are sorted by their hashes. So the order is random, which makes the first of them a fair
 sample, but the same wherever the same files are.
 """
-import argparse
 import ast
 import gzip
 import hashlib
@@ -18,17 +17,19 @@ import html
 import json
 import multiprocessing
 import re
+import sys
 import sysconfig
 import warnings
 import zlib
 from pathlib import Path
 
+from dev.common.flags import parse_flags, split_names
 from prepro_tinyshakespeare import UserError, replace_file, run_main
-from train_gpt2 import Parser
 
 FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc", "/usr/share/man",
            "/usr/lib/python3", "/usr/local/lib"]
 SKIPPED = re.compile(r"(?i)licen[cs]e|copyright|copying|change|news|history|authors|credits|/locale/|/man/(?!man)")
+FLAGS = [(None, "--output", "name", "data/english.jsonl", "the file to write")]
 LARGEST = 4 * 2**20  # bytes of a file
 PROSE = re.compile(r"\b(the|a|an|and|or|of|to|in|is|are|be|it|this|that|with|for|as|on|by|not|you|if|which)\b", re.I)
 
@@ -84,14 +85,12 @@ def paragraphs(path):
 
 
 def main():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", help=f"where to look (default: {' '.join(FOLDERS)})")
-    parser.add_argument("--output", default="data/english.jsonl", help="the file to write (default: %(default)s)")
-    flags = parser.parse_args()
-    for folder in flags.folders:
+    folders, others = split_names(sys.argv[1:], FLAGS)
+    flags = parse_flags(f"{__doc__}\nWithout FOLDER: {' '.join(FOLDERS)}", FLAGS, others)
+    for folder in folders:
         if not Path(folder).is_dir():
             raise UserError(f"{folder}: there is no such folder; expected folders with documentation")
-    paths = sorted({path for folder in flags.folders or FOLDERS for path in Path(folder).rglob("*")
+    paths = sorted({path for folder in folders or FOLDERS for path in Path(folder).rglob("*")
                     if Path(path.stem if path.suffix == ".gz" else path).suffix in READERS
                     and not SKIPPED.search(str(path)) and path.is_file() and path.stat().st_size < LARGEST})
     seen, documents = set(), {}

@@ -34,6 +34,13 @@ NAMED = ("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_s
 SPECIAL = [f"<|{name}|>" for name in (*NAMED, *(f"reserved_special_token_{i}" for i in range(2, 258 - len(NAMED))))]
 
 
+def letters():
+    """{byte: the letter that stands for it in Hugging Face's vocabularies}: itself if it prints,
+    else one from U+0100 up."""
+    others = [b for b in range(256) if b not in PRINTING]
+    return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+
+
 def read_model(path):
     """(pattern, {bytes: id}, {special token: id}) of Meta's tokenizer.model: a word in Base64 and its id per line."""
     lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK.encode()).splitlines()
@@ -44,8 +51,7 @@ def read_model(path):
 def read_json(path):
     """The same of Hugging Face's tokenizer.json, where a word has a letter for each byte."""
     content = json.loads(path.read_bytes())
-    others = [b for b in range(256) if b not in PRINTING]
-    byte_of = {chr(b): b for b in PRINTING} | {chr(256 + i): b for i, b in enumerate(others)}
+    byte_of = {letter: b for b, letter in letters().items()}
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     steps = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])
     names, model, normalizer = ", ".join(step["type"] for step in steps), content["model"], content.get("normalizer")

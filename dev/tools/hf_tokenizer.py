@@ -4,15 +4,9 @@ import itertools
 import math
 
 from dev.features.tokenizer import words_of
+from dev.llama3.tokens import letters
 from dev.tools.hf_config import write_objects
-from prepro_tinyshakespeare import END_OF_TEXT, PRINTING, UserError, replace_file
-
-
-def letters():
-    """{byte: the letter that stands for it in Hugging Face's vocabularies}: itself if it prints, else one from U+0100
-    up."""
-    others = [b for b in range(256) if b not in PRINTING]
-    return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+from prepro_tinyshakespeare import END_OF_TEXT, UserError, replace_file
 
 
 def merges_of(ranks):
