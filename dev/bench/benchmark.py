@@ -17,9 +17,9 @@ markers in dev/RESULTS.md; python -m dev.tools.draw step then draws the kernels.
 --float8 times PyTorch in FP8 with torchao's float8 training, and beside it PyTorch in bf16 and ours
 in FP8: 124M at B=32 and 1558M at B=8. convert_to_float8_training replaces all four linear layers of
 each block, with one of torchao's recipes: rowwise has a scale for each row of a factor, tensorwise
-one for each tensor. Both find scales from the tensor itself, and do all three products of a layer in
-FP8. The head stays in bf16, as torchao recommends. The table is printed and not written. Without a
-network, unpack torchao's wheel and name that folder in PYTHONPATH; its libraries (.so) are not
+one for each tensor. Both find scales from the tensor itself, and do all three products of a layer
+in FP8. The head stays in bf16, as torchao recommends. The table is printed and not written. Without
+a network, unpack torchao's wheel and name that folder in PYTHONPATH; its libraries (.so) are not
 needed.
 """
 import contextlib
@@ -381,8 +381,8 @@ def measure_float8(flags, rows):
     """Time FP8 beside torchao's. Returns the tables. Raises UserError."""
     for package in ("torch", "torchao"):
         if not importlib.util.find_spec(package):
-            raise UserError(f"{package} is not installed, and it is what --float8 times: pip install "
-                            "-r dev/requirements.txt")
+            raise UserError(f"{package} is not installed, and it is what --float8 times: pip "
+                            "install -r dev/requirements.txt")
     check_gpu()
     end, tables = time.perf_counter() + 60 * flags.minutes, []
     with tempfile.TemporaryDirectory() as folder:

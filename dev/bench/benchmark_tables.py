@@ -144,8 +144,8 @@ def report(title, rows, ours, torch, llmc, faster, profiled, kernels, ceilings, 
     faster = {row: results for row, results in faster.items()
               if any(isinstance(result, dict) for result in results)}
     if faster:
-        parts += ["### What the section Faster and the chapters of dev/ add", paragraph(FASTER_TEXT),
-                  faster_table(faster)]
+        parts += ["### What the section Faster and the chapters of dev/ add",
+                  paragraph(FASTER_TEXT), faster_table(faster)]
     parts.append(f"### {profiled}, kernel by kernel")
     if isinstance(kernels, str):
         parts.append(kernels)

@@ -20,7 +20,8 @@ from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE as FUSED, SummedOutputs
-from dev.features.hopper.attention_five import HOPPER, ROWS, SOURCES, five_table, launch_delta, launch_dq, launch_five
+from dev.features.hopper.attention_five import (
+    HOPPER, ROWS, SOURCES, five_table, launch_delta, launch_dq, launch_five)
 from dev.features.order import capability
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
@@ -122,7 +123,8 @@ def check_hopper(name, source):
 
 @functools.cache
 def make(name, *defined, group=1, relu=0):
-    """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like it."""
+    """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like
+    it."""
     check_hopper(name, SOURCES[-1])
     c = Config128(group=group, relu=relu, defined=defined)
     sources, kind = [FUSED, *SOURCES], device_class(name)
@@ -199,7 +201,8 @@ def same(bench):
                 return "error: five products gave other bits in another run"
     seven_, five_ = (to_float(x).astype(np.float32) for x in results[:2])
     off = float(cupy.linalg.norm((five_ - seven_).ravel()) / cupy.linalg.norm(seven_.ravel()))
-    return f"{'error' if not off < 1e-2 else 'the same bits ten times'}: {off:.1e} from seven products"
+    verdict = "the same bits ten times" if off < 1e-2 else "error"
+    return f"{verdict}: {off:.1e} from seven products"
 
 
 def time(device, text, defined, peers):

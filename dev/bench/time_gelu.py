@@ -182,8 +182,8 @@ def main(arguments=None):
         sizes = parse_sizes(text)
         if not {"M", "C"} <= sizes.keys() <= {"M", "C", "OC"} or not all(sizes.values()) or (
                 sizes["C"] % 64 or sizes.get("OC", 0) % 64):
-            raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC multiples "
-                            "of 64, such as M=8192,C=1600")
+            raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC "
+                            "multiples of 64, such as M=8192,C=1600")
     device = make(flags.device)
     if not flags.no_check:
         checks = shapes if flags.shape and not on_gpu else CHECKS

@@ -13,19 +13,19 @@ For a model of any shape with random weights, and for one batch of random tokens
     PREFIX_losses.json      the loss before each of ten AdamW steps on that batch, and the
                             hyperparameters
 
-With --checkpoint FILE the weights come from FILE, and only the last two are written. With --autocast
-the last one also has the errors of PyTorch's own bf16: see autocast_errors. --transformers writes a
-folder and its logits instead: see write_folder.
+With --checkpoint FILE the weights come from FILE, and only the last two are written. With
+--autocast the last one also has the errors of PyTorch's own bf16: see autocast_errors.
+--transformers writes a folder and its logits instead: see write_folder.
 
-Llama's files have the format of llm.c's branch llama3. The checkpoint has magic 20240803, version 3,
-and a second header of 256 fp32. The debug state has magic 20240803, version 3, B, T and k. It ends
-with k = 10 losses and k norms of the gradient, from the ten AdamW steps, which do not clip. Llama has
-no biases, so they are zeros in both files. In a tied model's files lm_head repeats wte, and its
-gradient repeats wte's, which is the sum over both uses.
+Llama's files have the format of llm.c's branch llama3. The checkpoint has magic 20240803, version
+3, and a second header of 256 fp32. The debug state has magic 20240803, version 3, B, T and k. It
+ends with k = 10 losses and k norms of the gradient, from the ten AdamW steps, which do not clip.
+Llama has no biases, so they are zeros in both files. In a tied model's files lm_head repeats wte,
+and its gradient repeats wte's, which is the sum over both uses.
 
 Weights are rounded to fp32 first, so that the checkpoint holds them exactly. Everything else is
-computed in float64 and rounded to fp32 when it is written. So any difference is an error of the code
-under test, and its size means something. This program shares only the parser of flags and the
+computed in float64 and rounded to fp32 when it is written. So any difference is an error of the
+code under test, and its size means something. This program shares only the parser of flags and the
 replacing of files with the trainer; an error in the model would have to be made twice to go unseen.
 
 dev/bench/torch_training.py trains the GPT-2 below, and dev/bench/peers.py times both models.
@@ -460,9 +460,9 @@ def write_folder(prefix, shape, std, seed, B, T):
 
 
 def autocast_errors(forward, weights, x, y, truth):
-    """{tensor: relative error, by Frobenius norm} of PyTorch's mixed precision: weights in fp32, the
-    forward pass and the loss under autocast to bfloat16, on a GPU if there is one. truth: "loss",
-    "logits" and gradients in float64."""
+    """{tensor: relative error, by Frobenius norm} of PyTorch's mixed precision: weights in fp32,
+    the forward pass and the loss under autocast to bfloat16, on a GPU if there is one. truth:
+    "loss", "logits" and gradients in float64."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = {name: weight.detach().float().to(device).requires_grad_()
                for name, weight in weights.items()}

@@ -7,9 +7,10 @@ GPUs of the same model differ by several percent, and each gets slower as it war
 alternates between runs of the versions, on one GPU. A version is a commit, a folder with a copy of
 this repository, or . for the working tree. It may be followed by flags of its own; flags for all
 versions come after --. Each run is a process of its own: 40 steps (or -x), on random tokens that
-are distributed like words. A run's time is the median of the last two thirds of its steps. A version's
-time is the median of its runs, and its factor is that time divided by the first version's. All
-versions share the cache of cuBLASLt's algorithms, so equal products use the same one.
+are distributed like words. A run's time is the median of the last two thirds of its steps. A
+version's time is the median of its runs, and its factor is that time divided by the first
+version's. All versions share the cache of cuBLASLt's algorithms, so equal products use the same
+one.
 """
 import io
 import os
