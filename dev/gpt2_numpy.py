@@ -94,8 +94,8 @@ def forward(p, tokens, NH):
     return lnf @ p.wte.T  # (T,C) @ (C,V) -> (T,V)
 
 
-# How surprised the model is by each target, the token that did follow: -log(its probability).
-# It is 0 if the model was sure of it, log(V) if it had no idea. See softmax for subtracting the top.
+# How surprised the model is by each target, the token that did follow: -log(its probability). It is
+# 0 if the model was sure of it, log(V) if it had no idea. See softmax for subtracting the top.
 def cross_entropy(targets, logits):  # (T), (T,V) -> (T)
     top = logits.max(-1)
     log_sum = top + np.log(np.exp(logits - top[:, None]).sum(-1))  # (T,V) -> (T)

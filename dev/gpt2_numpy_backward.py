@@ -1,19 +1,21 @@
-"""GPT-2's backward pass in NumPy. Read it after dev/gpt2_numpy.py: its functions come in that order,
-each with its gradient, if it has one. train_gpt2.py does the same fast, and reuses memory.
+"""GPT-2's backward pass in NumPy. Read it after dev/gpt2_numpy.py: its functions come in that
+order, each with its gradient, if it has one. train_gpt2.py does the same fast, and reuses
+memory.
 
-Names: dx is the gradient of the loss with respect to x, and has its shape. Most functions f(x) there
-have a df(dout, x) here: given dout, the gradient of what f returned, it returns the gradient of x, and
-those of the parameters. The tests compare the gradients with PyTorch's.
+Names: dx is the gradient of the loss with respect to x, and has its shape. Most functions f(x)
+there have a df(dout, x) here: given dout, the gradient of what f returned, it returns the gradient
+of x, and those of the parameters. The tests compare the gradients with PyTorch's.
 """
 from types import SimpleNamespace
 
 import numpy as np
 
-from dev.gpt2_numpy import attention, block, causal, gelu, layernorm, linear, mean_loss, sigmoid, softmax
+from dev.gpt2_numpy import (
+    attention, block, causal, gelu, layernorm, linear, mean_loss, sigmoid, softmax)
 
 
-# out[t,o] = the sum over c of x[t,c] * w[o,c]. So x[t,c] has a part in each out[t,o], by w[o,c], and
-# w[o,c] in the out of each token, by x[t,c]. The bias is added to each token.
+# out[t,o] = the sum over c of x[t,c] * w[o,c]. So x[t,c] has a part in each out[t,o], by w[o,c],
+# and w[o,c] in the out of each token, by x[t,c]. The bias is added to each token.
 def dlinear(dout, x, w):  # (T,OC), (T,C), (OC,C)
     return dout @ w, dout.T @ x, dout.sum(0)  # (T,C), (OC,C), (OC)
 
@@ -26,9 +28,10 @@ def dgelu(dout, x):
 
 
 # out = norm * weight + bias, with norm = (x - mean) / deviation. If a constant is added to all of a
-# row, or if the row is scaled, norm stays as it is. So dx has no part in these two directions, (1, 1,
-# ..) and norm itself: both are subtracted. Each has the square length C, hence the means. (With 1e-5
-# under the root scaling changes norm a little, but the formula is exact: it is norm's own derivative.)
+# row, or if the row is scaled, norm stays as it is. So dx has no part in these two directions, (1,
+# 1, ..) and norm itself: both are subtracted. Each has the square length C, hence the means. (With
+# 1e-5 under the root scaling changes norm a little, but the formula is exact: it is norm's own
+# derivative.)
 def dlayernorm(dout, x, weight):  # (T,C), (T,C), (C)
     norm, dnorm = layernorm(x, 1, 0), dout * weight
     across, along = dnorm.mean(-1, keepdims=True), (dnorm * norm).mean(-1, keepdims=True)  # (T,1)
@@ -37,8 +40,9 @@ def dlayernorm(dout, x, weight):  # (T,C), (T,C), (C)
 
 
 # A weight grows with its own score, and shrinks with the others: d weight[j] / d score[i] is
-# weight[j] * ((i == j) - weight[i]). Summed over j, that is weight[i] * (dout[i] - D), where D is the
-# mean of dout, weighted. (FlashAttention has no room for weights. It finds D elsewhere: see below.)
+# weight[j] * ((i == j) - weight[i]). Summed over j, that is weight[i] * (dout[i] - D), where D is
+# the mean of dout, weighted. (FlashAttention has no room for weights. It finds D elsewhere: see
+# below.)
 def dsoftmax(dout, weights):
     D = (weights * dout).sum(-1, keepdims=True)
     return weights * (dout - D)
@@ -58,15 +62,16 @@ def dattention(dout, qkv, NH):  # (T,C), (T,3C) -> (T,3C)
     return np.stack([dq, dk, dv]).transpose(2, 0, 1, 3).reshape(T, -1)  # -> (T,3C)
 
 
-# The loss is log(sum of e^logit) - the target's logit. The derivative of the first is softmax, that of
-# the second 1 at the target. So the loss falls if the target's logit rises and likely others fall.
+# The loss is log(sum of e^logit) - the target's logit. The derivative of the first is softmax, that
+# of the second 1 at the target. So the loss falls if the target's logit rises and likely others
+# fall.
 def dmean_loss(targets, logits):  # (T), (T,V) -> (T,V)
     return (softmax(logits) - (np.arange(logits.shape[-1]) == targets[:, None])) / len(targets)
 
 
 # block, from its last line to its first; its inner values are computed again. dx arrives from the
-# layer above. Where the stream was added to, dx goes on unchanged, and into the branch as well; where
-# a branch was taken from it, what the branch returns is added to dx.
+# layer above. Where the stream was added to, dx goes on unchanged, and into the branch as well;
+# where a branch was taken from it, what the branch returns is added to dx.
 def dblock(dx, x, p, g, l, NH):  # (T,C), (T,C) -> (T,C)
     ln1 = layernorm(x, p.ln1w[l], p.ln1b[l])
     qkv = linear(ln1, p.qkvw[l], p.qkvb[l])
@@ -103,6 +108,7 @@ def loss_and_gradients(p, tokens, targets, NH):
     dx, g.lnfw, g.lnfb = dlayernorm(dlnf, stream[-1], p.lnfw)  # (T,C)
     for l in reversed(range(len(p.ln1w))):
         dx = dblock(dx, stream[l], p, g, l, NH)
-    np.add.at(g.wte, tokens, dx)  # a word that comes twice gets the sum; wte has one from dlogits, too
+    # a word that comes twice gets the sum; wte has one from dlogits, too
+    np.add.at(g.wte, tokens, dx)
     g.wpe[: len(tokens)] = dx
     return mean_loss(targets, logits), g

@@ -1,13 +1,13 @@
 """Compile kernels.cu with NVRTC for several GPUs, without having one, and print what ptxas reports.
 
-    python -m dev.bench.compile_kernels            # sm_75 (fp32) sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
+    python -m dev.bench.compile_kernels         # sm_75 (fp32) sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
     python -m dev.bench.compile_kernels sm_90a
-    python -m dev.bench.compile_kernels --few      # as CI: all of it for sm_90a, one model for others
+    python -m dev.bench.compile_kernels --few   # as CI: all of it for sm_90a, one model for others
 
 For each dtype there is a table with a row for each kernel: registers per thread and bytes of static
-shared memory on each GPU, for heads of 64 channels. The exit status is 1 if the compiler warns, if a
-kernel spills more than a few registers, if the compiler serializes wgmma, or if a GPU would refuse a
-launch of a training step: see launches.py.
+shared memory on each GPU, for heads of 64 channels. The exit status is 1 if the compiler warns, if
+a kernel spills more than a few registers, if the compiler serializes wgmma, or if a GPU would
+refuse a launch of a training step: see launches.py.
 
 The same rules hold for heads of 80, 96 and 128 channels, and for two more models: one with heads of
 128 channels and Llama 3's kernels, and one with 4,096 channels. These two are compiled for the last
@@ -18,7 +18,8 @@ spill: for the last GPU only, except for the kernels that use wgmma.
 import dataclasses
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor  # in threads NVRTC compiles one program at a time
+# in threads NVRTC compiles one program at a time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import cupy  # noqa: F401  (finds and loads NVRTC)
@@ -42,7 +43,8 @@ from train_gpt2 import read_kernels
 TOP = Path(__file__).resolve().parents[2]
 SPILLED = 68  # bytes that a kernel may spill when it has used all its registers
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
-HEADS = {64: SMALL, 80: Config(C=960, NH=12), 96: Config(C=1152, NH=12), 128: LARGE_HEADS}  # by channels of a head
+# by channels of a head
+HEADS = {64: SMALL, 80: Config(C=960, NH=12), 96: Config(C=1152, NH=12), 128: LARGE_HEADS}
 ALL = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 # What --few compiles beside sm_90a: each GPU's dtype, and the channels of a head.
 FEW = {"sm_80": ("bf16", 64), "sm_86": ("fp32", 128), "sm_89": ("tf32", 80), "sm_120": ("bf16", 96)}
@@ -57,16 +59,21 @@ DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", *output_switches(FP8_OUTPUT)]}
 FEATURES = [FUSED, LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, SUMS, RECOMPUTE, RECOMPUTE_LLAMA]
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
-LAB_WGMMA = [LLAMA, *(path for path in LAB if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
+LAB_WGMMA = [LLAMA, *(path for path in LAB
+                      if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
 
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
-    """({kernel: (registers, bytes of shared memory)}, faults) of kernels.cu and the files beside it on a GPU such as
-    sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused` in their names any number."""
-    hopper = gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8)  # as FastCuda
-    beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]  # as FiveProductsTraining
+    """({kernel: (registers, bytes of shared memory)}, faults) of kernels.cu and the files beside it
+    on a GPU such as sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused`
+    in their names any number."""
+    # as FastCuda
+    hopper = gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8)
+    # as FiveProductsTraining
+    beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
-    text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    where = " ".join([gpu, dtype, *c.switches()])
     output = output_switches(OUTPUT) if FUSED in beside and dtype != "fp8" else []
     try:
         flags = [*Cuda.OPTIONS, *DTYPES[dtype], *output, *["-DHOPPER"] * hopper, *c.switches()]
@@ -82,9 +89,11 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
         report[name] = registers, shared
         if spills > (SPILLED if name in own else spilled) and not (unused and unused in name):
             faults.append(f"{where}: {name} spills {spills} bytes")
-        # Kernels launched with more threads than their BLOCK says have __launch_bounds__, which ptxas obeys.
+        # Kernels launched with more threads than their BLOCK says have __launch_bounds__, which
+        # ptxas obeys.
         if registers * kernels[name].threads > REGISTERS:
-            faults.append(f"{where}: {name} needs {registers} registers for each of {kernels[name].threads} threads")
+            faults.append(f"{where}: {name} needs {registers} registers for each of "
+                          f"{kernels[name].threads} threads")
     capability = CAPABILITIES.get(gpu.rstrip("af"))
     summed = type("Summed", (FusedBiases, GPT2), {})
     models = [(dataclasses.replace(c, L=1), summed if FUSED in sources else GPT2)]
@@ -93,8 +102,10 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     if FIVE[-1] in sources:
         models += [(config, type("Five", (FiveProducts, Model), {})) for config, Model in models]
     for config, Model in models if capability else ():
-        launches, missing = launches_of(capability, dtype, config, arrays, Model, beside=beside, hopper=hopper)
-        faults += [f"{where}: {fault}" for fault in [*missing, *faults_of_launches(capability, launches, used)]]
+        launches, missing = launches_of(capability, dtype, config, arrays, Model, beside=beside,
+                                        hopper=hopper)
+        faults += [f"{where}: {fault}"
+                   for fault in [*missing, *faults_of_launches(capability, launches, used)]]
     return report, faults
 
 
@@ -104,37 +115,43 @@ def main():
     gpus = gpus or (["sm_90a"] if few else ALL)
     if wrong := [gpu for gpu in gpus if not re.fullmatch(r"sm_\d+[a-z]?", gpu)]:
         raise UserError(f"{wrong[0]}: expected a GPU's architecture, such as sm_90a")
-    print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared memory")
+    print(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}: registers of a thread, bytes of shared "
+          "memory")
     others = [job for gpu in sorted({"sm_90a"}.intersection(gpus) | {gpus[-1]}) for job in (
         (gpu, LARGE_HEADS, [*FEATURES, *FIVE]), (gpu, LARGE_MODEL, [LLAMA], SPILLED, "layernorm"))]
 
     def kinds(dtype):
-        """(gpu, the other arguments of compile_for) of each compilation, those of the table first."""
+        """(gpu, the other arguments of compile_for) of each compilation, those of the table
+        first."""
         if dtype == "fp8":
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
             return [*((gpu, SMALL, [FUSED, FP8]) for gpu in some),
                     *((gpu, model, [FUSED, LLAMA, FP8, *FIVE], SPILLED, "layernorm")
                       for gpu, model, *_ in others if gpu in some)]
-        own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]  # which has heads of up to 64 channels
+        # which has heads of up to 64 channels
+        own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]
         lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
-        more = ([(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype] if few else
-                [(gpu, c) for gpu in own for c in HEADS.values() if c != SMALL and gpu != "sm_75"])
+        more = [(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype]
+        if not few:
+            more = [(gpu, c) for gpu in own for c in HEADS.values()
+                    if c != SMALL and gpu != "sm_75"]
         large = others if dtype != "tf32" or not few else others[:1]
-        gelu = [(gpu, SMALL, GELU, 0) for gpu in own
-                if (gpu, dtype) == ("sm_90a", "bf16")]
+        gelu = [(gpu, SMALL, GELU, 0) for gpu in own if (gpu, dtype) == ("sm_90a", "bf16")]
         summed = [(gpu, SMALL, [FUSED]) for gpu in (own[-1:] if few else own)]
-        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *gelu, *summed]
+        return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *gelu,
+                *summed]
 
     with ProcessPoolExecutor() as pool:
-        jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind)) for gpu, *kind in kinds(dtype)]
-                for dtype in DTYPES}
+        jobs = {dtype: [(gpu, pool.submit(compile_for, gpu, dtype, *kind))
+                        for gpu, *kind in kinds(dtype)] for dtype in DTYPES}
         found = {dtype: [(gpu, *job.result()) for gpu, job in some] for dtype, some in jobs.items()}
     for dtype, some in found.items():
         first = {gpu: report for gpu, report, _ in reversed(some)}  # of each GPU
         table = {gpu: first[gpu] for gpu in gpus if gpu in first}
         print(f"\n{dtype:26}" + "".join(f"{gpu:>12}" for gpu in table))
         for name in read_kernels([*SMALL.SOURCES, *[FP8] * (dtype == "fp8")]):
-            print(f"{name:26}" + "".join("{:6}{:6}".format(*report.get(name, "--")) for report in table.values()))
+            print(f"{name:26}" + "".join("{:6}{:6}".format(*report.get(name, "--"))
+                                         for report in table.values()))
     faults = [fault for some in found.values() for *_, of_job in some for fault in of_job]
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)

@@ -1,14 +1,16 @@
-"""What the host launches in a training step on a GPU that is not here, and whether that GPU can run it.
+"""What the host launches in a training step on a GPU that is not here, and whether it can run that.
 
-    python -m dev.bench.launches            # models with long rows or wide heads, on all GPUs of dev/common/gpus.py
-    python -m dev.bench.launches 8.6 9.0    # on these
+    python -m dev.bench.launches            # models with long rows or wide heads, on all GPUs of
+    python -m dev.bench.launches 8.6 9.0    # dev/common/gpus.py, or on these
 
-The trainer's own device gets a GPU's figures, and notes launches instead of running them. A model either runs, or is
-refused in one line before anything is allocated. The exit status is 1 if a GPU would refuse a launch.
+The trainer's own device gets a GPU's figures, and notes launches instead of running them. A model
+either runs, or is refused in one line before anything is allocated. The exit status is 1 if a GPU
+would refuse a launch.
 """
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor  # in threads NVRTC compiles one program at a time
+# in threads NVRTC compiles one program at a time
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -16,7 +18,8 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import Config
-from dev.common.gpus import GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block
+from dev.common.gpus import (
+    GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block)
 from dev.common.nvrtc import compile_cuda
 from dev.features.devices import Cuda
 from dev.features.fit import Fitting
@@ -39,7 +42,8 @@ class Launch(NamedTuple):
 
 def most_tensors():
     """How many tensors adamw's bisection can tell apart: its first step is half of them."""
-    return 2 * int(re.search(r"int half = (\d+); half > 0; half /= 2", Config.SOURCES[0].read_text("utf-8"))[1])
+    return 2 * int(re.search(r"int half = (\d+); half > 0; half /= 2",
+                             Config.SOURCES[0].read_text("utf-8"))[1])
 
 
 def column_sums(a, grid):
@@ -50,28 +54,34 @@ def column_sums(a, grid):
 
 
 def sums_of_norm(a, grid):
-    fused = a.dresidual.dtype.kind == "V"  # an Output of fused_biases.cuh or fp8_output.cuh: a third sum
-    return (3 if fused else 2) * grid[0] * a.inp.shape[1], a.partials.size
+    # 3 with an Output of fused_biases.cuh or fp8_output.cuh
+    return (3 if a.dresidual.dtype.kind == "V" else 2) * grid[0] * a.inp.shape[1], a.partials.size
 
 
-# What a kernel takes for granted: (what, {grid, arguments by name} -> how much is needed, and how much there is)
+# What a kernel takes for granted: (what, {grid, arguments by name} -> how much is needed, and how
+# much there is)
 NEEDS = {
     "layernorm_backward": ("numbers of partials", sums_of_norm),
-    "rmsnorm_backward": ("numbers of partials", lambda a, grid: (grid[0] * a.inp.shape[1], a.partials.size)),
-    "matmul_backward_bias": ("numbers of partials", lambda a, grid: (grid[1] * a.OC, a.partials.size)),
+    "rmsnorm_backward": ("numbers of partials",
+                         lambda a, grid: (grid[0] * a.inp.shape[1], a.partials.size)),
+    "matmul_backward_bias": ("numbers of partials",
+                             lambda a, grid: (grid[1] * a.OC, a.partials.size)),
     "sum_rows": ("numbers of sums", lambda a, grid: (grid[1] * a.OC, a.sums.size)),
-    "add_partials": ("numbers of partials", lambda a, grid: (grid[1] * a.blocks * a.C, a.partials.size)),
-    "add_all_partials": ("numbers of partials", lambda a, grid: (min(3, grid[1]) * a.blocks * a.C, a.partials.size)),
+    "add_partials": ("numbers of partials",
+                     lambda a, grid: (grid[1] * a.blocks * a.C, a.partials.size)),
+    "add_all_partials": ("numbers of partials",
+                         lambda a, grid: (min(3, grid[1]) * a.blocks * a.C, a.partials.size)),
     "attention_backward_q": ("numbers of sums", column_sums),
-    "attention_backward_five": ("numbers of turns", lambda a, grid: (1 + a.dq.size // (64 * 128), a.turns.size)),
+    "attention_backward_five": ("numbers of turns",
+                                lambda a, grid: (1 + a.dq.size // (64 * 128), a.turns.size)),
     "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
     "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
 }
 
 
 class Noting(Cuda):
-    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. place: its compute
-    capability; arrays: the values of the arrays that launches read (see SIZES)."""
+    """A GPU that notes launches, and `faults`: what kernels take for granted and do not get. place:
+    its compute capability; arrays: the values of the arrays that launches read (see SIZES)."""
     place = arrays = None
 
     def __init__(self, *args):
@@ -114,7 +124,8 @@ class Noting(Cuda):
         self.launched.append(Launch(name, grid, threads, shared))
         names = [re.search(r"\w+$", text)[0] for text in self.kernels[name].parameters]
         what, needs = NEEDS.get(name, ("", lambda a, grid: (0, 0)))
-        given = SimpleNamespace(column_sums=getattr(self, "column_sums", None), **dict(zip(names, args)))
+        given = SimpleNamespace(column_sums=getattr(self, "column_sums", None),
+                                **dict(zip(names, args)))
         needed, there = needs(given, (*grid, 1))
         if needed > there:
             self.faults.append(f"{name} needs {needed:,} {what}, and there are {there:,}")
@@ -129,13 +140,15 @@ class Roomy(Fitting):
 
 
 def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024, beside=(), hopper=False):
-    """(the set of the launches of a training step and of a forward pass, what their kernels do not get). hopper:
-    whether kernels are compiled with -DHOPPER. Raises UserError if the model is refused."""
+    """(the set of the launches of a training step and of a forward pass, what their kernels do not
+    get). hopper: whether kernels are compiled with -DHOPPER. Raises UserError if the model is
+    refused."""
     layers, kinds = [Roomy], [Noting]
     if dtype == "fp8":
         is_llama = issubclass(Model, Llama3)
         fused = [] if is_llama or issubclass(Model, FusedBiases) else [FusedBiases]
-        layers = [*[Fp8Llama] * is_llama, Fp8Head, Fp8Model, Roomy, *[Fp8All] * (not is_llama), *fused]
+        layers = [*[Fp8Llama] * is_llama, Fp8Head, Fp8Model,
+                  Roomy, *[Fp8All] * (not is_llama), *fused]
         kinds = [Fp8, Noting]
     kind = type("Device", (*kinds,), dict(place=capability, arrays=arrays))
     if issubclass(Model, FusedBiases) and dtype != "fp8":
@@ -157,26 +170,30 @@ def faults_of_launches(capability, launches, used):
         own = used[launch.kernel]
         if not blocks_that_fit(gpu, own, launch.threads, launch.shared):
             faults.append(
-                f"{gpu.name}: {launch.kernel} cannot be launched: its blocks have {launch.threads} threads, "
-                f"{registers_of_block(own, launch.threads):,} registers of {REGISTERS:,}, and "
-                f"{own.shared + launch.shared:,} bytes of shared memory of {gpu.of_block:,}")
+                f"{gpu.name}: {launch.kernel} cannot be launched: its blocks have {launch.threads} "
+                f"threads, {registers_of_block(own, launch.threads):,} registers of {REGISTERS:,}, "
+                f"and {own.shared + launch.shared:,} bytes of shared memory of {gpu.of_block:,}")
         if max(launch.grid[1:], default=1) > 65535 or launch.grid[0] >= 2**31:
             faults.append(f"{launch.kernel}: no GPU has a grid of {launch.grid} blocks")
     return faults
 
 
-# Models with long rows or wide heads: {dtype: [(C, NH)]}. Some GPUs' shared memory is too small for them.
+# Models with long rows or wide heads: {dtype: [(C, NH)]}. Some GPUs' shared memory is too small for
+# them.
 WIDE = {"fp32": [(4160, 65), (5120, 40), (6944, 217), (1152, 8), (1280, 8), (2048, 8)],
         "tf32": [(5120, 40), (1280, 8)],
         "bf16": [(12288, 96), (19328, 302), (2048, 8), (2560, 8)]}
 
 
 def compiled(capability, dtype, c):
-    """(registers and shared memory of each kernel, arrays for the host, with -DHOPPER?) as FastCuda compiles them."""
+    """(registers and shared memory of each kernel, arrays for the host, with -DHOPPER?) as FastCuda
+    compiles them."""
     hopper = (capability, dtype) == ("9.0", "bf16") and c.C // c.NH in range(64, 129, 8)
     text = "".join(path.read_text("utf-8") for path in c.SOURCES)
     flags = [*Cuda.OPTIONS, f"-D{dtype.upper()}", *["-DHOPPER"] * hopper, *c.switches()]
-    _, used, arrays = compile_cuda(text, f"sm_{digits(capability)}{'a' if capability == '9.0' else ''}", flags)
+    _, used, arrays = compile_cuda(text,
+                                   f"sm_{digits(capability)}{'a' if capability == '9.0' else ''}",
+                                   flags)
     return used, arrays, hopper
 
 
@@ -200,12 +217,14 @@ def main():
     failed = False
     with ProcessPoolExecutor() as pool:
         jobs = [(capability, dtype, c, pool.submit(verdict_of, capability, dtype, c))
-                for capability in wanted for dtype, shapes in WIDE.items() if dtype == "fp32" or capability != "7.5"
+                for capability in wanted for dtype, shapes in WIDE.items()
+                if dtype == "fp32" or capability != "7.5"
                 for c in (Config(L=1, C=C, NH=NH) for C, NH in shapes)]
         for capability, dtype, c, job in jobs:
             refusal, faults = job.result()
             failed = failed or bool(faults)
-            print(f"{GPUS[capability].name:9} {dtype} C={c.C} NH={c.NH}: {refusal or '; '.join(faults) or 'runs'}")
+            print(f"{GPUS[capability].name:9} {dtype} C={c.C} NH={c.NH}: "
+                  f"{refusal or '; '.join(faults) or 'runs'}")
     return 1 if failed else 0
 
 

@@ -18,21 +18,20 @@ MATRICES = "qkv", "attproj", "fc", "fcproj"  # of a layer of GPT-2
 
 
 def gpt2(c, backend):
-    """A module that computes GPT-2's loss with dev/bench/torch_gpt2.py. Each layer has its own
+    """A module that computes GPT-2's loss with dev/bench/torch_reference.py. Each layer has its own
     tensors: if they were slices of one, their gradients would have to be copied."""
     import torch
 
-    from dev.bench import torch_gpt2
+    from dev.bench.torch_reference import GPT2, attention, fused_attention
     # The head includes the padding, which is never a target: PyTorch's users do that for speed.
-    shape = torch_gpt2.Shape(c.maxT, c.Vp, c.L, c.NH, c.C, c.Vp)
-    if backend != "naive":
-        torch_gpt2.attention = lambda q, k, v, kind: attend(q, k, v)
+    shape = GPT2(c.maxT, c.Vp, c.L, c.NH, c.C, c.Vp)
+    attend = attention if backend == "naive" else fused_attention
 
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.names = {}
-            for name, dims, kind in torch_gpt2.tensors(shape):
+            self.names, self.linear = {}, torch.nn.functional.linear
+            for name, dims, kind in shape.tensors():
                 whole = len(dims) == 1 or name in ("wte", "wpe")
                 self.names[name] = [name] if whole else [f"{name}{l}" for l in range(c.L)]
                 for each in self.names[name]:
@@ -45,7 +44,7 @@ def gpt2(c, backend):
                        for name, names in self.names.items()}
             for name in ("wte", "wpe", "lnfw", "lnfb"):
                 [weights[name]] = weights[name]
-            return torch_gpt2.forward(weights, shape, x, y, "softmax")[1]
+            return shape.forward(weights, x, y, attend, self.linear)[1]
 
     return Model()
 
@@ -56,7 +55,6 @@ def in_float8(model, c, recipe):
     import torch
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    from dev.bench import torch_gpt2
     for name in MATRICES:
         for l in range(c.L):
             weight = getattr(model, f"{name}w{l}")
@@ -64,7 +62,7 @@ def in_float8(model, c, recipe):
             layer.weight, layer.bias = weight, getattr(model, f"{name}b{l}")
             delattr(model, f"{name}w{l}")
             model.add_module(f"{name}w{l}", layer)  # only modules can be converted
-    torch_gpt2.linear = lambda x, layer, bias: layer(x)
+    model.linear = lambda x, layer, bias: layer(x)
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
     kinds = [type(layer).__name__ for layer in model.children()]
     return f"{kinds.count('Float8Linear')} of {len(kinds)} linear layers, and not the head"
@@ -75,15 +73,15 @@ def llama3(c, backend):
     import torch
     import transformers
 
-    from dev.bench.torch_llama import LlamaShape, llama_model
+    from dev.bench.torch_reference import Llama, fused_attention, llama_model
 
     def no_mask(module, q, k, v, mask, scaling, **ignored):
         q, k = q.to(v.dtype), k.to(v.dtype)  # RoPE has left them in fp32
-        return attend(q, k, v, scale=scaling, enable_gqa=True).transpose(1, 2), None
+        return fused_attention(q, k, v, scale=scaling, enable_gqa=True).transpose(1, 2), None
 
     transformers.AttentionInterface.register("no_mask", no_mask)  # else it would allocate a mask
-    sizes = {name: getattr(c, name) for name in LlamaShape._fields}
-    inner = llama_model(LlamaShape(**sizes | dict(V=c.Vp))).float()
+    sizes = {name: getattr(c, name) for name in Llama._fields}
+    inner = llama_model(Llama(**sizes | dict(V=c.Vp))).float()
     inner.set_attn_implementation("no_mask")
 
     class Model(torch.nn.Module):
@@ -96,11 +94,6 @@ def llama3(c, backend):
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     return Model()
-
-
-def attend(q, k, v, **more):
-    from torch.nn.functional import scaled_dot_product_attention
-    return scaled_dot_product_attention(q, k, v, is_causal=True, **more)
 
 
 def torch_step(row, c, tokens, device="cuda", steps=STEPS, recipe=None):

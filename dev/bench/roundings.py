@@ -18,7 +18,7 @@ import statistics
 import sys
 
 from dev.bench.turns import TOP, steps_of
-from dev.common.flags import parse_flags, split_names
+from dev.common.flags import parse_flags, split_versions
 from prepro_tinyshakespeare import UserError, run_main
 
 FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
@@ -43,11 +43,7 @@ def jump_of(losses):
 
 def main(arguments=None):
     """Everything from the flags to the table. Returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    own, shared = arguments, []
-    if "--" in arguments:
-        own, shared = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    versions, own = split_names(own, FLAGS)
+    versions, own, shared = split_versions(arguments, FLAGS)
     flags = parse_flags(__doc__, FLAGS, own)
     if not versions:
         raise UserError("no version is given: expected a dtype such as fp8; --help says more")

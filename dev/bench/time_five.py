@@ -10,17 +10,18 @@ Both are checked against NumPy at small sizes, where a GPU must also give the sa
 CPU in each order of threads. Times are medians in microseconds: of all kernels together, of each of
 them, and of cuDNN's gradient if PyTorch is installed.
 """
-import argparse
 import dataclasses
 import functools
 import os
 
 import numpy as np
 
+from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE as FUSED, SummedOutputs
-from dev.features.hopper.attention_five import HOPPER, ROWS, SOURCES, five_table, launch_delta, launch_dq, launch_five
+from dev.features.hopper.attention_five import (
+    HOPPER, ROWS, SOURCES, five_table, launch_delta, launch_dq, launch_five)
 from dev.features.order import capability
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
@@ -34,6 +35,12 @@ CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
           "B=1,T=640,NH=2,NKV=2")
 SHAPE = "B=8,T=2048,NH=16,NKV=16"
 SMALL = dict(B=1, T=150, NH=2, NKV=2)  # on a CPU
+FLAGS = [
+    (None, "--device", ("cpu", "cuda"), "cuda", "cpu: only checks"),
+    (None, "--shape", str, None, "sizes to time, or on a CPU to check: B=8,T=2048,NH=16"),
+    (None, "--no-check", "switch", 0, "1: only time"),
+    (None, "--try", str, "AT_ONCE=16", "what to compile with, in turn: AT_ONCE=8,AT_ONCE=32"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +122,8 @@ def check_hopper(name, source):
 
 @functools.cache
 def make(name, *defined, group=1, relu=0):
-    """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like it."""
+    """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like
+    it."""
     check_hopper(name, SOURCES[-1])
     c = Config128(group=group, relu=relu, defined=defined)
     sources, kind = [FUSED, *SOURCES], device_class(name)
@@ -192,7 +200,8 @@ def same(bench):
                 return "error: five products gave other bits in another run"
     seven_, five_ = (to_float(x).astype(np.float32) for x in results[:2])
     off = float(cupy.linalg.norm((five_ - seven_).ravel()) / cupy.linalg.norm(seven_.ravel()))
-    return f"{'error' if not off < 1e-2 else 'the same bits ten times'}: {off:.1e} from seven products"
+    verdict = "the same bits ten times" if off < 1e-2 else "error"
+    return f"{verdict}: {off:.1e} from seven products"
 
 
 def time(device, text, defined, peers):
@@ -220,14 +229,7 @@ def sizes_in_words(sizes):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", help="sizes to time, or on a CPU to check: B=8,T=2048,NH=16")
-    parser.add_argument("--try", dest="tried", default="AT_ONCE=16",
-                        help="what to compile with, in turn: AT_ONCE=8,AT_ONCE=32")
-    parser.add_argument("--no-check", action="store_true", help="only time")
-    flags = parser.parse_args(arguments)
+    flags = parse_flags(__doc__, FLAGS, arguments)
     asked = parse_sizes(flags.shape) if flags.shape else {}
     known = parse_sizes(SHAPE)
     if not asked.keys() <= known.keys() or min(asked.values(), default=1) < 1:
@@ -241,7 +243,7 @@ def main(arguments=None):
     wrong, checks = 0, CHECKS
     if flags.device == "cpu" and flags.shape:
         checks = [sizes_in_words(asked)]
-    for i, tried in enumerate(flags.tried.split(",")):
+    for i, tried in enumerate(getattr(flags, "try").split(",")):
         defined = tried.split("+")
         device = make_for(flags.device, sizes_in_words(asked), *defined)
         if not flags.no_check:

@@ -7,7 +7,6 @@
 M is the number of rows, B*T. Checks are against NumPy in float64. Times are medians in
 microseconds; the difference is from cuBLASLt's results.
 """
-import argparse
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from dev.bench.time_five import check_hopper
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
+from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
 from dev.features.devices import FastCuda
 from dev.features.hopper.gelu_products import (
@@ -28,6 +28,12 @@ from train_gpt2 import BF16, to_float
 
 KERNELS = {"matmul_gelu", "matmul_dgelu"}
 SHAPE = "M=65536,C=768"
+FLAGS = [
+    (None, "--device", ("cpu", "cuda"), "cuda", "cpu: only checks"),
+    (None, "--shape", str, None, f"sizes, several after one another: {SHAPE};M=8192,C=1600 "
+     "(default: the first)"),
+    (None, "--no-check", "switch", 0, "1: only time"),
+]
 CHECKS = ("M=1,C=64", "M=129,C=64", "M=300,C=192", "M=640,C=384,OC=320")
 
 
@@ -169,20 +175,15 @@ def time(device, text):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--shape", help=f"sizes, several after one another: {SHAPE};M=8192,C=1600")
-    parser.add_argument("--no-check", action="store_true", help="only time")
-    flags = parser.parse_args(arguments)
+    flags = parse_flags(__doc__, FLAGS, arguments)
     wrong, on_gpu = 0, flags.device == "cuda"
     shapes = (flags.shape or SHAPE).split(";")
     for text in shapes:
         sizes = parse_sizes(text)
         if not {"M", "C"} <= sizes.keys() <= {"M", "C", "OC"} or not all(sizes.values()) or (
                 sizes["C"] % 64 or sizes.get("OC", 0) % 64):
-            raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC multiples "
-                            "of 64, such as M=8192,C=1600")
+            raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC "
+                            "multiples of 64, such as M=8192,C=1600")
     device = make(flags.device)
     if not flags.no_check:
         checks = shapes if flags.shape and not on_gpu else CHECKS

@@ -1,4 +1,5 @@
-"""Train GPT-2 with PyTorch and the trainer's flags: same weights, data, schedule, clipping and update.
+"""Train GPT-2 with PyTorch and the trainer's flags: same weights, data, schedule, clipping and
+update.
 
     python train_gpt2.py -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_ours
     python -m dev.bench.torch_training -d 16384 -u 40 -x 200 -v 0 -s 0 --dtype fp32 -o log_torch
@@ -15,9 +16,9 @@ To compare the mean loss of the last 50 steps:
     flags that change a step but are not implemented here, such as --attention relu, are refused
     bf16 is autocast: parameters and the residual stream in fp32, products and attention in bfloat16
 
-The model below is written from its formulas (Radford et al. 2019) and uses PyTorch's own attention.
-It shares no kernel, gradient or update with the trainer, only the inputs: the initial weights,
-batches, flags and learning rates, each of which has tests of its own.
+The model is the one of dev/bench/torch_reference.py, with PyTorch's own attention. It shares no
+kernel, gradient or update with the trainer, only the inputs: the initial weights, batches, flags
+and learning rates, each of which has tests of its own.
 """
 import math
 import os
@@ -26,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
+from dev.bench.torch_reference import GPT2, fused_attention
 from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
 from dev.common.flags import parse_flags
 from dev.features.devices import OnCpu
@@ -39,19 +40,20 @@ from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import FLAGS, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
-FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len", "learning_rate",
-            "schedule", "warmup", "final_fraction", "steps", "val_every", "val_batches", "weight_decay", "beta1",
-            "beta2", "eps", "clip", "overfit", "shuffle", "seed", "device", "dtype", "compile"}
-IGNORED = {"sample_every", "sample_tokens", "checkpoint_every", "checkpoints_kept", "checkpoints_major", "hellaswag",
-           "plain", "graph", "nvtx", "recompute"}  # they change no step
+FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len",
+            "learning_rate", "schedule", "warmup", "final_fraction", "steps", "val_every",
+            "val_batches", "weight_decay", "beta1", "beta2", "eps", "clip", "overfit", "shuffle",
+            "seed", "device", "dtype", "compile"}
+IGNORED = {"sample_every", "sample_tokens", "checkpoint_every", "checkpoints_kept",  # they change
+           "checkpoints_major", "hellaswag", "plain", "graph", "nvtx", "recompute"}  # no step
 
 
 # ---- The model
 
 
 def parameters_of(c, tensors, place):
-    """{name: [one parameter per layer, or just one]}, in fp32, from the (name, array) that read_parameters or
-    draw_parameters yields. wte's padding is left out."""
+    """{name: [one parameter per layer, or just one]}, in fp32, from the (name, array) that
+    read_parameters or draw_parameters yields. wte's padding is left out."""
     weights = {}
     for row, (name, values) in zip(c.parameter_table(), tensors):
         values = to_float(np.asarray(values))
@@ -60,34 +62,20 @@ def parameters_of(c, tensors, place):
     return weights
 
 
-def loss_of(weights, NH, x, y):
-    """The mean cross entropy, in nats, of tokens x and targets y, both (B,T)."""
-    [wte], [wpe], *layers, [lnfw], [lnfb] = weights.values()
-    (B, T), C = x.shape, wte.shape[1]
-    stream = F.embedding(x, wte) + wpe[:T]  # (B,T,C)
-    for ln1w, ln1b, qkvw, qkvb, attprojw, attprojb, ln2w, ln2b, fcw, fcb, fcprojw, fcprojb in zip(*layers):
-        norm = F.layer_norm(stream, (C,), ln1w, ln1b, 1e-5)
-        q, k, v = F.linear(norm, qkvw, qkvb).view(B, T, 3, NH, C // NH).permute(2, 0, 3, 1, 4)  # (B,NH,T,HS) each
-        att = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, C)
-        stream = stream + F.linear(att, attprojw, attprojb)
-        norm = F.layer_norm(stream, (C,), ln2w, ln2b, 1e-5)
-        stream = stream + F.linear(F.gelu(F.linear(norm, fcw, fcb), approximate="tanh"), fcprojw, fcprojb)
-    logits = F.linear(F.layer_norm(stream, (C,), lnfw, lnfb, 1e-5), wte)  # (B,T,V)
-    return F.cross_entropy(logits.view(B * T, -1), y.reshape(B * T))
-
-
 # ---- A step
 
 
 def make_adamw(c, weights, flags):
     """torch.optim.AdamW, with weight decay for the tensors that the trainer decays."""
-    groups = [dict(params=[p for row in c.parameter_table() if row.decay == decays for p in weights[row.name]],
-                   weight_decay=flags.weight_decay * decays) for decays in (True, False)]
+    groups = [dict(params=[p for row in c.parameter_table() if row.decay == decays
+                           for p in weights[row.name]], weight_decay=flags.weight_decay * decays)
+              for decays in (True, False)]
     return torch.optim.AdamW(groups, betas=(flags.beta1, flags.beta2), eps=flags.eps)
 
 
 def clip_gradients(parameters, clip):
-    """Scale the gradients down to a norm of clip, unless clip is 0. Returns their norm before that."""
+    """Scale the gradients down to a norm of clip, unless clip is 0. Returns their norm before
+    that."""
     # In float64: on a CPU, PyTorch's fp32 sum of this many squares is off by some 5e-4.
     norm = torch.stack([p.grad.double().square().sum() for p in parameters]).sum().sqrt().item()
     if 0 < clip < norm:
@@ -99,18 +87,29 @@ def clip_gradients(parameters, clip):
 def train(c, weights, train_data, val_data, steps, place, flags, log):
     """The loop. Lines for main.log go to log. Raises UserError if the loss is not finite."""
     parameters = [p for of_name in weights.values() for p in of_name]
-    optimizer, micros = make_adamw(c, weights, flags), flags.total_batch // (train_data.B * train_data.T)
-    loss_function = torch.compile(loss_of) if flags.compile else loss_of
+    optimizer = make_adamw(c, weights, flags)
+    micros = flags.total_batch // (train_data.B * train_data.T)
+    shape = GPT2(c.maxT, c.V, c.L, c.NH, c.C, c.V)  # without padding
+    weights = {row.name: weights[row.name] if row.layers else weights[row.name][0]
+               for row in c.parameter_table()}
+
+    def loss_of(weights, x, y):
+        return shape.forward(weights, x, y, fused_attention)[1]
+
+    if flags.compile:
+        loss_of = torch.compile(loss_of)
 
     def loss_of_next(data):
         x, y = (torch.from_numpy(part.astype(np.int64)).to(place) for part in data.next_batch())
         with torch.autocast(place, torch.bfloat16, enabled=flags.dtype == "bf16"):
-            return loss_function(weights, c.NH, x, y)
+            return loss_of(weights, x, y)
 
     for done in range(steps + 1):
         if flags.val_every and (done % flags.val_every == 0 or done == steps):
             val_data.open(0)
-            count = val_data.per_epoch if flags.val_batches < 0 else min(flags.val_batches, val_data.per_epoch)
+            count = val_data.per_epoch
+            if flags.val_batches >= 0:
+                count = min(count, flags.val_batches)
             with torch.no_grad():
                 val_loss = sum(loss_of_next(val_data).item() for _ in range(count)) / count
             print(f"val loss {val_loss:.6f}", flush=True)
@@ -131,8 +130,8 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
         norm = clip_gradients(parameters, flags.clip)
         loss = torch.stack(losses).double().mean().item()
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise UserError(f"step {done + 1}/{steps}: the loss is {loss} and the norm of its gradient {norm}; "
-                            "try a smaller -l, or look at the data")
+            raise UserError(f"step {done + 1}/{steps}: the loss is {loss} and the norm of its "
+                            f"gradient {norm}; try a smaller -l, or look at the data")
         optimizer.step()
         if place == "cuda":
             torch.cuda.synchronize()
@@ -150,8 +149,8 @@ def check_followed(flags, table):
     for letter, name, _, default, _ in table:
         key = name.removeprefix("--").replace("-", "_")
         if key not in FOLLOWED | IGNORED and getattr(flags, key) not in (None, default):
-            raise UserError(f"{letter or name} {getattr(flags, key)}: PyTorch's twin does not do that; leave it out "
-                            "of both runs")
+            raise UserError(f"{letter or name} {getattr(flags, key)}: PyTorch's twin does not do "
+                            "that; leave it out of both runs")
 
 
 def open_log(folder):
@@ -176,37 +175,45 @@ def main(arguments=None):
     """Everything from the flags to the last line of main.log. Raises UserError."""
     trainers, _ = table_of_flags(FLAGS, Config)
     table = [*trainers, *OWN_FLAGS]
-    flags = parse_flags("Train with PyTorch, with train_gpt2.py's flags.", table, arguments, defaults=False)
+    flags = parse_flags("Train with PyTorch, with train_gpt2.py's flags.", table, arguments,
+                        defaults=False)
     check_followed(flags, table)
     place = flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if place == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: PyTorch finds no GPU; check nvidia-smi, or train with --device cpu")
+        raise UserError("--device cuda: PyTorch finds no GPU; check nvidia-smi, or train with "
+                        "--device cpu")
     set_defaults(flags, table, Config)
     if flags.dtype == "tf32" and place == "cpu":
-        raise UserError("--dtype tf32: PyTorch has it only on a GPU; take fp32 or bf16, or --device cuda")
+        raise UserError("--dtype tf32: PyTorch has it only on a GPU; take fp32 or bf16, or "
+                        "--device cuda")
     torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
 
     name = flags.model
     from_file = Path(name).is_file() or name.endswith(".bin")
     c = Config.from_file(name) if from_file else Config.from_descriptor(name)
-    B, T = flags.batch_size, flags.seq_len or min(c.maxT, (OnCpu if place == "cpu" else Training).longest)
+    longest = min(c.maxT, (OnCpu if place == "cpu" else Training).longest)
+    B, T = flags.batch_size, flags.seq_len or longest
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")
     train_path, val_path = paths = c.data_paths(flags.train_data, flags.val_data)
     check_pair((flags.train_data, flags.val_data), paths)
-    train_data = FilesLoader(val_path if flags.overfit else train_path, B, T, c, 0 if flags.overfit else flags.shuffle)
+    train_data = FilesLoader(val_path if flags.overfit else train_path, B, T, c,
+                             0 if flags.overfit else flags.shuffle)
     val_data = None
     if flags.val_every:
-        fits = (min(count_tokens(path, c)[0] for path in paths_of(val_path)) - 1) // T  # sequences, as the trainer's
+        # sequences, as the trainer's
+        fits = (min(count_tokens(path, c)[0] for path in paths_of(val_path)) - 1) // T
         val_data = FilesLoader(val_path, max(1, min(B, fits)), T, c, False)
     flags.total_batch = flags.total_batch or B * T
     if flags.total_batch % (B * T):
-        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a micro-batch's tokens")
+        raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a "
+                        "micro-batch's tokens")
     epoch = max(1, train_data.total // flags.total_batch)
     steps = epoch if flags.steps in (None, -1) else flags.steps
-    print(f"PyTorch {torch.__version__} on {place}, {flags.dtype}; {name}, {c}; {train_path}; B={B} T={T}, "
-          f"{flags.total_batch:,} tokens a step, {steps} steps")
-    weights = parameters_of(c, read_parameters(name, c) if from_file else draw_parameters(c, flags.seed), place)
+    print(f"PyTorch {torch.__version__} on {place}, {flags.dtype}; {name}, {c}; {train_path}; "
+          f"B={B} T={T}, {flags.total_batch:,} tokens a step, {steps} steps")
+    tensors = read_parameters(name, c) if from_file else draw_parameters(c, flags.seed)
+    weights = parameters_of(c, tensors, place)
     with open_log(flags.output) as log:
         train(c, weights, train_data, val_data, steps, place, flags, log)
 

@@ -7,9 +7,10 @@ GPUs of the same model differ by several percent, and each gets slower as it war
 alternates between runs of the versions, on one GPU. A version is a commit, a folder with a copy of
 this repository, or . for the working tree. It may be followed by flags of its own; flags for all
 versions come after --. Each run is a process of its own: 40 steps (or -x), on random tokens that
-are distributed like words. A run's time is the median of the last two thirds of its steps. A version's
-time is the median of its runs, and its factor is that time divided by the first version's. All
-versions share the cache of cuBLASLt's algorithms, so equal products use the same one.
+are distributed like words. A run's time is the median of the last two thirds of its steps. A
+version's time is the median of its runs, and its factor is that time divided by the first
+version's. All versions share the cache of cuBLASLt's algorithms, so equal products use the same
+one.
 """
 import io
 import os
@@ -23,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 from dev.bench.benchmark import write_words
-from dev.common.flags import parse_flags, split_names
+from dev.common.flags import parse_flags, split_versions
 from prepro_tinyshakespeare import UserError, run_main
 
 TOP = Path(__file__).resolve().parents[2]
@@ -69,11 +70,7 @@ def time_run(top, flags):
 
 def main(arguments=None):
     """Everything from the flags to the table. Raises UserError."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    own, shared = arguments, []
-    if "--" in arguments:
-        own, shared = arguments[: arguments.index("--")], arguments[arguments.index("--") + 1 :]
-    names, own = split_names(own, FLAGS)
+    names, own, shared = split_versions(arguments, FLAGS)
     rounds = parse_flags(__doc__, FLAGS, own).rounds
     try:
         versions = [(name, flags) for name, *flags in map(shlex.split, names)]

@@ -7,13 +7,14 @@ from prepro_tinyshakespeare import UserError, replace_file
 
 
 def cache_folder():
-    """Raises UserError if there is no home folder either. A folder that others can write would not do: they could put
-    a library there."""
+    """Raises UserError if there is no home folder either. A folder that others can write would not
+    do: they could put a library there."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "train_gpt2"
     except RuntimeError:  # as in a container that runs as a user whom it does not know
-        raise UserError(f"HOME is not set, and user {os.getuid()} has no home folder, so nothing can be cached; "
-                        "set XDG_CACHE_HOME to a folder that can be written") from None
+        raise UserError(f"HOME is not set, and user {os.getuid()} has no home folder, so nothing "
+                        "can be cached; set XDG_CACHE_HOME to a folder that can be "
+                        "written") from None
 
 
 def read_cache(name):

@@ -1,5 +1,6 @@
 """Flags of dev/'s programs: tables of rows as in the trainer, and arguments that are no flags."""
 import argparse
+import sys
 
 from train_gpt2 import FLAG_TYPES, Parser, number
 
@@ -45,3 +46,12 @@ def split_names(arguments, table):
             if word not in switches or arguments[0] in ("0", "1"):
                 others.append(arguments.pop(0))
     return names, others
+
+
+def split_versions(arguments, table):
+    """(names, the program's own arguments, those for all that is named, which come after --)."""
+    arguments, shared = sys.argv[1:] if arguments is None else arguments, []
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, shared = arguments[:at], arguments[at + 1 :]
+    return *split_names(arguments, table), shared

@@ -1,5 +1,5 @@
-"""How much of the host's memory a process can have. A container has less than its machine: Linux kills a process at the
-limit of its control group."""
+"""How much of the host's memory a process can have. A container has less than its machine: Linux
+kills a process at the limit of its control group."""
 import os
 import re
 import resource
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class Controller(NamedTuple):
-    """Where a version of Linux's control groups keeps what: the file of the limit, the file of the usage, and the
-    numbers in memory.stat of what it gives back when memory gets short."""
+    """Where a version of Linux's control groups keeps what: the file of the limit, the file of the
+    usage, and the numbers in memory.stat of what it gives back when memory gets short."""
     folder: str
     limit: str
     usage: str
@@ -20,7 +20,8 @@ VERSION_1 = Controller("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.
                        ("total_inactive_file", "total_active_file"))
 VERSION_2 = Controller("sys/fs/cgroup", "memory.max", "memory.current",
                        ("inactive_file", "active_file", "slab_reclaimable"))
-OF_THREADS = 2**28  # bytes of addresses for each core: the stacks of its threads, and malloc's arenas
+# bytes of addresses for each core: the stacks of its threads, and malloc's arenas
+OF_THREADS = 2**28
 
 
 def free_in_groups(root):
@@ -34,12 +35,13 @@ def free_in_groups(root):
         if controllers and "memory" not in controllers.split(","):
             continue
         kind = VERSION_1 if controllers else VERSION_2
-        # A group that contains this one has a limit, too. In a container the name may be the host's: then only the last
-        # folder is there, and it is the container's group.
+        # A group that contains this one has a limit, too. In a container the name may be the
+        # host's: then only the last folder is there, and it is the container's group.
         for group in (PurePosixPath(name), *PurePosixPath(name).parents):
             folder = root / kind.folder / str(group).lstrip("/")
             try:
-                limit, usage = (int((folder / name).read_text()) for name in (kind.limit, kind.usage))
+                limit, usage = (int((folder / name).read_text())
+                                for name in (kind.limit, kind.usage))
                 stat = dict(re.findall(r"(\w+) (\d+)", (folder / "memory.stat").read_text()))
                 yield limit - usage + sum(int(stat.get(name, 0)) for name in kind.given_back)
             except (OSError, ValueError):  # the folder is not there, or the limit is "max"
@@ -48,18 +50,21 @@ def free_in_groups(root):
 
 def free_of_machine(root):
     try:
-        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())[1])
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB",
+                                    (root / "proc/meminfo").read_text())[1])
     except (OSError, TypeError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def free_addresses(root):
-    """The bytes below `ulimit -v`, without what threads will reserve; none if there is no such limit."""
+    """The bytes below `ulimit -v`, without what threads will reserve; none if there is no such
+    limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         limit -= OF_THREADS * os.cpu_count()
         try:
-            yield limit - os.sysconf("SC_PAGE_SIZE") * int((root / "proc/self/statm").read_text().split()[0])
+            pages = (root / "proc/self/statm").read_text().split()[0]
+            yield limit - os.sysconf("SC_PAGE_SIZE") * int(pages)
         except OSError:  # not Linux
             yield limit
 

@@ -1,8 +1,8 @@
-"""NVRTC compiles CUDA for any GPU without one. This reads what ptxas says of each kernel: registers,
-spills, shared memory.
+"""NVRTC compiles CUDA for any GPU without one. This reads what ptxas says of each kernel:
+registers, spills, shared memory.
 
-NVRTC comes with CuPy. has_nvrtc() says whether it is there. In threads NVRTC compiles one program at
-a time.
+NVRTC comes with CuPy. has_nvrtc() says whether it is there. In threads NVRTC compiles one program
+at a time.
 """
 import importlib.util
 import re
@@ -18,8 +18,8 @@ CONSTANT = re.compile(r"\.const \.align 4 \.b8 (\w+)\[(\d+)\] = \{([\d, ]*)\}") 
 
 
 class Used(NamedTuple):
-    """What a kernel needs on a GPU: of each thread registers and bytes that it spills; of each block
-    bytes of static shared memory."""
+    """What a kernel needs on a GPU: of each thread registers and bytes that it spills; of each
+    block bytes of static shared memory."""
     registers: int
     spilled: int
     shared: int
@@ -50,7 +50,8 @@ def include_flags():
 
 def compile_cuda(text, gpu, flags):
     """(NVRTC's messages, {kernel: Used}, {array: values of the ints that it begins with}) of a
-    program for a GPU such as sm_90a. The arrays are those in constant memory. Raises NotCompiled."""
+    program for a GPU such as sm_90a. The arrays are those in constant memory. Raises
+    NotCompiled."""
     import cupy  # noqa: F401
     from cupy_backends.cuda.libs import nvrtc
     program = nvrtc.createProgram(text, "kernels.cu", [], [])

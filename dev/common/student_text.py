@@ -1,8 +1,8 @@
 """What a student's CUDA file becomes before a compiler reads it, on the CPU and on a GPU.
 
 He may write as for nvcc: include <math.h> and its like, and use FLT_MAX or INFINITY. NVRTC knows no
-header of a C library, so the lines that include one are blanked, and HOST_WORDS stand above the file.
-Lines keep their numbers.
+header of a C library, so the lines that include one are blanked, and HOST_WORDS stand above the
+file. Lines keep their numbers.
 """
 
 import re

@@ -33,8 +33,8 @@ def frames_of(library, pcs):
 
 def with_calls(error, library, students):
     """The message of blocks.h with the lines of a student's file: "threads 0-15 wait in warp_max at
-    line 12 of my_softmax.cu, called at line 30". Threads that wait at one place become one group; the
-    first in the file comes first, since from there on they are apart."""
+    line 12 of my_softmax.cu, called at line 30". Threads that wait at one place become one group;
+    the first in the file comes first, since from there on they are apart."""
     waits = WAITS.findall(error)
     frames = frames_of(library, sorted({pc for *_, pc in waits})) if waits else {}
     names, groups, first_line = {str(path): path.name for path in students}, {}, {}

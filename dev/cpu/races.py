@@ -1,4 +1,5 @@
-"""What races.h has found, in words. A device that is compiled with FLAG looks for races in every launch."""
+"""What races.h has found, in words. A device that is compiled with FLAG looks for races in every
+launch."""
 import ctypes
 import functools
 import json
@@ -14,22 +15,26 @@ import numpy as np
 from prepro_tinyshakespeare import UserError
 
 FLAG = "-fsanitize=thread"
-# The hooks are races.h's own, so libtsan must not be linked; lines are for the report; one OS thread runs all blocks.
-# -fno-tree-sra: a load of 16 bytes whose numbers are used one by one would become four loads.
+# The hooks are races.h's own, so libtsan must not be linked; lines are for the report; one OS
+# thread runs all blocks. -fno-tree-sra: a load of 16 bytes whose numbers are used one by one would
+# become four loads.
 MORE_FLAGS = ("-g1", "-fno-tree-sra", "--param=tsan-distinguish-volatile=1",
               "--param=tsan-instrument-func-entry-exit=0", "-nodefaultlibs")
-LIBRARIES = ("-lstdc++", "-lm", "-lgcc_s", "-lgcc", "-lc")  # instead, behind the source: some may be archives
+# instead, behind the source: some may be archives
+LIBRARIES = ("-lstdc++", "-lm", "-lgcc_s", "-lgcc", "-lc")
 HEADERS = Path(__file__).resolve().parent
-SMALL = re.compile(r"\b(load|store|load_master|store_master|load_once|to_float|from_float|operator\[\])[<(]")
+SMALL = re.compile(r"\b(load|store|load_master|store_master|load_once|to_float|from_float"
+                   r"|operator\[\])[<(]")
 
 
 @functools.cache
 def finds_races(compiler):
     """Whether a compiler can build a device that finds races: g++ from version 11 on."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([compiler, FLAG, *MORE_FLAGS, "-E", "-dM", "-x", "c++", os.devnull], cwd=folder,
-                              capture_output=True, text=True)
-    return done.returncode == 0 and "__SANITIZE_THREAD__" in done.stdout and "__clang__" not in done.stdout
+        done = subprocess.run([compiler, FLAG, *MORE_FLAGS, "-E", "-dM", "-x", "c++", os.devnull],
+                              cwd=folder, capture_output=True, text=True)
+    return (done.returncode == 0 and "__SANITIZE_THREAD__" in done.stdout
+            and "__clang__" not in done.stdout)
 
 
 class Access(NamedTuple):
@@ -45,23 +50,26 @@ class Access(NamedTuple):
         """"thread 3 of block 0 writes it (kernels.cu:12)"."""
         block = self.block if any(self.block[1:]) else self.block[0]
         file, line = self.places[0] if self.places else ("?", 0)
-        return f"thread {self.thread} of block {block} {self.what} it" + f" ({Path(file).name}:{line})" * with_place
+        place = f" ({Path(file).name}:{line})" * with_place
+        return f"thread {self.thread} of block {block} {self.what} it{place}"
 
 
 class Race(UserError):
-    """A race: `what`, such as "part[3]", two Accesses, and `why` nothing orders them, a sentence."""
+    """A race: `what`, such as "part[3]", two Accesses, and `why` nothing orders them, a
+    sentence."""
 
     def __init__(self, kernel, what, first, second, shared, under_way):
         self.what, self.first, self.second = what, first, second
         self.why = reason(first, second, shared, under_way)
-        super().__init__(f"kernels.cu: {kernel} has a race on {what}: {first.told()} and {second.told()}. {self.why}")
+        super().__init__(f"kernels.cu: {kernel} has a race on {what}: {first.told()} and "
+                         f"{second.told()}. {self.why}")
 
 
 def reason(first, second, shared, under_way):
     """Why nothing orders two accesses, and what would."""
     if second.copies and shared and first.what == "writes" and not first.copies:
-        return ("An asynchronous copy sees what a thread wrote to shared memory if that thread then fences "
-                "(fence.proxy.async) and meets the thread that copies at a barrier")
+        return ("An asynchronous copy sees what a thread wrote to shared memory if that thread "
+                "then fences (fence.proxy.async) and meets the thread that copies at a barrier")
     if under_way:
         return ("An asynchronous copy may still be on its way there: its thread must wait for it "
                 "(wait_for_copies), and then the others for that thread (__syncthreads)")
@@ -71,8 +79,9 @@ def reason(first, second, shared, under_way):
     elif first.block != second.block:
         why = "Blocks run in any order, and at the same time"
     if first.block != second.block:
-        return (f"{why}. Give each block places of its own, or let all of them use atomicAdd there, or let a block "
-                "that reads what others wrote wait for them, by __threadfence and a counter")
+        return (f"{why}. Give each block places of its own, or let all of them use atomicAdd "
+                "there, or let a block that reads what others wrote wait for them, by "
+                "__threadfence and a counter")
     if first.thread // 32 == second.thread // 32:
         why += ": the threads are of one warp, and no __syncwarp() or __syncthreads() comes between"
     else:
@@ -93,17 +102,22 @@ class Work(NamedTuple):
 
 
 def work(library, enough=2**63, most=2**63):
-    """The Work of a library's launches since the last call. Beyond `enough` steps races are no longer looked for,
-    and at `most` the process ends with SIGXCPU."""
+    """The Work of a library's launches since the last call. Beyond `enough` steps races are no
+    longer looked for, and at `most` the process ends with SIGXCPU."""
     counts = (ctypes.c_ulong * 5)()
     library.races_work(counts, ctypes.c_ulong(enough), ctypes.c_ulong(most))
     return Work(*counts)
 
 
+def bounds(array):
+    """The addresses of an array's first byte, and behind its last."""
+    return (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils")
+            else np.byte_bounds)(array)
+
+
 def watch(library, arrays):
     """Tell a library which arrays its next launch may use."""
-    spans = sorted(np.lib.array_utils.byte_bounds(array) if hasattr(np.lib, "array_utils") else np.byte_bounds(array)
-                   for array in arrays if array.size)
+    spans = sorted(bounds(array) for array in arrays if array.size)
     merged = []
     for begin, end in spans:
         if merged and begin < merged[-1][1] + 4:  # words of four bytes are not shared
@@ -126,20 +140,22 @@ def check(library, path, kernel, arrays):
     places = lines_of(path, [side["pc"] for side in sides])
     first, second = (Access(tuple(side["block"]), side["thread"], verb(side), bool(side["atomic"]),
                             bool(side["copies"]), where) for side, where in zip(sides, places))
-    raise Race(kernel, name_of(found, path, arrays), first, second, "name" in found, bool(sides[0]["under_way"]))
+    raise Race(kernel, name_of(found, path, arrays), first, second, "name" in found,
+               bool(sides[0]["under_way"]))
 
 
 def verb(side):
     if side["copies"]:
         return "copies asynchronously to" if side["writes"] else "copies asynchronously from"
-    return ("atomically " * bool(side["atomic"]) + ("changes" if side["writes"] else "reads") if side["atomic"] else
-            "writes" if side["writes"] else "reads")
+    return ("atomically " * bool(side["atomic"]) + ("changes" if side["writes"] else "reads")
+            if side["atomic"] else "writes" if side["writes"] else "reads")
 
 
 def name_of(found, path, arrays):
     """The place of a race, such as "out[3,5]"."""
     if "name" in found:  # __shared__
-        return indexed(found["name"], found["at"] // found["item"], found["shape"], many=bool(found["shape"]))
+        return indexed(found["name"], found["at"] // found["item"], found["shape"],
+                       many=bool(found["shape"]))
     address = found["address"]
     for name, array in arrays:
         begin = array.__array_interface__["data"][0]
@@ -151,22 +167,24 @@ def name_of(found, path, arrays):
         at = found["in_library"] - int(start, 16)
         if 0 <= at < int(size, 16):
             item = found["second"]["bytes"]
-            return indexed(name.split("::")[-1], at // item, [int(size, 16) // item], int(size, 16) > item)
+            return indexed(name.split("::")[-1], at // item, [int(size, 16) // item],
+                           int(size, 16) > item)
     return "memory"
 
 
 def indexed(name, number, shape, many=True):
     if not many:
         return name
-    place = np.unravel_index(number, shape) if len(shape) > 1 and number < np.prod(shape) else (number,)
+    place = np.unravel_index(number,
+                             shape) if len(shape) > 1 and number < np.prod(shape) else (number,)
     return f"{name or 'shared memory'}[{','.join(map(str, place))}]"
 
 
 def lines_of(path, pcs):
-    """For each address of a library's code the [(file, line)] of the functions that are inlined there, innermost first,
-    without those that only load or store, and cuda.h's."""
-    said = subprocess.run(["addr2line", "-e", path, "-a", "-i", "-f", "-C", *map(hex, pcs)], capture_output=True,
-                          text=True).stdout
+    """For each address of a library's code the [(file, line)] of the functions that are inlined
+    there, innermost first, without those that only load or store, and cuda.h's."""
+    said = subprocess.run(["addr2line", "-e", path, "-a", "-i", "-f", "-C", *map(hex, pcs)],
+                          capture_output=True, text=True).stdout
     found = []
     for part in re.split(r"^0x[0-9a-f]+\n", said, flags=re.M)[1:]:
         frames = [(function, file, int(line)) for function, file, line in

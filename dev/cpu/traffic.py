@@ -1,10 +1,9 @@
-"""What the warps of a launch move, by line of the source: traffic.h counts it, on a device that can find races."""
+"""What the warps of a launch move, by line of the source: traffic.h counts it, on a device that can
+find races."""
 import contextlib
 import json
 import os
 from typing import NamedTuple
-
-import numpy as np
 
 from dev.cpu import races
 from dev.cpu.device import Cpu
@@ -25,8 +24,8 @@ class Sample(NamedTuple):
 
 
 class Count(NamedTuple):
-    """The requests of one kind that a line made. A request is what the lanes of a warp do at once. It costs sectors of
-    global memory, and turns of shared memory: see traffic.h."""
+    """The requests of one kind that a line made. A request is what the lanes of a warp do at once.
+    It costs sectors of global memory, and turns of shared memory: see traffic.h."""
     file: str
     line: int
     kind: str  # of KINDS
@@ -61,7 +60,7 @@ class Traffic(NamedTuple):
     def total(self, *kinds, shared=False):
         """The Count of all lines together, or None if they made no such request."""
         chosen = [c for c in self.counts if c.shared == shared and c.kind in (kinds or KINDS)]
-        sums = [sum(column) for column in zip(*((c.requests, c.lanes, c.partial, c.cost, c.least) for c in chosen))]
+        sums = map(sum, zip(*((c.requests, c.lanes, c.partial, c.cost, c.least) for c in chosen)))
         return Count("", 0, "", shared, *sums) if chosen else None
 
     @property
@@ -107,8 +106,8 @@ def counting_flags():
 
 
 def count(device, work, arrays, own=""):
-    """The Traffic of work(), which launches kernels on a CountingCpu. arrays: [(name, array)]; own: the
-    name of a file, whose lines count for what they call in other files."""
+    """The Traffic of work(), which launches kernels on a CountingCpu. arrays: [(name, array)]; own:
+    the name of a file, whose lines count for what they call in other files."""
     library = device.library
     library.traffic_end.restype = races.ctypes.c_char_p
     device.set_order("forward")  # warp by warp
@@ -121,19 +120,22 @@ def count(device, work, arrays, own=""):
     counts = {}
     for site, places in zip(sites, races.lines_of(device.path, [site[1] for site in sites])):
         name, _, kind, shared, *numbers = site[:9]
-        place = next((place for place in places if os.path.basename(place[0]) == own), (*places, ("?", 0))[0])
+        place = next((place for place in places if os.path.basename(place[0]) == own),
+                     (*places, ("?", 0))[0])
         key = os.path.basename(place[0]), place[1], KINDS[kind], bool(shared)
         new = Count(*key, *numbers, sample=sample_of(site, arrays))
         counts[key] = added(counts[key], new) if key in counts else new
-    counts = sorted(counts.values(), key=lambda c: (c.file != own, c.file, c.line, c.shared, c.kind))
+    counts = sorted(counts.values(),
+                    key=lambda c: (c.file != own, c.file, c.line, c.shared, c.kind))
     return Traffic(counts, read, written)
 
 
 def added(a, b):
     """Two Counts of one line: its instructions together."""
     worst = max(a, b, key=lambda c: c.each)
-    return a._replace(requests=a.requests + b.requests, lanes=a.lanes + b.lanes, partial=a.partial + b.partial,
-                      cost=a.cost + b.cost, least=a.least + b.least, sample=worst.sample)
+    return a._replace(requests=a.requests + b.requests, lanes=a.lanes + b.lanes,
+                      partial=a.partial + b.partial, cost=a.cost + b.cost, least=a.least + b.least,
+                      sample=worst.sample)
 
 
 def sample_of(site, arrays):
@@ -143,12 +145,8 @@ def sample_of(site, arrays):
     if not shared:
         name = "memory"
         for known, array in arrays:
-            low, high = bounds(array)
+            low, high = races.bounds(array)
             if low <= first < high:
                 name, begin, item = known, low, array.itemsize
     return Sample(name or "shared memory", block, warp, nbytes, item,
                   [None if address is None else address - begin for address in at])
-
-
-def bounds(array):
-    return (np.lib.array_utils.byte_bounds if hasattr(np.lib, "array_utils") else np.byte_bounds)(array)

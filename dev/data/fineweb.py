@@ -1,8 +1,8 @@
 """FineWeb as GPT-2 tokens: llm.c's shards, byte for byte.
 
-    python -m dev.data.fineweb                             # FineWeb's sample of 10 billion tokens
-    python -m dev.data.fineweb -t edu -v 100B              # FineWeb-Edu's of 100 billion
-    python -m dev.data.fineweb --input texts               # any .parquet or .jsonl files with a column text
+    python -m dev.data.fineweb                   # FineWeb's sample of 10 billion tokens
+    python -m dev.data.fineweb -t edu -v 100B    # FineWeb-Edu's of 100 billion
+    python -m dev.data.fineweb --input texts     # any .parquet or .jsonl files with a column text
 
 then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
 
@@ -47,40 +47,46 @@ from train_gpt2 import TOKENS, number
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
-DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"), "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}
+DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"),
+            "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}
 BATCH = 2**20  # characters that a worker gets at a time
 FLAGS = [
     ("-t", "--type", tuple(DATASETS), None, "FineWeb or FineWeb-Edu (default: classic)"),
     ("-v", "--version", ("10B", "100B"), None, "tokens of the sample (default: 10B)"),
-    (None, "--input", str, None, "a .parquet or .jsonl file, or a folder of such files, instead of FineWeb"),
+    (None, "--input", str, None, "a .parquet or .jsonl file, or a folder of such files, instead of "
+     "FineWeb"),
     (None, "--column", str, "text", "the column or field with the text"),
-    (None, "--name", str, None, "writes NAME_val_000000.bin, NAME_train_000001.bin, ... (default: fineweb, edu_fineweb "
-                                "or the input's name)"),
+    (None, "--name", str, None, "writes NAME_val_000000.bin, NAME_train_000001.bin, ... (default: "
+     "fineweb, edu_fineweb or the input's name)"),
     (None, "--output", str, None, "folder of the shards (default: data/NAME and the version)"),
     ("-s", "--shard-tokens", number(int, 1, 2**31), 10**8, "tokens of a shard"),
-    (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the validation shard (default: as the others, or a "
-                                                        "tenth if all texts fit into one)"),
-    (None, "--workers", number(int, 1, 1025), None, "processes that tokenize (default: one for each core)"),
+    (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the validation shard (default: "
+     "as the others, or a tenth if all texts fit into one)"),
+    (None, "--workers", number(int, 1, 1025), None, "processes that tokenize (default: one for "
+     "each core)"),
 ]
 
 # ---- Documents to tokens, on all cores
 
 
 class Place(NamedTuple):
-    """A place in the input: indices of a file, of a row in it, and of a token in that row's document."""
+    """A place in the input: indices of a file, of a row in it, and of a token in that row's
+    document."""
     file: int = 0
     row: int = 0
     token: int = 0
 
 
 def read_batches(paths, column, place):
-    """Batches of documents from a place's row on: (index of the file, index of the first row, texts). The paths begin
-    with the place's file, and are taken one by one as they are read. Raises UserError."""
+    """Batches of documents from a place's row on: (index of the file, index of the first row,
+    texts). The paths begin with the place's file, and are taken one by one as they are read. Raises
+    UserError."""
     for file, path in enumerate(paths, place.file):
         texts, size, first = [], 0, place.row if file == place.file else 0
         for row, (text,) in enumerate(read_rows(path, [column], first), first):
             if text is not None and not isinstance(text, str):
-                raise UserError(f"{path}: {column} of row {row + 1} is of type {type(text).__name__}; expected a text")
+                raise UserError(f"{path}: {column} of row {row + 1} is of type "
+                                f"{type(text).__name__}; expected a text")
             texts.append(text)
             size += 1 + len(text or "")
             if size >= BATCH:
@@ -91,8 +97,8 @@ def read_batches(paths, column, place):
 
 
 def start_worker(encoding):
-    """What a worker does first. It leaves Ctrl-C to its parent, and ends when its parent is gone, so that nothing is
-    left of a killed program."""
+    """What a worker does first. It leaves Ctrl-C to its parent, and ends when its parent is gone,
+    so that nothing is left of a killed program."""
     global encode
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     encode = encoding.encode_ordinary  # <|endoftext|> in a text is text
@@ -105,20 +111,23 @@ def start_worker(encoding):
 
 
 def tokenize(texts, name="", first=0):
-    """([number of tokens of each document], all tokens as uint16). A text that is None has no tokens. name, first: the
-    texts' file and the index of their first row. Raises UserError with the row."""
+    """([number of tokens of each document], all tokens as uint16). A text that is None has no
+    tokens. name, first: the texts' file and the index of their first row. Raises UserError with the
+    row."""
     documents = []
     for row, text in enumerate(texts, first + 1):
         try:
-            documents.append(np.array([] if text is None else [EOT, *call_tiktoken(encode, text)], "<u2"))
+            documents.append(np.array([] if text is None else [EOT, *call_tiktoken(encode, text)],
+                                      "<u2"))
         except UserError as e:
             raise UserError(f"{name}: row {row}: {e}") from None
     return [len(document) for document in documents], np.concatenate(documents)
 
 
 def tokenized(batches, encoding, workers, names):
-    """(index of the file, index of the first row, [number of tokens of each document], tokens) of batches, in their
-    order. names: of the files. Some batches are read ahead, so that no worker waits. Raises UserError."""
+    """(index of the file, index of the first row, [number of tokens of each document], tokens) of
+    batches, in their order. names: of the files. Some batches are read ahead, so that no worker
+    waits. Raises UserError."""
     # Not fork, which is unsafe in a process with threads, such as pyarrow's.
     context, waiting = multiprocessing.get_context("forkserver"), collections.deque()
     pool = ProcessPoolExecutor(workers, context, start_worker, (encoding,))
@@ -132,7 +141,8 @@ def tokenized(batches, encoding, workers, names):
             if done:
                 yield *done[:2], *done[2].result()
     except BrokenProcessPool:
-        raise UserError("a worker died, perhaps because memory was full: give fewer --workers") from None
+        raise UserError("a worker died, perhaps because memory was full: give fewer --workers"
+                        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -141,15 +151,17 @@ def tokenized(batches, encoding, workers, names):
 
 
 def cut_shards(batches, sizes, place, show=lambda count: None):
-    """(tokens, the Place where the next shard begins) of each shard; for the last, the Place is None. sizes: of the
-    shards from here on; place: where the batches begin; show(count) is told how many tokens came."""
+    """(tokens, the Place where the next shard begins) of each shard; for the last, the Place is
+    None. sizes: of the shards from here on; place: where the batches begin; show(count) is told how
+    many tokens came."""
     size, parts, filled = next(sizes), [], 0
     for file, first, lengths, tokens in batches:
         ends, at = np.cumsum(lengths), place.token if (file, first) == place[:2] else 0
         while at < len(tokens):
             if filled == size:  # not as soon as it is full: without another token it is the last
                 row = int(np.searchsorted(ends, at, "right"))
-                yield np.concatenate(parts), Place(file, first + row, at - int(ends[row - 1] if row else 0))
+                yield np.concatenate(parts), Place(file, first + row,
+                                                   at - int(ends[row - 1] if row else 0))
                 size, parts, filled = next(sizes), [], 0
             parts.append(tokens[at : at + size - filled])
             at, filled = at + len(parts[-1]), filled + len(parts[-1])
@@ -181,27 +193,30 @@ def read_progress(path):
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        raise UserError(f"{path}: is damaged; delete it and the shards beside it to begin anew") from None
+        raise UserError(f"{path}: is damaged; delete it and the shards beside it to begin anew"
+                        ) from None
 
 
 def begin(folder, name, settings):
-    """The progress in the folder, or that of a fresh start. Raises UserError if its shards were made with other
-    settings or by something else, or are damaged."""
+    """The progress in the folder, or that of a fresh start. Raises UserError if its shards were
+    made with other settings or by something else, or are damaged."""
     path = progress_path(folder, name)
     progress, begun = read_progress(path), sorted(folder.glob(f"{name}_*_*.bin"))
     if not progress and begun:
-        raise UserError(f"{begun[0]}: is there already, without {path.name}, which would say how it was made; give "
-                        "another --output, or delete the shards")
+        raise UserError(f"{begun[0]}: is there already, without {path.name}, which would say how "
+                        "it was made; give another --output, or delete the shards")
     if not progress.get("shards"):
         return settings | {"shards": 0, "place": Place(), "tokens": 0, "done": False}
     for key, now in settings.items():
         if progress.get(key) != now:
             what = f"{key} {progress.get(key)}, and now it is {now}"
             if key == "files":
-                [was, is_now] = next(pair for pair in itertools.zip_longest(progress.get(key) or [], now)
+                [was, is_now] = next(pair
+                                     for pair in itertools.zip_longest(progress.get(key) or [], now)
                                      if pair[0] != pair[1])
                 what = f"other input files: {was} (name, bytes), where there is now {is_now}"
-            raise UserError(f"{path}: the shards were begun with {what}; give the same again, or another --output")
+            raise UserError(f"{path}: the shards were begun with {what}; give the same again, or "
+                            "another --output")
     sizes = [shard_size(settings, shard) for shard in range(progress["shards"])]
     sizes[0] = progress.get("tenth") or sizes[0]
     if progress["done"]:
@@ -209,21 +224,24 @@ def begin(folder, name, settings):
     for shard, size in enumerate(sizes):
         found = count_tokens(shard_path(folder, name, shard))[0]
         if found != size:
-            raise UserError(f"{shard_path(folder, name, shard)}: {found:,} tokens; expected {size:,}: delete the "
-                            f"shards and {path.name} to begin anew")
+            raise UserError(f"{shard_path(folder, name, shard)}: {found:,} tokens; expected "
+                            f"{size:,}: delete the shards and {path.name} to begin anew")
     return progress
 
 
-def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda file: None, divides=False):
-    """Write the remaining shards, and the progress file after each. Raises UserError. If the program is killed between
-    the two, it writes that shard again, with the same bytes. paths: the input files from the place's on. forget(i) is
-    told that files before i are not needed any more. divides: whether to divide a first shard that has all tokens."""
+def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda file: None,
+                 divides=False):
+    """Write the remaining shards, and the progress file after each. Raises UserError. If the
+    program is killed between the two, it writes that shard again, with the same bytes. paths: the
+    input files from the place's on. forget(i) is told that files before i are not needed any more.
+    divides: whether to divide a first shard that has all tokens."""
     tqdm, start, path = library("tqdm").tqdm, Place(*progress["place"]), progress_path(folder, name)
     replace_file(path, [json.dumps(progress).encode()])
     sizes = (shard_size(progress, shard) for shard in itertools.count(progress["shards"]))
     batches = tokenized(read_batches(paths, progress["--column"], start), encoding, workers,
                         [name for name, _ in progress["files"]])
-    with contextlib.closing(batches), tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
+    with contextlib.closing(batches), tqdm(unit=" tokens", unit_scale=True, leave=False,
+                                           disable=None) as bar:
         bar.reset(shard_size(progress, progress["shards"]))
         begun = time.perf_counter()
         for tokens, place in cut_shards(batches, sizes, start, bar.update):
@@ -231,22 +249,24 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
             if done == 0 and place is None:
                 tenth = len(tokens) // 10
                 if not divides:
-                    raise UserError(f"the texts have {len(tokens):,} tokens, and all of them would be for validation; "
-                                    "give more of them, or fewer --val-tokens")
+                    raise UserError(f"the texts have {len(tokens):,} tokens, and all of them would "
+                                    "be for validation; give more of them, or fewer --val-tokens")
                 if tenth < 2:
-                    raise UserError(f"the texts have {len(tokens)} tokens, and need at least 20 for training and "
-                                    "validation")
+                    raise UserError(f"the texts have {len(tokens)} tokens, and need at least 20 "
+                                    "for training and validation")
                 parts, progress["tenth"] = [tokens[:tenth], tokens[tenth:]], tenth
             rate = len(tokens) / (time.perf_counter() - begun)
             for shard, part in enumerate(parts, done):
-                replace_file(shard_path(folder, name, shard), [make_header(TOKENS.magic, 1, len(part)), part])
-            progress |= {"shards": done + len(parts), "place": place or progress["place"], "done": place is None,
-                         "tokens": progress["tokens"] + len(tokens)}
+                replace_file(shard_path(folder, name, shard),
+                             [make_header(TOKENS.magic, 1, len(part)), part])
+            progress |= {"shards": done + len(parts), "place": place or progress["place"],
+                         "done": place is None, "tokens": progress["tokens"] + len(tokens)}
             replace_file(path, [json.dumps(progress).encode()])
             bar.clear()  # the next line takes its place
             for shard, part in enumerate(parts, done):
-                print(f"{shard_path(folder, name, shard)}: {len(part):,} tokens, {rate:,.0f} tokens/s, input file "
-                      f"{progress['place'][0] + 1} of {len(progress['files'])}", flush=True)
+                print(f"{shard_path(folder, name, shard)}: {len(part):,} tokens, {rate:,.0f} "
+                      f"tokens/s, input file {progress['place'][0] + 1} of "
+                      f"{len(progress['files'])}", flush=True)
             begun = time.perf_counter()
             bar.reset(shard_size(progress, done + len(parts)))
             forget(progress["place"][0])
@@ -259,8 +279,8 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
 
 @contextlib.contextmanager
 def locked(folder):
-    """Make a folder, and lock it against other programs. After an error it is removed again if this program made it and
-    it has no shard or downloaded file yet. Raises UserError."""
+    """Make a folder, and lock it against other programs. After an error it is removed again if this
+    program made it and it has no shard or downloaded file yet. Raises UserError."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
@@ -268,10 +288,12 @@ def locked(folder):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UserError(f"{folder}: another program writes shards there; wait for it, or give another --output"
+        raise UserError(f"{folder}: another program writes shards there; wait for it, or give "
+                        "another --output"
                         ) from None
     except (Exception, KeyboardInterrupt):
-        if folder in made and not any(path.suffix in (".bin", ".parquet") for path in folder.rglob("*")):
+        if folder in made and not any(path.suffix in (".bin", ".parquet")
+                                      for path in folder.rglob("*")):
             shutil.rmtree(folder)
             for path in made[1:]:
                 with contextlib.suppress(OSError):  # somebody else has put something there
@@ -284,7 +306,8 @@ def locked(folder):
 def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     if flags.input and (flags.type or flags.version):
-        raise UserError("--input takes local files, and -t or -v chooses a sample to download: give one of them")
+        raise UserError("--input takes local files, and -t or -v chooses a sample to download: "
+                        "give one of them")
     version, (repo, name) = flags.version or "10B", DATASETS[flags.type or "classic"]
     sample = f"sample/{version}T"
     name = flags.name or (Path(flags.input).stem if flags.input else name)
@@ -292,10 +315,12 @@ def main(arguments=None):
         raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
     folder = Path(flags.output or f"data/{name}{'' if flags.input else version}")
     encoding = gpt2_encoding()
-    workers = flags.workers or (len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count())
+    workers = flags.workers or (len(os.sched_getaffinity(0)) if sys.platform == "linux"
+                                else os.cpu_count())
     with locked(folder):
         downloads, before = folder / f"{name}_download", read_progress(progress_path(folder, name))
-        source, commit = ("--input", None) if flags.input else (f"{repo} {sample}", before.get("commit"))
+        source, commit = ("--input",
+                          None) if flags.input else (f"{repo} {sample}", before.get("commit"))
         if flags.input:
             found = table_files(flags.input)
             files = [[path.name, path.stat().st_size] for path in found]
@@ -306,13 +331,15 @@ def main(arguments=None):
             files = [[path, size] for path, size in files if path.endswith(".parquet")]
         progress = begin(folder, name, {
             "source": source, "commit": commit, "files": files, "--column": flags.column,
-            "--shard-tokens": flags.shard_tokens, "--val-tokens": flags.val_tokens or flags.shard_tokens,
-            "tokenizer": encoding.name})
-        for rest in (*folder.glob(f"{name}_*.tmp"), *downloads.rglob("*.incomplete")):  # of a killed program
+            "--shard-tokens": flags.shard_tokens,
+            "--val-tokens": flags.val_tokens or flags.shard_tokens, "tokenizer": encoding.name})
+        # of a killed program
+        for rest in (*folder.glob(f"{name}_*.tmp"), *downloads.rglob("*.incomplete")):
             rest.unlink()
         if progress["done"]:
-            print(f"{folder}: finished before, with {progress['tokens']:,} tokens in {progress['shards']} shards; to "
-                  "make them anew, delete them and their progress file")
+            print(f"{folder}: finished before, with {progress['tokens']:,} tokens in "
+                  f"{progress['shards']} shards; to make them anew, delete them and their progress "
+                  "file")
             return
 
         def forget(file):
@@ -322,7 +349,8 @@ def main(arguments=None):
         first = progress["place"][0]
         paths = found[first:] if flags.input else (
             download(repo, path, revision=commit, folder=downloads) for path, _ in files[first:])
-        write_shards(folder, name, progress, paths, encoding, workers, forget, flags.val_tokens is None)
+        write_shards(folder, name, progress, paths, encoding, workers, forget,
+                     flags.val_tokens is None)
         shutil.rmtree(downloads, ignore_errors=True)
         print(f"{folder}: {progress['tokens']:,} tokens in {progress['shards']} shards")
 

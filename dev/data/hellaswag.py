@@ -1,11 +1,11 @@
 """HellaSwag as GPT-2 tokens: llm.c's file of multiple-choice questions, byte for byte.
 
-    python -m dev.data.hellaswag                           # the 10,042 questions of the validation set
+    python -m dev.data.hellaswag                # the 10,042 questions of the validation set
     python -m dev.data.hellaswag --input hellaswag_val.jsonl
 
 A question is the beginning of a text, the context, and four endings; the label says which is real.
-dev/features/hellaswag_score.py describes the file. Endings are tokenized with a space before them, and
-there is no <|endoftext|>. The download is 6 MB, which huggingface_hub keeps in its cache.
+dev/features/hellaswag_score.py describes the file. Endings are tokenized with a space before them,
+and there is no <|endoftext|>. The download is 6 MB, which huggingface_hub keeps in its cache.
 """
 import functools
 from pathlib import Path
@@ -22,7 +22,8 @@ import numpy as np  # after prepro_tinyshakespeare, which sets how its threads w
 
 REPO = "Rowan/hellaswag"
 FLAGS = [
-    (None, "--input", str, None, "a .jsonl or .parquet file with ctx, endings and label, instead of downloading it"),
+    (None, "--input", str, None, "a .jsonl or .parquet file with ctx, endings and label, instead "
+     "of downloading it"),
     (None, "--output", str, "data/hellaswag/hellaswag_val.bin", "the file to write"),
 ]
 
@@ -30,28 +31,35 @@ FLAGS = [
 def read_questions(paths):
     """(context, endings, label) of each row of these files. Raises UserError with the row."""
     for path in paths:
-        for row, (context, endings, label) in enumerate(read_rows(path, ["ctx", "endings", "label"]), 1):
-            if not isinstance(context, str) or not isinstance(endings, list) or len(endings) != COMPLETIONS or not all(
-                    isinstance(ending, str) for ending in endings):
-                raise UserError(f"{path}: row {row}: expected ctx to be a text and endings to be {COMPLETIONS} texts")
+        found = read_rows(path, ["ctx", "endings", "label"])
+        for row, (context, endings, label) in enumerate(found, 1):
+            if (not isinstance(context, str) or not isinstance(endings, list)
+                    or len(endings) != COMPLETIONS
+                    or not all(isinstance(ending, str) for ending in endings)):
+                raise UserError(f"{path}: row {row}: expected ctx to be a text and endings to be "
+                                f"{COMPLETIONS} texts")
             if not context:
-                raise UserError(f"{path}: row {row}: its ctx is empty; expected the beginning of a text")
-            if str(label) not in map(str, range(COMPLETIONS)):  # a text in the hub's files; empty in its test set
+                raise UserError(f"{path}: row {row}: its ctx is empty; expected the beginning of a "
+                                "text")
+            # a text in the hub's files; empty in its test set
+            if str(label) not in map(str, range(COMPLETIONS)):
                 raise UserError(f"{path}: row {row}: its label is {label!r}; expected one of 0 to "
                                 f"{COMPLETIONS - 1}: of HellaSwag's files, the test set has none")
             yield context, endings, int(label)
 
 
 def write_questions(path, questions, encoding):
-    """Write (context, endings, label)s, and return how many. Raises UserError if there are none or one is too long."""
+    """Write (context, endings, label)s, and return how many. Raises UserError if there are none or
+    one is too long."""
     examples, encode = [], functools.partial(call_tiktoken, encoding.encode_ordinary)
     for i, (context, endings, label) in enumerate(questions):
         parts = [encode(text) for text in (context, *(" " + ending for ending in endings))]
         body = [i, label, COMPLETIONS, *(token for part in parts for token in (len(part), *part))]
         nbytes = 2 * (2 + len(body))
         if max(nbytes, i) > START - 1:
-            raise UserError(f"question {i + 1} takes {nbytes:,} bytes; expected at most {START - 1:,} of these, and of "
-                            "questions, since numbers in the file have 16 bits")
+            raise UserError(f"question {i + 1} takes {nbytes:,} bytes; expected at most "
+                            f"{START - 1:,} of these, and of questions, since numbers in the file "
+                            "have 16 bits")
         examples.append(np.array([START, nbytes, *body], "<u2"))
     if not examples:
         raise UserError("the input has no question; expected HellaSwag's")
@@ -64,7 +72,8 @@ def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     path = Path(flags.output)
     if path.exists():  # it is complete, since only then it gets its name
-        print(f"{path}: {read_header(path, EVAL_FILE)[2]:,} questions, is there already; to make it anew, delete it")
+        print(f"{path}: {read_header(path, EVAL_FILE)[2]:,} questions, is there already; to make "
+              "it anew, delete it")
         return
     encoding = gpt2_encoding()
     if flags.input:

@@ -1,4 +1,5 @@
-"""Downloads from Hugging Face's hub, and other libraries of dev/requirements.txt, with errors of one line."""
+"""Downloads from Hugging Face's hub, and other libraries of dev/requirements.txt, with errors of
+one line."""
 import errno
 import importlib
 from pathlib import Path
@@ -6,8 +7,10 @@ from pathlib import Path
 from prepro_tinyshakespeare import UserError
 
 AGAIN = "start the program again to go on"
-ANSWERS = {  # what the hub may answer: what that means, and what to do
-    401: ("does not show it without a login", "see its page on huggingface.co, then `hf auth login`"),
+# what the hub may answer: what that means, and what to do
+ANSWERS = {
+    401: ("does not show it without a login",
+          "see its page on huggingface.co, then `hf auth login`"),
     403: ("does not give it to you", "ask for access on its page, then `hf auth login`"),
     404: ("has no such thing", "see its page on huggingface.co"),
     429: ("has had too many requests from here", f"wait some minutes, then {AGAIN}"),
@@ -19,19 +22,23 @@ def library(name):
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        raise UserError(f"{name.split('.')[0]} is missing ({e}): pip install -r dev/requirements.txt") from None
+        raise UserError(f"{name.split('.')[0]} is missing ({e}): pip install -r "
+                        "dev/requirements.txt") from None
 
 
 def meaning(error):
-    """(what went wrong, what to do) for an exception of huggingface_hub and those it was raised from."""
+    """(what went wrong, what to do) for an exception of huggingface_hub and those it was raised
+    from."""
     chain = []
     while error and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
     kinds = {type(e).__name__ for e in chain}
-    status = next((e.response.status_code for e in chain if getattr(e, "response", None) is not None), None)
+    status = next((e.response.status_code
+                   for e in chain if getattr(e, "response", None) is not None), None)
     if status:
-        what, advice = ANSWERS.get(status, ("cannot answer now", f"wait some minutes, then {AGAIN}"))
+        what, advice = ANSWERS.get(status,
+                                   ("cannot answer now", f"wait some minutes, then {AGAIN}"))
         return f"the hub {what} ({status})", advice
     if "OfflineModeIsEnabled" in kinds:
         return "HF_HUB_OFFLINE forbids to ask the hub", "unset it"
@@ -43,7 +50,8 @@ def meaning(error):
 
 
 def ask(what, question, instead="give local files with --input"):
-    """question(huggingface_hub). what: what is asked for. Raises UserError, with what to do instead."""
+    """question(huggingface_hub). what: what is asked for. Raises UserError, with what to do
+    instead."""
     hub = library("huggingface_hub")
     hub.logging.set_verbosity_error()
     try:
@@ -54,17 +62,19 @@ def ask(what, question, instead="give local files with --input"):
 
 
 def list_files(repo, folder):
-    """(commit, [[path, bytes], ...] sorted by path) of a folder of a repository. Raises UserError."""
+    """(commit, [[path, bytes], ...] sorted by path) of a folder of a repository. Raises
+    UserError."""
     def question(hub):
         commit = hub.HfApi().repo_info(repo, repo_type="dataset").sha
-        tree = hub.HfApi().list_repo_tree(repo, folder, recursive=True, revision=commit, repo_type="dataset")
+        tree = hub.HfApi().list_repo_tree(repo, folder, recursive=True, revision=commit,
+                                          repo_type="dataset")
         return commit, sorted([item.path, item.size] for item in tree if hasattr(item, "size"))
 
     return ask(f"{repo}, {folder}", question)
 
 
 def download(repo, filename, revision=None, folder=None):
-    """The path of a file of a repository, downloaded unless it is here already, into the folder or huggingface_hub's
-    cache. Raises UserError."""
+    """The path of a file of a repository, downloaded unless it is here already, into the folder or
+    huggingface_hub's cache. Raises UserError."""
     return Path(ask(f"{repo}, {filename}", lambda hub: hub.hf_hub_download(
         repo, filename, repo_type="dataset", revision=revision, local_dir=folder)))

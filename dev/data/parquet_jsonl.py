@@ -1,4 +1,5 @@
-"""Reads rows of .parquet and .jsonl files, a few at a time, so that a file may be larger than memory."""
+"""Reads rows of .parquet and .jsonl files, a few at a time, so that a file may be larger than
+memory."""
 import itertools
 import json
 from pathlib import Path
@@ -10,20 +11,21 @@ KINDS = ".parquet", ".jsonl"
 
 
 def table_files(source):
-    """The .parquet and .jsonl files at a path, sorted: itself, or all in and below a folder. Raises UserError if there
-    are none."""
+    """The .parquet and .jsonl files at a path, sorted: itself, or all in and below a folder. Raises
+    UserError if there are none."""
     source = Path(source)
     found = [source] if source.is_file() else sorted(source.rglob("*"))
     found = [path for path in found if path.suffix in KINDS and path.is_file()]
     if not found:
         what = "no such file or folder" if not source.exists() else "found none of these"
-        raise UserError(f"{source}: {what}; expected {' or '.join(KINDS)}, or a folder of such files")
+        raise UserError(f"{source}: {what}; expected {' or '.join(KINDS)}, or a folder of such "
+                        "files")
     return found
 
 
 def values_of(path, batch, name, before):
-    """A column of a batch, a list. before: how many rows of the file come before the batch. Raises UserError with the
-    row of a text that is not UTF-8."""
+    """A column of a batch, a list. before: how many rows of the file come before the batch. Raises
+    UserError with the row of a text that is not UTF-8."""
     column = batch.column(name)
     try:
         return column.to_pylist()
@@ -37,14 +39,16 @@ def values_of(path, batch, name, before):
 
 
 def read_parquet(path, columns, first):
-    """Rows of Parquet from row `first` on, tuples. One row group is in memory at a time; earlier ones are skipped."""
+    """Rows of Parquet from row `first` on, tuples. One row group is in memory at a time; earlier
+    ones are skipped."""
     parquet, before = library("pyarrow.parquet"), 0
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             for name in columns:
                 if names.count(name) != 1:
-                    raise UserError(f"{path}: has {names.count(name) or 'no'} column {name}; expected it among {names}")
+                    raise UserError(f"{path}: has {names.count(name) or 'no'} column {name}; "
+                                    f"expected it among {names}")
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if before + count <= first:
@@ -53,15 +57,18 @@ def read_parquet(path, columns, first):
                 for batch in file.iter_batches(1024, [group], columns=columns):
                     skipped = min(max(0, first - before), batch.num_rows)
                     rows, before = batch.slice(skipped), before + batch.num_rows
-                    yield from zip(*(values_of(path, rows, name, before - rows.num_rows) for name in columns))
+                    yield from zip(*(values_of(path, rows, name, before - rows.num_rows)
+                                     for name in columns))
     except OSError as e:  # damage within a column is one too, without a strerror
-        raise UserError(f"{path}: could not be read ({e.strerror or 'damaged'}); is the file complete?") from None
+        raise UserError(f"{path}: could not be read ({e.strerror or 'damaged'}); is the file "
+                        "complete?") from None
     except (library("pyarrow").ArrowException, UnicodeDecodeError):
         raise UserError(f"{path}: is no Parquet, or a part of one; is the file complete?") from None
 
 
 def read_jsonl(path, columns, first):
-    """Rows of JSON from row `first` on, tuples. Each line is a row, except blank ones. A missing field is an error."""
+    """Rows of JSON from row `first` on, tuples. Each line is a row, except blank ones. A missing
+    field is an error."""
     try:
         with open(path, "rb") as file:
             rows = ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -70,19 +77,21 @@ def read_jsonl(path, columns, first):
                     fields = json.loads(line)
                     yield tuple(fields[name] for name in columns)
                 except KeyError as e:
-                    raise UserError(f"{path}: line {number} has no field {e.args[0]}; expected it in {list(fields)}"
+                    raise UserError(f"{path}: line {number} has no field {e.args[0]}; expected it "
+                                    f"in {list(fields)}"
                                     ) from None
                 except RecursionError:
-                    raise UserError(f"{path}: line {number} is JSON with too many brackets in brackets; expected an "
-                                    "object with simple fields") from None
+                    raise UserError(f"{path}: line {number} is JSON with too many brackets in "
+                                    "brackets; expected an object with simple fields") from None
                 except (ValueError, TypeError):
-                    raise UserError(f"{path}: line {number} is no JSON object in UTF-8; expected one in each line"
+                    raise UserError(f"{path}: line {number} is no JSON object in UTF-8; expected "
+                                    "one in each line"
                                     ) from None
     except OSError as e:
         raise UserError(f"{path}: could not be read ({e.strerror})") from None
 
 
 def read_rows(path, columns, first=0):
-    """Rows of a .parquet or .jsonl file from row `first` on, each a tuple of these columns. Raises UserError, also
-    if a column is missing or the file is damaged."""
+    """Rows of a .parquet or .jsonl file from row `first` on, each a tuple of these columns. Raises
+    UserError, also if a column is missing or the file is damaged."""
     return (read_parquet if Path(path).suffix == ".parquet" else read_jsonl)(path, columns, first)

@@ -17,41 +17,57 @@ from pathlib import Path
 
 from dev.common.flags import parse_flags
 from dev.features.tokenizer import words_of
-from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError, call_tiktoken,
-                                    gpt2_encoding, prepare, read_text, run_main)
+from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError,
+                                    call_tiktoken, gpt2_encoding, prepare, read_text, run_main)
 from train_gpt2 import FileKind
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
-# Separates texts, as GPT-2's end-of-text does. By its id the trainer tells models with Llama 3's vocabulary of 128,256
-# words from those with GPT-2's.
+# Separates texts, as GPT-2's end-of-text does. By its id the trainer tells models with Llama 3's
+# vocabulary of 128,256 words from those with GPT-2's.
 BEGIN_OF_TEXT, BEGIN_ID = "<|begin_of_text|>", 128000
-# How Llama 3 splits a text into pieces that are tokenized one by one; a tokenizer.json has its own pattern.
-PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-           r"|\s+(?!\S)|\s+")
-# A tokenizer.model does not name the 256 special tokens after its words. These are the names since Llama 3.1.
+# How Llama 3 splits a text into pieces that are tokenized one by one; a tokenizer.json has its own
+# pattern.
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+           r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+# A tokenizer.model does not name the 256 special tokens after its words. These are the names since
+# Llama 3.1.
 NAMED = ("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1",
-         "finetune_right_pad_id", "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag")
-SPECIAL = [f"<|{name}|>" for name in (*NAMED, *(f"reserved_special_token_{i}" for i in range(2, 258 - len(NAMED))))]
+         "finetune_right_pad_id", "step_id", "start_header_id", "end_header_id", "eom_id", "eot_id",
+         "python_tag")
+SPECIAL = [f"<|{name}|>"
+           for name in (*NAMED,
+                        *(f"reserved_special_token_{i}" for i in range(2, 258 - len(NAMED))))]
+
+
+def letters():
+    """{byte: the letter that stands for it in Hugging Face's vocabularies}: itself if it prints,
+    else one from U+0100 up."""
+    others = [b for b in range(256) if b not in PRINTING]
+    return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
 
 
 def read_model(path):
-    """(pattern, {bytes: id}, {special token: id}) of Meta's tokenizer.model: a word in Base64 and its id per line."""
+    """(pattern, {bytes: id}, {special token: id}) of Meta's tokenizer.model: a word in Base64 and
+    its id per line."""
     lines = path.read_bytes().removeprefix(BYTE_ORDER_MARK.encode()).splitlines()
-    ids = {base64.b64decode(word, validate=True): int(i) for word, i in (line.split() for line in lines if line)}
+    ids = {base64.b64decode(word, validate=True): int(i)
+           for word, i in (line.split() for line in lines if line)}
     return PATTERN, ids, {name: len(ids) + i for i, name in enumerate(SPECIAL)}
 
 
 def read_json(path):
     """The same of Hugging Face's tokenizer.json, where a word has a letter for each byte."""
     content = json.loads(path.read_bytes())
-    others = [b for b in range(256) if b not in PRINTING]
-    byte_of = {chr(b): b for b in PRINTING} | {chr(256 + i): b for i, b in enumerate(others)}
+    byte_of = {letter: b for b, letter in letters().items()}
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
     steps = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])
-    names, model, normalizer = ", ".join(step["type"] for step in steps), content["model"], content.get("normalizer")
-    for ok, problem in ((model["type"] == "BPE", f"model is of type {model['type']}, not BPE"),
-                        (not normalizer, f"normalizer is of type {normalizer and normalizer['type']}, not none"),
-                        (names == "Split, ByteLevel", f"pre_tokenizer has the steps {names}, not Split, ByteLevel")):
+    model, normalizer = content["model"], content.get("normalizer") or {}
+    names = ", ".join(step["type"] for step in steps)
+    for ok, problem in (
+            (model["type"] == "BPE", f"model is of type {model['type']}, not BPE"),
+            (not normalizer, f"normalizer is of type {normalizer.get('type')}, not none"),
+            (names == "Split, ByteLevel",
+             f"pre_tokenizer has the steps {names}, not Split, ByteLevel")):
         if not ok:
             raise UserError(f"{path}: its {problem}; expected Llama 3's tokenizer")
     pattern = steps[0]["pattern"]["Regex"]
@@ -67,8 +83,8 @@ def tokenizer_here():
 
 @functools.cache
 def encoding(path=None):
-    """tiktoken's Encoding of a tokenizer.json or tokenizer.model: without a path, the one in the current folder, or
-    GPT-2's if there is none. Raises UserError."""
+    """tiktoken's Encoding of a tokenizer.json or tokenizer.model: without a path, the one in the
+    current folder, or GPT-2's if there is none. Raises UserError."""
     path = path or tokenizer_here()
     if not path:
         return gpt2_encoding()
@@ -77,7 +93,8 @@ def encoding(path=None):
         import tiktoken
         pattern, ids, special = (read_json if path.suffix == ".json" else read_model)(path)
     except OSError as e:
-        raise UserError(f"{path}: could not be read ({e.strerror}); a tokenizer comes with Llama's weights") from None
+        raise UserError(f"{path}: could not be read ({e.strerror}); a tokenizer comes with Llama's "
+                        "weights") from None
     except ImportError as e:
         raise UserError(f"{path} needs tiktoken ({e}): pip install -r requirements.txt") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -87,12 +104,16 @@ def encoding(path=None):
         lack = f"token for byte {missing[0]}" if missing else BEGIN_OF_TEXT
         raise UserError(f"{path}: has no {lack}; expected a tokenizer of Llama 3")
     if special[BEGIN_OF_TEXT] != BEGIN_ID:
-        raise UserError(f"{path}: its {BEGIN_OF_TEXT} is token {special[BEGIN_OF_TEXT]}, not {BEGIN_ID}; expected a "
-                        "tokenizer of Llama 3, since the trainer has models of its words and of GPT-2's words only")
+        raise UserError(f"{path}: its {BEGIN_OF_TEXT} is token {special[BEGIN_OF_TEXT]}, not "
+                        f"{BEGIN_ID}; expected a tokenizer of Llama 3, since the trainer has "
+                        "models of its words and of GPT-2's words only")
     try:
-        return call_tiktoken(tiktoken.Encoding, str(path), pat_str=pattern, mergeable_ranks=ids, special_tokens=special)
-    except (UserError, ValueError, OverflowError, TypeError):  # two words have an id, or the pattern is none
-        raise UserError(f"{path}: tiktoken cannot use its words or its pattern; expected a tokenizer of Llama 3"
+        return call_tiktoken(tiktoken.Encoding, str(path), pat_str=pattern, mergeable_ranks=ids,
+                             special_tokens=special)
+    # two words have an id, or the pattern is none
+    except (UserError, ValueError, OverflowError, TypeError):
+        raise UserError(f"{path}: tiktoken cannot use its words or its pattern; expected a "
+                        "tokenizer of Llama 3"
                         ) from None
 
 
@@ -108,8 +129,8 @@ def vocabulary(path=None):
 
 @functools.cache
 def no_words():
-    print("WARNING: there is no tokenizer.json or tokenizer.model in this folder, which come with Llama's weights: "
-          "samples are shown as token ids")
+    print("WARNING: there is no tokenizer.json or tokenizer.model in this folder, which come with "
+          "Llama's weights: samples are shown as token ids")
     return {}
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from dev.bench import benchmark, peers, torchao_peer
+from dev.bench import benchmark, peers
 from dev.bench.benchmark import FIRST, ROWS, THEN, Row
 from dev.bench.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
 from dev.bench.step_by_kernel import Recording, by_label, read_table, recorded_steps, work_of_step
@@ -134,9 +134,9 @@ def float8(folder):
         return dict(ms=30.0 if recipe else 40.0, memory=2 * GIB) | of_torch
 
     said, there, absent = io.StringIO(), lambda package: True, lambda package: package != "torchao"
-    with mock.patch.multiple(torchao_peer, run_job=job, check_gpu=lambda: None), \
+    with mock.patch.multiple(benchmark, run_job=job, check_gpu=lambda: None), \
             mock.patch("importlib.util.find_spec", there), contextlib.redirect_stdout(said):
-        torchao_peer.main(["--rows", "124M"])
+        benchmark.main(["--float8", "both", "--rows", "124M"])
     row = "124M bf16 B=32"
     check("jobs", done == [("time_ours", "124M fp8 B=32", None), ("time_torch", row, None),
                            ("time_torch", row, "rowwise"), ("time_torch", row, "tensorwise")], done)
@@ -145,7 +145,7 @@ def float8(folder):
     check("one that fails", lines[3].endswith("| - | - | - | - | failed: out of memory |"), lines[3])
     with mock.patch("importlib.util.find_spec", absent):
         check_refusal("no torchao", "torchao is not installed.*pip install -r dev/requirements.txt",
-                      torchao_peer.main, [])
+                      benchmark.main, ["--float8", "both"])
 
 
 def llmc(folder):

@@ -1,6 +1,6 @@
 """Convert GPT-2 or Llama 3 between a Hugging Face folder and the checkpoint that the trainers read.
 
-    python -m dev.tools.convert gpt2 gpt2_124M.bin        # from the hub; or gpt2-medium, -large, -xl
+    python -m dev.tools.convert gpt2 gpt2_124M.bin        # the hub's; or gpt2-medium, -large, -xl
     python -m dev.tools.convert FOLDER OUT.bin            # or from the hub: meta-llama/Llama-3.2-1B
     python -m dev.tools.convert FILE.safetensors OUT.bin  # GPT-2, if there is no config.json
     python -m dev.tools.convert IN.bin FOLDER             # a folder that transformers loads
@@ -20,8 +20,8 @@ Llama 3     RoPE rotates rows 2i and 2i+1 of a query or key head together in a c
             header has are kept in config.json as llm_c, so that a checkpoint survives the round
             trip bit for bit (one of llm.c's master becomes one of its branch llama3).
 
-A new folder also gets GPT-2's tokenizer, if the model has GPT-2's vocabulary. No file says whether a
-model was trained with `--attention relu`, which transformers does not have.
+A new folder also gets GPT-2's tokenizer, if the model has GPT-2's vocabulary. No file says whether
+a model was trained with `--attention relu`, which transformers does not have.
 
 A safetensors file is the length of a JSON text, in 8 bytes; that text, {name: {dtype, shape,
 data_offsets}}; and the numbers. NumPy maps it into memory, and tensors are converted one by one.
@@ -49,14 +49,16 @@ DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
 SHARD_BYTES = 5 * 10**9  # the largest file of a folder, unless a single tensor is larger
 CHUNK = 2**24  # numbers that are converted at a time
 GPT2_WORDS = 50257
-TEXT_IDS = {GPT2_WORDS: (50256, 50256), 128256: (128000, 128001)}  # V: the tokens before and after a text
-HUB_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors",
-             "tokenizer.json")
+# V: the tokens before and after a text
+TEXT_IDS = {GPT2_WORDS: (50256, 50256), 128256: (128000, 128001)}
+HUB_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json",
+             "model-*-of-*.safetensors", "tokenizer.json")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-BUFFERS = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"  # not weights; old transformers saved them
+# not weights; old transformers saved them
+BUFFERS = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"
 FLAGS = [
-    (None, "source", argument("SOURCE"), None, "a folder, a name on the hub, a .safetensors file, or a checkpoint "
-     "(.bin)"),
+    (None, "source", argument("SOURCE"), None, "a folder, a name on the hub, a .safetensors file, "
+     "or a checkpoint (.bin)"),
     (None, "target", argument("TARGET"), None, "the checkpoint (.bin) or the folder to write"),
     (None, "--dtype", ("fp32", "bf16"), None, "of what is written (default: the source's)"),
 ]
@@ -67,14 +69,15 @@ ROTATED = "q_proj.weight", "k_proj.weight"  # Llama's; RoPE rotates their output
 
 
 def blocks(c, table):
-    """The parts of a checkpoint with this table, in order: (the tensor's name in a folder, or None for zeros; the shape
-    of these rows in the checkpoint; the tensor's name in the checkpoint)."""
+    """The parts of a checkpoint with this table, in order: (the tensor's name in a folder, or None
+    for zeros; the shape of these rows in the checkpoint; the tensor's name in the checkpoint)."""
     architecture = ARCHITECTURES[type(c)]
     rows = architecture.rows(c)
     for row in table:
         count, *columns = row.shape
         for l in range(max(1, row.layers)):
-            for name, part in zip(architecture.names.get(row.name, [None]), rows.get(row.name, [count])):
+            for name, part in zip(architecture.names.get(row.name, [None]),
+                                  rows.get(row.name, [count])):
                 yield name and name.format(l), (part, *columns), row.name
 
 
@@ -84,12 +87,13 @@ def shape_in_folder(name, shape):
 
 
 def turned(name, tensor, HS, groups):
-    """Turn a folder's tensor into a checkpoint's (groups=2), or the other way round (groups=HS/2). Rows that RoPE
-    rotates are regrouped within each head."""
+    """Turn a folder's tensor into a checkpoint's (groups=2), or the other way round (groups=HS/2).
+    Rows that RoPE rotates are regrouped within each head."""
     if name.endswith(CONV1D):
         return tensor.T
     if name.endswith(ROTATED):
-        return tensor.reshape(-1, groups, HS // groups, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        return tensor.reshape(-1, groups, HS // groups,
+                              tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
     return tensor
 
 
@@ -110,10 +114,12 @@ def find_folder(name):
     if Path(name).is_dir():
         return Path(name)
     if name not in OPENAI and not re.fullmatch(ON_HUB, name):
-        raise UserError(f"{name}: there is no such folder; expected one with config.json and model.safetensors, or a "
-                        f"name on the hub: {', '.join(OPENAI)}, or one such as meta-llama/Llama-3.2-1B")
+        raise UserError(f"{name}: there is no such folder; expected one with config.json and "
+                        f"model.safetensors, or a name on the hub: {', '.join(OPENAI)}, or one "
+                        "such as meta-llama/Llama-3.2-1B")
     folder = Path(ask(f"{name}: there is no such folder, and for the model of that name",
-                      lambda hub: hub.snapshot_download(name, allow_patterns=list(HUB_FILES)), "give a folder"))
+                      lambda hub: hub.snapshot_download(name, allow_patterns=list(HUB_FILES)),
+                      "give a folder"))
     print(f"downloaded to {folder}")
     return folder
 
@@ -127,15 +133,17 @@ def config_of_tensors(path, found):
     names = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
     wte, wpe = names.get("wte.weight", names.get(HEAD)), names.get("wpe.weight")
     if wte is None or wpe is None or not wte.ndim == wpe.ndim == 2:
-        raise UserError(f"{path}: has no wte.weight and wpe.weight of GPT-2, and other models can be converted only "
-                        "with their config.json; expected it in the same folder")
+        raise UserError(f"{path}: has no wte.weight and wpe.weight of GPT-2, and other models can "
+                        "be converted only with their config.json; expected it in the same folder")
     C = wte.shape[1]
     if C % 64:
-        raise UserError(f"{path}: without a config.json heads have 64 channels, and C = {C} is no multiple")
+        raise UserError(f"{path}: without a config.json heads have 64 channels, and C = {C} is no "
+                        "multiple")
     L = len({name.split(".")[1] for name in names if re.match(r"h\.\d+\.", name)})
     c = Config(len(wpe), len(wte), L, C // 64, C, padded(len(wte)))
     c.check(path)
-    print(f"{path}: has no config.json beside it; NH = {c.NH} heads of 64 channels, as in OpenAI's models")
+    print(f"{path}: has no config.json beside it; NH = {c.NH} heads of 64 channels, as in OpenAI's "
+          "models")
     return c
 
 
@@ -150,14 +158,18 @@ def map_file(path):
             if re.fullmatch(BUFFERS, name):
                 continue
             if of["dtype"] not in DTYPES:
-                raise UserError(f"{path}: {name} is of type {of['dtype']}; expected {', '.join(DTYPES)}")
+                raise UserError(f"{path}: {name} is of type {of['dtype']}; expected "
+                                f"{', '.join(DTYPES)}")
             first, last = of["data_offsets"]
-            tensors[name] = data[start + first : start + last].view(DTYPES[of["dtype"]]).reshape(of["shape"])
+            numbers = data[start + first : start + last].view(DTYPES[of["dtype"]])
+            tensors[name] = numbers.reshape(of["shape"])
         return tensors
     except OSError as e:
-        raise UserError(f"{path}: could not be read ({e.strerror}); is the download complete?") from None
+        raise UserError(f"{path}: could not be read ({e.strerror}); is the download complete?"
+                        ) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{path}: is no safetensors file, or truncated; is the download complete?") from None
+        raise UserError(f"{path}: is no safetensors file, or truncated; is the download complete?"
+                        ) from None
 
 
 def files_of(folder):
@@ -166,8 +178,8 @@ def files_of(folder):
     if path.exists():
         return [path]
     if not index.exists():
-        raise UserError(f"{folder}: has no {WEIGHTS}, nor {INDEX}; expected such weights, which transformers "
-                        "makes from a pytorch_model.bin with save_pretrained")
+        raise UserError(f"{folder}: has no {WEIGHTS}, nor {INDEX}; expected such weights, which "
+                        "transformers makes from a pytorch_model.bin with save_pretrained")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise UserError(f"{index}: expected a weight_map, {{tensor: file}}")
@@ -180,20 +192,23 @@ def same_bits(a, b):
 
 
 def check_tensors(source, found, c):
-    """{full name: array} of the tensors in a model's files. Raises UserError unless they are exactly those of a model
-    of this config."""
+    """{full name: array} of the tensors in a model's files. Raises UserError unless they are
+    exactly those of a model of this config."""
     architecture, whole = ARCHITECTURES[type(c)], {}
     embedding = architecture.names["wte"][0]
     for name, tensor in found.items():
-        long = name if name == HEAD or name.startswith(architecture.prefix) else architecture.prefix + name
+        is_long = name == HEAD or name.startswith(architecture.prefix)
+        long = name if is_long else architecture.prefix + name
         if long in whole:
             raise UserError(f"{source}: has {long} twice, with and without {architecture.prefix}")
         whole[long] = tensor
     if getattr(c, "tied", True):
         head = whole.get(HEAD)
         if head is not None and embedding in whole and not same_bits(head, whole[embedding]):
-            raise UserError(f"{source}: {HEAD} differs from {embedding}; expected a head that is tied to it")
-        # safetensors.torch.save_model keeps one of two tensors that share memory, whichever name it meets last
+            raise UserError(f"{source}: {HEAD} differs from {embedding}; expected a head that is "
+                            "tied to it")
+        # safetensors.torch.save_model keeps one of two tensors that share memory, whichever name it
+        # meets last
         whole[embedding] = whole[HEAD] = whole.get(embedding, head)
     expected = {HEAD}
     for name, shape, _ in blocks(c, c.file_table()):
@@ -204,16 +219,18 @@ def check_tensors(source, found, c):
         expected.add(name)
         shape = shape_in_folder(name, shape)
         if whole[name].shape != shape:
-            raise UserError(f"{source}: {name} is of shape {whole[name].shape}; expected {shape}, by the model's sizes")
+            raise UserError(f"{source}: {name} is of shape {whole[name].shape}; expected {shape}, "
+                            "by the model's sizes")
     for name in found:
         if name not in expected and architecture.prefix + name not in expected:
-            raise UserError(f"{source}: {name} is no tensor of {architecture.title}; expected none but the model's")
+            raise UserError(f"{source}: {name} is no tensor of {architecture.title}; expected none "
+                            "but the model's")
     return whole
 
 
 def folder_to_checkpoint(name, path, dtype=None):
-    """Convert a folder, a model on the hub, or one file. Raises UserError, and then leaves an older checkpoint as it
-    was."""
+    """Convert a folder, a model on the hub, or one file. Raises UserError, and then leaves an older
+    checkpoint as it was."""
     if str(name).endswith(".safetensors") and not Path(name).is_dir():
         source = Path(name)
         found = map_file(source)
@@ -231,8 +248,9 @@ def folder_to_checkpoint(name, path, dtype=None):
 
     def tensors():
         for name, shape, _ in blocks(c, c.file_table()):
-            tensor = np.zeros(shape, dtype) if name is None else turned(name, found[name], c.C // c.NH, 2)
-            yield from stored_as(dtype, tensor)
+            zeros = name is None
+            yield from stored_as(dtype, np.zeros(shape, dtype) if zeros else turned(
+                name, found[name], c.C // c.NH, 2))
 
     version = next(version for version, stored in c.STORED.items() if stored == dtype)
     replace_file(path, itertools.chain(c.headers(version), tensors()))
@@ -244,24 +262,28 @@ def write_safetensors(path, tensors, dtype, HS):
     name_of_dtype = next(name for name, stored in DTYPES.items() if stored == dtype)
     for name, tensor in tensors.items():
         end = at + tensor.size * np.dtype(dtype).itemsize
-        header[name] = {"dtype": name_of_dtype, "shape": shape_in_folder(name, tensor.shape), "data_offsets": [at, end]}
+        header[name] = {"dtype": name_of_dtype, "shape": shape_in_folder(name, tensor.shape),
+                        "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     numbers = (chunk for name, tensor in tensors.items()
                for chunk in stored_as(dtype, turned(name, tensor, HS, HS // 2)))
-    replace_file(path, (chunk for part in ([np.uint64(len(text)), text], numbers) for chunk in part))
+    replace_file(path,
+                 (chunk for part in ([np.uint64(len(text)), text], numbers) for chunk in part))
 
 
 def named_tensors(path, c, stored, header):
     """(name, array) of a checkpoint's tensors that a folder also has. Raises UserError."""
     table = c.file_table(stored, header)
-    body = np.memmap(path, stored, "r", Path(path).stat().st_size - sum(row.nbytes for row in table))
+    body = np.memmap(path, stored, "r",
+                     Path(path).stat().st_size - sum(row.nbytes for row in table))
     at = 0
     for name, shape, row in blocks(c, table):
         tensor, at = body[at : at + math.prod(shape)].reshape(shape), at + math.prod(shape)
         if name is None and to_float(tensor).any():
-            raise UserError(f"{path}: {row} has other numbers than zeros below its V = {c.V} words; expected padding")
+            raise UserError(f"{path}: {row} has other numbers than zeros below its V = {c.V} "
+                            "words; expected padding")
         if name and not (name == HEAD and c.tied):
             yield name, tensor
 
@@ -290,17 +312,18 @@ def checkpoint_to_folder(path, folder, dtype=None):
     begin, end = TEXT_IDS.get(c.V, (None, None))
     objects = {"config.json": {
         "architectures": [architecture.model_class], "model_type": architecture.model_type,
-        "torch_dtype": "bfloat16" if dtype == BF16 else "float32", "vocab_size": c.V, **architecture.write_config(c),
-        "bos_token_id": begin, "eos_token_id": end}}
+        "torch_dtype": "bfloat16" if dtype == BF16 else "float32", "vocab_size": c.V,
+        **architecture.write_config(c), "bos_token_id": begin, "eos_token_id": end}}
     if len(shards) > 1:
+        size = sum(tensor.size for tensors in shards for tensor in tensors.values())
         objects[INDEX] = {
-            "metadata": {"total_size": sum(tensor.size for tensors in shards for tensor in tensors.values())
-                         * np.dtype(dtype).itemsize},
+            "metadata": {"total_size": size * np.dtype(dtype).itemsize},
             "weight_map": {name: file for file, tensors in zip(files, shards) for name in tensors}}
     write_objects(folder, objects)
     try:
         if c.V != GPT2_WORDS:
-            raise UserError(f"GPT-2's has {GPT2_WORDS} words, and this model V = {c.V}; copy its own to {folder}")
+            raise UserError(f"GPT-2's has {GPT2_WORDS} words, and this model V = {c.V}; copy its "
+                            f"own to {folder}")
         write_tokenizer(folder, gpt2_encoding(), c.maxT)
     except UserError as e:
         print(f"no tokenizer is written: {e}")
@@ -314,7 +337,8 @@ def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     from_checkpoint = flags.source.endswith(".bin")
     if from_checkpoint == flags.target.endswith(".bin"):
-        raise UserError(f"{flags.source} {flags.target}: expected one of them to be a checkpoint, which ends in .bin")
+        raise UserError(f"{flags.source} {flags.target}: expected one of them to be a checkpoint, "
+                        "which ends in .bin")
     if flags.target.endswith(".safetensors"):
         raise UserError(f"{flags.target}: expected a folder, for config.json too")
     convert = checkpoint_to_folder if from_checkpoint else folder_to_checkpoint

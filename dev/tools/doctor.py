@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PIP, GPP = "pip install -r requirements.txt", "apt install g++ (macOS: xcode-select --install)"
-DRIVER = ("with an NVIDIA GPU, install its driver 580 or later (WSL2: in Windows; a notebook: choose a "
-          "GPU); without one, train with --device cpu")
+DRIVER = ("with an NVIDIA GPU, install its driver 580 or later (WSL2: in Windows; a notebook: "
+          "choose a GPU); without one, train with --device cpu")
 DTYPES = {75: "fp32", 80: "bf16, tf32", 89: "fp8"}  # by the least compute capability
 
 
@@ -135,7 +135,9 @@ def main():
     for row in ROWS:
         right[row.what], remedy = right[row.after], ""
         try:
-            found = row.find() or "is there" if right[row.after] else f"not looked at: it needs: {row.after}"
+            found = f"not looked at: it needs: {row.after}"
+            if right[row.after]:
+                found = row.find() or "is there"
         except Exception as e:  # a broken installation may raise anything
             args = e.args if isinstance(e, Wrong) else str(e).strip().splitlines()[:1]
             found, remedy = (*(args or [type(e).__name__]), row.remedy)[:2]

@@ -4,35 +4,33 @@ import itertools
 import math
 
 from dev.features.tokenizer import words_of
+from dev.llama3.tokens import letters
 from dev.tools.hf_config import write_objects
-from prepro_tinyshakespeare import END_OF_TEXT, PRINTING, UserError, replace_file
-
-
-def letters():
-    """{byte: the letter that stands for it in Hugging Face's vocabularies}: itself if it prints, else one from U+0100
-    up."""
-    others = [b for b in range(256) if b not in PRINTING]
-    return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+from prepro_tinyshakespeare import END_OF_TEXT, UserError, replace_file
 
 
 def merges_of(ranks):
-    """The pairs that byte-pair encoding joins, in order, from {word: rank}. To find the last join that makes a word, we
-    encode the word itself: the neighbours whose join has the lowest rank are joined first, until two parts are left.
-    Raises UserError if there is nothing to join before that."""
+    """The pairs that byte-pair encoding joins, in order, from {word: rank}. To find the last join
+    that makes a word, we encode the word itself: the neighbours whose join has the lowest rank are
+    joined first, until two parts are left. Raises UserError if there is nothing to join before
+    that."""
     for word in sorted(ranks, key=ranks.get):
         parts = [word[i : i + 1] for i in range(len(word))]
         while len(parts) > 2:
-            joined = [ranks.get(first + second, math.inf) for first, second in itertools.pairwise(parts)]
+            joined = [ranks.get(first + second, math.inf)
+                      for first, second in itertools.pairwise(parts)]
             i = joined.index(min(joined))
             if joined[i] == math.inf:
-                raise UserError(f"tiktoken's vocabulary has {word}, which no joins of its other words make")
+                raise UserError(f"tiktoken's vocabulary has {word}, which no joins of its other "
+                                "words make")
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
         if len(parts) == 2:
             yield tuple(parts)
 
 
 def write_tokenizer(folder, encoding, maxT):
-    """Write the files of transformers' GPT2Tokenizer, from tiktoken's encoding. Raises UserError."""
+    """Write the files of transformers' GPT2Tokenizer, from tiktoken's encoding. Raises
+    UserError."""
     words, letter = words_of(encoding), letters()
     spelled = lambda word: "".join(letter[b] for b in word)
     merges = merges_of({word: i for i, word in words.items() if word != END_OF_TEXT.encode()})

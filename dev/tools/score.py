@@ -22,7 +22,8 @@ FLAGS = [
     ("-b", "--batch-size", "count", 16, "B, rows in a batch; an example has four"),
     ("-t", "--seq-len", "count", None, "T, tokens in a row (default: enough for the longest)"),
     (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
-    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU, and a GPU before 8.0, fp32)"),
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU, and a GPU before "
+     "8.0, fp32)"),
     (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster of train_gpt2.py"),
 ]
 
@@ -43,7 +44,8 @@ def main(arguments=None):
     c = architecture.Config.from_file(flags.model)
     examples = read_examples(flags.data, c.V, flags.seq_len)
     most = max(example.longest for example in examples)
-    B, T = flags.batch_size, flags.seq_len or min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
+    enough = min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
+    B, T = flags.batch_size, flags.seq_len or enough
     place = flags.device or ("cuda" if has_gpu() else "cpu")
     device = make_device(place, flags.dtype or default_dtype(place), c, flags.plain)
     print(f"device       | {device} (--device, --dtype)")
@@ -53,10 +55,12 @@ def main(arguments=None):
     try:
         model = type(architecture.__name__, (Fitting, architecture), {})(c, device, B, T)
         model.set_parameters(read_parameters(flags.model, c))
-        correct, total = count_right(model, examples, progress_line if sys.stderr.isatty() else None)
+        correct, total = count_right(model, examples,
+                                     progress_line if sys.stderr.isatty() else None)
     except device.Fault as e:
-        raise UserError(f"the GPU stopped ({e}) at {device.last_kernel} or a launch before it: find "
-                        "the fault with --plain 1, compute-sanitizer, or --device cpu") from None
+        raise UserError(f"the GPU stopped ({e}) at {device.last_kernel} or a launch before it: "
+                        "find the fault with --plain 1, compute-sanitizer, or --device "
+                        "cpu") from None
     print(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
 
 
