@@ -2,6 +2,7 @@
 kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
 import train_gpt2
 from dev.cpu.device import Cpu
+from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
 
 
@@ -59,16 +60,16 @@ def one_by_one(device):
     return type(device.__name__, (WithoutGraphs, device), {})
 
 
-class OneByOne:
-    """Training on such a device."""
-
-    def device_class(self):
-        return one_by_one(super().device_class())
-
-
 class OnCpu:
     """Training on the CPU device."""
     longest = 64  # T without -t
 
-    def device_class(self):
-        return Cpu
+
+NO_GRAPH = Feature("no graph", lambda flags, ranks: not flags.graph, device=WithoutGraphs, flags=(
+    Flag(None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a "
+         "graph", "the machine", after="--plain", may_differ=True),))
+CPU = Feature("cpu", lambda flags, ranks: flags.device == "cpu", training=OnCpu, flags=(
+    Flag(None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a "
+         "GPU)", "the machine", restored=False),
+    Flag("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on "
+         "a CPU)", must_agree=True)))

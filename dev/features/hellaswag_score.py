@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dev.features.declare import Feature, Flag, Pair
 from dev.features.file_kinds import read_header
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import HEADER_BYTES, FileKind
@@ -179,3 +180,15 @@ class ScoredByRanks:
     def count_right(self, examples):
         own = super().count_right(examples[self.rank :: self.count])
         return tuple(map(sum, zip(*self.ranks.exchange(own, "a score"))))
+
+
+FEATURE = Feature(
+    "hellaswag", lambda flags, ranks: flags.hellaswag, training=Scored,
+    pairs=(Pair("runs", training=ScoredAndKept), Pair("ranks", training=ScoredByRanks)),
+    flags=(
+        Flag(None, "--hellaswag", "name", None, "file of dev/data/hellaswag.py: score the model at "
+             "each validation except the first", "how long, and what is shown",
+             after="--sample-tokens", path=True, replayed=False, may_differ=True),),
+    refuses=lambda flags: ("--hellaswag: is scored at each validation, and -v 0 makes none: "
+                           "expected another -v"
+                           if flags.hellaswag and flags.val_every == 0 else ""))

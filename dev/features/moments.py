@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.features.declare import Feature, Flag, Pair
 from dev.features.ranks.ranks import cut
 from train_gpt2 import BF16, Row, offsets
 
@@ -56,13 +57,6 @@ class Bf16Moments:
                            a.decayed.size, n, a.settings, a.verdict, a.places, a.noise)
 
 
-class Bf16MomentsTraining:
-    """A run of such a model; its device has moments.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
-
-
 class ShardedMoments:
     """With --zero 1: a rank has the moments of its share of each tensor."""
 
@@ -80,3 +74,13 @@ class ShardedMoments:
             if tail and self.rank == 0:
                 found.append((first + self.count * piece, tail, size))
         return [*zip(*found)]
+
+
+FEATURE = Feature(
+    "moments", lambda flags, ranks: flags.moments == "bf16", Bf16Moments, sources=(SOURCE,), flags=(
+        Flag(None, "--moments", ("fp32", "bf16"), "fp32", "bf16 halves the memory of AdamW's "
+             "moments, with stochastic rounding", "less memory"),
+        Flag(None, "--seed", "count or 0", 42, "of the initial parameters, of --moments bf16's "
+             "rounding, and of --sample (whose default is a random one)",
+             may_differ=lambda flags: flags.moments != "bf16")),
+    pairs=(Pair("zero", ShardedMoments),))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.features.declare import Feature, Flag, numbers
 from train_gpt2 import Row
 
 SOURCE = Path(__file__).resolve().with_name("outliers.cu")
@@ -48,11 +49,8 @@ class Outliers:
 
 
 class OutliersTraining:
-    """A run of such a model; its device has outliers.cu too. replay.py's Explained, below it in
-    dev/features/order.py, says what is large in an outlier."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+    """A run of such a model. replay.py's Explained, below it in dev/features/order.py, says what
+    is large in an outlier."""
 
     def report(self, queued, verdict):
         if not (verdict.update or verdict.stopped):
@@ -74,3 +72,14 @@ class OutliersTraining:
         else:
             self.say(f"WARNING: -sl, -sg: the checkpoint has no losses and norms of the steps "
                      f"before: the next {WINDOW} are never skipped")
+
+
+FEATURE = Feature(
+    "outliers", lambda flags, ranks: flags.loss_limit or flags.norm_limit, Outliers,
+    OutliersTraining, sources=(SOURCE,), flags=(
+        Flag("-sl", "--loss-limit", "rate", 0.0, "skip a step's update if its loss has a z-score "
+             "above this among the last 128; 0: never", "the update", replayed=False),
+        Flag("-sg", "--norm-limit", "rate", 0.0, "the same for the gradient's norm", "the update",
+             replayed=False)),
+    state={"windows": (lambda x: numbers(x, (2, WINDOW)), f"2 lists of {WINDOW} numbers"),
+           "seen": (lambda x: numbers(x, (1,)), "[a number]")})

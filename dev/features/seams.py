@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import train_gpt2
 from dev.common.config import Config, checkpoint_parts, draw_parameters, read_parameters
-from dev.features.devices import Cuda, FastCuda
+from dev.features.devices import FastCuda
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (ADAMW_FLAGS, NORM_BLOCKS, DataLoader, generate, kept_as, matrices,
                         offsets, pack_batch, to_float)
@@ -93,6 +93,8 @@ class GPT2(train_gpt2.GPT2):
 
 class Training(train_gpt2.Training):
     """A training run with the seams of features."""
+    layers = ()  # the declarations of this run's features, the outermost first
+    Device = FastCuda
     rank = 0  # as GPT2's
     count = 1
     longest = 1024  # T without -t, at most
@@ -197,6 +199,16 @@ class Training(train_gpt2.Training):
             replace_file(path, map(self.device.get, parts))
             self.say(f"wrote {path}")
 
+    def state(self, model):
+        """What a step depends on besides parameters and batches, for run_*.json and for a step to
+        replay: {name: what JSON can hold}. A feature adds to what super() returns, and declares the
+        names as its state. Scales are FP8's, and the field is in every file."""
+        return dict(scales=[])
+
+    def set_state(self, model, notes):
+        """Restore a state to a model that has its parameters. notes: all that run_*.json or
+        replay_*.npz has, or {} if it is lost."""
+
     def say(self, line):
         print(line, flush=True)
 
@@ -219,13 +231,14 @@ class Training(train_gpt2.Training):
         self.config = make(self.name)
         flags.seq_len = flags.seq_len or min(self.config.maxT, self.longest)
 
-    def make_device(self, *beside):
-        """The device; beside: more CUDA files to compile."""
-        kind = self.device_class()
-        return kind(self.flags.dtype, self.config, beside)
+    def make_device(self):
+        """The device, with the CUDA files of this run's features."""
+        files = [file for feature in self.compiled() for file in feature.sources]
+        return self.Device(self.flags.dtype, self.config, [*dict.fromkeys(files)])
 
-    def device_class(self):
-        return Cuda if self.flags.plain else FastCuda
+    def compiled(self):
+        """Those of this run's features whose CUDA files are compiled, if they have any."""
+        return [feature for feature in self.layers if feature.compiled(self.flags, self.config)]
 
     def open_data(self):
         flags = self.flags
@@ -267,7 +280,7 @@ class Training(train_gpt2.Training):
 
     def chapters(self):
         """What this run has for speed alone beyond the two files."""
-        return []
+        return [feature.chapter for feature in reversed(self.compiled()) if feature.chapter]
 
     def make_model(self):
         """The model, with the parameters that it starts from."""

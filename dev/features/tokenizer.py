@@ -5,6 +5,7 @@ another vocabulary is decoded by a gpt2_tokenizer.bin of as many words, or shown
 import functools
 from pathlib import Path
 
+from dev.features.declare import Feature
 from dev.features.file_kinds import read_header
 from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
 from train_gpt2 import HEADER_BYTES, FileKind
@@ -106,3 +107,6 @@ class Tokenized:
 
     def decode(self, tokens):
         return decode(tokens, self.words())
+
+
+FEATURE = Feature("tokenizer", training=Tokenized)

@@ -20,7 +20,8 @@ from dev.features.devices import device_class
 from dev.features.file_kinds import read_header
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.moments import SOURCE as MOMENTS
-from dev.features.order import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
+from dev.common.gpus import capability, has_gpu
+from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.relu_attention import with_relu
 from dev.features.seams import GPT2, Training

@@ -22,7 +22,8 @@ from dev.common.bf16 import to_bf16
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.hopper import attention_five
 from dev.features.hopper.attention_five import FiveProducts
-from dev.features.order import FEATURES, capability
+from dev.common.gpus import capability
+from dev.features.order import FEATURES
 from dev.features.seams import GPT2
 from dev.lab.bench import BF16_LIMIT
 from dev.tests import checks

@@ -16,6 +16,7 @@ pieces are multiples of 8 numbers, and rank 0 has the rest, the tails, as tensor
 """
 import numpy as np
 
+from dev.features.declare import Feature, Flag
 from dev.features.ranks.ranks import cut, cut_layers
 from train_gpt2 import LOW, Row, carve, kept_as, update_table
 
@@ -195,3 +196,8 @@ class ShardedTraining:
     def explain_outlier(self, queued, scores):
         self.model.gather()
         super().explain_outlier(queued, scores)
+
+
+FEATURE = Feature("zero", lambda flags, ranks: ranks and flags.zero, Sharded, ShardedTraining, flags=(
+    Flag("-z", "--zero", "switch", 0, "1: each rank has only a share of AdamW's moments and fp32 "
+         "parameters (ZeRO)", "several GPUs", after="--gpus", may_differ=True),))
