@@ -1,6 +1,7 @@
 """Devices by name, for features, tools and tests: the trainer's GPU with more CUDA files than
 kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
 import train_gpt2
+from dev.common.cuda_source import check_arrays
 from dev.cpu.device import Cpu
 from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
@@ -20,6 +21,11 @@ class Beside:
     def compile(self, sources):
         _, *more = sources  # kernels.cu is in self.sources
         super().compile([*self.sources, *more])
+
+    def launch(self, name, items, *args, **sizes):
+        if name in self.kernels:
+            check_arrays(self.kernels[name], args, self.real)
+        super().launch(name, items, *args, **sizes)
 
 
 class Cuda(Beside, train_gpt2.Cuda):

@@ -37,10 +37,10 @@ def check_kind(path, *kinds):
         raise UserError(f"{path}: is {FILES[magic]}; expected a {names}: {kinds[0].remedy}")
 
 
-def read_header(path, *kinds):
+def checked_header(path, *kinds):
     """As train_gpt2.read_header, with the better error."""
     check_kind(path, *kinds)
-    return config.read_header(path, *kinds)
+    return config.header_of_kinds(path, *kinds)
 
 
 def remedy(name):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dev.features.declare import Feature, Flag, Pair
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import HEADER_BYTES, FileKind
 
@@ -46,7 +46,7 @@ def read_examples(path, V, T=None):
     if V > 2**16:
         raise UserError(f"{path}: has GPT-2's tokens, and the model V = {V} words of another "
                         "vocabulary; expected a model of GPT-2's words")
-    count, longest = read_header(path, EVAL_FILE)[2:4]
+    count, longest = checked_header(path, EVAL_FILE)[2:4]
     body = Path(path).read_bytes()[HEADER_BYTES:]
     words = np.frombuffer(body[: len(body) // 2 * 2], "<u2")
     examples, at, most = [], 0, 0

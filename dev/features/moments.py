@@ -10,6 +10,7 @@ import numpy as np
 
 from dev.features.declare import Feature, Flag, Pair
 from dev.features.ranks.ranks import cut
+from dev.features.seams import Counted
 from train_gpt2 import BF16, Row, offsets
 
 SOURCE = Path(__file__).resolve().with_name("moments.cu")
@@ -20,13 +21,12 @@ def in_bf16(tables):
     the index of its first number among all parameters; the numbers of a piece; and the distance
     from a piece to that of the next layer."""
     moments = [row._replace(dtype=BF16) for row in tables["adam m"]]
-    update = [row for row in tables["update"] if row.name not in ("places", "noise")]
+    update = [row for row in tables["update"] if row.name != "places"]
     return tables | {"adam m": moments, "adam v": moments,
-                     "update": [*update, Row("places", (3, len(moments)), np.uint64),
-                                Row("noise", (2,))]}  # the seed and the step
+                     "update": [*update, Row("places", (3, len(moments)), np.uint64)]}
 
 
-class Bf16Moments:
+class Bf16Moments(Counted):
     """A model with bf16 moments."""
 
     @classmethod
@@ -43,18 +43,12 @@ class Bf16Moments:
         sizes = [row.size for row in table]
         return [[start // 4 for start in offsets(table)[:-1]], sizes, sizes]
 
-    def set_adamw(self, seed=None, **settings):
-        super().set_adamw(**settings)
-        seed = self.flags.seed if seed is None else seed
-        # fp32 has all whole numbers below 2**24
-        self.device.put(self.adam.noise, [seed % 2**24, self.step])
-
     def adamw(self, parameters, low, gradients, m, v):
         n, a = gradients.nbytes // 4, self.adam
         self.norm_of(gradients, n)
         self.judge()
         self.device.launch("adamw_bf16", n, parameters, low, gradients, m, v, a.starts, a.decayed,
-                           a.decayed.size, n, a.settings, a.verdict, a.places, a.noise)
+                           a.decayed.size, n, a.settings, a.verdict, a.places, a.counter)
 
 
 class ShardedMoments:

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from dev.features.declare import Feature, Flag, numbers
+from dev.features.seams import Counted
 from train_gpt2 import Row
 
 SOURCE = Path(__file__).resolve().with_name("outliers.cu")
 WINDOW = 128  # steps, as in outliers.cu
 
 
-class Outliers:
+class Outliers(Counted):
     """A model that skips the updates of outliers."""
 
     @classmethod
@@ -29,19 +30,14 @@ class Outliers:
         tables = super().tables(c, device, B, T)
         rows = [Row("windows", (2, WINDOW), np.float64),  # the last losses and norms
                 Row("seen", (1,), np.int32),  # how many there have been so far
-                Row("z_scores", (WINDOW, 2)),  # of loss and norm; those of step s at s % WINDOW
-                Row("step", (1,))]
+                Row("z_scores", (WINDOW, 2))]  # of loss and norm; those of step s at s % WINDOW
         return tables | {"update": tables["update"] + rows}
-
-    def set_adamw(self, **settings):
-        super().set_adamw(**settings)
-        self.device.put(self.adam.step, [self.step])
 
     def judge(self):
         super().judge()
         adam, flags = self.adam, self.flags
         self.device.launch("skip_outliers", 32, adam.verdict, adam.windows, adam.seen,
-                           adam.z_scores, flags.loss_limit, flags.norm_limit, adam.step)
+                           adam.z_scores, flags.loss_limit, flags.norm_limit, adam.counter[1:])
 
     def z_scores(self, step):
         """(z-score of the loss, of the norm) of a recent step; NaN in the first 128."""

@@ -14,7 +14,7 @@ import train_gpt2
 from dev.common.config import Config, checkpoint_parts, draw_parameters, read_parameters
 from dev.features.devices import FastCuda
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import (ADAMW_FLAGS, NORM_BLOCKS, DataLoader, generate, kept_as, matrices,
+from train_gpt2 import (ADAMW_FLAGS, NORM_BLOCKS, DataLoader, Row, generate, kept_as, matrices,
                         offsets, pack_batch, to_float)
 
 
@@ -27,6 +27,13 @@ class GPT2(train_gpt2.GPT2):
         super().__init__(config, device, B, T)
         self.head = self.params.wte  # the weight that makes the logits
         self.dhead = self.grads.wte
+        self.padding = [*self.padding_of_gradients()]
+
+    def padding_of_gradients(self):
+        """The gradients, as AdamW gets them, of rows that pad the vocabulary."""
+        for name in self.config.PADDED:
+            if hasattr(self.grads, name) and self.config.V < self.config.Vp:
+                yield getattr(self.grads, name)[self.config.V :]
 
     def check(self, config, device, B, T):
         """Raise UserError unless the model can have such batches on this device."""
@@ -82,13 +89,32 @@ class GPT2(train_gpt2.GPT2):
                            adam.decayed.size, n, adam.settings, adam.verdict)
 
     def norm_of(self, gradients, n):
-        """adam.norm[0] = the norm of n gradients."""
+        """adam.norm[0] = the norm of n gradients. Those of words that pad the vocabulary become
+        zero first, whatever a feature has done to them: so their parameters stay zero."""
+        for padding in self.padding:
+            self.device.zero(padding)
         blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
         self.device.launch("global_norm", blocks, self.adam.norm, gradients, n)
 
     def judge(self):
         """Decide whether this step updates the parameters: its loss and norm have to be finite."""
         self.device.launch("judge", 1, self.adam.verdict, self.adam.norm)
+
+
+class Counted:
+    """A model whose kernels know the seed and the step, adam.counter: a base of features' classes.
+    Numbers that are passed to a launch stay as they were when a step was recorded."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        tables = super().tables(c, device, B, T)
+        return tables | {"update": [*tables["update"], Row("counter", (2,))]}
+
+    def set_adamw(self, seed=None, **settings):
+        super().set_adamw(**settings)
+        seed = self.flags.seed if seed is None else seed
+        # fp32 has all whole numbers below 2**24
+        self.device.put(self.adam.counter, [seed % 2**24, self.step])
 
 
 class Training(train_gpt2.Training):

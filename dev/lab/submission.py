@@ -2,7 +2,7 @@
 import difflib
 import re
 
-from dev.common.cuda_source import parameters_of, read_kernels
+from dev.common.cuda_source import parameters_of, checked_kernels
 
 from dev.common.config import Config
 from dev.common.cuda_source import without_comments
@@ -56,7 +56,7 @@ def exercise_of(path):
 
 def declared(path, run):
     """The train_gpt2.Kernel of a student's file. Raises UserError."""
-    kernels = read_kernels([path], types=False)  # read_submission compares its types with the exercise's
+    kernels = checked_kernels([path], types=False)  # read_submission compares its types with the exercise's
     if run in kernels:
         return kernels[run]
     text = code_of(path)

@@ -21,7 +21,7 @@ import train_gpt2
 from dev.common import gpus
 from dev.common.bf16 import master_numbers
 from dev.common.config import Config
-from dev.common.cuda_source import read_kernels
+from dev.common.cuda_source import checked_kernels
 from dev.common.host_memory import available_memory
 from dev.features import devices, fit, order
 from dev.features.late_reports import LateReports
@@ -241,7 +241,7 @@ def tensor_maps_of_a_gpu(device_name, folder):
 
     B, T, HS, heads, status = 3, 5, 80, 9, 0
     array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, heads * HS))
-    device = mock.Mock(maps={}, hopper=False, HS=HS, kernels=read_kernels(Config.SOURCES), AVOID="")
+    device = mock.Mock(maps={}, hopper=False, HS=HS, kernels=checked_kernels(Config.SOURCES), AVOID="")
     device.tensor_map = functools.partial(train_gpt2.FastCuda.tensor_map, device)
     arguments = "atty", "lse", array, 0.1, T, 3  # for attention_forward
     given = train_gpt2.FastCuda.with_tensor_maps(device, "attention_forward", arguments)
@@ -300,7 +300,7 @@ def files_of_a_run(device_name, folder):
         done = subprocess.run(["g++", "-E", "-P", "-x", "c++", *flags, "-"], input=code, capture_output=True,
                               text=True, check=True)
         found = re.findall(r"__global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(", done.stdout)
-        missing = {*read_kernels(sources)} - {*found}
+        missing = {*checked_kernels(sources)} - {*found}
         check(f"each kernel is compiled: {model} {gpu} {dtype} {' '.join(more)}", found and not missing, missing)
         files |= {path.name for path in sources}
     wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu", "gelu_products.cu", "fp8.cu", "moments.cu",

@@ -9,7 +9,7 @@ import os
 from dev.common.config import count_tokens
 from dev.features.checkpoints.run_json import read_notes
 from dev.features.checkpoints.state_file import STATE, Damage, finite_sets, moments_of, read_states
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from dev.features.shuffled_loader import paths_of
 from dev.features.terminal import say
 from prepro_tinyshakespeare import UserError
@@ -120,7 +120,7 @@ def check_same_run(folder):
                         "sizes and hashes of what the files hold")
     count = notes.get("ranks", folder.count)
     if folder.has_state:
-        count = read_header(folder.file("state", step), STATE)[2]
+        count = checked_header(folder.file("state", step), STATE)[2]
     declared = {flag.key: flag for flag in folder.table}
     for name, now in vars(flags).items():
         flag = declared[name]

@@ -163,6 +163,15 @@ class Sharded:
         self.adamw(arenas["param share"], arenas.get("low share"), arenas["grad share"],
                    arenas["adam m"], arenas["adam v"])
 
+    def padding_of_gradients(self):
+        c = self.config
+        for row, _, _, own, tail, rest in self.cut_gradients():
+            pieces = row.size - tail.size  # the numbers of all ranks' pieces
+            for part, start in ((own, pieces // self.count * self.rank), (rest, pieces)):
+                padding = () if part is None else part[max(0, c.V * c.C - start) :]
+                if row.name in c.PADDED and len(padding):
+                    yield padding
+
     def norm_of(self, gradients, n):
         """As GPT2.norm_of, then adam.norm[0] = the norm of all shares' norms."""
         super().norm_of(gradients, n)
