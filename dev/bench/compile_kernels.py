@@ -61,7 +61,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     """({kernel: (registers, bytes of shared memory)}, faults) of kernels.cu and the files beside it on a GPU such as
     sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused` in their names any number."""
     hopper = gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8)  # as FastCuda
-    beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]  # as FiveProductsTraining
+    beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]  # as its Feature
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text, where = "".join(path.read_text(encoding="utf-8") for path in sources), " ".join([gpu, dtype, *c.switches()])
     output = output_switches(OUTPUT) if FUSED in beside and dtype != "fp8" else []

@@ -1,5 +1,5 @@
-"""Limits of seven GPUs, for programs that run without one: shared memory, threads, blocks. And which
-GPU is here."""
+"""Limits of seven GPUs, for programs that run without one: shared memory, threads, blocks; and
+which GPU is here."""
 import contextlib
 import ctypes
 from typing import NamedTuple

@@ -107,9 +107,9 @@ class Sampling:
 GROUP = "instead of training"
 FEATURE = Feature(
     "sample", lambda flags, ranks: flags.sample is not None, training=Sampling, flags=(
-        Flag(None, "--sample", str, None, "continue this text by -g tokens, and do not train", GROUP,
-             replayed=False, may_differ=True),
-        Flag(None, "--temperature", "rate", 1.0, "for --sample: below 1 makes likely tokens likelier; "
-             "0: always the likeliest", GROUP, needs="sample", may_differ=True),
-        Flag(None, "--top-k", "count or 0", 0, "for --sample: draw from the K likeliest tokens; 0: all",
-             GROUP, needs="sample", may_differ=True)))
+        Flag(None, "--sample", str, None, "continue this text by -g tokens, and do not train",
+             GROUP, replayed=False, may_differ=True),
+        Flag(None, "--temperature", "rate", 1.0, "for --sample: below 1 makes likely tokens "
+             "likelier; 0: always the likeliest", GROUP, needs="sample", may_differ=True),
+        Flag(None, "--top-k", "count or 0", 0, "for --sample: draw from the K likeliest tokens; "
+             "0: all", GROUP, needs="sample", may_differ=True)))

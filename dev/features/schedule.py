@@ -32,7 +32,7 @@ class Scheduled:
 
 FEATURE = Feature(
     "schedule", lambda flags, ranks: flags.schedule != "cosine", training=Scheduled, flags=(
-        Flag("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the learning "
-             "rate falls; wsd: at the end", "the update", after="--learning-rate"),
-        Flag("-u", "--warmup", "count or 0", 0, "steps in which the rate rises; a constant rate does "
-             "not")))
+        Flag("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the "
+             "learning rate falls; wsd: at the end", "the update", after="--learning-rate"),
+        Flag("-u", "--warmup", "count or 0", 0, "steps in which the rate rises; a constant rate "
+             "does not")))

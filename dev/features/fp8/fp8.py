@@ -435,7 +435,7 @@ class Fp8Llama:
 
 
 class Fp8Training:
-    """A run of such a model. The notes of a checkpoint, and of a step to replay, have the scales."""
+    """A run of such a model, whose state has the scales."""
 
     def state(self, model):
         return super().state(model) | {"scales": model.device.get_scales()}

@@ -72,5 +72,5 @@ class Bf16Sums:
 FEATURE = Feature(
     "bf16 sums", lambda flags, ranks: ranks and flags.sums == "bf16", Bf16Sums, sources=(SOURCE,),
     flags=(
-        Flag(None, "--sums", ("fp32", "bf16"), "fp32", "bf16: ranks send gradients in bf16, half of "
-             "the bytes", "several GPUs", after="--zero"),))
+        Flag(None, "--sums", ("fp32", "bf16"), "fp32", "bf16: ranks send gradients in bf16, half "
+             "of the bytes", "several GPUs", after="--zero"),))

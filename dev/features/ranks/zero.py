@@ -207,6 +207,7 @@ class ShardedTraining:
         super().explain_outlier(queued, scores)
 
 
-FEATURE = Feature("zero", lambda flags, ranks: ranks and flags.zero, Sharded, ShardedTraining, flags=(
-    Flag("-z", "--zero", "switch", 0, "1: each rank has only a share of AdamW's moments and fp32 "
-         "parameters (ZeRO)", "several GPUs", after="--gpus", may_differ=True),))
+FEATURE = Feature(
+    "zero", lambda flags, ranks: ranks and flags.zero, Sharded, ShardedTraining, flags=(
+        Flag("-z", "--zero", "switch", 0, "1: each rank has only a share of AdamW's moments and "
+             "fp32 parameters (ZeRO)", "several GPUs", after="--gpus", may_differ=True),))
